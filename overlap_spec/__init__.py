@@ -1,0 +1,61 @@
+"""overlap-spec: structured generation at speculative speed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from overlap_spec.config import EngineConfig
+    from overlap_spec.engine import Engine
+    from overlap_spec.errors import (
+        CheckpointError,
+        ConfigError,
+        GrammarError,
+        InvalidRequest,
+        OverlapSpecError,
+        RequestFailed,
+    )
+    from overlap_spec.grammar.spec import Grammar
+    from overlap_spec.types import Delta, Output, SamplingParams
+
+_HOMES = {
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "Delta": "types",
+    "Engine": "engine",
+    "EngineConfig": "config",
+    "Grammar": "grammar.spec",
+    "GrammarError": "errors",
+    "InvalidRequest": "errors",
+    "Output": "types",
+    "OverlapSpecError": "errors",
+    "RequestFailed": "errors",
+    "SamplingParams": "types",
+}
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "Delta",
+    "Engine",
+    "EngineConfig",
+    "Grammar",
+    "GrammarError",
+    "InvalidRequest",
+    "Output",
+    "OverlapSpecError",
+    "RequestFailed",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Names load on first use, so that `import overlap_spec` needs neither torch nor a grammar.
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

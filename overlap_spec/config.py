@@ -1,0 +1,116 @@
+"""Settings of an engine, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from overlap_spec.errors import ConfigError
+
+EMBEDDED = Path(__file__).parent / "embedded"
+ALGORITHMS = ("eagle3", "none")
+PLANNED_ALGORITHMS = ("eagle", "draft_model", "ngram", "mtp")
+OVERLAP_MODES = ("once-sync", "double-sync", "none")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that an engine can be told. Lengths and sizes in tokens.
+
+    Attributes:
+        model: Folder of a Hugging Face checkpoint; None is the embedded model.
+        draft: Folder of a draft head; None is the embedded head for the embedded model.
+        algorithm: ``eagle3`` or ``none``; None is eagle3 where there is a draft head.
+        num_steps: Depth of the draft.
+        eagle_topk: Branches of a draft step; 1 is a chain.
+        num_draft_tokens: Verified nodes, the root included; None is all that is drafted, at most
+            16 in a tree.
+        overlap: How grammar work overlaps with verify.
+        grammar_backend: Library that makes the masks.
+        dtype: ``auto`` is float32 on the CPU and the checkpoint's type on a GPU.
+        device: ``auto`` is CUDA where there is one.
+        context_length: Longest prompt + output; None is the checkpoint's.
+        mem_fraction_static: Share of the device's memory for weights and caches.
+        max_running_requests: Requests that run at once; more wait.
+        chunked_prefill_size: Prompt tokens that a step computes at most.
+        page_size: Tokens of a cache page.
+        lane_threads: Threads of the grammar lane; 0 runs it in the step's own thread.
+    """
+
+    model: str | None = None
+    draft: str | None = None
+    algorithm: str | None = None
+    num_steps: int = 5
+    eagle_topk: int = 1
+    num_draft_tokens: int | None = None
+    overlap: str = "none"
+    grammar_backend: str = "xgrammar"
+    dtype: str = "auto"
+    device: str = "auto"
+    context_length: int | None = None
+    mem_fraction_static: float | None = None
+    max_running_requests: int = 32
+    chunked_prefill_size: int = 1024
+    page_size: int = 16
+    lane_threads: int = 0
+
+    @classmethod
+    def build(cls, **settings: Any) -> EngineConfig:
+        """The config with ``settings``; ConfigError names an unknown or wrong one."""
+        known = {f.name for f in fields(cls)}
+        for name in settings:
+            if name not in known:
+                raise ConfigError(f"unknown setting {name!r}; known: {', '.join(sorted(known))}")
+        config = cls(**settings)
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Raises ConfigError that names the first setting that cannot be."""
+        algorithm = (self.algorithm or "none").lower().replace("-", "_")
+        _one_of("algorithm", algorithm, ALGORITHMS, PLANNED_ALGORITHMS)
+        _one_of("overlap", self.overlap, OVERLAP_MODES)
+        _one_of("dtype", self.dtype, DTYPES)
+        least = {
+            "num_steps": 0,
+            "eagle_topk": 1,
+            "num_draft_tokens": 2,
+            "context_length": 1,
+            "max_running_requests": 1,
+            "chunked_prefill_size": 1,
+            "page_size": 1,
+            "lane_threads": 0,
+        }
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is None and name in ("num_draft_tokens", "context_length"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ConfigError(f"{name} must be an integer >= {low}: {value!r}")
+        fraction = self.mem_fraction_static
+        if fraction is not None and not 0 < fraction < 1:
+            raise ConfigError(f"mem_fraction_static must be between 0 and 1: {fraction!r}")
+        if algorithm == "eagle3" and self.draft is None and self.model is not None:
+            raise ConfigError("algorithm 'eagle3' needs draft, the folder of a draft head")
+
+    @property
+    def target_path(self) -> Path:
+        return Path(self.model) if self.model is not None else EMBEDDED / "target"
+
+    @property
+    def draft_path(self) -> Path | None:
+        """Folder of the draft head, or None where nothing is drafted."""
+        if self.algorithm is not None and self.algorithm.lower() == "none":
+            return None
+        if self.draft is not None:
+            return Path(self.draft)
+        return EMBEDDED / "eagle3" if self.model is None else None
+
+
+def _one_of(name: str, value: str, built: tuple[str, ...], planned: tuple[str, ...] = ()) -> None:
+    if value in planned:
+        raise ConfigError(f"{name} {value!r} is not built yet; built: {', '.join(built)}")
+    if value not in built:
+        raise ConfigError(f"{name} must be one of {', '.join(built)}: {value!r}")

@@ -1,0 +1,44 @@
+"""Every error that users of overlap-spec can meet.
+
+OverlapSpecError
+├── InvalidRequest          one request is at fault: bad field, schema or prompt (HTTP 400)
+│   └── GrammarError        the constraint itself is at fault
+├── CheckpointError         a checkpoint cannot be loaded as it is
+├── ConfigError             an engine setting is wrong or not built yet
+└── RequestFailed           a running request ended with an error; the engine goes on
+"""
+
+from __future__ import annotations
+
+
+class OverlapSpecError(Exception):
+    """Base of all errors raised on purpose; the message says what was wrong and what to do."""
+
+
+class InvalidRequest(OverlapSpecError, ValueError):
+    """A request that cannot be served as asked.
+
+    Args:
+        message: What is wrong, and what to do.
+        param: The field at fault (``"max_tokens"``, ``"schema"`` …), or None.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class GrammarError(InvalidRequest):
+    """A constraint that is broken, unsupported, or that no backend reads exactly."""
+
+
+class CheckpointError(OverlapSpecError):
+    """A checkpoint with a missing, left-over or ill-shaped part; the message names it."""
+
+
+class ConfigError(OverlapSpecError, ValueError):
+    """An engine setting that is wrong, contradictory, or names what is not built."""
+
+
+class RequestFailed(OverlapSpecError):
+    """One request ended with an error in the middle of its generation."""

@@ -1,0 +1,372 @@
+"""The nouns that the rooms hand to each other. Frozen values; no torch.
+
+A request becomes a row of the worker's tables; a step is planned over rows, drafts a tree for each,
+verifies all trees at once, and returns what each row accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overlap_spec.errors import InvalidRequest
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen. None means: the model's ``generation_config.json``, else the default.
+
+    Attributes:
+        temperature: 0 is greedy; default 1.
+        top_k: Keep the k most probable tokens; -1 keeps all.
+        top_p: Of these, keep the smallest set whose mass reaches p.
+        min_p: Of these, drop tokens less probable than ``min_p`` times the most probable.
+        repetition_penalty: Of tokens in prompt or output, positive logits are divided by it and
+            negative ones multiplied (CTRL, arXiv 1909.05858).
+        presence_penalty, frequency_penalty: Subtracted from the logit of a token in the output,
+            once, and once an occurrence.
+        logit_bias: Token id → value added to its logit.
+        min_tokens: No stop token before this many output tokens.
+        max_tokens: At most this many output tokens; None is what the context leaves.
+        stop: Strings that end the output, which does not contain them.
+        stop_token_ids: Tokens that end the output, besides the model's own.
+        ignore_eos: The model's own end-of-text tokens do not end the output.
+        seed: Coins depend on (seed, position) alone; None draws a seed.
+        logprobs: None: none. n: the log-probability of each output token and of the n most
+            probable ones, after mask and penalties and before temperature.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float = 0.0
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest that names the first field out of its range."""
+        ranges: dict[str, tuple[float, float]] = {
+            "temperature": (0.0, float("inf")),
+            "top_p": (0.0, 1.0),
+            "min_p": (0.0, 1.0),
+            "repetition_penalty": (0.0, float("inf")),
+            "presence_penalty": (-2.0, 2.0),
+            "frequency_penalty": (-2.0, 2.0),
+        }
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not _is_number(value) or not low <= value <= high or value == float("inf"):
+                raise InvalidRequest(f"{name} must be a number in [{low}, {high}]: {value!r}", name)
+        if self.top_p == 0 or self.repetition_penalty == 0:
+            name = "top_p" if self.top_p == 0 else "repetition_penalty"
+            raise InvalidRequest(f"{name} must be over 0", name)
+        minima = {"min_tokens": 0, "max_tokens": 1, "logprobs": 0}
+        for name, least in minima.items():
+            value = getattr(self, name)
+            if value is not None and not (_is_int(value) and value >= least):
+                raise InvalidRequest(f"{name} must be an integer >= {least}: {value!r}", name)
+        if self.top_k is not None and not (
+            _is_int(self.top_k) and (self.top_k == -1 or self.top_k >= 1)
+        ):
+            raise InvalidRequest(f"top_k must be -1 or an integer >= 1: {self.top_k!r}", "top_k")
+        if self.seed is not None and not (_is_int(self.seed) and -(2**63) <= self.seed < 2**63):
+            raise InvalidRequest(f"seed must be a 64-bit integer: {self.seed!r}", "seed")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens is over max_tokens", "min_tokens")
+        self._check_collections()
+
+    def _check_collections(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(text, str) and text for text in stops):
+            raise InvalidRequest(f"stop must be non-empty strings: {self.stop!r}", "stop")
+        object.__setattr__(self, "stop", stops)
+        ids = tuple(self.stop_token_ids)
+        if not all(_is_int(token) and token >= 0 for token in ids):
+            raise InvalidRequest("stop_token_ids must be token ids", "stop_token_ids")
+        object.__setattr__(self, "stop_token_ids", ids)
+        for token, value in self.logit_bias.items():
+            if not (_is_int(token) and token >= 0) or not _is_number(value):
+                raise InvalidRequest(
+                    f"logit_bias maps token ids to numbers: {token!r}: {value!r}", "logit_bias"
+                )
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Build from plain data; InvalidRequest names a field that does not exist."""
+        known = {f.name for f in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise InvalidRequest(
+                    f"unknown sampling field {name!r}; known: {', '.join(sorted(known))}", name
+                )
+        return cls(**values)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the engine, in tokens. ``sampling`` has its defaults filled in.
+
+    ``grammar`` is the caller's specification (None: free text), opaque to all but the grammar
+    room; ``stop_ids`` are all tokens that end the output.
+    """
+
+    id: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    grammar: Any
+    max_tokens: int
+    stop_ids: frozenset[int]
+    seed: int
+    arrival_ns: int
+
+
+@dataclass(frozen=True)
+class Tier:
+    """How much is drafted a step: ``steps`` deep, ``top_k`` wide, ``nodes`` verified (root too).
+
+    Tier(0, 1, 1) is speculation off.
+    """
+
+    steps: int
+    top_k: int
+    nodes: int
+
+    @property
+    def window_tokens(self) -> int:
+        """Slots behind the committed length that a step may write."""
+        return max(self.steps * self.top_k, self.nodes)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A run of one request's tokens to prefill, at positions ``start ..``.
+
+    ``next_token`` is the token after the run, or None where the run ends the known text: then its
+    last token is verified as a one-node tree.
+    """
+
+    row: int
+    start: int
+    tokens: Int64s
+    next_token: int | None
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: trees for ``decode_rows`` and prefill for ``chunks``.
+
+    Attributes:
+        index: Number of the step.
+        tier: Draft budget of the step's trees.
+        request_ids: Request of each decode row, then of each chunk.
+        grammar: Whether each of these has a grammar.
+        max_keys: No row's committed length exceeds this, in tokens.
+        pages: New pages of rows: (row, index of the first, page numbers).
+    """
+
+    index: int
+    tier: Tier
+    decode_rows: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    request_ids: tuple[int, ...]
+    grammar: tuple[bool, ...]
+    max_keys: int
+    pages: tuple[tuple[int, int, tuple[int, ...]], ...]
+
+    @property
+    def final_chunks(self) -> tuple[Chunk, ...]:
+        """The chunks that end their known text: one-node trees, verified behind the others."""
+        return tuple(chunk for chunk in self.chunks if chunk.next_token is None)
+
+    @property
+    def verified(self) -> tuple[tuple[int, int, bool], ...]:
+        """(request id, row, has a grammar) of what the step verifies, in the order of its trees."""
+        trees = len(self.decode_rows)
+        rows = (*self.decode_rows, *(chunk.row for chunk in self.chunks))
+        final = (True,) * trees + tuple(chunk.next_token is None for chunk in self.chunks)
+        everyone = zip(self.request_ids, rows, self.grammar, final, strict=True)
+        return tuple(member[:3] for member in everyone if member[3])
+
+
+@dataclass(frozen=True)
+class HostTrees:
+    """The drafted trees of a step on the host, ragged: request r owns ``offsets[r]:offsets[r+1]``.
+
+    All arrays int64; links and parents count from the request's own node 0, -1 is none. Node 0 is
+    the last committed token.
+    """
+
+    tokens: Int64s
+    first_child: Int64s
+    next_sibling: Int64s
+    offsets: Int64s
+
+
+class Lane(Protocol):
+    """The grammar's side of a step, as the worker sees it."""
+
+    def settle(self) -> None:
+        """Cut the step before by the stop rules, and feed the kept tokens to the matchers.
+
+        Called once masks are about to be needed; does nothing if it has been done.
+        """
+
+    def fill(
+        self, request_ids: Sequence[int], trees: HostTrees, rows: Int32s, limits: Int64s
+    ) -> None:
+        """Write one mask row a node of each constrained request's tree.
+
+        Args:
+            request_ids: Who owns the trees, in their order.
+            rows: ``(nodes, words)``; rows of whoever has no grammar, and of whatever the walk does
+                not reach, become zero.
+            limits: ``(len(request_ids),)``: lowered to the depth down to which a request's rows
+                are good, if that is not the whole tree.
+        """
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one output token: its own, and the most probable ones, descending.
+
+    Tokens that the mask forbids are not listed.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """What one request got from a step, before the stop rules cut it.
+
+    Attributes:
+        tokens: Accepted drafts, then the bonus; the bonus is absent where its mask row was empty.
+        drafted: Drafted tokens that were verified (0 in prefill).
+        accepted: How many of ``tokens`` are drafts.
+        logprobs: One entry a token, if asked for.
+        error: Why the request must end, if it must.
+        limited: The masks were late: only the root's row was used.
+    """
+
+    tokens: tuple[int, ...]
+    drafted: int
+    accepted: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    error: Exception | None = None
+    limited: bool = False
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Results in the order of ``plan.verified``.
+
+    ``exposed_ms``: how long compute stood idle for the masks.
+    """
+
+    plan: StepPlan
+    rows: tuple[RowResult, ...]
+    exposed_ms: float = 0.0
+
+
+@dataclass
+class RequestStats:
+    """Measured on one request. Times in milliseconds, rates over what was really drafted."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    verifies: int = 0
+    verified_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_drafts: int = 0
+    accept_histogram: list[int] = field(default_factory=list)
+    ttft_ms: float = 0.0
+    end_to_end_ms: float = 0.0
+    itl_ms: list[float] = field(default_factory=list)
+    grammar_ms: float = 0.0
+    exposed_ms: float = 0.0
+    limited_steps: int = 0
+    grammar_compile_ms: float = 0.0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens a verify emitted, bonus included; the prefill's token is not counted."""
+        return self.verified_tokens / self.verifies if self.verifies else 0.0
+
+    @property
+    def accept_rate(self) -> float:
+        """Share of drafted tokens that were accepted."""
+        return self.accepted_drafts / self.drafted_tokens if self.drafted_tokens else 0.0
+
+    @property
+    def tpot_ms(self) -> float:
+        """Mean time per output token after the first."""
+        rest = self.output_tokens - 1
+        return (self.end_to_end_ms - self.ttft_ms) / rest if rest > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain data."""
+        data = {f.name: getattr(self, f.name) for f in fields(self)}
+        rates = ("accept_length", "accept_rate", "tpot_ms")
+        return data | {name: getattr(self, name) for name in rates}
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of a streamed output; the last one has a ``finish_reason``."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """A finished request.
+
+    Attributes:
+        text: The output, without stop strings and special tokens.
+        parsed: The text as the grammar's type (pydantic object, dict …); None without a grammar
+            or where a length cut left it unfinished.
+        token_ids: Output tokens, a stop token included.
+        stop_match: The stop string or stop token id that ended it, if one did.
+        error: What went wrong where ``finish_reason`` is ``error``.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stats: RequestStats
+    parsed: Any = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    stop_match: str | int | None = None
+    error: str | None = None

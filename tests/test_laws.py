@@ -1,0 +1,121 @@
+"""Laws of the code itself: who may import whom, and what the package exports."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "overlap_spec"
+BASE = {"types", "config", "errors"}
+# Room → rooms that it may import, besides BASE. Faces (cli, doctor, __main__) may import any.
+MAY_IMPORT: dict[str, set[str]] = {
+    "types": {"errors"},
+    "errors": set(),
+    "config": {"errors"},
+    "kernels": set(),
+    "grammar": {"grammar"},
+    "scheduler": {"scheduler"},
+    "speculation": {"speculation"},
+    "models": {"models", "kernels"},
+    "drafters": {"drafters", "models", "kernels"},
+    "worker": {"worker", "drafters", "models", "kernels"},
+    "training": {"training", "drafters", "models", "kernels"},
+    "tokenizer": {"grammar"},
+    "engine": {"scheduler", "speculation", "worker", "grammar", "tokenizer"},
+}
+# Room → third-party modules that it may import; None: any that the project depends on.
+MAY_USE: dict[str, set[str] | None] = {
+    "types": {"numpy"},
+    "errors": set(),
+    "config": set(),
+    "kernels": {"torch", "triton"},
+    "grammar": {"numpy", "pydantic", "jsonschema", "typing_extensions"},
+    "scheduler": {"numpy"},
+    "speculation": {"numpy"},
+    "models": {"torch", "safetensors"},
+    "drafters": {"torch"},
+    "worker": {"torch", "numpy"},
+    "training": None,
+    "tokenizer": {"tokenizers", "jinja2"},
+    "engine": set(),
+}
+FACES = {"__init__", "__main__", "cli", "doctor", "bench"}
+
+
+def sources() -> list[Path]:
+    rooms = [PACKAGE, ROOT / "grammar", ROOT / "kernels"]
+    return [p for room in rooms for p in sorted(room.rglob("*.py")) if "__pycache__" not in p.parts]
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[1] if parts[0] == "overlap_spec" else parts[0]
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            module = node.module or ""
+            if module == "overlap_spec":
+                found |= {f"overlap_spec.{alias.name}" for alias in node.names}
+            else:
+                found.add(module)
+    return found
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_import_law(path: Path) -> None:
+    room = room_of(path)
+    if room in FACES:
+        return
+    assert room in MAY_IMPORT, f"{room} is not in the import law"
+    for name in imports(path):
+        top, *rest = name.split(".")
+        if top == "overlap_spec":
+            other = rest[0] if rest else ""
+            assert other in MAY_IMPORT[room] | BASE | {room}, f"{path} imports {name}"
+        elif top not in sys.stdlib_module_names:
+            allowed = MAY_USE[room]
+            own = {path.stem} if path.parent.name == "backends" else set()
+            assert allowed is None or top in allowed | own, f"{path} uses {name}"
+
+
+def test_no_bare_import_of_the_linked_folders() -> None:
+    bare = re.compile(r"^\s*(?:import|from)\s+(?:grammar|kernels)\b", re.MULTILINE)
+    for path in [*sources(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]:
+        assert not bare.search(path.read_text()), path
+
+
+def test_exported_names_load() -> None:
+    import overlap_spec
+
+    assert sorted(overlap_spec.__all__) == overlap_spec.__all__
+    for name in overlap_spec.__all__:
+        assert getattr(overlap_spec, name).__name__ == name
+    with pytest.raises(AttributeError, match="Nonesuch"):
+        _ = overlap_spec.Nonesuch
+
+
+def test_import_is_lazy() -> None:
+    code = (
+        "import sys, overlap_spec, overlap_spec.grammar\n"
+        "heavy = {'torch', 'xgrammar', 'transformers', 'tokenizers'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_links_are_committed_as_links() -> None:
+    for name in ("grammar", "kernels"):
+        assert (PACKAGE / name).is_symlink()
+        assert (PACKAGE / name).readlink() == Path("..") / name
