@@ -1,0 +1,114 @@
+"""Paged attention over a prefix that all queries see and a window that a mask rules.
+
+One operation serves prefill, decode, tree verify, draft steps and draft extend: request ``b`` has
+``prefix[b]`` cached keys, followed by ``W`` window keys at logical positions ``prefix[b] + w``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class KeySpan:
+    """Which keys each query of a rectangle of requests may see.
+
+    Attributes:
+        pages: int64 ``(B, P)``: page of logical positions ``[p * page_size, (p + 1) * page_size)``;
+            ``P * page_size`` covers prefix and window. Unused entries name any valid page.
+        prefix: int64 ``(B,)``: keys before the window.
+        positions: int64 ``(B, Q)``: each query's own position (for sliding windows).
+        mask: bool ``(B, Q, W)``: query q sees window key w; None means causal with W = Q.
+        first: Keys at logical positions below this are never seen (1 for EAGLE's draft cache,
+            whose slot 0 does not exist).
+    """
+
+    pages: Tensor
+    prefix: Tensor
+    positions: Tensor
+    mask: Tensor | None = None
+    first: int = 0
+
+    def visible(self, page_size: int, window: int | None) -> Tensor:
+        """The dense form: bool ``(B, Q, P * page_size)``."""
+        keys = torch.arange(self.pages.shape[1] * page_size, device=self.pages.device)
+        offset = keys - self.prefix[:, None]
+        queries = self.positions.shape[1]
+        mask = self.mask
+        if mask is None:
+            index = torch.arange(queries, device=keys.device)
+            seen = offset[:, None, :] <= index[:, None]
+        else:
+            width = mask.shape[2]
+            inside = (offset >= 0) & (offset < width)
+            columns = offset.clamp(0, width - 1)[:, None, :].expand(-1, queries, -1)
+            seen = torch.where(inside[:, None, :], mask.gather(2, columns), offset[:, None, :] < 0)
+        if self.first:
+            seen = seen & (keys >= self.first)
+        if window is not None:
+            near = keys > self.positions[:, :, None] - window
+            if mask is not None:
+                # A tree's keys lie by node, not by depth; its ancestors are always near.
+                near = near | (offset >= 0)[:, None, :]
+            seen = seen & near
+        return seen
+
+    @cached_property
+    def _dense(self) -> dict[tuple[int, int | None, int], Tensor]:
+        return {}
+
+    def dense(self, page_size: int, window: int | None, group: int) -> Tensor:
+        """:meth:`visible` repeated for ``group`` heads, computed once for all layers."""
+        key = (page_size, window, group)
+        if key not in self._dense:
+            seen = self.visible(page_size, window)
+            self._dense[key] = seen.repeat(1, group, 1)[:, None]
+        return self._dense[key]
+
+
+def store_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Write new keys and values into their slots.
+
+    ``k_cache, v_cache (pages, page_size, kv_heads, D)``; ``slots`` int64 ``(T,)``, slot =
+    page * page_size + offset; ``k, v (T, kv_heads, D)``. Where slots repeat, any write may win.
+    """
+    k_cache.flatten(0, 1).index_copy_(0, slots, k)
+    v_cache.flatten(0, 1).index_copy_(0, slots, v)
+
+
+def tree_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, span: KeySpan, window: int | None = None
+) -> Tensor:
+    """Attention of a rectangle of queries over paged keys, with grouped heads.
+
+    Args:
+        q: ``(B, Q, heads, D)``; heads is a multiple of kv_heads, head h reads kv head
+            ``h // (heads / kv_heads)``. Scores are scaled by ``1 / sqrt(D)``.
+        k_cache, v_cache: ``(pages, page_size, kv_heads, D)``.
+        span: Which keys are seen; every query must see at least one.
+        window: Sliding window in tokens, the query's own position included, or None; longer
+            than a tree is deep.
+
+    Returns:
+        ``(B, Q, heads * D)``.
+    """
+    batch, queries, heads, dim = q.shape
+    page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    group = heads // kv_heads
+    keys = k_cache[span.pages].flatten(1, 2).transpose(1, 2)
+    values = v_cache[span.pages].flatten(1, 2).transpose(1, 2)
+    # The heads of a group share their keys: they become more queries of one kv head.
+    grouped = q.view(batch, queries, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
+    out = F.scaled_dot_product_attention(
+        grouped.reshape(batch, kv_heads, group * queries, dim),
+        keys,
+        values,
+        attn_mask=span.dense(page_size, window, group),
+    )
+    out = out.view(batch, kv_heads, group, queries, dim).permute(0, 3, 1, 2, 4)
+    return out.reshape(batch, queries, heads * dim)

@@ -1,0 +1,35 @@
+"""Norm, rotation and activation of the decoder's layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, summed in float32.
+
+    ``x (..., D)`` any float type; ``weight (D,)`` or broadcastable rows ``(R, D)``.
+    """
+    if weight.dim() == 1 and x.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight
+
+
+def apply_rope(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotate the two halves of each head against each other.
+
+    ``x (T, heads, D)``; ``rotary (T, 2, D)``: cosines, and sines with the first half negated.
+    Returns ``(T, heads, D)``: ``x * cos + roll(x, D / 2) * sin``.
+    """
+    cos, sin = rotary[:, 0, None], rotary[:, 1, None]
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """``silu(gate) * up`` of ``x (..., 2 * I)`` with the gate in its first half → ``(..., I)``."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up

@@ -1,0 +1,121 @@
+"""From logits to the target's choice: mask, penalties, filters, and one coin a position."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GOLDEN, _MIX_1, _MIX_2 = (
+    -7046029254386353131,  # 0x9E3779B97F4A7C15
+    -4658895280553007687,  # 0xBF58476D1CE4E5B9
+    -7723592293110705685,  # 0x94D049BB133111EB
+)
+
+
+def apply_bitmask(logits: Tensor, rows: Tensor, index: Tensor | None = None) -> None:
+    """Set the logits of forbidden tokens to -inf, in place.
+
+    Args:
+        logits: ``(L, V)``.
+        rows: int32 ``(L, ceil(V / 32))``; bit ``t % 32`` of word ``t // 32`` allows token t.
+        index: int64, the rows to which the mask applies; None means all.
+    """
+    if index is not None:
+        rows = rows[index]
+    shift = torch.arange(32, dtype=torch.int32, device=rows.device)
+    allowed = ((rows[:, :, None] >> shift) & 1).bool().flatten(1)[:, : logits.shape[1]]
+    if index is None:
+        logits.masked_fill_(~allowed, -torch.inf)
+    else:
+        logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
+
+
+def apply_penalties(
+    logits: Tensor,
+    output_counts: Tensor,
+    seen: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
+    """Repetition, then presence and frequency penalties of every row.
+
+    ``logits (L, V)``; ``output_counts (L, V)``: occurrences in the output and on the row's own
+    draft path; ``seen (L, V)`` bool: these or in the prompt; the three factors ``(L,)``.
+    """
+    factor = torch.where(seen, repetition[:, None], 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    logits = logits - presence[:, None] * (output_counts > 0)
+    return logits - frequency[:, None] * output_counts
+
+
+def coins(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1) that depend on (seed, position) alone.
+
+    SplitMix64's finaliser (Steele et al., OOPSLA 2014) over int64 ``(L,)`` → float32 ``(L,)``.
+    """
+    z = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)
+    return ((z >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_1
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_2
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+def filter_probs(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Zero what top-k, then top-p of the rest, then min-p drop; the rest is not renormalised.
+
+    ``probs (L, V)``; ``top_k`` int64 ``(L,)`` at least 1; ``top_p``, ``min_p`` float ``(L,)``.
+    Of equally probable tokens the lower id ranks first.
+    """
+    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[1], device=probs.device)
+    keep = rank < top_k[:, None]
+    kept = ranked * keep
+    before = kept.cumsum(-1) - kept
+    keep &= before < top_p[:, None] * kept.sum(-1, keepdim=True)
+    keep &= ranked >= min_p[:, None] * ranked[:, :1]
+    keep[:, 0] = True
+    return probs * torch.zeros_like(keep).scatter_(1, order, keep)
+
+
+def inverse_cdf(probs: Tensor, coin: Tensor) -> Tensor:
+    """The token at which the running sum of ``probs (L, V)`` passes ``coin (L,)`` of its total.
+
+    Never a token of zero probability, however the sum rounds. → int64 ``(L,)``.
+    """
+    running = probs.cumsum(-1)
+    passed = (running > coin[:, None] * running[:, -1:]) & (probs > 0)
+    found, token = passed.to(torch.uint8).max(-1)
+    return torch.where(found > 0, token, probs.argmax(-1))
+
+
+def choose(
+    logits: Tensor,
+    temperature: Tensor | None = None,
+    coin: Tensor | None = None,
+    filters: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The target's choice of every row.
+
+    Args:
+        logits: ``(L, V)``, masked and penalised; a row of -inf alone is empty.
+        temperature: ``(L,)``, 0 is greedy; None: all rows are greedy.
+        coin: float32 ``(L,)`` in [0, 1), read where temperature is over 0.
+        filters: ``top_k``, ``top_p``, ``min_p`` as in :func:`filter_probs`; None: no row has any.
+
+    Returns:
+        int64 ``(L,)``; -1 for empty rows, and -2 for rows that hold NaN.
+    """
+    best, greedy = logits.max(-1)
+    token = greedy
+    if temperature is not None and coin is not None:
+        scale = torch.where(temperature > 0, temperature, 1.0)[:, None]
+        probs = ((logits.float() - best[:, None]) / scale).softmax(-1)
+        if filters is not None:
+            probs = filter_probs(probs, *filters)
+        token = torch.where(temperature > 0, inverse_cdf(probs, coin), greedy)
+    token = torch.where(best == -torch.inf, -1, token)
+    return torch.where(best.isnan(), -2, token)

@@ -1,0 +1,106 @@
+"""Draft trees: choosing nodes (EAGLE-2, arXiv 2406.16858), their links, and the accepted path.
+
+All trees of a batch are rectangles ``(B, N)``; node 0 is the root, parents come before children.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Tree(NamedTuple):
+    """Trees of ``B`` requests with ``N`` nodes each, on the device.
+
+    ``tokens``, ``parents`` (root: -1), ``first_child``, ``next_sibling`` (none: -1), ``depths``:
+    int64 ``(B, N)``. ``ancestors``: bool ``(B, N, N)``, ``[b, i, j]``: j is i or above it.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    first_child: Tensor
+    next_sibling: Tensor
+    depths: Tensor
+    ancestors: Tensor
+
+
+def rerank(scores: Tensor, count: int) -> Tensor:
+    """The ``count`` best candidates of each row, as ascending indices.
+
+    Ranked by (score descending, index ascending): a child scores at most what its parent does and
+    comes later, so a kept child's parent is kept. ``scores (B, C)`` → int64 ``(B, count)``.
+    """
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return order.sort(dim=-1).values
+
+
+def build_tree(root: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Tree:
+    """Links and ancestor mask of reranked candidates.
+
+    Args:
+        root: int64 ``(B,)``, last committed tokens.
+        tokens: int64 ``(B, N - 1)``, siblings distinct and in descending draft probability.
+        parents: int64 ``(B, N - 1)``: node number of each one's parent, below its own.
+        depth: No node is deeper than this.
+    """
+    tokens = torch.cat([root[:, None], tokens], 1)
+    parents = torch.cat([torch.full_like(root, -1)[:, None], parents], 1)
+    nodes = tokens.shape[1]
+    index = torch.arange(nodes, device=tokens.device)
+    child_of = parents[:, :, None] == index  # (B, child, parent)
+    reach = (child_of | (index[:, None] == index)).to(torch.float32)
+    for _ in range(max(depth - 1, 0).bit_length()):
+        reach = (reach @ reach).clamp_(max=1.0)
+    later_twin = (parents[:, :, None] == parents[:, None, :]) & (index[:, None] < index)
+    return Tree(
+        tokens=tokens,
+        parents=parents,
+        first_child=_first(child_of.transpose(1, 2)),
+        next_sibling=_first(later_twin),
+        depths=reach.sum(-1).long() - 1,
+        ancestors=reach > 0,
+    )
+
+
+def _first(where: Tensor) -> Tensor:
+    """Index of the first True of the last dimension, -1 where there is none."""
+    value, index = where.to(torch.uint8).max(-1)
+    return torch.where(value > 0, index, -1)
+
+
+class Accepted(NamedTuple):
+    """Accepted paths of ``B`` trees.
+
+    ``lengths`` int64 ``(B,)``: accepted drafts. ``path`` int64 ``(B, W)``: their nodes behind the
+    root's 0, then arbitrary ones. ``bonus`` int64 ``(B,)``: the token after the path, or -1.
+    """
+
+    lengths: Tensor
+    path: Tensor
+    bonus: Tensor
+
+
+def accept_path(targets: Tensor, tree: Tree, width: int, limits: Tensor | None = None) -> Accepted:
+    """Follow the target's own choices down each tree.
+
+    A node is accepted when its whole path is: each token on it is the target's choice at its
+    parent. Choices are argmax or, in sampling, the inverse of the masked distribution at a coin
+    that depends on position alone, so that the emitted text is plain decoding's, token by token.
+
+    Args:
+        targets: int64 ``(B, N)``, the target's choice after each node; -1 for an empty row.
+        tree: The drafted trees.
+        width: Length of the returned paths, at least depth + 1.
+        limits: int64 ``(B,)``: no deeper node is accepted; None: no limit.
+    """
+    chosen = targets.gather(1, tree.parents.clamp(min=0)) == tree.tokens
+    if limits is not None:
+        chosen &= tree.depths <= limits[:, None]
+    chosen[:, 0] = True
+    on_path = ~(tree.ancestors & ~chosen[:, None, :]).any(-1)
+    lengths = on_path.sum(-1) - 1
+    path = (~on_path).to(torch.uint8).sort(dim=-1, stable=True).indices[:, :width]
+    last = path.gather(1, lengths[:, None])
+    return Accepted(lengths, path, targets.gather(1, last)[:, 0])

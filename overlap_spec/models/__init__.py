@@ -1,0 +1,1 @@
+"""Model architectures: one shared decoder, one small file an architecture."""

@@ -1,0 +1,154 @@
+"""The decoder that every architecture shares; attention over the cache is the caller's.
+
+The same module trains and serves: it turns tokens into queries, keys and values and hands them
+to ``attend``, which stores keys and values where it wants and returns the attended values.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from overlap_spec.kernels import apply_rope, rms_norm, silu_and_mul
+from overlap_spec.models.config import ModelConfig
+from overlap_spec.models.rope import rope_table
+
+
+class Attend(Protocol):
+    """Attention of one layer over what is cached and what is new."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``q (T, heads, D)``, ``k, v (T, kv_heads, D)``, rotated → ``(T, heads * D)``."""
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (arXiv 1910.07467) over the last dimension."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Query, key and value in one product; rotation; the caller's attention; output product.
+
+    ``input_size`` differs from the hidden size in EAGLE-3's layer, which reads two vectors.
+    """
+
+    def __init__(self, config: ModelConfig, input_size: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        )
+        total = (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv_proj = nn.Linear(input_size, total, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=config.o_bias)
+        if config.qk_norm:
+            # One row a head, queries then keys, so that both are normed in one pass.
+            self.qk_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            rows = self.heads + self.kv_heads
+            self.qk_norm.weight = nn.Parameter(torch.ones(rows, config.head_dim))
+        else:
+            self.register_module("qk_norm", None)
+
+    def forward(self, x: Tensor, rotary: Tensor, attend: Attend, layer: int) -> Tensor:
+        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        rotated = self.heads + self.kv_heads
+        qk, v = qkv[:, :rotated], qkv[:, rotated:]
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        qk = apply_rope(qk, rotary)
+        return self.o_proj(attend(layer, qk[:, : self.heads], qk[:, self.heads :], v))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202) with gate and up in one product."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(
+            config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias
+        )
+        self.down_proj = nn.Linear(
+            config.intermediate_size, config.hidden_size, bias=config.mlp_bias
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and MLP, each with its residual."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rotary: Tensor, attend: Attend, layer: int) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, attend, layer)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm and head of a Llama-family model."""
+
+    rope: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie()
+        table = rope_table(config.rope, config.head_dim, config.max_position)
+        self.register_buffer("rope", table, persistent=False)
+
+    def tie(self) -> None:
+        """Let the head share the embedding where the config says so (moves undo it)."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        feature_layers: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states of a flat run of tokens, which may belong to many sequences.
+
+        Args:
+            tokens, positions: int64 ``(T,)``; positions below ``config.max_position``.
+            attend: Attention over the cache, called once a layer.
+            feature_layers: Layers whose input is kept; ``num_layers`` means the last output.
+
+        Returns:
+            ``(T, hidden)`` after the final norm, and the kept inputs side by side
+            ``(T, len(feature_layers) * hidden)``, or None if none were asked for.
+        """
+        x = self.embed_tokens(tokens)
+        rotary = self.rope[positions].to(x.dtype)
+        kept: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            kept[index] = x
+            x = layer(x, rotary, attend, index)
+        kept[len(self.layers)] = x
+        features = torch.cat([kept[i] for i in feature_layers], -1) if feature_layers else None
+        return self.norm(x), features
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``(T, hidden)`` → ``(T, vocab_size)``."""
+        return self.lm_head(hidden)

@@ -1,0 +1,198 @@
+"""The shared decoder against `transformers`, on random small checkpoints of each architecture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from overlap_spec.errors import CheckpointError
+from overlap_spec.kernels import KeySpan, store_kv, tree_attention
+from overlap_spec.models.decoder import Decoder
+from overlap_spec.models.weights import export_state, load_decoder
+
+SMALL = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied-biased": (
+        "Llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    ),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "llama-dynamic": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "llama-3.1": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 7}),
+    "qwen2": ("Qwen2", {"use_sliding_window": False}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 24}),
+}
+
+
+def reference(case: str, path: Path, shard: str = "5GB") -> Any:
+    import transformers
+
+    family, extra = CASES[case]
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **extra})
+    config._attn_implementation = "eager"
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(path, max_shard_size=shard)
+    return model
+
+
+class Cache:
+    """The smallest owner of paged keys: `run` one rectangle of queries through the decoder."""
+
+    def __init__(self, decoder: Decoder, tokens: int, page_size: int = 4) -> None:
+        config = decoder.config
+        pages = -(-tokens // page_size)
+        shape = (config.num_layers, pages, page_size, config.num_kv_heads, config.head_dim)
+        self.decoder, self.k, self.v = decoder, torch.zeros(shape), torch.zeros(shape)
+        # Pages in a shuffled order, so that logical and physical positions differ.
+        self.table = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
+        self.page_size = page_size
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        start: int,
+        positions: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        count = tokens.shape[0]
+        logical = torch.arange(start, start + count)
+        slots = self.table[logical // self.page_size] * self.page_size + logical % self.page_size
+        positions = logical if positions is None else positions
+        span = KeySpan(self.table[None], torch.tensor([start]), positions[None], mask)
+        config = self.decoder.config
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            store_kv(self.k[layer], self.v[layer], slots, k, v)
+            return tree_attention(
+                q[None], self.k[layer], self.v[layer], span, config.window(layer)
+            )[0]
+
+        return self.decoder.logits(self.decoder(tokens, positions, attend)[0])
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    """Prefill in two chunks, decode one token, then verify a tree: all as `transformers`."""
+    model = reference(case, tmp_path)
+    decoder = load_decoder(tmp_path, torch.float32, torch.device("cpu"))
+    tokens = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(5))
+    cache = Cache(decoder, 64)
+
+    def expected(sequence: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(sequence[None]).logits[0]
+        return logits
+
+    got = torch.cat([cache.run(tokens[:17], 0), cache.run(tokens[17:29], 17)])
+    torch.testing.assert_close(got, expected(tokens[:29]), atol=2e-4, rtol=1e-4)
+    got = cache.run(tokens[29:30], 29)
+    torch.testing.assert_close(got[0], expected(tokens[:30])[-1], atol=2e-4, rtol=1e-4)
+
+    # 0 ─┬─ 1 ─── 3 ─── 5
+    #    └─ 2 ─── 4
+    parents = [-1, 0, 0, 1, 2, 3]
+    paths = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 1, 3, 5]]
+    mask = torch.zeros(1, 6, 6, dtype=torch.bool)
+    for node, path in enumerate(paths):
+        mask[0, node, path] = True
+    depth = torch.tensor([len(path) - 1 for path in paths])
+    nodes = tokens[30:36]
+    got = cache.run(nodes, 30, 30 + depth, mask)
+    assert parents[0] == -1
+    for node, path in enumerate(paths):
+        want = expected(torch.cat([tokens[:30], nodes[path]]))[-1]
+        torch.testing.assert_close(got[node], want, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["llama-tied-biased", "qwen3"])
+def test_sharded_checkpoint_and_export(case: str, tmp_path: Path) -> None:
+    model = reference(case, tmp_path, shard="40KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    decoder = load_decoder(tmp_path, torch.float32, torch.device("cpu"))
+    exported = export_state(decoder)
+    for name, tensor in model.state_dict().items():
+        if name in exported or name != "lm_head.weight":
+            assert torch.equal(exported[name], tensor), name
+
+
+def rewrite(path: Path, change: Any) -> None:
+    state = load_file(path / "model.safetensors")
+    change(state)
+    save_file(state, path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "culprit"),
+    [
+        (lambda s: s.pop("model.layers.1.mlp.up_proj.weight"), "layers.1.mlp.up_proj.weight"),
+        (lambda s: s.update(stray=torch.zeros(2)), "stray"),
+        (
+            lambda s: s.update({"model.norm.weight": torch.zeros(7)}),
+            r"model.norm.weight has shape \[7\], expected \[48\]",
+        ),
+    ],
+)
+def test_strict_loading_names_the_culprit(change: Any, culprit: str, tmp_path: Path) -> None:
+    reference("llama", tmp_path)
+    rewrite(tmp_path, change)
+    with pytest.raises(CheckpointError, match=culprit):
+        load_decoder(tmp_path, torch.float32, torch.device("cpu"))
+
+
+def test_unknown_architecture_and_missing_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        load_decoder(tmp_path, torch.float32, torch.device("cpu"))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    with pytest.raises(CheckpointError, match="GPT2LMHeadModel"):
+        load_decoder(tmp_path, torch.float32, torch.device("cpu"))
+
+
+def test_context_length_over_the_checkpoints(tmp_path: Path) -> None:
+    reference("llama", tmp_path)
+    with pytest.raises(ValueError, match="context_length 999"):
+        load_decoder(tmp_path, torch.float32, torch.device("cpu"), 999)
