@@ -1,0 +1,1 @@
+"""The scheduler: queueing, pages, planning and committing steps. No torch."""

@@ -1,0 +1,217 @@
+"""Which requests run, on which pages, and what a step is to compute."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from overlap_spec.errors import RequestFailed
+from overlap_spec.scheduler.pages import PageAllocator
+from overlap_spec.scheduler.sequence import Sequence
+from overlap_spec.scheduler.stops import cut
+from overlap_spec.types import Chunk, RowResult, StepPlan, StepResult, Tier
+
+PageGrant = tuple[int, int, tuple[int, ...]]
+
+
+class Scheduler:
+    """First come, first served, over rows and pages.
+
+    A sequence holds pages for what it has committed and twice the draft window behind it; when
+    pages run out, the sequence admitted last gives its pages up and is computed again later.
+
+    Args:
+        pages: Pages of the caches, page 0 included.
+        page_size: Slots of a page, in tokens.
+        max_rows: Sequences that run at once.
+        chunk_tokens: Prefill tokens a step computes at most.
+        reserve_tokens: Slots behind the committed length that a running sequence owns.
+        assign: Called with a sequence that has just got its row.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        max_rows: int,
+        chunk_tokens: int,
+        reserve_tokens: int,
+        assign: Callable[[Sequence], None],
+    ) -> None:
+        self.allocator = PageAllocator(pages)
+        self.page_size, self.chunk_tokens = page_size, chunk_tokens
+        self.reserve_tokens = reserve_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._free_rows = deque(range(max_rows))
+        self._assign = assign
+        # Pages handed out that no plan has told the worker of yet.
+        self._grants: list[PageGrant] = []
+        self._steps = self._committed = 0
+        self.preemptions = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def fits(self, total_tokens: int) -> bool:
+        """Whether a sequence of so many tokens can run at all."""
+        return self._pages_for(total_tokens) <= self.allocator.total
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that :meth:`fits` at its longest."""
+        self.waiting.append(sequence)
+
+    def plan(self, tier: Tier) -> StepPlan | None:
+        """The next step; None when there is nothing to run, or nothing before the steps that are
+        under way have been committed."""
+        for sequence in self._live():
+            if sequence.row >= 0 and not sequence.prefilling:
+                grown = self._grow(sequence, sequence.key_tokens)
+                if not grown and sequence.row >= 0:
+                    return None
+        self._admit()
+        chunks: list[tuple[Sequence, Chunk]] = []
+        budget = self.chunk_tokens
+        for sequence in self._live():
+            if budget and sequence.row >= 0 and sequence.prefilling:
+                chunk = self._chunk(sequence, budget)
+                if not self._grow(sequence, chunk.start + len(chunk.tokens)):
+                    break
+                budget -= len(chunk.tokens)
+                chunks.append((sequence, chunk))
+        trees = [s for s in self._live() if not s.prefilling]
+        members = [*trees, *(s for s, _ in chunks)]
+        if not members:
+            return None
+        self._steps += 1
+        for sequence, chunk in chunks:
+            sequence.planned_tokens += len(chunk.tokens)
+        for sequence in members:
+            sequence.last_step = self._steps
+        grants, self._grants = tuple(self._grants), []
+        return StepPlan(
+            index=self._steps,
+            tier=tier,
+            decode_rows=tuple(s.row for s in trees),
+            chunks=tuple(c for _, c in chunks),
+            request_ids=tuple(s.request.id for s in members),
+            grammar=tuple(s.matcher is not None for s in members),
+            max_keys=max(s.key_tokens for s in members) + self.reserve_tokens,
+            pages=grants,
+        )
+
+    def commit(self, result: StepResult) -> list[tuple[Sequence, tuple[int, ...]]]:
+        """Enter a step's results; the kept tokens of each sequence that got any.
+
+        A sequence that ended meanwhile drops its result.
+        """
+        plan = result.plan
+        self._committed = plan.index
+        by_id = {s.request.id: s for s in self.running}
+        trees = set(plan.decode_rows)
+        kept = []
+        for (request_id, row, _), got in zip(plan.verified, result.rows, strict=True):
+            sequence = by_id[request_id]
+            if sequence.finish_reason is None:
+                kept.append((sequence, self._take(sequence, got, verified=row in trees)))
+        return kept
+
+    def _take(self, sequence: Sequence, row: RowResult, verified: bool) -> tuple[int, ...]:
+        if row.error is not None:
+            sequence.fail(row.error)
+            return ()
+        end = cut(sequence.request, len(sequence.output_ids), sequence.buffer, row.tokens)
+        tokens = row.tokens[: end.kept]
+        sequence.output_ids += tokens
+        sequence.logprobs += row.logprobs[: end.kept]
+        sequence.record_run(end.kept, row, verified)
+        sequence.committed_tokens = sequence.total_tokens - 1
+        if end.reason is not None:
+            sequence.finish_reason, sequence.stop_match = end.reason, end.match
+        elif len(row.tokens) <= row.accepted:
+            sequence.fail(RequestFailed("the grammar allows no token here: a dead end"))
+        return tokens
+
+    def abort(self, request_id: int) -> None:
+        """End a request now; tokens that are still computed for it are dropped."""
+        for sequence in [*self.running, *self.waiting]:
+            if sequence.request.id == request_id and sequence.finish_reason is None:
+                sequence.finish_reason = "abort"
+
+    def retire(self) -> list[Sequence]:
+        """Free rows and pages of ended sequences that no step under way reads; returns these."""
+        ended = [
+            s
+            for s in [*self.running, *self.waiting]
+            if s.finish_reason is not None and s.last_step <= self._committed
+        ]
+        for sequence in ended:
+            if sequence.row >= 0:
+                self._leave(sequence)
+            else:
+                self.waiting.remove(sequence)
+        return ended
+
+    def _live(self) -> list[Sequence]:
+        return [s for s in self.running if s.finish_reason is None]
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-(tokens + self.reserve_tokens) // self.page_size)
+
+    def _admit(self) -> None:
+        """Give rows to waiting sequences while their known text fits into the free pages."""
+        promised = sum(max(self._pages_for(s.total_tokens) - len(s.pages), 0) for s in self.running)
+        while self.waiting and self._free_rows:
+            needed = self._pages_for(self.waiting[0].total_tokens)
+            if promised + needed > self.allocator.free:
+                return
+            promised += needed
+            sequence = self.waiting.popleft()
+            sequence.row = self._free_rows.popleft()
+            sequence.prefill_tokens = sequence.total_tokens
+            self.running.append(sequence)
+            self._assign(sequence)
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
+        start = sequence.planned_tokens
+        end = min(start + budget, sequence.prefill_tokens)
+        tokens = np.array(sequence.tokens(start, end), np.int64)
+        following = sequence.tokens(end, end + 1)
+        return Chunk(sequence.row, start, tokens, following[0] if following else None)
+
+    def _grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Pages for ``tokens`` and the reserve, taken from the sequence admitted last if need be.
+
+        False where that has to wait: pages that a step under way reads are not free.
+        """
+        missing = self._pages_for(tokens) - len(sequence.pages)
+        while missing > self.allocator.free:
+            if self._committed < self._steps:
+                return False
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        if missing > 0:
+            pages = self.allocator.take(missing)
+            self._grants.append((sequence.row, len(sequence.pages), pages))
+            sequence.pages += pages
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Give up the victim's row and pages; it starts again from its tokens, first in line."""
+        self._leave(victim)
+        victim.committed_tokens = victim.planned_tokens = victim.prefill_tokens = 0
+        self.waiting.appendleft(victim)
+        self.preemptions += 1
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._grants = [grant for grant in self._grants if grant[0] != sequence.row]
+        self.allocator.give_back(sequence.pages)
+        sequence.pages = []
+        self._free_rows.append(sequence.row)
+        sequence.row = -1
+        self.running.remove(sequence)

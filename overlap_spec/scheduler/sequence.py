@@ -1,0 +1,84 @@
+"""One running request, as the scheduler alone sees and changes it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from overlap_spec.scheduler.stops import TextBuffer
+from overlap_spec.types import FinishReason, Request, RequestStats, RowResult, TokenLogprobs
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Output, lengths, cache and matcher of one request.
+
+    ``committed_tokens``: tokens of prompt + output whose keys are cached, as far as results are
+    known: the device may be one step ahead. ``prefill_tokens``: tokens known when it was admitted,
+    the last of which is verified as a one-node tree; ``planned_tokens`` of them are computed or
+    under way. ``row`` is -1 while the sequence waits; ``last_step`` is the last that it is part of.
+    """
+
+    request: Request
+    buffer: TextBuffer
+    matcher: Any = None
+    row: int = -1
+    committed_tokens: int = 0
+    prefill_tokens: int = 0
+    planned_tokens: int = 0
+    last_step: int = 0
+    pages: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_match: str | int | None = None
+    error: Exception | None = None
+    stats: RequestStats = field(default_factory=RequestStats)
+    last_token_ns: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        """Known tokens: prompt and output."""
+        return len(self.request.prompt_ids) + len(self.output_ids)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether some of what was known on admission is still to be computed."""
+        return self.planned_tokens < self.prefill_tokens
+
+    @property
+    def key_tokens(self) -> int:
+        """Keys that are cached or under way, as far as the host knows."""
+        return max(self.committed_tokens, self.planned_tokens)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Known tokens at positions ``start .. end - 1``."""
+        prompt = self.request.prompt_ids
+        first, last = max(start - len(prompt), 0), max(end - len(prompt), 0)
+        return [*prompt[start:end], *self.output_ids[first:last]]
+
+    def fail(self, error: Exception) -> None:
+        """End this sequence, and only this one, with an error."""
+        self.finish_reason, self.error = "error", error
+
+    def record_run(self, kept: int, row: RowResult, verified: bool) -> None:
+        """Enter ``kept`` new tokens of one step into the statistics."""
+        now, stats = time.perf_counter_ns(), self.stats
+        stats.output_tokens += kept
+        if verified:
+            stats.verifies += 1
+            stats.verified_tokens += kept
+            stats.drafted_tokens += row.drafted
+            stats.limited_steps += row.limited
+            drafts = min(row.accepted, kept)
+            stats.accepted_drafts += drafts
+            stats.accept_histogram += [0] * (drafts + 1 - len(stats.accept_histogram))
+            stats.accept_histogram[drafts] += 1
+        since = (now - self.request.arrival_ns) / 1e6
+        stats.end_to_end_ms = since
+        if stats.output_tokens == kept:
+            stats.ttft_ms = since
+        else:
+            stats.itl_ms.append((now - self.last_token_ns) / 1e6)
+        self.last_token_ns = now

@@ -1,0 +1,197 @@
+"""The scheduler alone, with a made-up worker: pages conserved, budgets kept, nobody starved."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from overlap_spec.scheduler.scheduler import Scheduler
+from overlap_spec.scheduler.sequence import Sequence
+from overlap_spec.scheduler.stops import TextBuffer, cut
+from overlap_spec.types import Request, RowResult, SamplingParams, StepPlan, StepResult, Tier
+
+TIER = Tier(3, 1, 4)
+RESERVE = 9
+STOP = 0
+
+
+class Letters:
+    """Token n is the n-th letter; tokens over 25 are two letters."""
+
+    def push(self, token: int) -> str:
+        return chr(97 + token) if token < 26 else chr(97 + token // 26) + chr(97 + token % 26)
+
+
+def sequence(number: int, prompt: int, max_tokens: int, **sampling: Any) -> Sequence:
+    params = SamplingParams(**sampling)
+    request = Request(
+        number, tuple(range(1, prompt + 1)), params, None, max_tokens, frozenset({STOP}), 0, 0
+    )
+    return Sequence(request, TextBuffer(Letters(), tuple(params.stop)))
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random requests and aborts against a worker that accepts random runs."""
+
+    @initialize(
+        lag=st.sampled_from([0, 1]),
+        pages=st.integers(8, 40),
+        page_size=st.sampled_from([1, 4, 16]),
+        rows=st.integers(1, 5),
+        budget=st.integers(1, 30),
+    )
+    def start(self, lag: int, pages: int, page_size: int, rows: int, budget: int) -> None:
+        # Results come this many steps late, as in the overlapped modes.
+        self.lag = lag
+        self.flights: list[StepPlan] = []
+        self.rows, self.budget = rows, budget
+        self.assigned: dict[int, int] = {}
+        self.scheduler = Scheduler(
+            max(pages, 30 // page_size + 2),
+            page_size,
+            rows,
+            budget,
+            RESERVE,
+            lambda s: self.assigned.__setitem__(s.row, s.request.id),
+        )
+        self.live: dict[int, Sequence] = {}
+        self.kept: dict[int, list[int]] = {}
+        self.random = random.Random(4)
+        self.number = 0
+
+    @rule(prompt=st.integers(1, 60), max_tokens=st.integers(1, 40))
+    def submit(self, prompt: int, max_tokens: int) -> None:
+        if self.scheduler.fits(prompt + max_tokens):
+            new = sequence(self.number, prompt, max_tokens)
+            self.live[self.number] = new
+            self.kept[self.number] = []
+            self.number += 1
+            self.scheduler.add(new)
+
+    @rule(pick=st.integers(0, 10**6))
+    def abort(self, pick: int) -> None:
+        if self.live:
+            victim = sorted(self.live)[pick % len(self.live)]
+            self.scheduler.abort(victim)
+            self.retire()
+
+    @rule()
+    def step(self) -> None:
+        plan = self.scheduler.plan(TIER)
+        if plan is None:
+            assert self.flights or not self.live or self.scheduler.waiting
+        else:
+            self.check_plan(plan)
+            self.flights.append(plan)
+        while self.flights and (plan is None or len(self.flights) > self.lag):
+            self.settle(self.flights.pop(0))
+        self.retire()
+
+    def check_plan(self, plan: StepPlan) -> None:
+        assert sum(len(c.tokens) for c in plan.chunks) <= self.budget
+        rows = [*plan.decode_rows, *(c.row for c in plan.chunks)]
+        assert len(set(rows)) == len(rows) <= self.rows
+        by_id = {s.request.id: s for s in self.scheduler.running}
+        for request_id, row in zip(plan.request_ids, rows, strict=True):
+            assert by_id[request_id].row == row
+            assert self.assigned[row] == request_id
+        for request_id, chunk in zip(
+            plan.request_ids[len(plan.decode_rows) :], plan.chunks, strict=True
+        ):
+            known = [*by_id[request_id].request.prompt_ids, *self.kept[request_id]]
+            end = chunk.start + len(chunk.tokens)
+            assert chunk.tokens.tolist() == known[chunk.start : end]
+            assert chunk.next_token == (known[end] if end < len(known) else None)
+        for s in by_id.values():
+            if s.request.id in plan.request_ids:
+                slots = len(s.pages) * self.scheduler.page_size
+                assert slots >= s.key_tokens + RESERVE
+
+    def settle(self, plan: StepPlan) -> None:
+        results = []
+        for index in range(len(plan.verified)):
+            decode = index < len(plan.decode_rows)
+            accepted = self.random.randint(0, 3) if decode else 0
+            run = tuple(self.random.randint(0, 9) for _ in range(accepted + 1))
+            results.append(RowResult(run, 3 if decode else 0, accepted))
+        for s, run in self.scheduler.commit(StepResult(plan, tuple(results))):
+            self.kept[s.request.id] += run
+            assert s.output_ids == self.kept[s.request.id]
+            assert len(s.output_ids) <= s.request.max_tokens
+            if s.finish_reason is None:
+                assert s.committed_tokens == s.total_tokens - 1
+
+    def retire(self) -> None:
+        for s in self.scheduler.retire():
+            del self.live[s.request.id]
+
+    @invariant()
+    def pages_are_conserved(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        allocator = self.scheduler.allocator
+        owned = [p for s in self.scheduler.running for p in s.pages]
+        assert len(set(owned)) == len(owned) == allocator.in_use
+        assert allocator.in_use + allocator.free == allocator.total
+        assert not any(s.pages for s in self.scheduler.waiting)
+
+    def teardown(self) -> None:
+        """Everyone who was let in gets through, in a bounded number of steps."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(20_000):
+            if self.scheduler.idle:
+                break
+            self.step()
+        assert self.scheduler.idle
+        assert self.scheduler.allocator.in_use == 0
+        assert not self.live
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)
+TestScheduler = SchedulerMachine.TestCase
+
+
+def run_cut(run: list[int], **sampling: Any) -> tuple[int, str | None, Any, str]:
+    s = sequence(0, 3, sampling.pop("max_tokens", 99), **sampling)
+    end = cut(s.request, 0, s.buffer, run)
+    return end.kept, end.reason, end.match, s.buffer.text
+
+
+@pytest.mark.parametrize(
+    ("run", "sampling", "want"),
+    [
+        ([1, 2, 3], {}, (3, None, None, "bcd")),
+        ([1, STOP, 3], {}, (2, "stop", STOP, "b")),
+        ([1, 2, 3], {"max_tokens": 2}, (2, "length", None, "bc")),
+        ([1, 2, 3], {"stop": "cd"}, (3, "stop", "cd", "b")),
+        ([1, 2, 3], {"stop": ["d", "bc"]}, (2, "stop", "bc", "")),
+        # One token can complete two strings: the one that starts first wins.
+        ([30, 3], {"stop": ["e", "be"]}, (1, "stop", "be", "")),
+        # At the same token a stop string comes before the length.
+        ([1, 2], {"stop": "c", "max_tokens": 2}, (2, "stop", "c", "b")),
+        ([STOP], {"max_tokens": 1}, (1, "stop", STOP, "")),
+        ([1, 2, 1, 2], {"stop": "c", "min_tokens": 3}, (4, "stop", "c", "bcb")),
+    ],
+)
+def test_cut(run: list[int], sampling: dict[str, Any], want: tuple[Any, ...]) -> None:
+    assert run_cut(run, **sampling) == want
+
+
+def test_released_text_never_shows_part_of_a_stop_string() -> None:
+    buffer = TextBuffer(Letters(), ("bcd",))
+    shown = []
+    for token in (0, 1, 2, 2, 1, 2):
+        assert buffer.push(token) is None
+        shown.append(buffer.release(finished=False))
+    assert shown == ["a", "", "", "bcc", "", ""]
+    assert buffer.push(3) == "bcd"
+    assert buffer.release(finished=True) == ""
+    assert buffer.text == "abcc"
