@@ -1,0 +1,100 @@
+"""EAGLE-3 drafting (arXiv 2503.01840) with EAGLE-2's dynamic trees (arXiv 2406.16858)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from overlap_spec.drafters.base import DraftCache, Drafter, Roots
+from overlap_spec.kernels import Tree, build_tree, rerank
+from overlap_spec.models.decoder import Attend, Decoder
+from overlap_spec.models.eagle3 import Eagle3Head, feature_layers
+from overlap_spec.types import Tier
+
+
+class Eagle3Drafter(Drafter):
+    """Grows ``top_k`` branches a step and keeps the best nodes over all steps.
+
+    Between steps it keeps one vector a row: the head's output at the root, from which the first
+    candidates come. Scores are summed log-probabilities, so a child never outranks its parent.
+    """
+
+    def __init__(self, head: Eagle3Head, target: Decoder, cache: DraftCache, max_rows: int) -> None:
+        self.feature_layers = feature_layers(head.config, target.config)
+        self.head = head
+        self.embed_tokens = getattr(head, "embed_tokens", target.embed_tokens)
+        self.cache = cache
+        self.last_position = head.config.layer.max_position - 1
+        self.root_state = head.fc.weight.new_zeros(max_rows, head.fc.out_features)
+
+    def extend(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor,
+        last: Tensor,
+    ) -> None:
+        fused = self.head.fuse(features)
+        state = self.head(self.embed_tokens(tokens), fused, positions, attend)
+        self.root_state[rows] = state[last]
+
+    def draft(self, roots: Roots, tier: Tier) -> Tree:
+        batch, k = len(roots.rows), tier.top_k
+        device = roots.rows.device
+        state = self.root_state[roots.rows]
+        score, token = self._candidates(state, k)
+        all_scores, all_tokens = [score], [token]
+        all_parents = [torch.full_like(token, -1)]
+        number = torch.arange(k, device=device).expand(batch, k)
+        feature = state[:, None].expand(batch, k, -1)
+        own = torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k)
+        mask = own
+        for step in range(1, tier.steps):
+            out = self._advance(roots, token, feature, step, mask)
+            added, choices = self._candidates(out.flatten(0, 1), k)
+            wide = (score[:, :, None] + added.view(batch, k, k)).flatten(1)
+            choices = choices.view(batch, k * k)
+            all_parents.append(number.repeat_interleave(k, 1))
+            all_scores.append(wide)
+            all_tokens.append(choices)
+            score, best = wide.topk(k)
+            token, branch = choices.gather(1, best), best // k
+            number = best + (k + (step - 1) * k * k)
+            feature = out.gather(1, branch[:, :, None].expand_as(out))
+            mask = torch.cat([mask.gather(1, branch[:, :, None].expand_as(mask)), own], 2)
+        kept = rerank(torch.cat(all_scores, 1), tier.nodes - 1)
+        tokens = torch.cat(all_tokens, 1).gather(1, kept)
+        parents = _renumber(torch.cat(all_parents, 1), kept)
+        return build_tree(roots.tokens, tokens, parents, tier.steps)
+
+    def _candidates(self, state: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and target ids of the k best next tokens: ``(T, H)`` → ``(T, k)``."""
+        log_probs = self.head.logits(state).float().log_softmax(-1)
+        best, ids = log_probs.topk(k)
+        return best, ids + self.head.d2t[ids]
+
+    def _advance(
+        self, roots: Roots, token: Tensor, feature: Tensor, step: int, mask: Tensor
+    ) -> Tensor:
+        """One step of all branches: ``token (B, k)``, ``feature (B, k, H)`` → ``(B, k, H)``."""
+        batch, k = token.shape
+        prefix = roots.positions + 1
+        offset = torch.arange((step - 1) * k, step * k, device=token.device)
+        positions = (roots.positions + step).clamp(max=self.last_position)
+        positions = positions[:, None].expand(batch, k)
+        attend = self.cache.attend(roots.rows, prefix[:, None] + offset, prefix, positions, mask)
+        out: Tensor = self.head(
+            self.embed_tokens(token.flatten()), feature.flatten(0, 1), positions.flatten(), attend
+        )
+        return out.view(batch, k, -1)
+
+
+def _renumber(parents: Tensor, kept: Tensor) -> Tensor:
+    """Candidate numbers of the kept ones' parents → node numbers, the root's being 0."""
+    batch, count = kept.shape
+    node = torch.zeros(batch, parents.shape[1] + 1, dtype=torch.int64, device=kept.device)
+    numbers = torch.arange(1, count + 1, device=kept.device).expand(batch, count)
+    node.scatter_(1, kept + 1, numbers)
+    return node.gather(1, parents.gather(1, kept) + 1)

@@ -1,0 +1,135 @@
+"""From settings to a worker: device, types, weights, and caches sized to memory."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.drafters.base import Drafter
+from overlap_spec.drafters.eagle3 import Eagle3Drafter
+from overlap_spec.errors import ConfigError
+from overlap_spec.models.config import ModelConfig, read_json
+from overlap_spec.models.weights import load_decoder, load_eagle3
+from overlap_spec.types import Tier
+from overlap_spec.worker.kv_pool import KVPool
+from overlap_spec.worker.passes import Passes
+from overlap_spec.worker.streams import (
+    CudaStreams,
+    InlineStreams,
+    Record,
+    Streams,
+    ThreadStream,
+    ThreadStreams,
+)
+from overlap_spec.worker.tables import RowTables
+from overlap_spec.worker.worker import Worker
+
+CPU_CACHE_BYTES = 1 << 30
+
+
+def build_worker(
+    config: EngineConfig, tiers: tuple[Tier, ...], reserve_tokens: int, streams: Streams
+) -> Worker:
+    """Load the models and allocate every table, cache and buffer.
+
+    Raises:
+        ConfigError, CheckpointError: as in :class:`overlap_spec.engine.Engine`.
+    """
+    device = pick_device(config.device)
+    dtype = pick_dtype(config, device)
+    rows = config.max_running_requests
+    if device.type == "cuda":
+        # Float32 output must not depend on the device.
+        torch.backends.cuda.matmul.allow_tf32 = False
+    target = load_decoder(config.target_path, dtype, device, config.context_length)
+    longest = target.config.max_position + reserve_tokens
+    tables = RowTables(
+        rows,
+        -(-longest // config.page_size),
+        target.config.vocab_size,
+        device,
+    )
+    head = load_eagle3(config.draft_path, target, dtype) if config.draft_path else None
+    shapes = [target.config] + ([head.config.layer] if head else [])
+    pages = count_pages(config, shapes, tables.pages.numel(), dtype, device)
+    pool = KVPool(target.config, pages, config.page_size, tables, dtype)
+    drafter: Drafter | None = None
+    draft_pool = None
+    if head is not None:
+        draft_pool = KVPool(head.config.layer, pages, config.page_size, tables, dtype, first=1)
+        drafter = Eagle3Drafter(head, target, draft_pool, rows)
+    passes = Passes(target, drafter, tables, pool, draft_pool)
+    return Worker(passes, streams, config.overlap, tiers, rows)
+
+
+def build_streams(config: EngineConfig, record: Record | None = None) -> Streams:
+    """CUDA's streams on a GPU; on the CPU threads, or none of them in the serial mode."""
+    device = pick_device(config.device)
+    if device.type == "cuda":
+        return CudaStreams(device)
+    if config.overlap == "none":
+        return InlineStreams(record)
+    return ThreadStreams(lambda name: ThreadStream(name, record))
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a setting; ConfigError where it does not exist."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device {name!r} is not known: use auto, cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported: use auto, cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r}: this torch sees no CUDA device")
+    return device
+
+
+def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """The type of weights, caches and activations."""
+    if config.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        return dtype
+    if device.type == "cpu":
+        return torch.float32
+    hf = read_json(config.target_path / "config.json")
+    name = hf.get("dtype") or hf.get("torch_dtype") or "bfloat16"
+    return {"float32": torch.float32, "float16": torch.float16}.get(name, torch.bfloat16)
+
+
+def count_pages(
+    config: EngineConfig,
+    shapes: list[ModelConfig],
+    wanted: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Pages that all caches get: at most ``wanted``, as memory allows.
+
+    On a GPU ``mem_fraction_static`` (default 0.85) of its memory holds weights and caches; on the
+    CPU the caches get that share of physical memory, or 1 GiB where none is set.
+
+    Raises:
+        ConfigError: memory does not hold even one sequence's pages.
+    """
+    page_bytes = sum(KVPool.page_bytes(shape, config.page_size, dtype) for shape in shapes)
+    fraction = config.mem_fraction_static
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(free - total * (1 - (fraction or 0.85)))
+    elif fraction is not None:
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        budget = int(physical * fraction)
+    else:
+        budget = CPU_CACHE_BYTES
+    pages = min(budget // page_bytes, wanted) + 1
+    if pages < 3:
+        raise ConfigError(
+            f"the KV cache gets {budget} bytes, and a page takes {page_bytes}: "
+            "raise mem_fraction_static"
+        )
+    return pages

@@ -1,0 +1,93 @@
+"""The target's choice at every node, with the history of that node's own path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from overlap_spec.kernels import Tree, apply_penalties, choose, coins
+from overlap_spec.types import TokenLogprobs
+from overlap_spec.worker.tables import Needs, RowTables
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The verified nodes of a step: all nodes of ``tree``, then one-node trees.
+
+    ``rows``, ``positions`` int64 ``(L,)``: row of each node, and the position of the token chosen
+    after it.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    tree: Tree | None
+
+
+class Sampler:
+    """Bias, minimum length, penalties, then the choice; skips what no row of a step asks for."""
+
+    def __init__(self, tables: RowTables) -> None:
+        self.tables = tables
+
+    def process(self, logits: Tensor, nodes: Nodes, needs: Needs) -> Tensor:
+        """Logits as the choice sees them: ``(L, V)`` masked → float32 ``(L, V)``."""
+        tables, rows = self.tables, nodes.rows
+        logits = logits.float()
+        if needs.biased:
+            logits = logits + tables.wide("bias", torch.float32)[rows]
+        if needs.held_open:
+            early = nodes.positions < tables.min_position[rows]
+            stops = tables.wide("stops", torch.bool)[rows]
+            logits = logits.masked_fill(early[:, None] & stops, -torch.inf)
+        if needs.penalised:
+            counts = tables.output_counts[rows]
+            if nodes.tree is not None:
+                drafted = _path_counts(nodes.tree, self.tables.vocab_size)
+                counts[: len(drafted)] += drafted
+            logits = apply_penalties(
+                logits,
+                counts,
+                tables.in_prompt[rows] | (counts > 0),
+                tables.repetition[rows],
+                tables.presence[rows],
+                tables.frequency[rows],
+            )
+        return logits
+
+    def choose(self, logits: Tensor, nodes: Nodes, needs: Needs) -> Tensor:
+        """The choice after each node: int64 ``(L,)``, -1 for an empty row, -2 for NaN."""
+        tables, rows = self.tables, nodes.rows
+        if not needs.sampled:
+            return choose(logits)
+        filters = None
+        if needs.filtered:
+            filters = (tables.top_k[rows], tables.top_p[rows], tables.min_p[rows])
+        coin = coins(tables.seed[rows], nodes.positions)
+        return choose(logits, tables.temperature[rows], coin, filters)
+
+
+def _path_counts(tree: Tree, vocab_size: int) -> Tensor:
+    """Occurrences of each token on each node's path below the root: int32 ``(B * N, vocab)``."""
+    batch, nodes = tree.tokens.shape
+    counts = torch.zeros(batch, nodes, vocab_size, dtype=torch.int32, device=tree.tokens.device)
+    drafted = tree.tokens[:, None, 1:].expand(batch, nodes, nodes - 1)
+    counts.scatter_add_(2, drafted, tree.ancestors[:, :, 1:].to(torch.int32))
+    return counts.flatten(0, 1)
+
+
+def token_logprobs(own: Tensor, best: Tensor, ids: Tensor, top: int) -> tuple[TokenLogprobs, ...]:
+    """One request's log-probabilities as values; tokens that the mask forbids are left out.
+
+    Args:
+        own: float32 ``(n,)`` of its tokens; ``best``, ``ids``: ``(n, k)`` with k >= ``top``.
+    """
+    rows = zip(own.tolist(), best[:, :top].tolist(), ids[:, :top].tolist(), strict=True)
+    return tuple(
+        TokenLogprobs(
+            value,
+            tuple((i, p) for i, p in zip(ids_row, best_row, strict=True) if p != -torch.inf),
+        )
+        for value, best_row, ids_row in rows
+    )

@@ -1,0 +1,331 @@
+"""Streams and events: CUDA's, and the same contract on CPU threads.
+
+A stream runs what it is given in order, beside the other streams and the host. The scheduler's
+code is one for all kinds, so that its races are there, and tested, without a GPU.
+
+The contract, on every kind of stream:
+
+- ``run`` hands work over and returns at once; what the work returns is read from the
+  :class:`Value`, by later work of any stream that is ordered behind it, or by the host after an
+  event recorded behind it has passed.
+- A wait captures the latest record of its event. Waiting on an event that was never recorded
+  raises; CUDA alone would silently not wait.
+- After work that raised, a stream does nothing but pass its events; the error is raised to the
+  host where it next waits for an event of that stream.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+
+T = TypeVar("T")
+Record = Callable[[str, str, int, int], None]
+
+
+class Value(Generic[T]):
+    """What a piece of work will have returned."""
+
+    def __init__(self) -> None:
+        self._value: T | None = None
+
+    def set(self, value: T) -> None:
+        self._value = value
+
+    def get(self) -> T:
+        """The value; only where the work is known to be done (CUDA: to be queued)."""
+        return cast(T, self._value)
+
+
+class Event(ABC):
+    """A point in a stream's work."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the host until the latest record has passed.
+
+        Raises:
+            RuntimeError: never recorded.
+        """
+
+    @abstractmethod
+    def elapsed_ms(self, later: Event) -> float:
+        """Milliseconds from this event to ``later``, negative if it came first; both passed."""
+
+
+class Stream(ABC):
+    """A queue of work."""
+
+    name: str
+
+    @abstractmethod
+    def run(self, label: str, work: Callable[..., T], *args: Any) -> Value[T]:
+        """Queue ``work(*args)``; a Value among ``args`` is replaced by what it holds then."""
+
+    @abstractmethod
+    def record(self, event: Event) -> None:
+        """Queue the passing of ``event``."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Let what is queued from now on wait for the latest record of ``event``.
+
+        Raises:
+            RuntimeError: never recorded.
+        """
+
+
+class Streams(ABC):
+    """The streams of one worker, and its events."""
+
+    compute: Stream
+    plan: Stream
+    copy: Stream
+
+    @abstractmethod
+    def event(self) -> Event:
+        """A new event of this kind of streams."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all threads, after what is queued."""
+
+
+def _call(work: Callable[..., T], args: tuple[Any, ...]) -> T:
+    return work(*(arg.get() if isinstance(arg, Value) else arg for arg in args))
+
+
+class _Ticket:
+    """One record of a CPU event: when it passed, and the error that came before it."""
+
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+        self.time_ns = 0
+        self.error: BaseException | None = None
+
+
+class HostEvent(Event):
+    """An event of streams that run on the CPU."""
+
+    def __init__(self) -> None:
+        self.latest: _Ticket | None = None
+
+    def captured(self) -> _Ticket:
+        if self.latest is None:
+            raise RuntimeError("waiting on an event that was never recorded")
+        return self.latest
+
+    def synchronize(self) -> None:
+        ticket = self.captured()
+        ticket.passed.wait()
+        if ticket.error is not None:
+            raise ticket.error
+
+    def elapsed_ms(self, later: Event) -> float:
+        assert isinstance(later, HostEvent)
+        return (later.captured().time_ns - self.captured().time_ns) / 1e6
+
+
+class InlineStream(Stream):
+    """Does its work at once, in the caller's thread: nothing overlaps."""
+
+    def __init__(self, name: str, record: Record | None = None) -> None:
+        self.name, self._record = name, record
+
+    def run(self, label: str, work: Callable[..., T], *args: Any) -> Value[T]:
+        value: Value[T] = Value()
+        start = time.perf_counter_ns()
+        value.set(_call(work, args))
+        if self._record is not None:
+            self._record(self.name, label, start, time.perf_counter_ns())
+        return value
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, HostEvent)
+        event.latest = _Ticket()
+        event.latest.time_ns = time.perf_counter_ns()
+        event.latest.passed.set()
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, HostEvent)
+        event.captured()
+
+
+class ThreadStream(Stream):
+    """A thread that does its work in order."""
+
+    def __init__(self, name: str, record: Record | None = None) -> None:
+        self.name, self._record = name, record
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._loop, name=f"stream-{name}", daemon=True)
+        self._thread.start()
+
+    def run(self, label: str, work: Callable[..., T], *args: Any) -> Value[T]:
+        value: Value[T] = Value()
+
+        def job() -> None:
+            if self._error is not None:
+                return
+            start = time.perf_counter_ns()
+            try:
+                value.set(_call(work, args))
+            except BaseException as error:
+                self._error = error
+            if self._record is not None:
+                self._record(self.name, label, start, time.perf_counter_ns())
+
+        self._put(job)
+        return value
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, HostEvent)
+        ticket = event.latest = _Ticket()
+
+        def job() -> None:
+            ticket.time_ns = time.perf_counter_ns()
+            ticket.error = self._error
+            ticket.passed.set()
+
+        self._put(job)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, HostEvent)
+        ticket = event.captured()
+
+        def job() -> None:
+            ticket.passed.wait()
+            self._error = self._error or ticket.error
+
+        self._put(job)
+
+    def _put(self, job: Callable[[], None]) -> None:
+        self._queue.put(job)
+
+    def _loop(self) -> None:
+        with torch.inference_mode():
+            while (job := self._queue.get()) is not None:
+                job()
+
+    def close(self) -> None:
+        """End the thread after what is queued."""
+        self._queue.put(None)
+        self._thread.join()
+
+
+class ChaosStream(ThreadStream):
+    """A test's stream: a random delay before and after every piece of work."""
+
+    def __init__(self, name: str, seed: int, longest_s: float = 0.002) -> None:
+        self._random, self._longest_s = random.Random(f"{name}-{seed}"), longest_s
+        super().__init__(name)
+
+    def _put(self, job: Callable[[], None]) -> None:
+        before, after = (self._delay() for _ in range(2))
+
+        def delayed() -> None:
+            time.sleep(before)
+            job()
+            time.sleep(after)
+
+        super()._put(delayed)
+
+    def _delay(self) -> float:
+        # Most are nothing: streams must also run ahead of each other.
+        return self._longest_s * max(0.0, self._random.uniform(-1.0, 1.0))
+
+
+class InlineStreams(Streams):
+    """For the serial mode on the CPU."""
+
+    def __init__(self, record: Record | None = None) -> None:
+        self.compute = InlineStream("compute", record)
+        self.plan = InlineStream("plan", record)
+        self.copy = InlineStream("copy", record)
+
+    def event(self) -> Event:
+        return HostEvent()
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class ThreadStreams(Streams):
+    """One thread a stream. ``make`` builds each, by name."""
+
+    def __init__(self, make: Callable[[str], ThreadStream]) -> None:
+        self._all = [make(name) for name in ("compute", "plan", "copy")]
+        self.compute, self.plan, self.copy = self._all
+
+    def event(self) -> Event:
+        return HostEvent()
+
+    def close(self) -> None:
+        for stream in self._all:
+            stream.close()
+
+
+class CudaEvent(Event):
+    """A CUDA event with a clock."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.recorded = False
+
+    def captured(self) -> torch.cuda.Event:
+        if not self.recorded:
+            raise RuntimeError("waiting on an event that was never recorded")
+        return self.event
+
+    def synchronize(self) -> None:
+        self.captured().synchronize()
+
+    def elapsed_ms(self, later: Event) -> float:
+        assert isinstance(later, CudaEvent)
+        milliseconds: float = self.captured().elapsed_time(later.captured())
+        return milliseconds
+
+
+class CudaStream(Stream):
+    """A CUDA stream: work is launched at once and runs in order on the device."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self._stream = torch.cuda.Stream(device)
+
+    def run(self, label: str, work: Callable[..., T], *args: Any) -> Value[T]:
+        value: Value[T] = Value()
+        with torch.cuda.stream(self._stream), torch.cuda.nvtx.range(label):
+            value.set(_call(work, args))
+        return value
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        event.event.record(self._stream)
+        event.recorded = True
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        self._stream.wait_event(event.captured())
+
+
+class CudaStreams(Streams):
+    """The streams of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.compute = CudaStream("compute", device)
+        self.plan = CudaStream("plan", device)
+        self.copy = CudaStream("copy", device)
+
+    def event(self) -> Event:
+        return CudaEvent()
+
+    def close(self) -> None:
+        """The driver frees its streams."""

@@ -1,0 +1,137 @@
+"""State of the running requests on the device: one row a request, fixed tables for all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from overlap_spec.types import Request
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the requests of a step ask for beyond an argmax: the rest is skipped."""
+
+    sampled: bool
+    filtered: bool
+    penalised: bool
+    biased: bool
+    held_open: bool
+    top_logprobs: int | None
+
+
+class RowTables:
+    """Committed lengths, roots, page tables and sampling settings of ``max_rows`` rows.
+
+    ``committed`` int64 ``(R,)``: tokens whose target keys are cached, which is the root's position.
+    ``roots`` int64 ``(R,)``: last committed tokens. ``pages`` int64 ``(R, P)``. What only some
+    requests need over the whole vocabulary (counts, bias, stop masks) is allocated on first use.
+    """
+
+    def __init__(self, max_rows: int, max_pages: int, vocab_size: int, device: torch.device):
+        def table(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(max_rows, *shape, dtype=dtype, device=device)
+
+        self.device, self.vocab_size = device, vocab_size
+        self.committed, self.roots = table(torch.int64), table(torch.int64)
+        self.pages = table(torch.int64, max_pages)
+        self.temperature, self.top_p, self.min_p = (table(torch.float32) for _ in range(3))
+        self.top_k, self.seed, self.min_position = (table(torch.int64) for _ in range(3))
+        self.repetition, self.presence, self.frequency = (table(torch.float32) for _ in range(3))
+        self._wide: dict[str, Tensor] = {}
+        self._max_rows = max_rows
+        self._needs: dict[int, Needs] = {}
+
+    def wide(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A ``(R, vocab)`` table, made on first use."""
+        if name not in self._wide:
+            shape = (self._max_rows, self.vocab_size)
+            self._wide[name] = torch.zeros(shape, dtype=dtype, device=self.device)
+        return self._wide[name]
+
+    @property
+    def output_counts(self) -> Tensor:
+        """int32 ``(R, vocab)``: occurrences in the output."""
+        return self.wide("output_counts", torch.int32)
+
+    @property
+    def in_prompt(self) -> Tensor:
+        """bool ``(R, vocab)``: whether the prompt holds the token."""
+        return self.wide("in_prompt", torch.bool)
+
+    def assign(self, row: int, request: Request) -> None:
+        """Note on the host what the row's new request asks for; :meth:`write` must follow."""
+        s = request.sampling
+        sampled = s.temperature != 0
+        filtered = s.top_k not in (None, -1) or s.top_p not in (None, 1) or s.min_p > 0
+        penalties = (s.presence_penalty, s.frequency_penalty, (s.repetition_penalty or 1.0) - 1)
+        self._needs[row] = Needs(
+            sampled=sampled,
+            filtered=sampled and filtered,
+            penalised=any(penalties),
+            biased=bool(s.logit_bias),
+            held_open=s.min_tokens > 0,
+            top_logprobs=s.logprobs,
+        )
+
+    def needs(self, rows: Iterable[int]) -> Needs:
+        """What a step over ``rows`` cannot skip."""
+        each = [self._needs[row] for row in rows]
+        tops = [n.top_logprobs for n in each if n.top_logprobs is not None]
+        return Needs(
+            sampled=any(n.sampled for n in each),
+            filtered=any(n.filtered for n in each),
+            penalised=any(n.penalised for n in each),
+            biased=any(n.biased for n in each),
+            held_open=any(n.held_open for n in each),
+            top_logprobs=max(tops) if tops else None,
+        )
+
+    def logprobs_of(self, row: int) -> int | None:
+        """How many best log-probabilities the row's request asks for, or None."""
+        return self._needs[row].top_logprobs
+
+    def write(self, row: int, request: Request, output_ids: tuple[int, ...]) -> None:
+        """Give ``row`` on the device to a request whose output so far is ``output_ids``."""
+        s = request.sampling
+        top_p = 1.0 if s.top_p is None else s.top_p
+        self.committed[row] = 0
+        self.temperature[row] = 1.0 if s.temperature is None else s.temperature
+        self.min_p[row] = s.min_p
+        # At 1.0 every token stays, however the running sum rounds.
+        self.top_p[row] = top_p if top_p < 1.0 else 2.0
+        self.top_k[row] = self.vocab_size if s.top_k in (None, -1) else s.top_k
+        self.seed[row] = request.seed
+        self.repetition[row] = 1.0 if s.repetition_penalty is None else s.repetition_penalty
+        self.presence[row], self.frequency[row] = s.presence_penalty, s.frequency_penalty
+        self.min_position[row] = len(request.prompt_ids) + s.min_tokens
+        self._write_wide(row, request, output_ids)
+
+    def _write_wide(self, row: int, request: Request, output_ids: tuple[int, ...]) -> None:
+        needs = self._needs[row]
+        if needs.penalised:
+            counts, prompt = self.output_counts[row].zero_(), self.in_prompt[row].zero_()
+            ones = torch.ones(len(output_ids), dtype=counts.dtype, device=self.device)
+            counts.index_add_(0, self._ids(output_ids), ones)
+            prompt[self._ids(request.prompt_ids)] = True
+        if needs.biased:
+            bias = self.wide("bias", torch.float32)[row].zero_()
+            for token, value in request.sampling.logit_bias.items():
+                bias[token] = value
+        if needs.held_open:
+            stops = self.wide("stops", torch.bool)[row].zero_()
+            stops[self._ids(sorted(request.stop_ids))] = True
+
+    def _ids(self, ids: Sequence[int]) -> Tensor:
+        return torch.tensor(ids, dtype=torch.int64, device=self.device)
+
+    def count_output(self, rows: Tensor, emitted: Tensor, lengths: Tensor) -> None:
+        """Add ``emitted[b, :lengths[b] + 1]`` to the output of ``rows[b]``; negatives are none."""
+        index = torch.arange(emitted.shape[1], device=self.device)
+        real = (index <= lengths[:, None]) & (emitted >= 0)
+        counts = self.output_counts
+        flat = rows[:, None] * self.vocab_size + emitted.clamp(min=0)
+        counts.view(-1).index_add_(0, flat.flatten(), real.flatten().to(counts.dtype))

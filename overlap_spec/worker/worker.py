@@ -1,0 +1,218 @@
+"""The step, in the order in which it happens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from overlap_spec.errors import RequestFailed
+from overlap_spec.types import (
+    HostTrees,
+    Lane,
+    Request,
+    RowResult,
+    StepPlan,
+    StepResult,
+    Tier,
+    TokenLogprobs,
+)
+from overlap_spec.worker.batch import Buffers, TierState, upload
+from overlap_spec.worker.passes import Drafted, Emitted, Passes
+from overlap_spec.worker.sampler import token_logprobs
+from overlap_spec.worker.streams import Event, Streams
+
+NUMERIC_FAULT = -2
+
+
+@dataclass
+class Flight:
+    """A step under way. Everything that its results need for their reading travels with it."""
+
+    plan: StepPlan
+    buffers: Buffers
+    constrained: bool
+    planned: Event
+    drafted: Event
+    copied: Event
+    verified: Event
+    masked: Event
+    chosen: Event
+    done: Event
+    limits: tuple[int, ...] = ()
+    logprobs: tuple[Tensor, ...] = ()
+
+
+class Worker:
+    """Runs steps over rows; what decides the next token stays on the device.
+
+    Args:
+        overlap: ``none``, ``double-sync`` or ``once-sync``.
+        rows: Rows of the tables.
+    """
+
+    def __init__(
+        self, passes: Passes, streams: Streams, overlap: str, tiers: tuple[Tier, ...], rows: int
+    ) -> None:
+        self.passes, self.streams, self.overlap = passes, streams, overlap
+        self.tables, self.pool = passes.tables, passes.pool
+        words = -(-passes.tables.vocab_size // 32)
+        device = passes.device
+        self.states = {tier: TierState(tier, rows, words, streams, device) for tier in tiers}
+
+    def assign(self, row: int, request: Request, output_ids: list[int]) -> None:
+        """Prepare ``row`` for a request that starts, or starts again, with its prefill."""
+        self.tables.assign(row, request)
+        self.streams.compute.run("assign", self.tables.write, row, request, tuple(output_ids))
+
+    def step(self, plan: StepPlan, lane: Lane) -> Flight:
+        """Queue one step; blocks on nothing but the lane."""
+        compute, copy, planner = self.streams.compute, self.streams.copy, self.streams.plan
+        passes, flight = self.passes, self._flight(plan)
+        buffers, serial = flight.buffers, self.overlap == "none"
+        needs = self.tables.needs(row for _, row, _ in plan.verified)
+
+        batch = planner.run("upload", upload, plan, self.tables.pages.shape[1], passes.device)
+        planner.record(flight.planned)
+        compute.wait(flight.planned)
+        drafted = compute.run("draft", passes.draft, batch)
+        if flight.constrained:
+            compute.record(flight.drafted)
+            copy.wait(flight.drafted)
+            copy.run("tree", _copy_tree, drafted, buffers)
+            copy.record(flight.copied)
+            if serial:
+                flight.copied.synchronize()
+        verified = compute.run("verify", passes.verify, batch, drafted)
+        compute.record(flight.verified)
+        masks = None
+        if flight.constrained:
+            if serial:
+                flight.verified.synchronize()
+            lane.settle()
+            flight.copied.synchronize()
+            flight.limits = self._fill(flight, lane)
+            masks = planner.run("masks", _upload_masks, buffers, plan)
+            planner.record(flight.masked)
+            if self.overlap == "double-sync":
+                flight.masked.synchronize()
+            compute.wait(flight.masked)
+        emitted = compute.run("accept", passes.choose, batch, drafted, verified, needs, masks)
+        compute.run("count", passes.count_output, batch, emitted, needs)
+        compute.record(flight.chosen)
+        copy.wait(flight.chosen)
+        copy.run("results", _copy_results, emitted, flight)
+        copy.record(flight.done)
+        compute.run("extend", passes.extend, batch, drafted, verified, emitted)
+        compute.record(buffers.free)
+        buffers.keep = (batch, drafted, verified, masks, emitted)
+        return flight
+
+    def collect(self, flight: Flight) -> StepResult:
+        """Wait for a step's results and read them."""
+        flight.done.synchronize()
+        plan, rows = flight.plan, []
+        host = flight.buffers.results.tolist()
+        for index, (_, row, _) in enumerate(plan.verified):
+            in_tree = index < len(plan.decode_rows)
+            accepted, *tokens = host[index]
+            del tokens[accepted + 1 :]
+            error = None
+            if tokens[-1] == NUMERIC_FAULT:
+                error = RequestFailed("the model's logits are not numbers: numeric fault")
+            if tokens[-1] < 0:
+                tokens.pop()
+            top = self.tables.logprobs_of(row)
+            logprobs: tuple[TokenLogprobs, ...] = ()
+            if top is not None and flight.logprobs:
+                own, best, ids = (part[index, : len(tokens)] for part in flight.logprobs)
+                logprobs = token_logprobs(own, best, ids, top)
+            limited = bool(flight.limits) and flight.limits[index] < plan.tier.steps
+            drafted = plan.tier.nodes - 1 if in_tree else 0
+            rows.append(
+                RowResult(tuple(tokens), drafted, accepted, logprobs, error, in_tree and limited)
+            )
+        exposed_ms = 0.0
+        if flight.constrained:
+            exposed_ms = max(0.0, flight.verified.elapsed_ms(flight.masked))
+        return StepResult(plan, tuple(rows), exposed_ms)
+
+    def close(self) -> None:
+        """End the streams' threads."""
+        self.streams.close()
+
+    def _flight(self, plan: StepPlan) -> Flight:
+        event = self.streams.event
+        return Flight(
+            plan=plan,
+            buffers=self.states[plan.tier].rotate(),
+            constrained=any(grammar for _, _, grammar in plan.verified),
+            planned=event(),
+            drafted=event(),
+            copied=event(),
+            verified=event(),
+            masked=event(),
+            chosen=event(),
+            done=event(),
+        )
+
+    def _fill(self, flight: Flight, lane: Lane) -> tuple[int, ...]:
+        """Let the lane write the mask rows; the depth down to which each request's are good."""
+        plan, buffers = flight.plan, flight.buffers
+        final = plan.final_chunks
+        trees, nodes = len(plan.decode_rows), plan.tier.nodes
+        none = np.full(len(final), -1, np.int64)
+        ends = [chunk.tokens[-1:] for chunk in final]
+        tokens, child, sibling = buffers.links[:, : trees * nodes].numpy()
+        sizes = [nodes] * trees + [1] * len(final)
+        offsets = np.cumsum([0, *sizes], dtype=np.int64)
+        host = HostTrees(
+            np.concatenate([tokens, *ends]),
+            np.concatenate([child, none]),
+            np.concatenate([sibling, none]),
+            offsets,
+        )
+        limits = buffers.limits[: len(sizes)]
+        limits.fill_(plan.tier.steps)
+        ids = [request_id for request_id, _, _ in plan.verified]
+        lane.fill(ids, host, buffers.mask_rows(int(offsets[-1])), limits.numpy())
+        return tuple(limits.tolist())
+
+
+def _copy_tree(drafted: Drafted, buffers: Buffers) -> None:
+    if drafted.tree is not None:
+        count = drafted.tree.tokens.numel()
+        links = (drafted.tree.tokens, drafted.tree.first_child, drafted.tree.next_sibling)
+        for host, link in zip(buffers.links, links, strict=True):
+            host[:count].copy_(link.flatten(), non_blocking=True)
+
+
+def _upload_masks(buffers: Buffers, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Mask rows and limits to the device, and which logit rows they are for (None: all)."""
+    sizes = [plan.tier.nodes] * len(plan.decode_rows) + [1] * len(plan.final_chunks)
+    count, requests = sum(sizes), len(sizes)
+    masks, limits = buffers.device_masks[:count], buffers.device_limits[:requests]
+    masks.copy_(buffers.masks[:count], non_blocking=True)
+    limits.copy_(buffers.limits[:requests], non_blocking=True)
+    constrained = np.array([grammar for _, _, grammar in plan.verified])
+    if constrained.all():
+        return masks, limits, None
+    index = torch.from_numpy(np.flatnonzero(np.repeat(constrained, sizes)))
+    if masks.device.type == "cuda":
+        index = index.pin_memory()
+    return masks, limits, index.to(masks.device, non_blocking=True)
+
+
+def _copy_results(emitted: Emitted, flight: Flight) -> None:
+    count, width = emitted.tokens.shape
+    results = flight.buffers.results
+    results[:count, 0].copy_(emitted.lengths, non_blocking=True)
+    results[:count, 1 : width + 1].copy_(emitted.tokens, non_blocking=True)
+    if emitted.logprobs is not None:
+        pinned = [torch.empty_like(part, device="cpu") for part in emitted.logprobs]
+        flight.logprobs = tuple(
+            host.copy_(part, non_blocking=True)
+            for host, part in zip(pinned, emitted.logprobs, strict=True)
+        )

@@ -1,0 +1,254 @@
+"""The choice of tokens: filters, coins, penalties, and losslessness on trees."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from overlap_spec.errors import InvalidRequest
+from overlap_spec.kernels import accept_path, apply_bitmask, build_tree, choose, coins, filter_probs
+from overlap_spec.kernels.sampling import inverse_cdf
+from overlap_spec.types import Request, SamplingParams
+from overlap_spec.worker.sampler import Nodes, Sampler, token_logprobs
+from overlap_spec.worker.tables import RowTables
+
+
+def pack(allowed: torch.Tensor) -> torch.Tensor:
+    """bool ``(L, V)`` → mask rows int32 ``(L, ceil(V / 32))``."""
+    bits = np.packbits(allowed.numpy(), axis=1, bitorder="little")
+    words = -(-allowed.shape[1] // 32)
+    bits = np.pad(bits, ((0, 0), (0, 4 * words - bits.shape[1])))
+    return torch.from_numpy(bits.view(np.int32))
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 70, 129])
+def test_kernel_apply_bitmask(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    allowed = torch.rand(5, vocab, generator=generator) < 0.5
+    logits = torch.randn(5, vocab, generator=generator)
+    masked = logits.clone()
+    apply_bitmask(masked, pack(allowed))
+    assert torch.equal(masked, logits.masked_fill(~allowed, -torch.inf))
+    some = logits.clone()
+    apply_bitmask(some, pack(allowed), torch.tensor([1, 4]))
+    assert torch.equal(some[[0, 2, 3]], logits[[0, 2, 3]])
+    assert torch.equal(some[[1, 4]], masked[[1, 4]])
+
+
+def test_filters_agree_with_transformers() -> None:
+    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.randn(40, 50, generator=torch.Generator().manual_seed(0)) * 2
+    for top_k, top_p, min_p in itertools.product([3, 17, 50], [0.3, 0.9, 2.0], [0.0, 0.2]):
+        kept = filter_probs(
+            logits.softmax(-1),
+            torch.full((40,), top_k),
+            torch.full((40,), top_p),
+            torch.full((40,), min_p),
+        )
+        ids = torch.zeros(40, 1, dtype=torch.int64)
+        warped = TopKLogitsWarper(top_k)(ids, logits)
+        if top_p < 1:
+            warped = TopPLogitsWarper(top_p)(ids, warped)
+        if min_p:
+            warped = MinPLogitsWarper(min_p)(ids, warped)
+        assert torch.equal(kept > 0, warped > -torch.inf), (top_k, top_p, min_p)
+
+
+def test_coins_are_uniform_and_depend_on_seed_and_position_alone() -> None:
+    seeds = torch.arange(-300, 300).repeat_interleave(100)
+    positions = torch.arange(100).repeat(600)
+    drawn = coins(seeds, positions)
+    assert drawn.min() >= 0
+    assert drawn.max() < 1
+    counts = torch.histc(drawn, 64, 0, 1).numpy()
+    assert stats.chisquare(counts).pvalue > 1e-3
+    neighbours = np.corrcoef(drawn[:-1].numpy(), drawn[1:].numpy())[0, 1]
+    assert abs(neighbours) < 0.02
+    order = torch.randperm(len(seeds), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(coins(seeds[order], positions[order]), drawn[order])
+
+
+def test_zero_mass_never_yields_a_forbidden_token() -> None:
+    almost_one = 1 - 2.0**-24
+    probs = torch.tensor([[0.0, 0.1, 0.0], [0.3, 0.7, 0.0], [1e-45, 0.0, 0.0], [0.0, 0.0, 1e-38]])
+    for coin in (0.0, 0.5, almost_one, 1.0):
+        token = inverse_cdf(probs, torch.full((4,), coin))
+        assert (probs.gather(1, token[:, None]) > 0).all()
+    empty = torch.full((2, 3), -torch.inf)
+    warm = torch.tensor([0.0, 1.0])
+    assert choose(empty, warm, torch.tensor([0.5, 0.5])).tolist() == [-1, -1]
+    broken = torch.tensor([[0.0, torch.nan, 1.0]] * 2)
+    assert choose(broken, warm, torch.tensor([0.5, 0.5])).tolist() == [-2, -2]
+
+
+VOCAB = 6
+# Root 0; children of the root 2 and 4; below 2: 1 and 2; below 4: 4; below (2, 2): 0.
+TREE_TOKENS = [5, 2, 4, 1, 2, 4, 0]
+TREE_PARENTS = [0, 0, 1, 1, 2, 4]
+TREE_PATHS = [(), (2,), (4,), (2, 1), (2, 2), (4, 4), (2, 2, 0)]
+PROMPT, OUTPUT = (1, 5, 3), [5]
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.6},
+    {"temperature": 1.3, "top_k": 3},
+    {"temperature": 1.0, "top_p": 0.7},
+    {"temperature": 1.0, "min_p": 0.25},
+    {"temperature": 1.0, "repetition_penalty": 1.6},
+    {"temperature": 1.0, "presence_penalty": 0.9, "frequency_penalty": 0.5},
+    {"temperature": 0.9, "top_k": 4, "top_p": 0.9, "logit_bias": {2: 1.0, 0: -1.0}},
+    {"temperature": 1.0, "min_tokens": 3},
+]
+
+
+def expected_probs(
+    logits: np.ndarray, allowed: np.ndarray, path: tuple[int, ...], s: SamplingParams
+) -> np.ndarray:
+    """The distribution after ``path`` by the definitions, one token at a time."""
+    z = logits.astype(np.float64).copy()
+    for token, value in s.logit_bias.items():
+        z[token] += value
+    history = [*OUTPUT, *path]
+    if len(history) < s.min_tokens:
+        z[3] = -np.inf
+    repetition = s.repetition_penalty or 1.0
+    for token in range(VOCAB):
+        count = history.count(token)
+        if count or token in PROMPT:
+            z[token] = z[token] / repetition if z[token] > 0 else z[token] * repetition
+        z[token] -= s.presence_penalty * (count > 0) + s.frequency_penalty * count
+    z[~allowed] = -np.inf
+    p = np.exp((z - z.max()) / s.temperature)
+    p /= p.sum()
+    order = sorted(range(VOCAB), key=lambda t: (-p[t], t))[: s.top_k if s.top_k else VOCAB]
+    total, mass, kept = p[order].sum(), 0.0, []
+    for token in order:
+        if mass >= (s.top_p or 1.0) * total and (s.top_p or 1.0) < 1:
+            break
+        kept.append(token)
+        mass += p[token]
+    kept = [t for t in kept if p[t] >= s.min_p * p.max()]
+    q = np.zeros(VOCAB)
+    q[kept] = p[kept]
+    return q / q.sum()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(s))
+def test_tree_verification_has_plain_samplings_distribution(
+    setting: dict[str, Any], masked: bool
+) -> None:
+    """Chi-square of what 20,000 seeds emit: first token, and second where the first was drafted."""
+    count = 20_000
+    params = SamplingParams(**setting)
+    generator = torch.Generator().manual_seed(11)
+    table = torch.randn(len(TREE_PATHS), VOCAB, generator=generator)
+    allowed = torch.rand(len(TREE_PATHS), VOCAB, generator=generator) < 0.6
+    allowed[:, 2] = True
+    if not masked:
+        allowed[:] = True
+    tables = RowTables(count, 1, VOCAB, torch.device("cpu"))
+    for row in range(count):
+        if row == 0:
+            request = Request(0, PROMPT, params, None, 99, frozenset({3}), 0, 0)
+            tables.assign(0, request, OUTPUT)
+        else:
+            for marks in (
+                tables.sampled,
+                tables.filtered,
+                tables.penalised,
+                tables.biased,
+                tables.held_open,
+            ):
+                if 0 in marks:
+                    marks.add(row)
+    for value in [*vars(tables).values(), *tables._wide.values()]:
+        if isinstance(value, torch.Tensor):
+            value[:] = value[0].clone()
+    tables.seed[:] = torch.arange(count) * 7919 + 13
+    tree = build_tree(
+        torch.full((count,), TREE_TOKENS[0]),
+        torch.tensor(TREE_TOKENS[1:]).expand(count, -1),
+        torch.tensor(TREE_PARENTS).expand(count, -1),
+        3,
+    )
+    nodes = len(TREE_PATHS)
+    rows = torch.arange(count).repeat_interleave(nodes)
+    positions = (tree.depths + len(PROMPT) + len(OUTPUT)).flatten()
+    batch = Nodes(range(count), rows, positions, tree)
+    sampler = Sampler(tables)
+    logits = table.repeat(count, 1)
+    apply_bitmask(logits, pack(allowed).repeat(count, 1))
+    choices = sampler.choose(sampler.process(logits, batch), batch).view(count, nodes)
+    accepted = accept_path(choices, tree, 4)
+    emitted = choices.gather(1, accepted.path)
+
+    seen: dict[tuple[int, ...], int] = {}
+    for run, length in zip(emitted.tolist(), accepted.lengths.tolist(), strict=True):
+        key = tuple(run[: min(length, 1) + 1])
+        seen[key] = seen.get(key, 0) + 1
+    expected: dict[tuple[int, ...], float] = {}
+    root = expected_probs(table[0].numpy(), allowed[0].numpy(), (), params)
+    for token in range(VOCAB):
+        if token not in (2, 4):
+            expected[token,] = root[token]
+            continue
+        node = TREE_PATHS.index((token,))
+        after = expected_probs(table[node].numpy(), allowed[node].numpy(), (token,), params)
+        for second in range(VOCAB):
+            expected[token, second] = root[token] * after[second]
+    assert {k for k in seen if expected[k] == 0} == set()
+    keys = [k for k in expected if expected[k] * count >= 5]
+    observed = np.array([seen.get(k, 0) for k in keys], float)
+    wanted = np.array([expected[k] for k in keys]) * count
+    assert observed.sum() > 0.98 * count
+    wanted *= observed.sum() / wanted.sum()
+    if len(keys) > 1:
+        assert stats.chisquare(observed, wanted).pvalue > 1e-4
+
+
+def test_logprobs_are_before_temperature_and_list_no_forbidden_token() -> None:
+    logits = torch.tensor([[1.0, 2.0, -torch.inf, 0.0]])
+    (got,) = token_logprobs(logits, torch.tensor([1]), 4)
+    want = torch.tensor([1.0, 2.0, 0.0]).log_softmax(0)
+    assert got.logprob == pytest.approx(float(want[1]))
+    assert [token for token, _ in got.top] == [1, 0, 3]
+    assert [p for _, p in got.top] == pytest.approx([float(want[i]) for i in (1, 0, 2)])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", float("nan")),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", 0),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("presence_penalty", 3),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("stop", [""]),
+        ("stop_token_ids", [-1]),
+        ("logit_bias", {"a": 1}),
+        ("seed", 1.5),
+        ("logprobs", -1),
+        ("temperature", "hot"),
+        ("temperature", True),
+    ],
+)
+def test_bad_sampling_fields_are_named(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=field) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
+
+
+def test_unknown_sampling_field_is_named() -> None:
+    with pytest.raises(InvalidRequest, match="temprature"):
+        SamplingParams.from_mapping({"temprature": 1})

@@ -1,0 +1,126 @@
+"""The contract of streams and events, on every kind that this machine has."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from overlap_spec.worker.streams import (
+    ChaosStream,
+    CudaStreams,
+    InlineStreams,
+    Streams,
+    ThreadStream,
+    ThreadStreams,
+)
+
+KINDS = [
+    "inline",
+    "threads",
+    "chaos",
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=KINDS)
+def streams(request: pytest.FixtureRequest) -> Iterator[Streams]:
+    kind = request.param
+    if kind == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    made: Streams
+    if kind == "inline":
+        made = InlineStreams()
+    elif kind == "threads":
+        made = ThreadStreams(ThreadStream)
+    elif kind == "chaos":
+        made = ThreadStreams(lambda name: ChaosStream(name, seed=3))
+    else:
+        made = CudaStreams(torch.device("cuda"))
+    yield made
+    made.close()
+
+
+def test_waiting_on_an_event_that_was_never_recorded_raises(streams: Streams) -> None:
+    event = streams.event()
+    with pytest.raises(RuntimeError, match="never recorded"):
+        streams.compute.wait(event)
+    with pytest.raises(RuntimeError, match="never recorded"):
+        event.synchronize()
+
+
+def test_work_runs_in_order_and_values_arrive(streams: Streams) -> None:
+    seen: list[int] = []
+
+    def add(number: int) -> int:
+        seen.append(number)
+        return number + 1
+
+    value = streams.compute.run("first", add, 0)
+    for _ in range(5):
+        value = streams.compute.run("next", add, value)
+    event = streams.event()
+    streams.compute.record(event)
+    event.synchronize()
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert value.get() == 6
+
+
+def test_an_event_orders_two_streams(streams: Streams) -> None:
+    for _ in range(10):
+        box: list[int] = []
+        event, done = streams.event(), streams.event()
+        streams.compute.run("slow", lambda box=box: (time.sleep(0.003), box.append(1)))
+        streams.compute.record(event)
+        streams.copy.wait(event)
+        length = streams.copy.run("read", lambda box=box: len(box))
+        streams.copy.record(done)
+        done.synchronize()
+        assert length.get() == 1
+        assert event.elapsed_ms(done) >= 0
+        assert done.elapsed_ms(event) <= 0
+
+
+def test_a_wait_captures_the_latest_record_at_its_call() -> None:
+    made = ThreadStreams(ThreadStream)
+    gate, event, done = threading.Event(), made.event(), made.event()
+    made.compute.record(event)
+    made.copy.wait(event)
+    made.copy.record(done)
+    made.compute.run("blocked", gate.wait)
+    made.compute.record(event)
+    # The second record is blocked; the wait that came before it is not.
+    done.synchronize()
+    gate.set()
+    event.synchronize()
+    made.close()
+
+
+def test_an_error_reaches_the_host_through_every_stream_behind_it() -> None:
+    made = ThreadStreams(ThreadStream)
+    event, done, ran = made.event(), made.event(), []
+
+    def broken() -> None:
+        raise ValueError("broken work")
+
+    made.compute.run("broken", broken)
+    made.compute.run("skipped", ran.append, 1)
+    made.compute.record(event)
+    made.copy.wait(event)
+    made.copy.run("skipped", ran.append, 2)
+    made.copy.record(done)
+    with pytest.raises(ValueError, match="broken work"):
+        done.synchronize()
+    assert ran == []
+    made.close()
+
+
+def test_close_leaves_no_thread() -> None:
+    before = threading.active_count()
+    made = ThreadStreams(ThreadStream)
+    assert threading.active_count() == before + 3
+    made.close()
+    assert threading.active_count() == before
