@@ -1,0 +1,564 @@
+"""The engine: requests in, constrained text out. Wires scheduler, worker and grammar together."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, cast, overload
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.errors import GrammarError, InvalidRequest, RequestFailed
+from overlap_spec.grammar.lane import AcceptItem, FillItem, LaneResult
+from overlap_spec.grammar.lane import Lane as LanePool
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.scheduler.scheduler import Scheduler
+from overlap_spec.scheduler.sequence import Sequence as Running
+from overlap_spec.scheduler.stops import TextBuffer
+from overlap_spec.speculation.static import static_tier
+from overlap_spec.tokenizer import Message, Tokenizer
+from overlap_spec.types import (
+    Delta,
+    HostTrees,
+    Int32s,
+    Int64s,
+    Output,
+    Request,
+    SamplingParams,
+    StepResult,
+)
+from overlap_spec.worker.build import build_streams, build_worker
+from overlap_spec.worker.worker import Flight
+
+Prompt = str | Sequence[Message]
+Sampling = SamplingParams | Mapping[str, Any] | None
+
+
+class GrammarLane:
+    """The lane of one engine: matchers by request id, and the time that they cost.
+
+    Args:
+        pool: Runs accepts and fills.
+        settle: See :class:`overlap_spec.types.Lane`.
+    """
+
+    def __init__(self, pool: LanePool, settle: Callable[[], None]) -> None:
+        self.pool, self.settle = pool, settle
+        self.matchers: dict[int, Any] = {}
+        self.failed: dict[int, Exception] = {}
+        self.spans: list[LaneResult] = []
+
+    def fill(
+        self, request_ids: Sequence[int], trees: HostTrees, rows: Int32s, limits: Int64s
+    ) -> None:
+        """See :class:`overlap_spec.types.Lane`."""
+        items = []
+        bounds = trees.offsets.tolist()
+        for index, request_id in enumerate(request_ids):
+            span = slice(bounds[index], bounds[index + 1])
+            if request_id not in self.matchers:
+                rows[span] = 0
+                continue
+            items.append(
+                FillItem(
+                    request_id,
+                    self.matchers[request_id],
+                    trees.tokens[span],
+                    trees.first_child[span],
+                    trees.next_sibling[span],
+                    rows[span],
+                )
+            )
+        for result in self._note(self.pool.fill_batch(items)):
+            if result.error is not None:
+                self._fail(result.request_id, result.error)
+
+    def accept(self, kept: Mapping[int, Sequence[int]]) -> None:
+        """Feed each constrained request's kept tokens to its matcher."""
+        items = [
+            AcceptItem(request_id, self.matchers[request_id], tokens)
+            for request_id, tokens in kept.items()
+            if request_id in self.matchers
+        ]
+        for result in self._note(self.pool.accept_batch(items)):
+            error = result.error
+            if error is None and result.accepted < len(kept[result.request_id]):
+                error = RequestFailed("the matcher refused an accepted token")
+            if error is not None:
+                self._fail(result.request_id, error)
+
+    def take_spans(self) -> list[LaneResult]:
+        """What the lane has done since the last call."""
+        spans, self.spans = self.spans, []
+        return spans
+
+    def _fail(self, request_id: int, error: Exception) -> None:
+        # A matcher that failed is in no known state: it is not touched again.
+        del self.matchers[request_id]
+        self.failed[request_id] = error
+
+    def _note(self, results: list[LaneResult]) -> list[LaneResult]:
+        self.spans += results
+        return results
+
+
+@dataclass
+class Ticket:
+    """A submitted request on its way: pieces not yet read, and its end."""
+
+    request: Request
+    deltas: deque[Delta] = field(default_factory=deque)
+    output: Output | None = None
+    pushed_tokens: int = 0
+
+
+class Engine:
+    """Generates text under grammars with tree speculation.
+
+    Args:
+        model: Folder of a checkpoint; None is the embedded model and its draft head.
+        settings: Fields of :class:`overlap_spec.config.EngineConfig`.
+
+    Raises:
+        ConfigError: a setting that cannot be.
+        CheckpointError: a checkpoint that cannot be loaded exactly.
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        from overlap_spec.grammar.backends import load
+        from overlap_spec.grammar.compile import GrammarCompiler
+
+        self.config = EngineConfig.build(model=model, **settings)
+        config = self.config
+        drafting = config.draft_path is not None
+        self.tier = static_tier(
+            config.num_steps if drafting else 0, config.eagle_topk, config.num_draft_tokens
+        )
+        reserve = reserve_tokens(self.tier.window_tokens)
+        self.worker = build_worker(config, (self.tier,), reserve, build_streams(config))
+        self.context_length = self.worker.passes.target.config.max_position
+        self.tokenizer = Tokenizer(config.target_path, self.worker.passes.target.config.vocab_size)
+        self.compiler = GrammarCompiler(load(config.grammar_backend)(self.tokenizer.vocabulary))
+        self.lane = GrammarLane(LanePool(config.lane_threads), self._settle)
+        self.scheduler = Scheduler(
+            pages=self.worker.pool.k.shape[1],
+            page_size=config.page_size,
+            max_rows=config.max_running_requests,
+            chunk_tokens=config.chunked_prefill_size,
+            reserve_tokens=reserve,
+            assign=lambda s: self.worker.assign(s.row, s.request, s.output_ids),
+        )
+        self.figures = StepFigures()
+        self._flight: Flight | None = None
+        self._news: list[tuple[Running, tuple[int, ...]]] = []
+        self._ids = itertools.count()
+        self._tickets: dict[int, Ticket] = {}
+        self._lock = threading.RLock()
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        grammar: Grammar | None = None,
+        sampling: Sampling = None,
+        *,
+        raw: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> Output: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
+        sampling: Sampling | Sequence[Sampling] = None,
+        *,
+        raw: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> list[Output]: ...
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
+        sampling: Sampling | Sequence[Sampling] = None,
+        *,
+        raw: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> Output | list[Output]:
+        """Generate for one prompt, or for a list of prompts at once.
+
+        Args:
+            prompt: Text (one user turn), a list of messages (a chat), or a list of either.
+            grammar: What the output must be; one for all prompts, or one each.
+            sampling: As SamplingParams or its fields; one for all prompts, or one each.
+            raw: Take text as it is, without the chat template.
+            tools: Tool definitions for the chat template.
+
+        Returns:
+            Output, or a list of them in the prompts' order. A request that fails in the middle
+            has ``finish_reason`` ``error``; the others are not touched.
+
+        Raises:
+            InvalidRequest: a prompt, grammar or sampling field that cannot be served; nothing
+                has been generated then.
+        """
+        prompts, single = _as_prompts(prompt)
+        grammars = _each("grammar", grammar, len(prompts))
+        samplings = _each("sampling", sampling, len(prompts))
+        prepared = [
+            self._prepare(p, cast("Grammar | None", g), cast("Sampling", s), raw, tools)
+            for p, g, s in zip(prompts, grammars, samplings, strict=True)
+        ]
+        tickets = [self._enqueue(sequence) for sequence in prepared]
+        try:
+            outputs = [self._wait(ticket) for ticket in tickets]
+        finally:
+            self._drop(tickets)
+        return outputs[0] if single else outputs
+
+    def stream(
+        self,
+        prompt: Prompt,
+        grammar: Grammar | None = None,
+        sampling: Sampling = None,
+        *,
+        raw: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> Iterator[Delta]:
+        """Generate for one prompt, piece by piece; leaving the loop aborts the request.
+
+        Several streams may run at once, from one thread or many: they share the steps.
+
+        Raises:
+            InvalidRequest: as for :meth:`generate`, at the call.
+            RequestFailed: the request ended with an error, after its last piece.
+        """
+        ticket = self._enqueue(self._prepare(prompt, grammar, sampling, raw, tools))
+        return self._pieces(ticket)
+
+    def _pieces(self, ticket: Ticket) -> Iterator[Delta]:
+        try:
+            while True:
+                while ticket.deltas:
+                    yield ticket.deltas.popleft()
+                if ticket.output is not None:
+                    break
+                self.step()
+            if ticket.output.error is not None:
+                raise RequestFailed(ticket.output.error)
+        finally:
+            self._drop([ticket])
+
+    def step(self) -> bool:
+        """Run one step of whatever is queued; False when there is nothing to do.
+
+        Results are read one step late, under the next step's verify; where there is no next
+        step, or the mode is serial, at once.
+        """
+        with self._lock:
+            plan = self.scheduler.plan(self.tier)
+            flight = self.worker.step(plan, self.lane) if plan is not None else None
+            busy = flight is not None or self._flight is not None
+            self._settle()
+            self._flight = flight
+            if self.config.overlap == "none" or self._all_ended():
+                self._settle()
+            self._publish()
+            return busy
+
+    def _all_ended(self) -> bool:
+        return all(s.finish_reason is not None for s in self.scheduler.running)
+
+    def _settle(self) -> None:
+        """Read the step under way, cut its runs by the stop rules, and feed the matchers."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        result = self.worker.collect(flight)
+        spans, start = self.lane.take_spans(), time.perf_counter_ns()
+        kept = self.scheduler.commit(result)
+        self.lane.accept({s.request.id: run for s, run in kept})
+        late_ns = time.perf_counter_ns() - start if self.config.overlap == "none" else 0
+        self._news += kept
+        self._account(result, spans, late_ns / 1e6 if flight.constrained else 0.0)
+        for sequence in self.scheduler.running:
+            error = self.lane.failed.pop(sequence.request.id, None)
+            if error is not None and sequence.finish_reason is None:
+                sequence.fail(error)
+            if sequence.finish_reason is not None:
+                self.lane.matchers.pop(sequence.request.id, None)
+
+    def _account(self, result: StepResult, spans: list[LaneResult], late_ms: float) -> None:
+        """Share a step's grammar time and exposed wait among its requests.
+
+        Args:
+            spans: The lane's work for the step.
+            late_ms: Accepts that nothing ran beside, in the serial mode.
+        """
+        exposed_ms = result.exposed_ms + late_ms
+        grammar_ms = union_ms([(span.start_ns, span.end_ns) for span in spans])
+        self.figures.add(grammar_ms, exposed_ms)
+        busy_ns: dict[int, int] = {}
+        for span in spans:
+            taken = span.end_ns - span.start_ns
+            busy_ns[span.request_id] = busy_ns.get(span.request_id, 0) + taken
+        total_ns = sum(busy_ns.values())
+        for sequence in self.scheduler.running:
+            share = busy_ns.get(sequence.request.id, 0) / total_ns if total_ns else 0.0
+            sequence.stats.grammar_ms += grammar_ms * share
+            sequence.stats.exposed_ms += exposed_ms * share
+
+    def _publish(self) -> None:
+        """Hand out what was settled, and the outputs of requests that have ended."""
+        news, self._news = self._news, []
+        for sequence, run in news:
+            if sequence.finish_reason is None and run:
+                self._push(sequence, run)
+        for sequence in self.scheduler.running:
+            if sequence.finish_reason is not None:
+                self._finish(sequence)
+        for sequence in self.scheduler.retire():
+            self._finish(sequence)
+
+    def close(self) -> None:
+        """Abort what runs and end the lane's threads."""
+        with self._lock:
+            self._drop(list(self._tickets.values()))
+        self.lane.pool.close()
+        self.worker.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _prepare(
+        self,
+        prompt: Prompt,
+        grammar: Grammar | None,
+        sampling: Sampling,
+        raw: bool,
+        tools: Sequence[Any] | None,
+    ) -> Running:
+        """Check and compile everything that can be wrong with a request before it is queued."""
+        arrival_ns = time.perf_counter_ns()
+        params = self._sampling(sampling)
+        ids = self._prompt_ids(prompt, raw, tools)
+        room = self.context_length - len(ids)
+        if room < 1:
+            raise InvalidRequest(
+                f"the prompt has {len(ids)} tokens; the context of {self.context_length} leaves "
+                "no room for output: shorten the prompt",
+                "prompt",
+            )
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise InvalidRequest(
+                f"max_tokens {params.max_tokens} and the prompt's {len(ids)} tokens exceed the "
+                f"context of {self.context_length}",
+                "max_tokens",
+            )
+        max_tokens = params.max_tokens if params.max_tokens is not None else room
+        if not self.scheduler.fits(len(ids) + max_tokens):
+            raise InvalidRequest(
+                f"{len(ids) + max_tokens} tokens of prompt and output exceed the whole KV cache: "
+                "lower max_tokens or raise mem_fraction_static",
+                "max_tokens",
+            )
+        if grammar is not None and not isinstance(grammar, Grammar):
+            raise GrammarError(
+                f"grammar must be made by Grammar.json_schema() and its like: {grammar!r}",
+                "grammar",
+            )
+        compiled = self.compiler.compile(grammar) if grammar is not None else None
+        compile_ms = (time.perf_counter_ns() - arrival_ns) / 1e6
+        eos = frozenset() if params.ignore_eos else self.tokenizer.eos_ids
+        request = Request(
+            id=next(self._ids),
+            prompt_ids=tuple(ids),
+            sampling=params,
+            grammar=grammar,
+            max_tokens=max_tokens,
+            stop_ids=eos | frozenset(params.stop_token_ids),
+            seed=params.seed if params.seed is not None else secrets.randbits(62),
+            arrival_ns=arrival_ns,
+        )
+        buffer = TextBuffer(self.tokenizer.detokenizer(), tuple(params.stop))
+        sequence = Running(request, buffer, compiled.matcher() if compiled else None)
+        sequence.stats.prompt_tokens = len(ids)
+        sequence.stats.grammar_compile_ms = compile_ms if compiled else 0.0
+        return sequence
+
+    def _sampling(self, sampling: Sampling) -> SamplingParams:
+        if sampling is None:
+            sampling = SamplingParams()
+        elif isinstance(sampling, Mapping):
+            sampling = SamplingParams.from_mapping(sampling)
+        elif not isinstance(sampling, SamplingParams):
+            raise InvalidRequest(f"sampling must be SamplingParams: {sampling!r}", "sampling")
+        for name in ("logit_bias", "stop_token_ids"):
+            for token in getattr(sampling, name):
+                if token >= self.tokenizer.vocab_size:
+                    raise InvalidRequest(
+                        f"{name}: token {token} is outside the vocabulary of "
+                        f"{self.tokenizer.vocab_size}",
+                        name,
+                    )
+        return self.tokenizer.sampling_defaults(sampling)
+
+    def _prompt_ids(self, prompt: Prompt, raw: bool, tools: Sequence[Any] | None) -> list[int]:
+        if isinstance(prompt, str):
+            if raw:
+                ids = self.tokenizer.encode(prompt, special=True)
+            else:
+                ids = self.tokenizer.chat([{"role": "user", "content": prompt}], tools)
+        else:
+            ids = self.tokenizer.chat(prompt, tools)
+        if not ids:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        return ids
+
+    def _enqueue(self, sequence: Running) -> Ticket:
+        ticket = Ticket(sequence.request)
+        with self._lock:
+            self._tickets[sequence.request.id] = ticket
+            if sequence.matcher is not None:
+                self.lane.matchers[sequence.request.id] = sequence.matcher
+            self.scheduler.add(sequence)
+        return ticket
+
+    def _wait(self, ticket: Ticket) -> Output:
+        while ticket.output is None:
+            self.step()
+        return ticket.output
+
+    def _drop(self, tickets: Sequence[Ticket]) -> None:
+        """Forget finished requests and abort the others."""
+        with self._lock:
+            for ticket in tickets:
+                if ticket.output is None:
+                    self.scheduler.abort(ticket.request.id)
+            if self._all_ended():
+                self._settle()
+            self._publish()
+            for ticket in tickets:
+                self._tickets.pop(ticket.request.id, None)
+
+    def _push(self, sequence: Running, run: Sequence[int]) -> None:
+        text = sequence.buffer.release(finished=False)
+        logprobs = tuple(sequence.logprobs[len(sequence.logprobs) - len(run) :])
+        delta = Delta(text, tuple(run), logprobs if sequence.logprobs else ())
+        ticket = self._tickets[sequence.request.id]
+        ticket.deltas.append(delta)
+        ticket.pushed_tokens += len(run)
+
+    def _finish(self, sequence: Running) -> None:
+        """Turn an ended sequence into its last piece and its output."""
+        request, reason = sequence.request, sequence.finish_reason
+        ticket = self._tickets.get(request.id)
+        if ticket is None or ticket.output is not None or reason is None:
+            return
+        self.lane.matchers.pop(request.id, None)
+        text, parsed, error = sequence.buffer.text, None, None
+        if sequence.error is not None:
+            error = str(sequence.error) or type(sequence.error).__name__
+        elif reason == "stop" and request.grammar is not None:
+            parsed = _parse(request.grammar, text)
+        new = slice(ticket.pushed_tokens, None)
+        logprobs = tuple(sequence.logprobs)
+        last = sequence.buffer.release(finished=True)
+        ticket.deltas.append(Delta(last, tuple(sequence.output_ids[new]), logprobs[new], reason))
+        ticket.output = Output(
+            text=text,
+            token_ids=tuple(sequence.output_ids),
+            finish_reason=reason,
+            stats=sequence.stats,
+            parsed=parsed,
+            logprobs=logprobs,
+            stop_match=sequence.stop_match,
+            error=error,
+        )
+
+
+@dataclass
+class StepFigures:
+    """Totals over an engine's steps, in milliseconds."""
+
+    steps: int = 0
+    grammar_ms: float = 0.0
+    exposed_ms: float = 0.0
+
+    def add(self, grammar_ms: float, exposed_ms: float) -> None:
+        """Enter one step."""
+        self.steps += 1
+        self.grammar_ms += grammar_ms
+        self.exposed_ms += exposed_ms
+
+    @property
+    def hidden_fraction(self) -> float | None:
+        """Share of the grammar's time that ran beside verify; None where it took none."""
+        if self.grammar_ms == 0:
+            return None
+        return min(1.0, max(0.0, 1.0 - self.exposed_ms / self.grammar_ms))
+
+
+def union_ms(spans: Sequence[tuple[int, int]]) -> float:
+    """Wall-clock time covered by ``spans`` of (start, end) in nanoseconds, in milliseconds."""
+    covered, reached = 0, 0
+    for start, end in sorted(spans):
+        covered += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered / 1e6
+
+
+def _as_prompts(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """The prompts of a call, and whether it was a single one."""
+    if isinstance(prompt, str):
+        return [prompt], True
+    if not isinstance(prompt, Sequence):
+        raise InvalidRequest(f"prompt must be text, messages, or a list: {prompt!r}", "prompt")
+    if prompt and all(isinstance(part, Mapping) for part in prompt):
+        return [cast("Sequence[Message]", prompt)], True
+    for part in prompt:
+        if not isinstance(part, str) and not (
+            isinstance(part, Sequence) and part and all(isinstance(m, Mapping) for m in part)
+        ):
+            raise InvalidRequest(f"a prompt must be text or a list of messages: {part!r}", "prompt")
+    return [cast("Prompt", part) for part in prompt], False
+
+
+def _each(name: str, value: Any, count: int) -> list[Any]:
+    """``value`` for each of ``count`` prompts, or the values if it is a list of them."""
+    if isinstance(value, list | tuple):
+        if len(value) != count:
+            raise InvalidRequest(f"{len(value)} values of {name} for {count} prompts", name)
+        return list(value)
+    return [value] * count
+
+
+def _parse(grammar: Grammar, text: str) -> Any:
+    """The parsed output; None where a stop string of the caller's cut it short."""
+    try:
+        return grammar.parse(text)
+    except ValueError:
+        return None
+
+
+def reserve_tokens(window_tokens: int) -> int:
+    """Slots that a running sequence owns behind its committed length.
+
+    Twice the draft window, since the host may be one step behind, and one for the draft cache's
+    slot of the newest token.
+    """
+    return 2 * window_tokens + 1

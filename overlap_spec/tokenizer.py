@@ -1,0 +1,175 @@
+"""Text to tokens and back: tokenizer.json, chat template, stop tokens, generation defaults."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from overlap_spec.errors import CheckpointError, InvalidRequest
+from overlap_spec.grammar.vocabulary import Vocabulary
+from overlap_spec.types import SamplingParams
+
+Message = Mapping[str, Any]
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer, with everything around it that a request needs.
+
+    Args:
+        path: Folder with ``tokenizer.json`` and the usual side files.
+        vocab_size: Rows of the model's head, which may exceed the tokenizer's.
+
+    Raises:
+        CheckpointError: a missing or broken file.
+    """
+
+    def __init__(self, path: Path, vocab_size: int) -> None:
+        from tokenizers import Tokenizer as Fast
+
+        file = path / "tokenizer.json"
+        if not file.exists():
+            raise CheckpointError(f"{file} is missing")
+        self._fast = Fast.from_file(str(file))
+        self._settings = _optional_json(path / "tokenizer_config.json")
+        self._generation = _optional_json(path / "generation_config.json")
+        self._template_text = self._read_template(path)
+        self._template: Any = None
+        self.eos_ids = self._read_eos(path)
+        self.vocabulary = Vocabulary.from_tokenizer_json(file, vocab_size, sorted(self.eos_ids))
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Tokens of ``text``; ``special`` adds what the tokenizer puts around a plain prompt."""
+        ids: list[int] = self._fast.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids`` without special tokens; broken UTF-8 becomes U+FFFD."""
+        pieces = self.vocabulary.text
+        return b"".join(pieces[i] for i in ids).decode("utf-8", errors="replace")
+
+    def chat(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+        """Tokens of a chat through the model's template, up to where the answer begins.
+
+        Raises:
+            InvalidRequest: no template, or one that refuses these messages.
+        """
+        import jinja2
+
+        if self._template is None:
+            self._template = self._compile_template()
+        try:
+            text = self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=list(tools) if tools else None,
+                add_generation_prompt=True,
+                **self._special_tokens(),
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(f"the chat template refuses: {error}", "messages") from None
+        return self.encode(text)
+
+    def detokenizer(self) -> StreamDecoder:
+        """A fresh decoder for one output."""
+        return StreamDecoder(self.vocabulary.text)
+
+    def sampling_defaults(self, params: SamplingParams) -> SamplingParams:
+        """``params`` with what it leaves open from ``generation_config.json``."""
+        given = dict(self._generation)
+        if given.get("do_sample") is False:
+            given["temperature"] = 0.0
+        names = {f.name for f in fields(SamplingParams) if f.default is None}
+        names &= {"temperature", "top_k", "top_p", "repetition_penalty"}
+        fill = {
+            name: given[name]
+            for name in names
+            if getattr(params, name) is None and given.get(name) is not None
+        }
+        if fill.get("top_k") == 0:
+            fill["top_k"] = -1
+        return replace(params, **fill)
+
+    def _read_template(self, path: Path) -> str | None:
+        file = path / "chat_template.jinja"
+        if file.exists():
+            return file.read_text()
+        template = self._settings.get("chat_template")
+        if isinstance(template, list):
+            template = next((t["template"] for t in template if t["name"] == "default"), None)
+        return template
+
+    def _compile_template(self) -> Any:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        if self._template_text is None:
+            raise InvalidRequest(
+                "this model has no chat template: pass raw=True and a text prompt", "messages"
+            )
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        return environment.from_string(self._template_text)
+
+    def _special_tokens(self) -> dict[str, str]:
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        found = {}
+        for name in names:
+            token = self._settings.get(name)
+            if isinstance(token, dict):
+                token = token.get("content")
+            if token is not None:
+                found[name] = token
+        return found
+
+    def _read_eos(self, path: Path) -> frozenset[int]:
+        ids: set[int] = set()
+        for source in (self._generation, _optional_json(path / "config.json")):
+            value = source.get("eos_token_id")
+            if value is not None:
+                ids.update(value if isinstance(value, list) else [value])
+                break
+        token = self._special_tokens().get("eos_token")
+        if token is not None and (number := self._fast.token_to_id(token)) is not None:
+            ids.add(number)
+        if not ids:
+            raise CheckpointError(f"{path}: no eos_token_id in generation_config or config.json")
+        return frozenset(ids)
+
+
+class StreamDecoder:
+    """Tokens of one output to text, one at a time; see ``scheduler.stops.Detokenizer``."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        return self._decoder.decode(self._pieces[token])
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        data: dict[str, Any] = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    return data
+
+
+def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
