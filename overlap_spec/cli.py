@@ -84,7 +84,7 @@ def generate(
     num_steps: StepsOption = 5,
     eagle_topk: TopKOption = 1,
     num_draft_tokens: NodesOption = None,
-    overlap: OverlapOption = "none",
+    overlap: OverlapOption = "once-sync",
     grammar_backend: BackendOption = "xgrammar",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,14 @@ class EngineConfig:
         device: ``auto`` is CUDA where there is one.
         context_length: Longest prompt + output; None is the checkpoint's.
         mem_fraction_static: Share of the device's memory for weights and caches.
+        max_total_tokens: Tokens that the caches hold, if fewer than memory allows.
         max_running_requests: Requests that run at once; more wait.
         chunked_prefill_size: Prompt tokens that a step computes at most.
         page_size: Tokens of a cache page.
-        lane_threads: Threads of the grammar lane; 0 runs it in the step's own thread.
+        lane_threads: Threads of the grammar lane; 0 runs it in the step's own thread. None is half
+            the cores, or 0 in the serial mode.
+        mask_deadline_ms: Time that one request's matcher may take a step; later ones cost that
+            request its draft, or its life. None waits for ever. Threads are needed for it to hold.
     """
 
     model: str | None = None
@@ -45,16 +50,18 @@ class EngineConfig:
     num_steps: int = 5
     eagle_topk: int = 1
     num_draft_tokens: int | None = None
-    overlap: str = "none"
+    overlap: str = "once-sync"
     grammar_backend: str = "xgrammar"
     dtype: str = "auto"
     device: str = "auto"
     context_length: int | None = None
     mem_fraction_static: float | None = None
+    max_total_tokens: int | None = None
     max_running_requests: int = 32
     chunked_prefill_size: int = 1024
     page_size: int = 16
-    lane_threads: int = 0
+    lane_threads: int | None = None
+    mask_deadline_ms: float | None = 50.0
 
     @classmethod
     def build(cls, **settings: Any) -> EngineConfig:
@@ -78,22 +85,33 @@ class EngineConfig:
             "eagle_topk": 1,
             "num_draft_tokens": 2,
             "context_length": 1,
+            "max_total_tokens": 1,
             "max_running_requests": 1,
             "chunked_prefill_size": 1,
             "page_size": 1,
             "lane_threads": 0,
         }
+        optional = ("num_draft_tokens", "context_length", "max_total_tokens", "lane_threads")
         for name, low in least.items():
             value = getattr(self, name)
-            if value is None and name in ("num_draft_tokens", "context_length"):
+            if value is None and name in optional:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ConfigError(f"{name} must be an integer >= {low}: {value!r}")
+        if self.mask_deadline_ms is not None and self.mask_deadline_ms <= 0:
+            raise ConfigError(f"mask_deadline_ms must be over 0: {self.mask_deadline_ms!r}")
         fraction = self.mem_fraction_static
         if fraction is not None and not 0 < fraction < 1:
             raise ConfigError(f"mem_fraction_static must be between 0 and 1: {fraction!r}")
         if algorithm == "eagle3" and self.draft is None and self.model is not None:
             raise ConfigError("algorithm 'eagle3' needs draft, the folder of a draft head")
+
+    @property
+    def lanes(self) -> int:
+        """Threads of the grammar lane."""
+        if self.lane_threads is not None:
+            return self.lane_threads
+        return 0 if self.overlap == "none" else max(1, (os.cpu_count() or 2) // 2)
 
     @property
     def target_path(self) -> Path:

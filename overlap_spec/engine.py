@@ -57,13 +57,14 @@ class GrammarLane:
         self, request_ids: Sequence[int], trees: HostTrees, rows: Int32s, limits: Int64s
     ) -> None:
         """See :class:`overlap_spec.types.Lane`."""
-        items = []
+        items, index_of = [], {}
         bounds = trees.offsets.tolist()
         for index, request_id in enumerate(request_ids):
             span = slice(bounds[index], bounds[index + 1])
             if request_id not in self.matchers:
                 rows[span] = 0
                 continue
+            index_of[request_id] = index
             items.append(
                 FillItem(
                     request_id,
@@ -77,6 +78,8 @@ class GrammarLane:
         for result in self._note(self.pool.fill_batch(items)):
             if result.error is not None:
                 self._fail(result.request_id, result.error)
+            elif result.root_only:
+                limits[index_of[result.request_id]] = 0
 
     def accept(self, kept: Mapping[int, Sequence[int]]) -> None:
         """Feed each constrained request's kept tokens to its matcher."""
@@ -99,8 +102,13 @@ class GrammarLane:
 
     def _fail(self, request_id: int, error: Exception) -> None:
         # A matcher that failed is in no known state: it is not touched again.
-        del self.matchers[request_id]
+        self.drop(request_id)
         self.failed[request_id] = error
+
+    def drop(self, request_id: int) -> None:
+        """Forget a request that has ended."""
+        self.matchers.pop(request_id, None)
+        self.pool.forget(request_id)
 
     def _note(self, results: list[LaneResult]) -> list[LaneResult]:
         self.spans += results
@@ -144,7 +152,7 @@ class Engine:
         self.context_length = self.worker.passes.target.config.max_position
         self.tokenizer = Tokenizer(config.target_path, self.worker.passes.target.config.vocab_size)
         self.compiler = GrammarCompiler(load(config.grammar_backend)(self.tokenizer.vocabulary))
-        self.lane = GrammarLane(LanePool(config.lane_threads), self._settle)
+        self.lane = GrammarLane(LanePool(config.lanes, config.mask_deadline_ms), self._settle)
         self.scheduler = Scheduler(
             pages=self.worker.pool.k.shape[1],
             page_size=config.page_size,
@@ -219,7 +227,7 @@ class Engine:
         try:
             outputs = [self._wait(ticket) for ticket in tickets]
         finally:
-            self._drop(tickets)
+            self.release(tickets)
         return outputs[0] if single else outputs
 
     def stream(
@@ -239,8 +247,39 @@ class Engine:
             InvalidRequest: as for :meth:`generate`, at the call.
             RequestFailed: the request ended with an error, after its last piece.
         """
-        ticket = self._enqueue(self._prepare(prompt, grammar, sampling, raw, tools))
-        return self._pieces(ticket)
+        return self._pieces(self.submit(prompt, grammar, sampling, raw=raw, tools=tools))
+
+    def submit(
+        self,
+        prompt: Prompt,
+        grammar: Grammar | None = None,
+        sampling: Sampling = None,
+        *,
+        raw: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> Ticket:
+        """Queue a request; whoever submits calls :meth:`step`, and at last :meth:`release`.
+
+        Raises:
+            InvalidRequest: as for :meth:`generate`.
+        """
+        return self._enqueue(self._prepare(prompt, grammar, sampling, raw, tools))
+
+    def abort(self, ticket: Ticket) -> None:
+        """End a request now; what it has so far is its output, at once."""
+        with self._lock:
+            self.scheduler.abort(ticket.request.id)
+            self._quiesce()
+
+    def release(self, tickets: Sequence[Ticket]) -> None:
+        """Forget requests that have ended, and abort the others."""
+        with self._lock:
+            for ticket in tickets:
+                if ticket.output is None:
+                    self.scheduler.abort(ticket.request.id)
+            self._quiesce()
+            for ticket in tickets:
+                self._tickets.pop(ticket.request.id, None)
 
     def _pieces(self, ticket: Ticket) -> Iterator[Delta]:
         try:
@@ -253,7 +292,7 @@ class Engine:
             if ticket.output.error is not None:
                 raise RequestFailed(ticket.output.error)
         finally:
-            self._drop([ticket])
+            self.release([ticket])
 
     def step(self) -> bool:
         """Run one step of whatever is queued; False when there is nothing to do.
@@ -267,9 +306,9 @@ class Engine:
             busy = flight is not None or self._flight is not None
             self._settle()
             self._flight = flight
-            if self.config.overlap == "none" or self._all_ended():
+            if self.config.overlap == "none":
                 self._settle()
-            self._publish()
+            self._quiesce()
             return busy
 
     def _all_ended(self) -> bool:
@@ -282,17 +321,24 @@ class Engine:
             return
         result = self.worker.collect(flight)
         spans, start = self.lane.take_spans(), time.perf_counter_ns()
+        self._fail_failed()
         kept = self.scheduler.commit(result)
         self.lane.accept({s.request.id: run for s, run in kept})
         late_ns = time.perf_counter_ns() - start if self.config.overlap == "none" else 0
         self._news += kept
         self._account(result, spans, late_ns / 1e6 if flight.constrained else 0.0)
+        self._fail_failed()
         for sequence in self.scheduler.running:
-            error = self.lane.failed.pop(sequence.request.id, None)
+            if sequence.finish_reason is not None:
+                self.lane.drop(sequence.request.id)
+
+    def _fail_failed(self) -> None:
+        """End the requests whose matcher failed."""
+        failed, self.lane.failed = self.lane.failed, {}
+        for sequence in self.scheduler.running:
+            error = failed.get(sequence.request.id)
             if error is not None and sequence.finish_reason is None:
                 sequence.fail(error)
-            if sequence.finish_reason is not None:
-                self.lane.matchers.pop(sequence.request.id, None)
 
     def _account(self, result: StepResult, spans: list[LaneResult], late_ms: float) -> None:
         """Share a step's grammar time and exposed wait among its requests.
@@ -329,7 +375,7 @@ class Engine:
     def close(self) -> None:
         """Abort what runs and end the lane's threads."""
         with self._lock:
-            self._drop(list(self._tickets.values()))
+            self.release(list(self._tickets.values()))
         self.lane.pool.close()
         self.worker.close()
 
@@ -373,7 +419,7 @@ class Engine:
         if not self.scheduler.fits(len(ids) + max_tokens):
             raise InvalidRequest(
                 f"{len(ids) + max_tokens} tokens of prompt and output exceed the whole KV cache: "
-                "lower max_tokens or raise mem_fraction_static",
+                "lower max_tokens, or raise mem_fraction_static or max_total_tokens",
                 "max_tokens",
             )
         if grammar is not None and not isinstance(grammar, Grammar):
@@ -443,17 +489,11 @@ class Engine:
             self.step()
         return ticket.output
 
-    def _drop(self, tickets: Sequence[Ticket]) -> None:
-        """Forget finished requests and abort the others."""
-        with self._lock:
-            for ticket in tickets:
-                if ticket.output is None:
-                    self.scheduler.abort(ticket.request.id)
-            if self._all_ended():
-                self._settle()
-            self._publish()
-            for ticket in tickets:
-                self._tickets.pop(ticket.request.id, None)
+    def _quiesce(self) -> None:
+        """Publish; where nobody is left, read the step under way at once, so that it frees all."""
+        if self._all_ended():
+            self._settle()
+        self._publish()
 
     def _push(self, sequence: Running, run: Sequence[int]) -> None:
         text = sequence.buffer.release(finished=False)
@@ -469,7 +509,7 @@ class Engine:
         ticket = self._tickets.get(request.id)
         if ticket is None or ticket.output is not None or reason is None:
             return
-        self.lane.matchers.pop(request.id, None)
+        self.lane.drop(request.id)
         text, parsed, error = sequence.buffer.text, None, None
         if sequence.error is not None:
             error = str(sequence.error) or type(sequence.error).__name__

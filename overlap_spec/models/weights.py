@@ -52,9 +52,10 @@ def part_views(module: nn.Module, name: str, tensor: Tensor) -> list[Tensor]:
     return [tensor]
 
 
-def decoder_name(name: str) -> str:
-    """Published name of a decoder's tensor: all but the head live under ``model.``."""
-    return name if name.startswith("lm_head.") else f"model.{name}"
+def _in_file(module: nn.Module, part: str) -> str:
+    """Name of a part in its file: all of a decoder's but the head live under ``model.``."""
+    outside = not isinstance(module, Decoder) or part.startswith("lm_head.")
+    return part if outside else f"model.{part}"
 
 
 def _shards(path: Path) -> list[Path]:
@@ -98,7 +99,7 @@ def load_state(
     """Fill every parameter and persistent buffer of ``module`` from the checkpoint in ``path``.
 
     Args:
-        rename: Checkpoint name → name of the module's (published) part.
+        rename: Name in the file → its first published name.
         ignore: Checkpoint names that may be left over.
 
     Raises:
@@ -109,7 +110,8 @@ def load_state(
     for name, tensor in module.state_dict().items():
         if tied and name == "lm_head.weight":
             continue
-        wanted.update(zip(published_names(name), part_views(module, name, tensor), strict=True))
+        parts = zip(published_names(name), part_views(module, name, tensor), strict=True)
+        wanted.update((_in_file(module, part), view) for part, view in parts)
     missing, left_over = set(wanted), []
     for name, tensor in read_tensors(path):
         target = wanted.get(rename(name))
@@ -170,7 +172,6 @@ def load_decoder(
     load_state(
         decoder,
         path,
-        rename=lambda name: name.removeprefix("model."),
         ignore=lambda name: name.endswith("rotary_emb.inv_freq"),
     )
     return decoder.eval().requires_grad_(False)
@@ -217,12 +218,11 @@ def export_state(module: nn.Module) -> dict[str, Tensor]:
     A decoder's tied head is left out, as ``transformers`` writes it.
     """
     tied = _tied(module)
-    name_of = decoder_name if isinstance(module, Decoder) else str
     state: dict[str, Tensor] = {}
     for name, tensor in module.state_dict().items():
         if tied and name == "lm_head.weight":
             continue
         for part, view in zip(published_names(name), part_views(module, name, tensor), strict=True):
             rows = view[0] if ".q_norm." in part or ".k_norm." in part else view
-            state[name_of(part)] = rows.detach().contiguous().clone()
+            state[_in_file(module, part)] = rows.detach().contiguous().clone()
     return state

@@ -126,10 +126,12 @@ def count_pages(
         budget = int(physical * fraction)
     else:
         budget = CPU_CACHE_BYTES
+    if config.max_total_tokens is not None:
+        wanted = min(wanted, config.max_total_tokens // config.page_size)
     pages = min(budget // page_bytes, wanted) + 1
     if pages < 3:
         raise ConfigError(
             f"the KV cache gets {budget} bytes, and a page takes {page_bytes}: "
-            "raise mem_fraction_static"
+            "raise mem_fraction_static or max_total_tokens"
         )
     return pages

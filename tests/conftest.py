@@ -1,0 +1,25 @@
+"""Fixtures that several files share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import checkpoints
+
+# The step's own threads are what is tested; more would only fight over the cores.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of a random target and a random EAGLE-3 head for it, as Engine settings."""
+    folder = tmp_path_factory.mktemp("tiny")
+    checkpoints.write_target(folder / "target")
+    checkpoints.write_head(folder / "eagle3")
+    return {"model": str(folder / "target"), "draft": str(folder / "eagle3")}

@@ -1,0 +1,320 @@
+"""The engine's face: inputs, outputs, streams, errors; and faults that cost one request only."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import numpy as np
+import pytest
+from pydantic import BaseModel
+from safetensors.torch import load_file, save_file
+
+from overlap_spec import Engine, Grammar, SamplingParams
+from overlap_spec.errors import CheckpointError, ConfigError, GrammarError, InvalidRequest
+from overlap_spec.grammar.contract import Matcher
+
+DATE = Grammar.regex(r"\d{4}-\d\d-\d\d")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: dict[str, str]) -> Iterator[Engine]:
+    with Engine(**tiny, context_length=200, num_steps=3, eagle_topk=2, lane_threads=2) as made:
+        yield made
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def test_single_and_list_share_results(engine: Engine) -> None:
+    one = engine.generate("when", DATE)
+    many = engine.generate(["when", "who"], [DATE, Grammar.choice(["me", "you"])])
+    assert one.text == one.parsed == many[0].text
+    assert many[1].parsed in ("me", "you")
+    assert one.finish_reason == "stop"
+    assert one.token_ids[-1] in engine.tokenizer.eos_ids
+    assert engine.tokenizer.decode(one.token_ids) == one.text
+    assert engine.scheduler.allocator.in_use == 0
+
+
+def test_parsed_is_the_type_that_was_asked_for(engine: Engine) -> None:
+    schema = Person.model_json_schema()
+    schema["properties"]["name"]["maxLength"] = 5
+    schema["properties"]["age"].update(minimum=0, maximum=99)
+    plain = engine.generate("x", Grammar.json_schema(schema))
+    assert plain.parsed == json.loads(plain.text)
+    assert Person(**plain.parsed)
+
+
+def test_stream_pieces_make_the_output(engine: Engine) -> None:
+    sampling = SamplingParams(max_tokens=30, logprobs=1)
+    whole = engine.generate("go", None, sampling)
+    pieces = list(engine.stream("go", None, sampling))
+    assert "".join(p.text for p in pieces) == whole.text
+    assert tuple(t for p in pieces for t in p.token_ids) == whole.token_ids
+    assert len([x for p in pieces for x in p.logprobs]) == len(whole.token_ids)
+    assert [p.finish_reason for p in pieces][-1] == whole.finish_reason == "length"
+    assert not any(p.finish_reason for p in pieces[:-1])
+
+
+def test_leaving_a_stream_aborts_it(engine: Engine) -> None:
+    stream = engine.stream("go", None, SamplingParams(max_tokens=100))
+    next(stream)
+    stream.close()
+    assert engine.scheduler.idle
+    assert engine.scheduler.allocator.in_use == 0
+
+
+def test_streams_may_be_read_in_turn_and_from_threads(engine: Engine) -> None:
+    want = engine.generate("a", DATE).text
+    first, second = engine.stream("a", DATE), engine.stream("a", DATE)
+    texts = ["", ""]
+    for left, right in zip(first, second, strict=True):
+        texts = [texts[0] + left.text, texts[1] + right.text]
+    assert texts == [want, want]
+    results: list[str] = []
+
+    def work() -> None:
+        results.append("".join(p.text for p in engine.stream("a", DATE)))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [want] * 4
+
+
+def test_statistics_add_up(engine: Engine) -> None:
+    stats = engine.generate("count", None, SamplingParams(max_tokens=25)).stats
+    assert stats.output_tokens == 25
+    assert stats.verified_tokens == 24
+    assert sum(stats.accept_histogram) == stats.verifies
+    assert stats.accept_length == pytest.approx(24 / stats.verifies)
+    assert 0 < stats.ttft_ms <= stats.end_to_end_ms
+    assert stats.tpot_ms == pytest.approx((stats.end_to_end_ms - stats.ttft_ms) / 24)
+    assert stats.drafted_tokens == stats.verifies * (engine.tier.nodes - 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "param", "words"),
+    [
+        ({"prompt": "x" * 500}, "prompt", "508 tokens|leaves no room"),
+        ({"prompt": "x", "sampling": {"max_tokens": 500}}, "max_tokens", "exceed the context"),
+        ({"prompt": "x", "sampling": {"tempo": 1}}, "tempo", "unknown sampling field"),
+        ({"prompt": "x", "sampling": {"logit_bias": {9999: 1}}}, "logit_bias", "9999"),
+        ({"prompt": "x", "sampling": 3}, "sampling", "SamplingParams"),
+        ({"prompt": 7}, "prompt", "7"),
+        ({"prompt": ["x", 7]}, "prompt", "7"),
+        ({"prompt": ["x", "y"], "grammar": [DATE]}, "grammar", "1 values"),
+        ({"prompt": "x", "grammar": {"type": "object"}}, "grammar", "json_schema"),
+    ],
+)
+def test_bad_requests_name_the_culprit_and_the_engine_goes_on(
+    engine: Engine, arguments: dict[str, Any], param: str, words: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        engine.generate(**arguments)
+    assert caught.value.param == param
+    assert engine.generate("next", DATE).finish_reason == "stop"
+
+
+def test_broken_schema_names_its_place() -> None:
+    with pytest.raises(GrammarError, match="integr"):
+        Grammar.json_schema({"type": "object", "properties": {"age": {"type": "integr"}}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"speed": 9}, "unknown setting 'speed'"),
+        ({"num_steps": -1}, "num_steps"),
+        ({"algorithm": "ngram"}, "'ngram' is not built yet"),
+        ({"algorithm": "magic"}, "algorithm must be one of"),
+        ({"overlap": "twice"}, "overlap"),
+        ({"device": "tpu"}, "tpu"),
+        ({"context_length": 10**6}, "context_length 1000000"),
+        ({"grammar_backend": "nonesuch"}, "nonesuch"),
+        ({"max_total_tokens": 8}, "KV cache"),
+    ],
+)
+def test_bad_settings_are_named(tiny: dict[str, str], settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Engine(**tiny, **settings)
+
+
+def test_bad_checkpoints_are_named(tiny: dict[str, str], tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(tiny["model"], target)
+    state = load_file(target / "model.safetensors")
+    del state["model.layers.2.self_attn.k_proj.weight"]
+    save_file(state, target / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.self_attn\.k_proj\.weight"):
+        Engine(str(target))
+    checkpoints.write_head(tmp_path / "wide", hidden_size=64, target_hidden_size=64)
+    with pytest.raises(CheckpointError, match="hidden_size 64, this target has 32"):
+        Engine(tiny["model"], draft=str(tmp_path / "wide"))
+    checkpoints.write_head(tmp_path / "twice", layers=(0, 1, 1))
+    with pytest.raises(CheckpointError, match="three distinct"):
+        Engine(tiny["model"], draft=str(tmp_path / "twice"))
+
+
+class Faulty(Matcher):
+    """A good matcher that fails in one way at one of its fills."""
+
+    def __init__(self, inner: Matcher, fault: str) -> None:
+        self.inner, self.fault, self.fills = inner, fault, 0
+        self.vocabulary = inner.vocabulary
+
+    def fill_tree(self, tokens: Any, first_child: Any, next_sibling: Any, rows: Any) -> None:
+        self.fills += 1
+        if self.fills == 4:
+            if self.fault == "raises":
+                raise RuntimeError("the matcher broke")
+            if self.fault == "hangs":
+                time.sleep(1.0)
+            if self.fault == "garbage":
+                rows[:] = np.random.default_rng(0).integers(-(2**31), 2**31, rows.shape)
+                rows[:, 0] = 0
+                return
+        self.inner.fill_tree(tokens, first_child, next_sibling, rows)
+
+    def fill(self, row: Any) -> None:
+        if self.fills == 3 and self.fault == "hangs":
+            time.sleep(1.0)
+        self.inner.fill(row)
+
+    def accept(self, token_id: int) -> bool:
+        return self.inner.accept(token_id)
+
+    def rollback(self, count: int) -> None:
+        self.inner.rollback(count)
+
+    @property
+    def is_terminated(self) -> bool:
+        return self.inner.is_terminated
+
+    @property
+    def is_complete(self) -> bool:
+        return self.inner.is_complete
+
+    @property
+    def accepted_tokens(self) -> int:
+        return self.inner.accepted_tokens
+
+    def fork(self) -> Matcher:
+        raise NotImplementedError("not used here")
+
+
+@pytest.mark.parametrize("fault", ["raises", "hangs", "garbage"])
+def test_a_faulty_matcher_ends_its_own_request_only(engine: Engine, fault: str) -> None:
+    prompts = [f"prompt {i}" for i in range(8)]
+    grammars = [DATE, None, Grammar.json_object(), DATE] * 2
+    sampling = SamplingParams(max_tokens=40)
+    want = engine.generate(prompts, grammars, sampling)
+    tickets = []
+    for index, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True)):
+        ticket = engine.submit(prompt, grammar, sampling)
+        if index == 3:
+            inner = engine.lane.matchers[ticket.request.id]
+            engine.lane.matchers[ticket.request.id] = Faulty(inner, fault)
+        tickets.append(ticket)
+    start = time.perf_counter()
+    while any(t.output is None for t in tickets):
+        engine.step()
+    got = [t.output for t in tickets]
+    engine.release(tickets)
+    assert got[3] is not None
+    assert got[3].finish_reason == "error"
+    expected = {"raises": "broke", "hangs": "50 ms", "garbage": "refused"}[fault]
+    assert expected in (got[3].error or "")
+    for index in set(range(8)) - {3}:
+        other = got[index]
+        assert other is not None
+        assert (other.text, other.finish_reason) == (want[index].text, want[index].finish_reason)
+    if fault == "hangs":
+        # Nobody waited for the call, and nobody touches its matcher until it returns.
+        assert time.perf_counter() - start < 1.0
+        assert engine.lane.pool.quarantined == 1
+        deadline = time.perf_counter() + 5
+        while engine.lane.pool.quarantined and time.perf_counter() < deadline:
+            time.sleep(0.02)
+    assert engine.lane.pool.quarantined == 0
+    assert engine.scheduler.allocator.in_use == 0
+
+
+def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, str]) -> None:
+    """The tree's fill hangs a little over the deadline: the request goes on, one token a step."""
+    want = Engine(**tiny, num_steps=3, overlap="none").generate("slow", DATE)
+
+    class Slow(Faulty):
+        def fill_tree(self, tokens: Any, first_child: Any, next_sibling: Any, rows: Any) -> None:
+            self.fills += 1
+            if self.fills in (3, 5):
+                time.sleep(0.08)
+            self.inner.fill_tree(tokens, first_child, next_sibling, rows)
+
+    with Engine(**tiny, num_steps=3, mask_deadline_ms=60.0) as engine:
+        ticket = engine.submit("slow", DATE)
+        inner = engine.lane.matchers[ticket.request.id]
+        engine.lane.matchers[ticket.request.id] = Slow(inner, "none")
+        while ticket.output is None:
+            engine.step()
+        assert ticket.output.error is None
+        assert ticket.output.text == want.text
+        assert ticket.output.stats.limited_steps == 2
+
+
+def run_cli(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "overlap_spec", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_cli_generates_text_alone_and_stats_on_stderr(tiny: dict[str, str]) -> None:
+    done = run_cli(
+        "generate", "-", "--model", tiny["model"], "--draft", tiny["draft"],
+        "--regex", r"\d{3}", "--stats", stdin="three digits",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().isdigit()
+    assert len(done.stdout.strip()) == 3
+    stats = json.loads(done.stderr.strip().splitlines()[-1])
+    assert stats["finish_reason"] == "stop"
+    assert stats["accept_length"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--schema", "{broken"], "schema"),
+        (["--schema", "no-such-file.json"], "no such file"),
+        (["--regex", "a", "--choice", "b"], "only one constraint"),
+        (["--temperature", "-3"], "temperature"),
+        (["--temprature", "1"], "No such option"),
+        (["--model", "/nonexistent"], "config.json is missing"),
+        (["--overlap", "sometimes"], "overlap"),
+        (["--speculative-algorithm", "mtp"], "not built yet"),
+    ],
+)
+def test_cli_errors_exit_with_2(tiny: dict[str, str], arguments: list[str], words: str) -> None:
+    model = [] if "--model" in arguments else ["--model", tiny["model"]]
+    done = run_cli("generate", "hello", *model, *arguments)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert words in done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
