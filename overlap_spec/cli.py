@@ -41,6 +41,14 @@ NodesOption = Annotated[
     int | None,
     typer.Option("--speculative-num-draft-tokens", help="Verified nodes, root included."),
 ]
+AdaptiveOption = Annotated[
+    str,
+    typer.Option(
+        "--speculative-adaptive-config",
+        "--adaptive",
+        help="guarded, static, default, aggressive, with-off, or a JSON file.",
+    ),
+]
 OverlapOption = Annotated[str, typer.Option("--overlap", help="How grammar work overlaps.")]
 BackendOption = Annotated[str, typer.Option("--grammar-backend", help="Library of the masks.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")]
@@ -78,12 +86,16 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most output tokens.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Figures as JSON on stderr.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a Chrome/Perfetto trace to this file.")
+    ] = None,
     model: ModelOption = None,
     draft: DraftOption = None,
     algorithm: AlgorithmOption = None,
     num_steps: StepsOption = 5,
     eagle_topk: TopKOption = 1,
     num_draft_tokens: NodesOption = None,
+    adaptive: AdaptiveOption = "guarded",
     overlap: OverlapOption = "once-sync",
     grammar_backend: BackendOption = "xgrammar",
     dtype: DtypeOption = "auto",
@@ -109,6 +121,7 @@ def generate(
         num_steps=num_steps,
         eagle_topk=eagle_topk,
         num_draft_tokens=num_draft_tokens,
+        adaptive=adaptive,
         overlap=overlap,
         grammar_backend=grammar_backend,
         dtype=dtype,
@@ -120,6 +133,8 @@ def generate(
     )
     with engine:
         output = engine.generate(text, grammar, sampling, raw=raw)
+        if trace is not None:
+            engine.timeline.write_trace(trace)
     print(output.text)
     if stats:
         figures = {"finish_reason": output.finish_reason, **output.stats.to_dict()}

@@ -28,6 +28,8 @@ class EngineConfig:
         eagle_topk: Branches of a draft step; 1 is a chain.
         num_draft_tokens: Verified nodes, the root included; None is all that is drafted, at most
             16 in a tree.
+        adaptive: Length policy: ``guarded``, ``static`` (num_steps always), a published preset
+            (``default``, ``aggressive``, ``with-off``), or the path of a JSON config file.
         overlap: How grammar work overlaps with verify.
         grammar_backend: Library that makes the masks.
         dtype: ``auto`` is float32 on the CPU and the checkpoint's type on a GPU.
@@ -50,6 +52,7 @@ class EngineConfig:
     num_steps: int = 5
     eagle_topk: int = 1
     num_draft_tokens: int | None = None
+    adaptive: str = "guarded"
     overlap: str = "once-sync"
     grammar_backend: str = "xgrammar"
     dtype: str = "auto"

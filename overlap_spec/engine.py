@@ -7,26 +7,25 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, cast, overload
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import GrammarError, InvalidRequest, RequestFailed
-from overlap_spec.grammar.lane import AcceptItem, FillItem, LaneResult
 from overlap_spec.grammar.lane import Lane as LanePool
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar_lane import GrammarLane, StepFigures
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence as Running
 from overlap_spec.scheduler.stops import TextBuffer
-from overlap_spec.speculation.static import static_tier
+from overlap_spec.speculation.presets import load_policy
+from overlap_spec.speculation.static import StaticPolicy, static_tier
+from overlap_spec.timeline import Timeline
 from overlap_spec.tokenizer import Message, Tokenizer
 from overlap_spec.types import (
     Delta,
-    HostTrees,
-    Int32s,
-    Int64s,
     Output,
     Request,
     SamplingParams,
@@ -37,82 +36,6 @@ from overlap_spec.worker.worker import Flight
 
 Prompt = str | Sequence[Message]
 Sampling = SamplingParams | Mapping[str, Any] | None
-
-
-class GrammarLane:
-    """The lane of one engine: matchers by request id, and the time that they cost.
-
-    Args:
-        pool: Runs accepts and fills.
-        settle: See :class:`overlap_spec.types.Lane`.
-    """
-
-    def __init__(self, pool: LanePool, settle: Callable[[], None]) -> None:
-        self.pool, self.settle = pool, settle
-        self.matchers: dict[int, Any] = {}
-        self.failed: dict[int, Exception] = {}
-        self.spans: list[LaneResult] = []
-
-    def fill(
-        self, request_ids: Sequence[int], trees: HostTrees, rows: Int32s, limits: Int64s
-    ) -> None:
-        """See :class:`overlap_spec.types.Lane`."""
-        items, index_of = [], {}
-        bounds = trees.offsets.tolist()
-        for index, request_id in enumerate(request_ids):
-            span = slice(bounds[index], bounds[index + 1])
-            if request_id not in self.matchers:
-                rows[span] = 0
-                continue
-            index_of[request_id] = index
-            items.append(
-                FillItem(
-                    request_id,
-                    self.matchers[request_id],
-                    trees.tokens[span],
-                    trees.first_child[span],
-                    trees.next_sibling[span],
-                    rows[span],
-                )
-            )
-        for result in self._note(self.pool.fill_batch(items)):
-            if result.error is not None:
-                self._fail(result.request_id, result.error)
-            elif result.root_only:
-                limits[index_of[result.request_id]] = 0
-
-    def accept(self, kept: Mapping[int, Sequence[int]]) -> None:
-        """Feed each constrained request's kept tokens to its matcher."""
-        items = [
-            AcceptItem(request_id, self.matchers[request_id], tokens)
-            for request_id, tokens in kept.items()
-            if request_id in self.matchers
-        ]
-        for result in self._note(self.pool.accept_batch(items)):
-            error = result.error
-            if error is None and result.accepted < len(kept[result.request_id]):
-                error = RequestFailed("the matcher refused an accepted token")
-            if error is not None:
-                self._fail(result.request_id, error)
-
-    def take_spans(self) -> list[LaneResult]:
-        """What the lane has done since the last call."""
-        spans, self.spans = self.spans, []
-        return spans
-
-    def _fail(self, request_id: int, error: Exception) -> None:
-        # A matcher that failed is in no known state: it is not touched again.
-        self.drop(request_id)
-        self.failed[request_id] = error
-
-    def drop(self, request_id: int) -> None:
-        """Forget a request that has ended."""
-        self.matchers.pop(request_id, None)
-        self.pool.forget(request_id)
-
-    def _note(self, results: list[LaneResult]) -> list[LaneResult]:
-        self.spans += results
-        return results
 
 
 @dataclass
@@ -144,15 +67,24 @@ class Engine:
         self.config = EngineConfig.build(model=model, **settings)
         config = self.config
         drafting = config.draft_path is not None
-        self.tier = static_tier(
-            config.num_steps if drafting else 0, config.eagle_topk, config.num_draft_tokens
+        self.policy = (
+            load_policy(
+                config.adaptive, config.num_steps, config.eagle_topk, config.num_draft_tokens
+            )
+            if drafting
+            else StaticPolicy(static_tier(0, 1, None))
         )
-        reserve = reserve_tokens(self.tier.window_tokens)
-        self.worker = build_worker(config, (self.tier,), reserve, build_streams(config))
+        self.timeline = Timeline()
+        record = self.timeline.record
+        tiers = self.policy.tiers
+        reserve = reserve_tokens(max(tier.window_tokens for tier in tiers))
+        self.worker = build_worker(config, tiers, reserve, build_streams(config, record), record)
         self.context_length = self.worker.passes.target.config.max_position
         self.tokenizer = Tokenizer(config.target_path, self.worker.passes.target.config.vocab_size)
         self.compiler = GrammarCompiler(load(config.grammar_backend)(self.tokenizer.vocabulary))
-        self.lane = GrammarLane(LanePool(config.lanes, config.mask_deadline_ms), self._settle)
+        self.lane = GrammarLane(
+            LanePool(config.lanes, config.mask_deadline_ms), self._settle, record
+        )
         self.scheduler = Scheduler(
             pages=self.worker.pool.k.shape[1],
             page_size=config.page_size,
@@ -161,7 +93,6 @@ class Engine:
             reserve_tokens=reserve,
             assign=lambda s: self.worker.assign(s.row, s.request, s.output_ids),
         )
-        self.figures = StepFigures()
         self._flight: Flight | None = None
         self._news: list[tuple[Running, tuple[int, ...]]] = []
         self._ids = itertools.count()
@@ -301,8 +232,13 @@ class Engine:
         step, or the mode is serial, at once.
         """
         with self._lock:
-            plan = self.scheduler.plan(self.tier)
-            flight = self.worker.step(plan, self.lane) if plan is not None else None
+            start = time.perf_counter_ns()
+            plan = self.scheduler.plan(self.policy.choose)
+            flight = None
+            if plan is not None:
+                self.lane.step = plan.index
+                self.timeline.record("host", "plan", start, time.perf_counter_ns(), plan.index)
+                flight = self.worker.step(plan, self.lane)
             busy = flight is not None or self._flight is not None
             self._settle()
             self._flight = flight
@@ -310,6 +246,28 @@ class Engine:
                 self._settle()
             self._quiesce()
             return busy
+
+    @property
+    def figures(self) -> StepFigures:
+        """What the grammar cost so far, and how much of it was hidden."""
+        return self.lane.figures
+
+    def snapshot(self) -> dict[str, Any]:
+        """State as plain data: length policy, pages, requests, grammar time."""
+        allocator, figures = self.scheduler.allocator, self.figures
+        return {
+            "overlap": self.config.overlap,
+            "speculation": self.policy.snapshot(),
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "pages_in_use": allocator.in_use,
+            "pages": allocator.total,
+            "preemptions": self.scheduler.preemptions,
+            "steps": figures.steps,
+            "grammar_ms": figures.grammar_ms,
+            "exposed_ms": figures.exposed_ms,
+            "hidden_fraction": figures.hidden_fraction,
+        }
 
     def _all_ended(self) -> bool:
         return all(s.finish_reason is not None for s in self.scheduler.running)
@@ -320,17 +278,36 @@ class Engine:
         if flight is None:
             return
         result = self.worker.collect(flight)
-        spans, start = self.lane.take_spans(), time.perf_counter_ns()
+        serial = self.config.overlap == "none"
+        if not serial:
+            self._account(result, 0.0)
         self._fail_failed()
         kept = self.scheduler.commit(result)
+        start = time.perf_counter_ns()
         self.lane.accept({s.request.id: run for s, run in kept})
-        late_ns = time.perf_counter_ns() - start if self.config.overlap == "none" else 0
+        if serial:
+            # Nothing runs beside these accepts: compute stands idle for them too.
+            self._account(result, (time.perf_counter_ns() - start) / 1e6 if kept else 0.0)
         self._news += kept
-        self._account(result, spans, late_ns / 1e6 if flight.constrained else 0.0)
+        self._observe(result)
         self._fail_failed()
         for sequence in self.scheduler.running:
             if sequence.finish_reason is not None:
                 self.lane.drop(sequence.request.id)
+
+    def _account(self, result: StepResult, late_ms: float) -> None:
+        shares = self.lane.account(result.plan.index, result.exposed_ms + late_ms)
+        for sequence in self.scheduler.running:
+            grammar_ms, exposed_ms = shares.get(sequence.request.id, (0.0, 0.0))
+            sequence.stats.grammar_ms += grammar_ms
+            sequence.stats.exposed_ms += exposed_ms
+
+    def _observe(self, result: StepResult) -> None:
+        """Tell the length policy what the step's trees got."""
+        trees = len(result.plan.decode_rows)
+        self.policy.observe(
+            trees, result.plan.tier, [r.accepted for r in result.rows[:trees] if r.tokens]
+        )
 
     def _fail_failed(self) -> None:
         """End the requests whose matcher failed."""
@@ -339,26 +316,6 @@ class Engine:
             error = failed.get(sequence.request.id)
             if error is not None and sequence.finish_reason is None:
                 sequence.fail(error)
-
-    def _account(self, result: StepResult, spans: list[LaneResult], late_ms: float) -> None:
-        """Share a step's grammar time and exposed wait among its requests.
-
-        Args:
-            spans: The lane's work for the step.
-            late_ms: Accepts that nothing ran beside, in the serial mode.
-        """
-        exposed_ms = result.exposed_ms + late_ms
-        grammar_ms = union_ms([(span.start_ns, span.end_ns) for span in spans])
-        self.figures.add(grammar_ms, exposed_ms)
-        busy_ns: dict[int, int] = {}
-        for span in spans:
-            taken = span.end_ns - span.start_ns
-            busy_ns[span.request_id] = busy_ns.get(span.request_id, 0) + taken
-        total_ns = sum(busy_ns.values())
-        for sequence in self.scheduler.running:
-            share = busy_ns.get(sequence.request.id, 0) / total_ns if total_ns else 0.0
-            sequence.stats.grammar_ms += grammar_ms * share
-            sequence.stats.exposed_ms += exposed_ms * share
 
     def _publish(self) -> None:
         """Hand out what was settled, and the outputs of requests that have ended."""
@@ -529,37 +486,6 @@ class Engine:
             stop_match=sequence.stop_match,
             error=error,
         )
-
-
-@dataclass
-class StepFigures:
-    """Totals over an engine's steps, in milliseconds."""
-
-    steps: int = 0
-    grammar_ms: float = 0.0
-    exposed_ms: float = 0.0
-
-    def add(self, grammar_ms: float, exposed_ms: float) -> None:
-        """Enter one step."""
-        self.steps += 1
-        self.grammar_ms += grammar_ms
-        self.exposed_ms += exposed_ms
-
-    @property
-    def hidden_fraction(self) -> float | None:
-        """Share of the grammar's time that ran beside verify; None where it took none."""
-        if self.grammar_ms == 0:
-            return None
-        return min(1.0, max(0.0, 1.0 - self.exposed_ms / self.grammar_ms))
-
-
-def union_ms(spans: Sequence[tuple[int, int]]) -> float:
-    """Wall-clock time covered by ``spans`` of (start, end) in nanoseconds, in milliseconds."""
-    covered, reached = 0, 0
-    for start, end in sorted(spans):
-        covered += max(0, end - max(start, reached))
-        reached = max(reached, end)
-    return covered / 1e6
 
 
 def _as_prompts(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:

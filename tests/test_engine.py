@@ -27,7 +27,9 @@ DATE = Grammar.regex(r"\d{4}-\d\d-\d\d")
 
 @pytest.fixture(scope="module")
 def engine(tiny: dict[str, str]) -> Iterator[Engine]:
-    with Engine(**tiny, context_length=200, num_steps=3, eagle_topk=2, lane_threads=2) as made:
+    with Engine(
+        **tiny, context_length=200, num_steps=3, eagle_topk=2, lane_threads=2, adaptive="static"
+    ) as made:
         yield made
 
 
@@ -103,7 +105,7 @@ def test_statistics_add_up(engine: Engine) -> None:
     assert stats.accept_length == pytest.approx(24 / stats.verifies)
     assert 0 < stats.ttft_ms <= stats.end_to_end_ms
     assert stats.tpot_ms == pytest.approx((stats.end_to_end_ms - stats.ttft_ms) / 24)
-    assert stats.drafted_tokens == stats.verifies * (engine.tier.nodes - 1)
+    assert stats.drafted_tokens == stats.verifies * (engine.policy.tiers[0].nodes - 1)
 
 
 @pytest.mark.parametrize(
@@ -318,3 +320,26 @@ def test_cli_errors_exit_with_2(tiny: dict[str, str], arguments: list[str], word
     assert words in done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
+
+
+def test_trace_shows_every_lane(tiny: dict[str, str], tmp_path: Path) -> None:
+    with Engine(**tiny, num_steps=3) as engine:
+        engine.generate("when", DATE)
+        engine.timeline.write_trace(tmp_path / "trace.json")
+        lanes = {span.lane for span in engine.timeline.spans()}
+        names = {span.name for span in engine.timeline.spans() if span.lane == "compute"}
+    assert {"host", "plan", "compute", "copy", "lane"} == lanes
+    assert {"draft", "verify", "accept", "extend"} <= names
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("name", ["static", "guarded", "default", "aggressive", "with-off"])
+def test_greedy_text_is_the_same_under_every_policy(tiny: dict[str, str], name: str) -> None:
+    sampling = SamplingParams(max_tokens=60)
+    with Engine(**tiny, algorithm="none") as plain, Engine(**tiny, adaptive=name) as engine:
+        want = plain.generate(["a", "bc"], [None, Grammar.json_object()], sampling)
+        got = engine.generate(["a", "bc"], [None, Grammar.json_object()], sampling)
+        switches = engine.snapshot()["speculation"]["switches"]
+    assert [g.token_ids for g in got] == [w.token_ids for w in want]
+    # A random head is always wrong: every adaptive policy gives its long drafts up.
+    assert (switches > 0) == (name != "static")

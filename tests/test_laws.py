@@ -25,9 +25,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"models", "kernels"},
     "drafters": {"drafters", "models", "kernels"},
     "worker": {"worker", "drafters", "models", "kernels"},
-    "training": {"training", "drafters", "models", "kernels"},
+    "training": {"training", "drafters", "models", "kernels", "grammar", "tokenizer"},
     "tokenizer": {"grammar"},
-    "engine": {"scheduler", "speculation", "worker", "grammar", "tokenizer"},
+    "timeline": set(),
+    "grammar_lane": {"grammar", "timeline"},
+    "engine": {
+        "scheduler",
+        "speculation",
+        "worker",
+        "grammar",
+        "grammar_lane",
+        "timeline",
+        "tokenizer",
+    },
 }
 # Room → third-party modules that it may import; None: any that the project depends on.
 MAY_USE: dict[str, set[str] | None] = {
@@ -43,6 +53,8 @@ MAY_USE: dict[str, set[str] | None] = {
     "worker": {"torch", "numpy"},
     "training": None,
     "tokenizer": {"tokenizers", "jinja2"},
+    "timeline": {"matplotlib"},
+    "grammar_lane": set(),
     "engine": set(),
 }
 FACES = {"__init__", "__main__", "cli", "doctor", "bench"}

@@ -82,7 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        plan = self.scheduler.plan(TIER)
+        plan = self.scheduler.plan(lambda _: TIER)
         if plan is None:
             assert self.flights or not self.live or self.scheduler.waiting
         else:

@@ -64,9 +64,13 @@ class Scheduler:
         """Queue a sequence that :meth:`fits` at its longest."""
         self.waiting.append(sequence)
 
-    def plan(self, tier: Tier) -> StepPlan | None:
+    def plan(self, choose: Callable[[int], Tier]) -> StepPlan | None:
         """The next step; None when there is nothing to run, or nothing before the steps that are
-        under way have been committed."""
+        under way have been committed.
+
+        Args:
+            choose: Tier of a step by the number of its trees.
+        """
         for sequence in self._live():
             if sequence.row >= 0 and not sequence.prefilling:
                 grown = self._grow(sequence, sequence.key_tokens)
@@ -94,7 +98,7 @@ class Scheduler:
         grants, self._grants = tuple(self._grants), []
         return StepPlan(
             index=self._steps,
-            tier=tier,
+            tier=choose(len(trees)),
             decode_rows=tuple(s.row for s in trees),
             chunks=tuple(c for _, c in chunks),
             request_ids=tuple(s.request.id for s in members),

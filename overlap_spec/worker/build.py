@@ -30,7 +30,11 @@ CPU_CACHE_BYTES = 1 << 30
 
 
 def build_worker(
-    config: EngineConfig, tiers: tuple[Tier, ...], reserve_tokens: int, streams: Streams
+    config: EngineConfig,
+    tiers: tuple[Tier, ...],
+    reserve_tokens: int,
+    streams: Streams,
+    record: Record,
 ) -> Worker:
     """Load the models and allocate every table, cache and buffer.
 
@@ -61,10 +65,10 @@ def build_worker(
         draft_pool = KVPool(head.config.layer, pages, config.page_size, tables, dtype, first=1)
         drafter = Eagle3Drafter(head, target, draft_pool, rows)
     passes = Passes(target, drafter, tables, pool, draft_pool)
-    return Worker(passes, streams, config.overlap, tiers, rows)
+    return Worker(passes, streams, config.overlap, tiers, rows, record)
 
 
-def build_streams(config: EngineConfig, record: Record | None = None) -> Streams:
+def build_streams(config: EngineConfig, record: Record) -> Streams:
     """CUDA's streams on a GPU; on the CPU threads, or none of them in the serial mode."""
     device = pick_device(config.device)
     if device.type == "cuda":

@@ -27,7 +27,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 T = TypeVar("T")
-Record = Callable[[str, str, int, int], None]
+Record = Callable[[str, str, int, int, int], None]
 
 
 class Value(Generic[T]):
@@ -59,11 +59,20 @@ class Event(ABC):
     def elapsed_ms(self, later: Event) -> float:
         """Milliseconds from this event to ``later``, negative if it came first; both passed."""
 
+    @property
+    @abstractmethod
+    def time_ns(self) -> int | None:
+        """When it passed, on the host's clock; None where only the device knows."""
+
 
 class Stream(ABC):
-    """A queue of work."""
+    """A queue of work.
+
+    ``step``: number under which the spans of what is queued from now on are recorded.
+    """
 
     name: str
+    step: int = 0
 
     @abstractmethod
     def run(self, label: str, work: Callable[..., T], *args: Any) -> Value[T]:
@@ -88,6 +97,10 @@ class Streams(ABC):
     compute: Stream
     plan: Stream
     copy: Stream
+
+    def begin(self, step: int) -> None:
+        """Count what is queued from now on towards ``step``."""
+        self.compute.step = self.plan.step = self.copy.step = step
 
     @abstractmethod
     def event(self) -> Event:
@@ -132,6 +145,10 @@ class HostEvent(Event):
         assert isinstance(later, HostEvent)
         return (later.captured().time_ns - self.captured().time_ns) / 1e6
 
+    @property
+    def time_ns(self) -> int | None:
+        return self.captured().time_ns
+
 
 class InlineStream(Stream):
     """Does its work at once, in the caller's thread: nothing overlaps."""
@@ -144,7 +161,7 @@ class InlineStream(Stream):
         start = time.perf_counter_ns()
         value.set(_call(work, args))
         if self._record is not None:
-            self._record(self.name, label, start, time.perf_counter_ns())
+            self._record(self.name, label, start, time.perf_counter_ns(), self.step)
         return value
 
     def record(self, event: Event) -> None:
@@ -170,6 +187,7 @@ class ThreadStream(Stream):
 
     def run(self, label: str, work: Callable[..., T], *args: Any) -> Value[T]:
         value: Value[T] = Value()
+        step = self.step
 
         def job() -> None:
             if self._error is not None:
@@ -180,7 +198,7 @@ class ThreadStream(Stream):
             except BaseException as error:
                 self._error = error
             if self._record is not None:
-                self._record(self.name, label, start, time.perf_counter_ns())
+                self._record(self.name, label, start, time.perf_counter_ns(), step)
 
         self._put(job)
         return value
@@ -291,6 +309,10 @@ class CudaEvent(Event):
         assert isinstance(later, CudaEvent)
         milliseconds: float = self.captured().elapsed_time(later.captured())
         return milliseconds
+
+    @property
+    def time_ns(self) -> int | None:
+        return None
 
 
 class CudaStream(Stream):

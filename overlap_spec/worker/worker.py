@@ -22,7 +22,7 @@ from overlap_spec.types import (
 from overlap_spec.worker.batch import Buffers, TierState, upload
 from overlap_spec.worker.passes import Drafted, Emitted, Passes
 from overlap_spec.worker.sampler import token_logprobs
-from overlap_spec.worker.streams import Event, Streams
+from overlap_spec.worker.streams import Event, Record, Streams
 
 NUMERIC_FAULT = -2
 
@@ -51,11 +51,19 @@ class Worker:
     Args:
         overlap: ``none``, ``double-sync`` or ``once-sync``.
         rows: Rows of the tables.
+        record: Takes spans for the timeline.
     """
 
     def __init__(
-        self, passes: Passes, streams: Streams, overlap: str, tiers: tuple[Tier, ...], rows: int
+        self,
+        passes: Passes,
+        streams: Streams,
+        overlap: str,
+        tiers: tuple[Tier, ...],
+        rows: int,
+        record: Record,
     ) -> None:
+        self.record = record
         self.passes, self.streams, self.overlap = passes, streams, overlap
         self.tables, self.pool = passes.tables, passes.pool
         words = -(-passes.tables.vocab_size // 32)
@@ -74,6 +82,7 @@ class Worker:
         buffers, serial = flight.buffers, self.overlap == "none"
         needs = self.tables.needs(row for _, row, _ in plan.verified)
 
+        self.streams.begin(plan.index)
         batch = planner.run("upload", upload, plan, self.tables.pages.shape[1], passes.device)
         planner.record(flight.planned)
         compute.wait(flight.planned)
@@ -137,6 +146,10 @@ class Worker:
         exposed_ms = 0.0
         if flight.constrained:
             exposed_ms = max(0.0, flight.verified.elapsed_ms(flight.masked))
+            start = flight.verified.time_ns
+            if exposed_ms and start is not None:
+                end = start + int(exposed_ms * 1e6)
+                self.record("compute", "exposed", start, end, plan.index)
         return StepResult(plan, tuple(rows), exposed_ms)
 
     def close(self) -> None:

@@ -1,0 +1,1 @@
+"""Length policies: how much a step drafts."""

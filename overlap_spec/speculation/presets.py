@@ -1,0 +1,162 @@
+"""Policies by name, and the published JSON config files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from overlap_spec.errors import ConfigError
+from overlap_spec.speculation.guarded import GUARDED, GuardedSlot
+from overlap_spec.speculation.policy import LengthPolicy, SlotPolicy
+from overlap_spec.speculation.static import StaticPolicy, static_tier
+from overlap_spec.speculation.tiers import EmaSlot, SlotSettings
+from overlap_spec.types import Tier
+
+PRESETS: dict[str, dict[int, SlotSettings]] = {
+    "default": {
+        1: SlotSettings((1, 3, 7)),
+        8: SlotSettings((1, 3)),
+        32: SlotSettings((1,)),
+    },
+    "aggressive": {
+        1: SlotSettings((1, 3, 7)),
+        8: SlotSettings((1, 3, 7), ceiling_coeff=3.0),
+        64: SlotSettings((1, 3), ceiling_coeff=1.67),
+        128: SlotSettings((1, 3), ceiling_coeff=1.2),
+    },
+    "with_off": {
+        1: SlotSettings((1, 3, 5, 7)),
+        8: SlotSettings((0, 1, 3), down_hysteresis=0.0),
+        32: SlotSettings((0, 1), down_hysteresis=0.0),
+        64: SlotSettings((0,), down_hysteresis=0.0),
+    },
+}
+DEFAULT_POLICY = "guarded"
+POLICY_NAMES = ("static", "guarded", *PRESETS)
+
+
+def load_policy(name_or_path: str, steps: int, top_k: int, nodes: int | None) -> LengthPolicy:
+    """The policy of a name, or of a JSON file.
+
+    Args:
+        name_or_path: ``static``, ``guarded``, ``default``, ``aggressive``, ``with-off`` (hyphen
+            and underscore are the same, case does not matter), or a file's path. A file of such
+            a name is reached as ``./default``.
+        steps: Launch steps: the static tier's, and where adaptive slots begin.
+        top_k: Branches of a draft step; 1 is a chain.
+        nodes: Launch draft tokens: the static tier's nodes and the most of any tree, root
+            included; None as in ``static_tier``. Chains of adaptive tiers verify all they draft.
+
+    Raises:
+        ConfigError: No such policy or file, or a broken file; names the key at fault.
+    """
+    name = name_or_path.lower().replace("-", "_")
+    if name == "static":
+        return StaticPolicy(static_tier(steps, top_k, nodes))
+    tier_of = partial(_tier_of, top_k=top_k, nodes=nodes)
+    if name == "guarded":
+        guarded = {bound: GuardedSlot(slot, steps) for bound, slot in GUARDED.items()}
+        return SlotPolicy(name, guarded, tier_of)
+    settings = PRESETS[name] if name in PRESETS else read_config(name_or_path)
+    slots = {bound: EmaSlot(slot, steps) for bound, slot in settings.items()}
+    return SlotPolicy(name if name in PRESETS else name_or_path, slots, tier_of)
+
+
+def read_config(path: str) -> dict[int, SlotSettings]:
+    """Slots of a JSON file in the published shape: least batch size → settings.
+
+    An object with one key for each slot (a batch size, as a string), holding an object with its
+    ``candidate_steps`` (required) and hysteresis and ceiling; beside the slots ``ema_alpha``,
+    ``update_interval`` and ``warmup_batches``. As in the published loader, any setting but
+    ``candidate_steps`` may stand in either place, and a slot's own wins.
+
+    Raises:
+        ConfigError: Names the file and the key at fault.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        known = ", ".join(POLICY_NAMES).replace("_", "-")
+        raise ConfigError(
+            f"adaptive policy {path!r} is neither a name ({known}) nor a readable file: {error}"
+        ) from error
+    try:
+        data = json.loads(text, object_pairs_hook=_object)
+        return _slots(data)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"adaptive config {path!r}: {error}") from error
+
+
+def _tier_of(steps: int, top_k: int, nodes: int | None) -> Tier:
+    return static_tier(steps, top_k, None if top_k == 1 else nodes)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in data:
+            raise ConfigError(f"key {key!r} stands twice")
+        data[key] = value
+    return data
+
+
+def _slots(data: object) -> dict[int, SlotSettings]:
+    if not isinstance(data, dict):
+        raise ConfigError(f"must be an object, not {type(data).__name__}")
+    bounds = [key for key in data if re.fullmatch(r"[0-9]+", key)]
+    for key in bounds:
+        if not re.fullmatch(r"[1-9][0-9]{0,8}", key):
+            raise ConfigError(f'slot {key!r} must be a batch size, 1 or more, as in "8"')
+    shared = {key: value for key, value in data.items() if key not in bounds}
+    if "candidate_steps" in shared:
+        raise ConfigError('candidate_steps belongs in a slot: {"1": {"candidate_steps": [1, 3]}}')
+    checked = _settings(shared, "")
+    if not bounds:
+        raise ConfigError('has no slot; add one, as in {"1": {"candidate_steps": [1, 3, 7]}}')
+    slots = {}
+    for key in bounds:
+        if not isinstance(data[key], dict):
+            raise ConfigError(f"slot {key!r} must be an object: {data[key]!r}")
+        own = _settings(data[key], f"slot {key!r}: ")
+        if "candidate_steps" not in own:
+            raise ConfigError(f"slot {key!r}: candidate_steps is missing")
+        slots[int(key)] = SlotSettings(**{**checked, **own})
+    return slots
+
+
+def _settings(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    known = [f.name for f in fields(SlotSettings)]
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"{where}unknown key {key!r}; known: {', '.join(known)}")
+        wanted = _wrong(key, value)
+        if wanted:
+            raise ConfigError(f"{where}{key} must be {wanted}: {value!r}")
+    steps = values.get("candidate_steps")
+    return {**values, "candidate_steps": tuple(steps)} if steps else dict(values)
+
+
+def _wrong(key: str, value: object) -> str | None:
+    """What ``key`` must be, if ``value`` is not."""
+    if key == "candidate_steps":
+        fits = isinstance(value, list) and value and all(_is_int(step, 0) for step in value)
+        return None if fits else "a non-empty list of integers >= 0 (0 is speculation off)"
+    if key in ("update_interval", "warmup_batches"):
+        least = int(key == "update_interval")
+        return None if _is_int(value, least) else f"an integer >= {least}"
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e9:
+        return "a number"
+    if key == "ema_alpha":
+        return None if 0 < value <= 1 else "over 0 and at most 1"
+    if key == "ceiling_coeff":
+        return None if value >= 0 else "0 (no ceiling) or more"
+    return None
+
+
+def _is_int(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,0 +1,387 @@
+"""The published length policy: hand-computed traces, presets, config files, snapshots."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overlap_spec.errors import ConfigError
+from overlap_spec.speculation.policy import LengthPolicy
+from overlap_spec.speculation.presets import POLICY_NAMES, PRESETS, load_policy, read_config
+from overlap_spec.speculation.static import StaticPolicy, static_tier
+from overlap_spec.speculation.tiers import EmaSlot, SlotSettings
+from overlap_spec.types import Tier
+
+OFF = Tier(0, 1, 1)
+
+
+def chain(steps: int) -> Tier:
+    return static_tier(steps, 1, None)
+
+
+def sharp(*candidates: int, start: int, **settings: Any) -> EmaSlot:
+    """A slot that decides at every verify on that verify alone."""
+    at_once = {"ema_alpha": 1.0, "update_interval": 1, "warmup_batches": 0}
+    return EmaSlot(SlotSettings(candidates, **{**at_once, **settings}), start)
+
+
+def walk(slot: EmaSlot, *accepted: Sequence[int]) -> list[int]:
+    """Active steps after each verify, drafted with what was active."""
+    steps = []
+    for runs in accepted:
+        slot.observe(slot.steps, runs)
+        steps.append(slot.steps)
+    return steps
+
+
+def feed(policy: LengthPolicy, batch: int, accepted: int, times: int) -> list[int]:
+    steps = []
+    for _ in range(times):
+        tier = policy.choose(batch)
+        policy.observe(batch, tier, [min(accepted, tier.steps)] * batch)
+        steps.append(tier.steps)
+    return steps
+
+
+def slots_of(policy: LengthPolicy) -> dict[int, dict[str, Any]]:
+    return {slot["min_batch_size"]: slot for slot in policy.snapshot()["slots"]}
+
+
+# Where it starts, and when it decides.
+
+
+def test_starts_at_launch_steps_or_the_middle_with_a_neutral_ema() -> None:
+    at_launch = EmaSlot(SlotSettings((1, 3, 7)), 7)
+    assert (at_launch.steps, at_launch.ema) == (7, 6.0)
+    elsewhere = EmaSlot(SlotSettings((7, 1, 3, 3)), 5)
+    assert (elsewhere.candidates, elsewhere.steps, elsewhere.ema) == ((1, 3, 7), 3, 2.0)
+    assert EmaSlot(SlotSettings((1, 3, 5, 7)), 2).steps == 5
+
+
+def test_ema_is_of_the_batch_mean() -> None:
+    slot = EmaSlot(SlotSettings((1, 3, 7)), 3)
+    slot.observe(3, [3, 0, 3, 2])
+    assert slot.ema == pytest.approx(0.8 * 2 + 0.2 * 2)
+    slot.observe(3, [1, 0])
+    assert slot.ema == pytest.approx(0.8 * 2.0 + 0.2 * 0.5)
+
+
+def test_defaults_decide_at_verify_15_then_every_5() -> None:
+    """From 2.0 with 3 accepted: 3 - 0.8^n, over 2.5 from n = 4 on; the move waits for 10 + 5."""
+    policy = load_policy("default", 3, 1, None)
+    assert feed(policy, 1, 3, 16) == [3] * 15 + [7]
+    # Then nothing accepted: (3 - 0.8^16) · 0.8^4 = 1.22 <= 2.25 at verify 20, one tier down.
+    assert feed(policy, 1, 0, 6) == [7] * 4 + [3] * 2
+    assert slots_of(policy)[1]["ema"] == pytest.approx((3 - 0.8**16) * 0.8**6)
+    # (3 - 0.8^16) · 0.8^9 = 0.40 > 0.25 at verify 25, and · 0.8^14 = 0.13 at verify 30.
+    assert feed(policy, 1, 0, 9) == [3] * 8 + [1]
+
+
+def test_moves_several_tiers_at_one_decision() -> None:
+    assert walk(sharp(1, 3, 7, start=7), [0]) == [1]
+    assert walk(sharp(1, 3, 7, start=1, up_hysteresis=-3.0), [1]) == [7]
+
+
+# Thresholds: down at <= previous - 0.5 + down, up at > current - 0.5 + up.
+
+
+@pytest.mark.parametrize(
+    ("start", "accepted", "after"),
+    [
+        (7, [2, 2, 2, 3], 3),  # 2.25 = (3 - 0.5) - 0.25: down at the threshold
+        (7, [2, 2, 3, 3], 7),  # 2.5 is over it
+        (3, [0, 0, 0, 1], 1),  # 0.25 = (1 - 0.5) - 0.25
+        (3, [0, 0, 1], 3),
+        (3, [2, 3], 3),  # 2.5 = 3 - 0.5: not up at the threshold
+        (3, [2, 3, 3], 7),
+        (1, [0, 1], 1),
+        (1, [0, 1, 1], 3),
+    ],
+)
+def test_default_thresholds(start: int, accepted: list[int], after: int) -> None:
+    assert walk(sharp(1, 3, 7, start=start), accepted) == [after]
+
+
+def test_hysteresis_moves_the_thresholds() -> None:
+    up = {"up_hysteresis": 0.25}
+    assert walk(sharp(1, 3, start=1, **up), [1, 1, 1, 0], [1, 1, 1, 1]) == [1, 3]
+    down = {"down_hysteresis": 0.5}
+    assert walk(sharp(1, 3, start=3, **down), [2, 1, 1, 1], [1]) == [3, 1]
+
+
+# The ceiling: max(1, ceil(ema · coeff)), never on a move up.
+
+
+def test_ceiling_caps_a_tier_that_stays() -> None:
+    assert walk(sharp(1, 3, 7, start=7, ceiling_coeff=2.0), [3, 3]) == [3]  # ceiling 6
+    assert walk(sharp(1, 3, 7, start=7, ceiling_coeff=2.0), [3, 4]) == [7]  # ceiling 7
+    assert walk(sharp(1, 3, 7, start=7, ceiling_coeff=1.0), [0]) == [1]  # ceiling at least 1
+
+
+def test_ceiling_caps_a_move_down_further() -> None:
+    """2.0 moves 7 to 3; ceil(2.0 · 1.2) = 3 keeps it there, ceil(2.0 · 1.0) = 2 does not."""
+    assert walk(sharp(1, 3, 7, start=7, ceiling_coeff=1.2), [2]) == [3]
+    assert walk(sharp(1, 3, 7, start=7, ceiling_coeff=1.0), [2]) == [1]
+
+
+def test_ceiling_does_not_stop_a_move_up_and_so_bounces() -> None:
+    slot = sharp(1, 3, start=1, ceiling_coeff=1.2)
+    assert walk(slot, [1], [1], [1], [1]) == [3, 1, 3, 1]
+
+
+# Tier 0.
+
+
+def test_off_is_entered_at_half_and_left_by_a_probe_at_the_next_decision() -> None:
+    policy = load_policy("with-off", 1, 1, None)
+    # From ema 0 at tier 1 with nothing accepted: off at verify 15, on at 20, off at 25.
+    assert feed(policy, 8, 0, 30) == [1] * 15 + [0] * 5 + [1] * 5 + [0] * 5
+    slot = slots_of(policy)[8]
+    assert (slot["ema"], slot["switches"], slot["count"]) == (0.0, 4, 30)
+
+
+def test_off_threshold() -> None:
+    assert walk(sharp(0, 1, 3, start=1, down_hysteresis=0.0), [1, 0]) == [0]  # 0.5 <= 0.5
+    assert walk(sharp(0, 1, 3, start=1), [1, 0], [1, 0, 0, 0]) == [1, 0]  # 0.25 <= 0.5 - 0.25
+
+
+def test_off_leaves_the_ema_alone_and_counts() -> None:
+    slot = sharp(0, 3, start=3, down_hysteresis=0.0, update_interval=2, warmup_batches=1)
+    assert walk(slot, [3], [0], [0], [0], [0]) == [3, 3, 0, 0, 3]
+    assert (slot.ema, slot.count) == (0.0, 5)
+
+
+def test_a_slot_that_starts_off_probes_with_a_neutral_ema() -> None:
+    slot = sharp(0, 3, start=0)
+    assert slot.ema == -1.0
+    assert walk(slot, [0]) == [3]
+    assert slot.ema == 2.0
+
+
+def test_a_slot_with_nothing_but_off_stays() -> None:
+    policy = load_policy("with-off", 3, 1, None)
+    assert set(feed(policy, 64, 0, 50)) == {0}
+    assert policy.choose(64) == OFF
+
+
+# Late results.
+
+
+def test_late_results_move_the_ema_whatever_is_active() -> None:
+    slot = sharp(1, 3, 7, start=7, ema_alpha=0.5, update_interval=100)
+    slot.observe(7, [6])
+    slot.steps = 3
+    slot.observe(7, [4])
+    assert slot.ema == 5.0
+
+
+def test_late_result_that_drafted_counts_when_off_by_now() -> None:
+    slot = sharp(0, 1, start=1, ema_alpha=0.5, down_hysteresis=0.0, update_interval=2)
+    assert walk(slot, [0], [0]) == [1, 0]
+    slot.observe(1, [1])  # its step was drafted before the switch
+    assert (slot.steps, slot.ema) == (0, 0.5)
+
+
+def test_late_result_of_off_is_only_a_batch_when_probing_by_now() -> None:
+    slot = sharp(0, 1, start=0, update_interval=2)
+    slot.observe(0, [0])
+    slot.observe(0, [0])
+    assert (slot.steps, slot.ema) == (1, 0.0)
+    slot.observe(0, [0])
+    assert (slot.steps, slot.ema, slot.count) == (1, 0.0, 3)
+
+
+def test_empty_and_foreign_results_are_passed_over() -> None:
+    policy = load_policy("default", 3, 1, None)
+    before = policy.snapshot()
+    policy.observe(1, chain(3), [])
+    policy.observe(1, OFF, [0])  # a step that the engine did not draft for
+    policy.observe(8, chain(7), [7] * 8)
+    policy.observe(1, Tier(3, 2, 4), [3])
+    assert policy.snapshot() == before
+
+
+# Slots, tiers, presets.
+
+
+def test_slots_are_lower_bounds_and_independent() -> None:
+    policy = load_policy("default", 7, 1, None)
+    feed(policy, 7, 0, 100)
+    assert [policy.choose(size).steps for size in (1, 7, 8, 31, 32, 500)] == [1, 1, 3, 3, 1, 1]
+    counts = {bound: slot["count"] for bound, slot in slots_of(policy).items()}
+    assert counts == {1: 100, 8: 0, 32: 0}
+
+
+def test_batches_below_the_first_slot_use_it(tmp_path: Path) -> None:
+    path = tmp_path / "late.json"
+    path.write_text('{"4": {"candidate_steps": [2]}, "16": {"candidate_steps": [1]}}')
+    policy = load_policy(str(path), 3, 1, None)
+    assert [policy.choose(size).steps for size in (1, 4, 15, 16)] == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "ladders"),
+    [
+        ("default", {1: [1, 3, 7], 8: [1, 3], 32: [1]}),
+        ("Aggressive", {1: [1, 3, 7], 8: [1, 3, 7], 64: [1, 3], 128: [1, 3]}),
+        ("WITH_OFF", {1: [1, 3, 5, 7], 8: [0, 1, 3], 32: [0, 1], 64: [0]}),
+        ("guarded", {1: [1, 3, 5, 7], 8: [0, 1, 3], 32: [0, 1]}),
+    ],
+)
+def test_presets(name: str, ladders: dict[int, list[int]]) -> None:
+    policy = load_policy(name, 3, 1, 4)
+    slots = slots_of(policy)
+    assert {bound: slot["candidate_steps"] for bound, slot in slots.items()} == ladders
+    assert policy.tiers == tuple(chain(s) for s in sorted(set(itertools.chain(*ladders.values()))))
+    assert all(policy.choose(bound) in policy.tiers for bound in ladders)
+
+
+def test_preset_parameters() -> None:
+    aggressive, off = PRESETS["aggressive"], PRESETS["with_off"]
+    assert [aggressive[bound].ceiling_coeff for bound in (1, 8, 64, 128)] == [0, 3.0, 1.67, 1.2]
+    assert [off[bound].down_hysteresis for bound in (1, 8, 32, 64)] == [-0.25, 0, 0, 0]
+    for slots in PRESETS.values():
+        for slot in slots.values():
+            assert (slot.ema_alpha, slot.update_interval, slot.warmup_batches) == (0.2, 5, 10)
+            assert slot.up_hysteresis == 0
+
+
+def test_tree_tiers_are_bounded_by_the_launch_nodes() -> None:
+    policy = load_policy("with-off", 3, 4, 32)
+    assert policy.tiers == (
+        OFF, Tier(1, 4, 5), Tier(3, 4, 32), Tier(5, 4, 32), Tier(7, 4, 32),
+    )  # fmt: skip
+    assert load_policy("default", 3, 2, 10).tiers == (Tier(1, 2, 3), Tier(3, 2, 10), Tier(7, 2, 10))
+
+
+def test_static() -> None:
+    policy = load_policy("Static", 5, 4, 16)
+    assert isinstance(policy, StaticPolicy)
+    tier = Tier(5, 4, 16)
+    assert policy.tiers == (tier,)
+    policy.observe(3, tier, [0, 0, 0])
+    assert policy.choose(3) == tier
+    assert policy.snapshot()["count"] == 1
+    assert load_policy("static", 5, 1, 4).choose(1) == Tier(5, 1, 4)
+    assert load_policy("static", 0, 1, None).choose(1) == OFF
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_snapshot_is_plain_and_has_one_shape(name: str) -> None:
+    policy = load_policy(name, 3, 1, None)
+    feed(policy, 1, 2, 40)
+    data = policy.snapshot()
+    assert json.loads(json.dumps(data)) == data
+    assert set(data) == {"policy", "count", "switches", "slots"}
+    assert (data["policy"], data["count"]) == (name, 40)
+    figures = ["ema", "count", "switches"]
+    for slot in data["slots"]:
+        assert list(slot) == [
+            "min_batch_size", "steps", "top_k", "nodes", "candidate_steps", *figures,
+        ]  # fmt: skip
+
+
+def test_snapshot_figures() -> None:
+    policy = load_policy("default", 3, 1, None)
+    feed(policy, 2, 3, 20)
+    data = policy.snapshot()
+    assert (data["count"], data["switches"]) == (20, 1)
+    first = data["slots"][0]
+    assert (first["steps"], first["nodes"], first["switches"]) == (7, 8, 1)
+    # 15 verifies of 3 and then 5 of 3 again, from 2.0.
+    assert first["ema"] == pytest.approx(3 - 0.8**20)
+
+
+# Config files.
+
+
+def test_the_published_file_loads(tmp_path: Path) -> None:
+    path = tmp_path / "adaptive_spec.json"
+    path.write_text(
+        json.dumps(
+            {
+                "ema_alpha": 0.3,
+                "update_interval": 4,
+                "warmup_batches": 0,
+                "8": {"candidate_steps": [3, 1], "up_hysteresis": 0.5, "ceiling_coeff": 2},
+                "1": {"candidate_steps": [1, 5], "down_hysteresis": -0.5},
+            }
+        )
+    )
+    assert read_config(str(path)) == {
+        1: SlotSettings((1, 5), 0.3, 4, 0, down_hysteresis=-0.5),
+        8: SlotSettings((3, 1), 0.3, 4, 0, up_hysteresis=0.5, ceiling_coeff=2),
+    }
+    policy = load_policy(str(path), 5, 1, None)
+    assert policy.snapshot()["policy"] == str(path)
+    assert policy.tiers == (chain(1), chain(3), chain(5))
+
+
+def test_a_slot_overrides_what_stands_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(
+        '{"up_hysteresis": 0.5, "1": {"candidate_steps": [1]},'
+        ' "2": {"candidate_steps": [0], "up_hysteresis": 0.1, "ema_alpha": 1}}'
+    )
+    slots = read_config(str(path))
+    assert [slot.up_hysteresis for slot in slots.values()] == [0.5, 0.1]
+    assert [slot.ema_alpha for slot in slots.values()] == [0.2, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("{", "line 1"),
+        ("[1]", "list"),
+        ("{}", "slot"),
+        ('{"ema_alpha": 0.2}', "no slot"),
+        ('{"ema": 1, "1": {"candidate_steps": [1]}}', "'ema'"),
+        ('{"one": {"candidate_steps": [1]}}', "'one'"),
+        ('{"-1": {"candidate_steps": [1]}}', "'-1'"),
+        ('{"0": {"candidate_steps": [1]}}', "'0'"),
+        ('{"01": {"candidate_steps": [1]}}', "'01'"),
+        ('{"1": {"candidate_steps": [1]}, "1": {"candidate_steps": [3]}}', "'1' stands twice"),
+        ('{"candidate_steps": [1, 3]}', "candidate_steps"),
+        ('{"1": [1, 3]}', "slot '1'"),
+        ('{"1": {}}', "slot '1': candidate_steps is missing"),
+        ('{"1": {"candidate_steps": []}}', "slot '1': candidate_steps"),
+        ('{"1": {"candidate_steps": 3}}', "slot '1': candidate_steps"),
+        ('{"1": {"candidate_steps": [1, -1]}}', "slot '1': candidate_steps"),
+        ('{"1": {"candidate_steps": [1.0]}}', "slot '1': candidate_steps"),
+        ('{"1": {"candidate_steps": [true]}}', "slot '1': candidate_steps"),
+        ('{"8": {"candidate_steps": [1], "up": 1}}', "slot '8': unknown key 'up'"),
+        ('{"8": {"candidate_steps": [1], "up_hysteresis": "1"}}', "slot '8': up_hysteresis"),
+        ('{"8": {"candidate_steps": [1], "down_hysteresis": NaN}}', "slot '8': down_hysteresis"),
+        ('{"8": {"candidate_steps": [1], "down_hysteresis": 1e999}}', "slot '8': down_hysteresis"),
+        ('{"8": {"candidate_steps": [1], "ceiling_coeff": -1}}', "slot '8': ceiling_coeff"),
+        ('{"ema_alpha": 0, "1": {"candidate_steps": [1]}}', "ema_alpha"),
+        ('{"ema_alpha": 1.5, "1": {"candidate_steps": [1]}}', "ema_alpha"),
+        ('{"update_interval": 0, "1": {"candidate_steps": [1]}}', "update_interval"),
+        ('{"update_interval": 2.5, "1": {"candidate_steps": [1]}}', "update_interval"),
+        ('{"warmup_batches": -1, "1": {"candidate_steps": [1]}}', "warmup_batches"),
+        ('{"warmup_batches": null, "1": {"candidate_steps": [1]}}', "warmup_batches"),
+    ],
+)
+def test_config_errors_name_the_key(tmp_path: Path, text: str, names: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_policy(str(path), 3, 1, None)
+    assert names in str(caught.value)
+    assert "broken.json" in str(caught.value)
+
+
+def test_unknown_names_and_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"with-off.*No such file"):
+        load_policy("agressive", 3, 1, None)
+    with pytest.raises(ConfigError, match="readable file"):
+        load_policy(str(tmp_path), 3, 1, None)
+    binary = tmp_path / "binary.json"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"binary\.json"):
+        load_policy(str(binary), 3, 1, None)
