@@ -1,0 +1,48 @@
+"""The grammar room: what a request may say, and the masks that hold it to that.
+
+Names load on first use, so that importing the package loads no grammar library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from overlap_spec.grammar.compile import GrammarCompiler
+    from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher
+    from overlap_spec.grammar.lane import AcceptItem, FillItem, Lane, LaneResult
+    from overlap_spec.grammar.spec import Grammar
+    from overlap_spec.grammar.vocabulary import Vocabulary
+
+_HOME = {
+    "AcceptItem": "lane",
+    "Backend": "contract",
+    "CompiledGrammar": "contract",
+    "FillItem": "lane",
+    "Grammar": "spec",
+    "GrammarCompiler": "compile",
+    "Lane": "lane",
+    "LaneResult": "lane",
+    "Matcher": "contract",
+    "Vocabulary": "vocabulary",
+}
+
+__all__ = [
+    "AcceptItem",
+    "Backend",
+    "CompiledGrammar",
+    "FillItem",
+    "Grammar",
+    "GrammarCompiler",
+    "Lane",
+    "LaneResult",
+    "Matcher",
+    "Vocabulary",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,158 @@
+"""The xgrammar library behind the contract: its Earley matcher and its C++ tree walk.
+
+Schemas and regular expressions reach it as EBNF of our own making: its own converter puts spaces
+after separators inside free-form values, ignores many keywords, and lets control characters and
+unescaped quotes into strings with a length or a pattern.
+
+Its calls take numpy arrays through DLPack and release the GIL. DLPack passes no strides that it
+would obey and refuses read-only arrays, so both are checked or copied here.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import xgrammar as xgr
+
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar import walk
+from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
+from overlap_spec.grammar.lowering import to_ebnf
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.vocabulary import Vocabulary
+
+
+class XGrammarBackend(Backend):
+    """Compiles EBNF with xgrammar against the exact bytes of a vocabulary."""
+
+    name = "xgrammar"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        # An empty token is special to the library: never legal inside a grammar.
+        info = xgr.TokenizerInfo(
+            list(vocabulary.text),
+            xgr.VocabType.RAW,
+            vocab_size=vocabulary.size,
+            stop_token_ids=list(vocabulary.stop_ids),
+            add_prefix_space=False,
+        )
+        threads = max(1, min(8, (os.cpu_count() or 1) // 2))
+        self._compiler = xgr.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        ebnf = to_ebnf(grammar)
+        try:
+            return _Compiled(self._compiler.compile_grammar(ebnf), self.vocabulary)
+        except RuntimeError as error:
+            raise GrammarError(
+                f"{grammar.kind} grammar cannot be compiled: {_reason(error)}", grammar.kind
+            ) from error
+
+
+class _Compiled(CompiledGrammar):
+    def __init__(self, compiled: xgr.CompiledGrammar, vocabulary: Vocabulary) -> None:
+        self._compiled = compiled
+        self._vocabulary = vocabulary
+        self._memory_bytes = int(compiled.memory_size_bytes)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._memory_bytes
+
+    def matcher(self) -> Matcher:
+        return _XGrammarMatcher(xgr.GrammarMatcher(self._compiled), self._vocabulary, [])
+
+
+class _XGrammarMatcher(Matcher):
+    def __init__(
+        self, library: xgr.GrammarMatcher, vocabulary: Vocabulary, history: list[int]
+    ) -> None:
+        self._library = library
+        self.vocabulary = vocabulary
+        self._history = history
+
+    def accept(self, token_id: int) -> bool:
+        # The library rejects these too, but prints a warning for each.
+        if self.is_terminated or not self._may_be_legal(token_id):
+            return False
+        accepted = bool(self._library.accept_token(token_id))
+        if accepted:
+            self._history.append(token_id)
+        return accepted
+
+    def rollback(self, count: int) -> None:
+        if not 0 <= count <= len(self._history):
+            raise ValueError(f"cannot roll back {count} of {len(self._history)} tokens")
+        if count:
+            self._library.rollback(count)
+            del self._history[-count:]
+
+    def fill(self, row: Row) -> None:
+        words = self.vocabulary.words
+        if row.shape != (words,) or row.dtype != np.int32 or not row.flags.c_contiguous:
+            raise ValueError(f"a mask row must be int32 ({words},), C-contiguous")
+        if self.is_terminated:
+            row.fill(0)
+            return
+        self._library.fill_next_token_bitmask(row)
+        row &= self.vocabulary.text_row
+
+    def fill_tree(self, tokens: Links, first_child: Links, next_sibling: Links, rows: Row) -> None:
+        if tokens.min(initial=0) < 0 or tokens.max(initial=0) >= self.vocabulary.size:
+            walk.fill_tree(self, tokens, first_child, next_sibling, rows)
+            return
+        walk.check_tree(tokens, first_child, next_sibling, rows, self.vocabulary.words)
+        rows.fill(0)
+        if self.is_terminated:
+            return
+        try:
+            self._library.traverse_draft_tree(
+                _exportable(first_child), _exportable(next_sibling), _exportable(tokens), rows
+            )
+        except BaseException:
+            rows.fill(0)
+            self._replay()
+            raise
+        rows &= self.vocabulary.text_row
+
+    @property
+    def is_terminated(self) -> bool:
+        return bool(self._library.is_terminated())
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self._library.is_completed())
+
+    @property
+    def accepted_tokens(self) -> int:
+        return len(self._history)
+
+    def fork(self) -> Matcher:
+        return _XGrammarMatcher(self._library.fork(), self.vocabulary, self._history.copy())
+
+    def _may_be_legal(self, token_id: int) -> bool:
+        if not 0 <= token_id < self.vocabulary.size:
+            return False
+        return bool((int(self.vocabulary.text_row[token_id >> 5]) >> (token_id & 31)) & 1)
+
+    def _replay(self) -> None:
+        # How deep in the tree the library stood when it raised cannot be asked.
+        self._library.reset()
+        for token in self._history:
+            if not self._library.accept_token(token):
+                raise RuntimeError(f"xgrammar rejected token {token} that it had accepted before")
+
+
+def _exportable(links: Links) -> Links:
+    return np.require(links, np.int64, ("C", "W"))
+
+
+def _reason(error: RuntimeError) -> str:
+    text = str(error).strip()
+    head, mark, tail = text.partition(": ")
+    return tail if mark and head.startswith("[") else text
+
+
+BACKEND = XGrammarBackend

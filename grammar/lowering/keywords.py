@@ -1,0 +1,115 @@
+"""JSON Schema keywords: which are read exactly, which say nothing, which are refused."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from overlap_spec.errors import GrammarError
+
+ANNOTATIONS = frozenset(
+    {
+        "$anchor", "$comment", "$defs", "$id", "$schema", "$vocabulary", "contentEncoding",
+        "contentMediaType", "contentSchema", "default", "definitions", "deprecated", "description",
+        "example", "examples", "id", "readOnly", "title", "writeOnly"
+    }
+)  # fmt: skip
+READ = frozenset(
+    {
+        "$ref", "additionalItems", "additionalProperties", "allOf", "anyOf", "const", "enum",
+        "exclusiveMaximum", "exclusiveMinimum", "format", "items", "maxItems", "maxLength",
+        "maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum",
+        "multipleOf", "oneOf", "pattern", "patternProperties", "prefixItems", "properties",
+        "propertyNames", "required", "type", "uniqueItems"
+    }
+)  # fmt: skip
+REFUSED = frozenset(
+    {
+        "$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired",
+        "dependentSchemas", "else", "if", "maxContains", "minContains", "not", "then",
+        "unevaluatedItems", "unevaluatedProperties"
+    }
+)  # fmt: skip
+# Keywords that only change the meaning of another one.
+_NEEDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
+_EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
+# Values with which a refused keyword holds for everything.
+_TRIVIAL: dict[str, tuple[Any, ...]] = {
+    "dependencies": ({},),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "not": (False,),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+}
+
+
+def constraints(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords that constrain something, in the form that draft 2020-12 gives them.
+
+    Annotations and keywords without effect are left out; `const` becomes `enum`, a list in
+    `items` becomes `prefixItems`, and boolean exclusive bounds become numeric ones.
+    """
+    kept = {
+        key: value
+        for key, value in schema.items()
+        if (key in READ or key in REFUSED)
+        and not (key in _NEEDS and _NEEDS[key] not in schema)
+        and value not in _TRIVIAL.get(key, ())
+    }
+    rest = kept.pop("additionalItems", True)
+    if isinstance(kept.get("items"), list):
+        kept["prefixItems"] = kept.pop("items")
+        kept["items"] = rest
+    for bound, exclusive in _EXCLUSIVE.items():
+        if isinstance(kept.get(exclusive), bool) and kept.pop(exclusive) and bound in kept:
+            kept[exclusive] = kept.pop(bound)
+    if "const" in kept:
+        value = kept.pop("const")
+        kept["enum"] = [v for v in kept.get("enum", [value]) if same(v, value)]
+    return kept
+
+
+def same(left: Any, right: Any) -> bool:
+    """JSON equality: 1 and 1.0 are equal, 1 and true are not."""
+    if isinstance(left, bool) or isinstance(right, bool):
+        return left is right
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+    return bool(left == right)
+
+
+def check(schema: Mapping[str, Any], path: str) -> None:
+    """Refuse what is not read exactly.
+
+    Raises:
+        GrammarError: names the keyword and its path.
+    """
+    for key in constraints(schema):
+        if key in REFUSED:
+            raise refusal(key, path, "is not supported")
+    for key in schema:
+        if key in ANNOTATIONS or key in READ or key in REFUSED or not key[:1].isalpha():
+            continue
+        meant = difflib.get_close_matches(key, READ | REFUSED, 1, 0.85)
+        if meant:
+            raise refusal(key, path, f"is not a JSON Schema keyword; did you mean {meant[0]!r}?")
+
+
+def refusal(keyword: str, path: str, reason: str) -> GrammarError:
+    """An error that names a keyword and where it stands."""
+    return GrammarError(f"{path}: keyword {keyword!r} {reason}", "schema")
+
+
+def step(path: str, *keys: str | int) -> str:
+    """The path one level deeper: `$.properties.age`, `$.items[0]`, `$['a b']`."""
+    for key in keys:
+        if isinstance(key, int):
+            path += f"[{key}]"
+        else:
+            plain = key.replace("$", "_").isidentifier()
+            path += f".{key}" if plain else f"[{key!r}]"
+    return path

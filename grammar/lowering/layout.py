@@ -1,0 +1,66 @@
+"""White space between the tokens of JSON, as EBNF expressions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from overlap_spec.grammar.lowering.ebnf import Rules, literal, sequence
+from overlap_spec.grammar.lowering.regex import parse
+
+# One line break and some indentation: enough for any pretty printer, too little to loop in.
+_BOUNDED = parse(r"\n?[ \t]{0,16}")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where white space goes.
+
+    Args:
+        rules: The grammar under construction.
+        whitespace: `"compact"`, `"bounded"`, or the number of spaces of an indented form.
+    """
+
+    rules: Rules
+    whitespace: str | int
+
+    @property
+    def by_depth(self) -> bool:
+        """Whether an expression depends on how deep it stands."""
+        return isinstance(self.whitespace, int)
+
+    def opening(self, bracket: str, depth: int) -> str:
+        """The bracket of a container whose members stand at `depth`."""
+        return self._spaced(bracket, depth)
+
+    def comma(self, depth: int) -> str:
+        """Between two members at `depth`."""
+        return self._spaced(",", depth)
+
+    def colon(self) -> str:
+        """Between key and value."""
+        if self.by_depth:
+            return literal(": ")
+        return self._spaced(":", 0)
+
+    def closing(self, bracket: str, depth: int) -> str:
+        """The bracket that ends a container which itself stands at `depth`."""
+        if isinstance(self.whitespace, int):
+            return literal("\n" + " " * (self.whitespace * depth) + bracket)
+        return sequence(self._space(), literal(bracket))
+
+    def value(self, value: Any, depth: int) -> str:
+        """The text of a fixed value that stands at `depth`."""
+        if isinstance(self.whitespace, int):
+            text = json.dumps(value, ensure_ascii=False, indent=self.whitespace)
+            return literal(text.replace("\n", "\n" + " " * (self.whitespace * depth)))
+        return literal(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+
+    def _spaced(self, mark: str, depth: int) -> str:
+        if isinstance(self.whitespace, int):
+            return literal(mark + "\n" + " " * (self.whitespace * depth))
+        return sequence(literal(mark), self._space())
+
+    def _space(self) -> str:
+        return self.rules.terminal(_BOUNDED) if self.whitespace == "bounded" else ""

@@ -1,0 +1,109 @@
+"""The members of arrays and objects in order, with separators and counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from overlap_spec.grammar.lowering.ebnf import Rules, choice, literal, repeat, sequence
+from overlap_spec.grammar.lowering.layout import Layout
+
+
+@dataclass(frozen=True)
+class Member:
+    """One named or positional member: its rule (None if it can never be there), and whether it
+    must be there."""
+
+    rule: str | None
+    required: bool
+
+
+@dataclass
+class Members:
+    """Builds the rules of one container.
+
+    Args:
+        rules: The grammar under construction.
+        layout: White space.
+        brackets: `"[]"` or `"{}"`.
+        depth: Where the container itself stands.
+        least: Fewest members.
+        most: Most members, or None.
+    """
+
+    rules: Rules
+    layout: Layout
+    brackets: str
+    depth: int
+    least: int
+    most: int | None
+    _made: dict[tuple[int, int, bool], str | None] = field(default_factory=dict)
+
+    def array(self, members: list[Member], tail: str | None) -> str | None:
+        """Positional members, then any number of `tail`; an array may end before any of them."""
+        for i, member in enumerate(members):
+            if member.rule is None:
+                # Nothing can stand here, so the array ends before.
+                return self._whole(members[:i], None, True)
+        return self._whole(members, tail, True)
+
+    def object(self, members: list[Member], tail: str | None) -> str | None:
+        """Named members, each there or, where it is not required, left out; then `tail`s."""
+        if any(member.required and member.rule is None for member in members):
+            return None
+        return self._whole([m for m in members if m.rule is not None], tail, False)
+
+    def _whole(self, members: list[Member], tail: str | None, positional: bool) -> str | None:
+        self._members, self._tail, self._positional = members, tail, positional
+        # Counting multiplies the rules, so it is done only where a bound can be missed.
+        need = sum(m.required for m in members)
+        room = None if tail is not None else len(members)
+        self._counts = (
+            positional
+            or self.least > need
+            or not (self.most is None or (room is not None and room <= self.most))
+        )
+        opening = self.layout.opening(self.brackets[0], self.depth + 1)
+        closing = self.layout.closing(self.brackets[1], self.depth)
+        inside = self._from(0, 0, True)
+        ways = [] if inside is None else [sequence(opening, inside, closing)]
+        if self.least == 0 and (positional or need == 0):
+            ways.append(literal(self.brackets))
+        return choice(ways) if ways else None
+
+    def _from(self, index: int, count: int, first: bool) -> str | None:
+        """What follows from member `index` on after `count` members; at least one, if `first`."""
+        if self.most is not None and self._counts and count > self.most:
+            return None
+        key = (index, count if self._counts else 0, first)
+        if key not in self._made:
+            body = self._rest(index, count, first)
+            self._made[key] = body if body in (None, '""') else self.rules.add(str(body))
+        return self._made[key]
+
+    def _rest(self, index: int, count: int, first: bool) -> str | None:
+        if index == len(self._members):
+            return self._tails(count, first)
+        member = self._members[index]
+        ways = []
+        after = self._from(index + 1, count + 1, False)
+        if after is not None:
+            comma = "" if first else self.layout.comma(self.depth + 1)
+            ways.append(sequence(comma, str(member.rule), "" if after == '""' else after))
+        if self._positional:
+            if not first and count >= self.least:
+                ways.append('""')
+        elif not member.required:
+            without = self._from(index + 1, count, first)
+            ways += [without] if without is not None else []
+        return choice(ways) if ways else None
+
+    def _tails(self, count: int, first: bool) -> str | None:
+        least = max(self.least - count, 0) if self._counts else 0
+        most = None if self.most is None or not self._counts else self.most - count
+        if self._tail is None or most == 0:
+            return None if first or least > 0 else '""'
+        more = sequence(self.layout.comma(self.depth + 1), self._tail)
+        if not first:
+            return repeat(more, least, most)
+        again = repeat(more, max(least - 1, 0), None if most is None else most - 1)
+        return sequence(self._tail, again)

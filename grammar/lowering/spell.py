@@ -1,0 +1,72 @@
+"""How a text's characters are spelled: as they are, or inside a JSON string."""
+
+from __future__ import annotations
+
+from overlap_spec.grammar.lowering.automaton import Chars, Node, Repeat, chain, either, text
+from overlap_spec.grammar.lowering.charset import ALL, Ranges, intersect, union
+
+_SHORT = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
+_RAW: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, 0x10FFFF))
+
+
+def _one_of(chars: str) -> Node:
+    return Chars(union(((ord(char), ord(char)),) for char in chars))
+
+
+_HEX = _one_of("0123456789ABCDEFabcdef")
+_PAIR = chain(_one_of("89ABab"), _HEX, _HEX, text("\\u"), _one_of("Dd"), _one_of("CDEFcdef"))
+# A pair of surrogate escapes is one character, half of one is none.
+_UNICODE = either(
+    chain(_one_of("0123456789ABCEFabcef"), _HEX, _HEX, _HEX),
+    chain(_one_of("Dd"), either(chain(_one_of("01234567"), _HEX, _HEX), chain(_PAIR, _HEX, _HEX))),
+)
+ANY_CHAR = either(
+    Chars(_RAW),
+    chain(text("\\"), either(_one_of('"\\/bfnrt'), chain(text("u"), _UNICODE))),
+)
+"""One character of a JSON string, in any spelling."""
+
+
+def plain(members: Ranges) -> Node | None:
+    """A character of the set as it is; None for the empty set."""
+    inside = intersect(members, ALL)
+    return Chars(inside) if inside else None
+
+
+def in_json(members: Ranges) -> Node | None:
+    """A character of the set inside a JSON string; None for the empty set.
+
+    The set of all characters has every spelling that JSON allows; others have one spelling a
+    character: as it is where JSON allows that, else the short escape, else `\\u00xx`.
+    """
+    inside = intersect(members, ALL)
+    if inside == ALL:
+        return ANY_CHAR
+    ways: list[Node] = []
+    raw = intersect(inside, _RAW)
+    if raw:
+        ways.append(Chars(raw))
+    points = [p for p in (*range(0x20), 0x22, 0x5C) if intersect(inside, ((p, p),))]
+    escapes: list[Node] = []
+    short = "".join(_SHORT[point] for point in points if point in _SHORT)
+    if short:
+        escapes.append(_one_of(short))
+    long = _long_escapes([point for point in points if point not in _SHORT])
+    if long:
+        escapes.append(long)
+    if escapes:
+        ways.append(chain(text("\\"), either(*escapes)))
+    return either(*ways) if ways else None
+
+
+ANY_TEXT = Repeat(ANY_CHAR, 0, None)
+"""Any JSON string, between the quotes."""
+
+
+def _long_escapes(points: list[int]) -> Node | None:
+    ways = []
+    for high in (0, 1):
+        digits = "".join(f"{point & 15:x}" for point in points if point >> 4 == high)
+        if digits:
+            ways.append(chain(text(str(high)), _one_of(digits)))
+    return chain(text("u00"), either(*ways)) if ways else None

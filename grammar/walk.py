@@ -1,0 +1,90 @@
+"""The depth-first walk over a draft tree, for any matcher.
+
+It is the oracle of native walks and what backends without one use.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from overlap_spec.grammar.contract import Links, Matcher, Row
+
+
+def check_tree(
+    tokens: Links, first_child: Links, next_sibling: Links, rows: Row, words: int
+) -> None:
+    """Hold a tree and its rows to the contract's shapes, dtypes and order of links.
+
+    Raises:
+        ValueError: naming what is wrong.
+    """
+    n = len(tokens)
+    if n == 0:
+        raise ValueError("a draft tree has at least one node, the last committed token")
+    if rows.shape != (n, words) or rows.dtype != np.int32 or not rows.flags.c_contiguous:
+        raise ValueError(
+            f"mask rows must be int32 ({n}, {words}), C-contiguous; got {rows.dtype} {rows.shape}"
+        )
+    for name, links in (("first_child", first_child), ("next_sibling", next_sibling)):
+        if links.shape != (n,):
+            raise ValueError(f"{name} has shape {links.shape}, tokens has ({n},)")
+        for node, link in enumerate(links.tolist()):
+            if link != -1 and not node < link < n:
+                raise ValueError(
+                    f"{name}[{node}] is {link}; a link is -1 or a later node below {n}"
+                )
+
+
+def fill_tree(
+    matcher: Matcher, tokens: Links, first_child: Links, next_sibling: Links, rows: Row
+) -> None:
+    """Write one mask row a node; the meaning of everything is in `contract`.
+
+    Raises:
+        ValueError: the tree breaks the contract.
+        RuntimeError: the matcher rejected a token that its own row allows.
+    """
+    check_tree(tokens, first_child, next_sibling, rows, matcher.vocabulary.words)
+    rows.fill(0)
+    if matcher.is_terminated:
+        return
+    start = matcher.accepted_tokens
+    try:
+        matcher.fill(rows[0])
+        _descend(matcher, tokens.tolist(), first_child.tolist(), next_sibling.tolist(), rows)
+    finally:
+        matcher.rollback(matcher.accepted_tokens - start)
+
+
+def _descend(
+    matcher: Matcher, tokens: list[int], first_child: list[int], next_sibling: list[int], rows: Row
+) -> None:
+    path = [0]
+    node = first_child[0]
+    while True:
+        if node == -1:
+            done = path.pop()
+            if not path:
+                return
+            matcher.rollback(1)
+            node = next_sibling[done]
+            continue
+        token = tokens[node]
+        if not _allowed(rows[path[-1]], token):
+            node = next_sibling[node]
+            continue
+        if not matcher.accept(token):
+            raise RuntimeError(f"token {token} is allowed by its mask row but was rejected")
+        if matcher.is_terminated:
+            matcher.rollback(1)
+            node = next_sibling[node]
+            continue
+        matcher.fill(rows[node])
+        path.append(node)
+        node = first_child[node]
+
+
+def _allowed(row: Row, token: int) -> bool:
+    if not 0 <= token < len(row) * 32:
+        return False
+    return bool((int(row[token >> 5]) >> (token & 31)) & 1)

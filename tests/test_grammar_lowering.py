@@ -1,0 +1,291 @@
+"""What a schema or a pattern lets through, byte by byte, against jsonschema, json and re."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jsonschema import validators
+
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar import Grammar, Vocabulary
+from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
+from overlap_spec.grammar.contract import CompiledGrammar
+from overlap_spec.grammar.lowering.automaton import is_deterministic
+from overlap_spec.grammar.lowering.regex import parse
+
+STOP = 256
+DATA = Path(__file__).parents[2] / "shared" / "data" / "jsonschemabench_dev.jsonl"
+TREE = {"$ref": "#/$defs/t", "$defs": {"t": {"items": {"$ref": "#/$defs/t"}, "type": "array"}}}
+PATTERN = {
+    "type": "object",
+    "patternProperties": {"^x": {"type": "null"}},
+    "additionalProperties": False,
+}
+OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@cache
+def backend() -> XGrammarBackend:
+    return XGrammarBackend(Vocabulary((*(bytes([i]) for i in range(256)), b""), 257, (STOP,)))
+
+
+@cache
+def compiled(grammar: Grammar) -> CompiledGrammar:
+    return backend().compile(grammar)
+
+
+def takes(grammar: Grammar, text: str | bytes) -> bool:
+    matcher = compiled(grammar).matcher()
+    raw = text.encode() if isinstance(text, str) else text
+    return all(map(matcher.accept, raw)) and matcher.is_complete
+
+
+def legal(matcher) -> list[int]:
+    row = np.zeros(9, np.int32)
+    matcher.fill(row)
+    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+
+
+def random_text(grammar: Grammar, rng: random.Random, most: int = 600) -> bytes | None:
+    """A random sentence, drawn byte by byte from the masks; None if it did not end in time."""
+    matcher, out = compiled(grammar).matcher(), bytearray()
+    while len(out) < most:
+        choices = legal(matcher)
+        assert choices, f"dead end after {bytes(out)!r}"
+        if STOP in choices and (len(choices) == 1 or len(out) > 300 or rng.random() < 0.5):
+            return bytes(out)
+        choices = [c for c in choices if c != STOP]
+        closing = 30.0 if len(out) > 40 else 4.0
+        weights = [closing if c in b'"}]' else 0.05 if c >= 0x80 else 1.0 for c in choices]
+        out += bytes(rng.choices(choices, weights))
+        assert matcher.accept(out[-1])
+    return None
+
+
+ACCEPTED = [
+    ({"type": "string"}, ['""', '"a\\n\\u00e9\\ud83d\\ude00😀"', '"\x7f"']),
+    ({"type": "string", "minLength": 1, "maxLength": 2}, ['"\\n\\""', '"😀"', '"\\ud83d\\ude00a"']),
+    ({"type": "string", "pattern": "ab"}, ['"ab"', '"xxabxx"', '"\\nab"']),
+    ({"type": "string", "pattern": "^[a-c]+$", "maxLength": 3}, ['"abc"', '"a"']),
+    ({"type": "string", "pattern": '^"$'}, ['"\\""']),
+    ({"type": "string", "pattern": "^a|b$"}, ['"ax"', '"xb"']),
+    ({"type": "integer"}, ["0", "-1", "120"]),
+    ({"type": "number"}, ["-0.5", "1e10", "1.25E-3"]),
+    ({"type": "integer", "minimum": -3, "exclusiveMaximum": 12}, ["-3", "0", "11"]),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.001", "0.50"]),
+    ({"type": "integer", "multipleOf": 7}, ["0", "-14", "700"]),
+    ({"enum": [0.1, "é", {"a": [1, 2]}, 12345678901234567890]}, ["0.1", '"é"', '{"a":[1,2]}']),
+    ({"enum": [2.0]}, ["2", "2.0"]),
+    ({"minimum": 3}, ["3", '"text"', "null", "{}"]),
+    (OPEN, ["{}", '{"a":1}', '{"a":1,"b":[1,{"c":2}]}', '{"aa":1,"":2}']),
+    ({**OPEN, "required": ["z"]}, ['{"z":1}', '{"a":1,"z":null,"q":0}']),
+    ({"type": "object", "maxProperties": 1}, ["{}", '{"a":1}']),
+    ({"type": "array", "prefixItems": [{"type": "null"}], "items": False}, ["[]", "[null]"]),
+    ({"type": "array", "items": {"type": "null"}, "minItems": 1, "maxItems": 1}, ["[null]"]),
+    ({"allOf": [OPEN, {"required": ["a"]}]}, ['{"a":1}']),
+    ({"anyOf": [{"type": "null"}, {"type": "integer"}], "minimum": 3}, ["null", "4"]),
+    (TREE, ["[[],[[]]]"]),
+    (PATTERN, ["{}", '{"xy":null}']),
+    ({"type": "string", "format": "date"}, ['"2024-02-28"']),
+]  # fmt: skip
+
+REJECTED = [
+    ({"type": "string"}, ['"\t"', '"\\ud83d"', '"\\x"', b'"\xe0\x81\xba"', b'"\xed\xa0\x80"']),
+    ({"type": "string", "maxLength": 2}, ['"abc"', '"\x01"', '"\\n\\n\\n"']),
+    ({"type": "string", "pattern": "^a$"}, ['"ab"', '"\\u0062"']),
+    ({"type": "string", "pattern": '^"$'}, ['"""']),
+    ({"type": "integer"}, ["01", "1.0", "-", "+1"]),
+    ({"type": "integer", "minimum": -3, "exclusiveMaximum": 12}, ["-4", "12", "99"]),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0", "0.0", "0.51", "-1"]),
+    ({"type": "integer", "multipleOf": 7}, ["1", "701"]),
+    (OPEN, ['{"a":"x"}', '{"\\u0061":"x"}', '{"a":1,"a":"x"}', '{"b":1,"a":"x"}', '{"a": 1}']),
+    ({**OPEN, "required": ["a"]}, ["{}", '{"b":1}']),
+    ({**OPEN, "additionalProperties": False}, ['{"b":1}']),
+    ({"type": "object"}, ['{"a":[1, 2]}', '{"a":{"b": 1}}', '{ }', '{"a":1} ', '{"a":1,}']),
+    ({"type": "array", "items": {"type": "integer"}, "maxItems": 2}, ["[1,2,3]", '["a"]', "[1,]"]),
+    ({"allOf": [OPEN, {"required": ["a"]}]}, ["{}"]),
+    ({"oneOf": [{"type": "null"}, {"type": "integer"}]}, ["true"]),
+    ({"type": "string", "format": "date"}, ['"2024-02-31"']),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "texts"), ACCEPTED, ids=lambda v: json.dumps(v)[:60])
+def test_valid_texts_get_through(schema: Any, texts: list[str]) -> None:
+    grammar = Grammar.json_schema(schema)
+    assert [text for text in texts if not takes(grammar, text)] == []
+
+
+@pytest.mark.parametrize(("schema", "texts"), REJECTED, ids=lambda v: repr(v)[:60])
+def test_invalid_texts_do_not(schema: Any, texts: list[str | bytes]) -> None:
+    grammar = Grammar.json_schema(schema)
+    assert [text for text in texts if takes(grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": {"a": {"not": {}}}}, r"\$\.properties\.a: keyword 'not'"),
+        ({"if": {}, "then": {}}, "keyword 'if'"),
+        ({"type": "array", "contains": {}}, "keyword 'contains'"),
+        ({"type": "array", "uniqueItems": True}, "keyword 'uniqueItems'"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "'oneOf' has branches that may"),
+        ({"type": "number", "multipleOf": 0.1}, "'multipleOf' is supported for whole numbers"),
+        ({"type": "object", "minProperties": 2}, "'minProperties'"),
+        ({"type": "object", "patternProperties": {"^a": {}}}, "'patternProperties'"),
+        ({"type": "string", "pattern": "a.b", "maxLength": 9}, "'pattern' cannot be combined"),
+        ({"type": "string", "pattern": "(?!a)b"}, "look-around"),
+        ({"items": {"propertes": {}}}, r"\$\.items: keyword 'propertes' .*'properties'"),
+        ({"$ref": "http://x/y"}, "outside the schema"),
+        ({"$ref": "#/$defs/none"}, "leads nowhere"),
+        ({"$ref": "#"}, "back to themselves"),
+        ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "'pattern' cannot be combined"),
+        ({"type": "integer", "minimum": 2, "maximum": 1}, "no value is valid"),
+        (False, "no value is valid"),
+    ],
+    ids=lambda v: json.dumps(v)[:60],
+)
+def test_what_is_not_exact_is_refused_by_name(schema: Any, message: str) -> None:
+    with pytest.raises(GrammarError, match=message):
+        compiled(Grammar.json_schema(schema))
+
+
+def test_best_effort_skips_what_would_be_refused() -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "contains": {}}
+    grammar = Grammar.json_schema(schema, best_effort=True)
+    assert takes(grammar, "[1,1]")
+    assert not takes(grammar, '["a"]')
+
+
+def test_annotations_and_unknown_words_say_nothing() -> None:
+    schema = {"type": "null", "title": "t", "default": 1, "$comment": "c", "x-order": 3, "_y": 1}
+    assert takes(Grammar.json_schema(schema), "null")
+
+
+def test_layouts() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "array", "items": {"type": "integer"}},
+            "b": {"enum": [{"c": [1]}]},
+        },
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    value = {"a": [1, 2], "b": {"c": [1]}}
+    for indent in (0, 2, 4):
+        grammar = Grammar.json_schema(schema, whitespace=indent)
+        assert takes(grammar, json.dumps(value, indent=indent))
+        assert not takes(grammar, json.dumps(value, separators=(",", ":")))
+    bounded = Grammar.json_schema(schema, whitespace="bounded")
+    assert takes(bounded, '{"a":[1,2],"b":{"c":[1]}}')
+    assert takes(bounded, '{ "a": [\n 1,\n 2 ],\n  "b": {"c":[1]}\n}')
+    assert not takes(bounded, "{" + " " * 17 + '"a":[1,2],"b":{"c":[1]}}')
+    with pytest.raises(GrammarError, match="bounded depth"):
+        compiled(Grammar.json_schema({"type": "object"}, whitespace=2))
+
+
+def test_compact_means_no_space_anywhere() -> None:
+    rng = random.Random(3)
+    grammars = [Grammar.json_object(), Grammar.json_schema({}), Grammar.json_schema(OPEN)]
+    for grammar, _ in itertools.product(grammars, range(15)):
+        text = random_text(grammar, rng)
+        if text is not None:
+            value = json.loads(text)
+            bare = re.sub(rb'"([^"\\]|\\.)*"', b'""', text)
+            assert not set(b" \t\n\r") & set(bare), (text, value)
+
+
+def test_other_kinds() -> None:
+    choice = Grammar.choice(["yes", "no", 'a "b"\n\\'])
+    assert [takes(choice, text) for text in ("yes", 'a "b"\n\\', "ye")] == [True, True, False]
+    date = Grammar.regex(r"^\d{4}-(?<month>\d\d)$")
+    assert [takes(date, text) for text in ("2024-05", "x2024-05", "2024-5")] == [True, False, False]
+    ebnf = Grammar.ebnf('root ::= "(" root ")" | ""')
+    assert takes(ebnf, "(())")
+    with pytest.raises(GrammarError, match="ebnf grammar cannot be compiled"):
+        compiled(Grammar.ebnf("root ::= ("))
+
+
+def random_regex(rng: random.Random, depth: int) -> str:
+    kind = rng.random()
+    if depth == 0 or kind < 0.25:
+        return rng.choice(["a", "b", "é", "[ab]", "[bé]", "[^a]"])
+    if kind < 0.5:
+        return random_regex(rng, depth - 1) + random_regex(rng, depth - 1)
+    if kind < 0.7:
+        return f"({random_regex(rng, depth - 1)}|{random_regex(rng, depth - 1)})"
+    count = rng.choice(["?", "*", "+", "{2}", "{1,2}", "{0,2}", "{2,}", "{0,3}"])
+    return f"({random_regex(rng, depth - 1)}){count}"
+
+
+def test_regexes_mean_what_re_means() -> None:
+    rng = random.Random(11)
+    texts = ["".join(t) for n in range(5) for t in itertools.product("abé", repeat=n)]
+    seen = {True: 0, False: 0}
+    while min(seen.values()) < 60:
+        pattern = random_regex(rng, rng.choice([2, 3]))
+        seen[is_deterministic(parse(pattern))] += 1
+        grammar = Grammar.regex(pattern)
+        wrong = [t for t in texts if takes(grammar, t) != bool(re.fullmatch(pattern, t))]
+        assert wrong == [], pattern
+
+
+def schema_ordered(value: Any, schema: Any, root: Any) -> Any:
+    """The value with its keys in the order in which the schema first names them."""
+    if isinstance(schema, dict) and str(schema.get("$ref", "")).startswith("#/"):
+        target = root
+        for key in schema["$ref"][2:].split("/"):
+            target = target[key]
+        return schema_ordered(value, target, root)
+    schema = schema if isinstance(schema, dict) else {}
+    if isinstance(value, list):
+        items = schema.get("items")
+        return [schema_ordered(v, items if isinstance(items, dict) else {}, root) for v in value]
+    if not isinstance(value, dict):
+        return value
+    for part in (*schema.get("allOf", []), *schema.get("anyOf", []), *schema.get("oneOf", [])):
+        value = schema_ordered(value, part, root)
+    names = schema.get("properties", {})
+    known = [n for n in dict.fromkeys([*names, *schema.get("required", [])]) if n in value]
+    rest = schema.get("additionalProperties")
+    return {
+        name: schema_ordered(value[name], names.get(name, rest), root)
+        for name in [*known, *(n for n in value if n not in known)]
+    }
+
+
+def compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="JSONSchemaBench sample is not here")
+def test_schemas_in_the_wild() -> None:
+    entries = [json.loads(line) for line in DATA.read_text().splitlines()][::8]
+    rng, refused, over = random.Random(5), 0, 0
+    for entry in entries:
+        schema = entry["schema"]
+        try:
+            grammar = Grammar.json_schema(schema)
+            compiled(grammar)
+        except GrammarError:
+            refused += 1
+            continue
+        for case in entry["tests"]:
+            orders = (case["data"], schema_ordered(case["data"], schema, schema))
+            got = any(takes(grammar, compact(value)) for value in orders)
+            assert case["valid"] or not got, entry["id"]
+            over += case["valid"] and not got
+        text = random_text(grammar, rng)
+        if text is not None:
+            check = validators.validator_for(schema, validators.Draft202012Validator)
+            check(schema).validate(json.loads(text))
+    assert refused <= len(entries) // 4
+    assert over <= 2

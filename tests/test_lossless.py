@@ -1,0 +1,144 @@
+"""Law 8 on the embedded model: speculation changes no token, with and without grammar."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from overlap_spec import Engine, Grammar, SamplingParams
+from overlap_spec.config import EMBEDDED
+from overlap_spec.errors import GrammarError
+from overlap_spec.types import Output
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+needs_model = pytest.mark.skipif(
+    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
+)
+pytestmark = needs_model
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chain": {"num_steps": 5},
+    "tree": {"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 16},
+}
+GREEDY = SamplingParams(max_tokens=48, temperature=0.0)
+
+
+def questions(count: int) -> list[str]:
+    path = DATA / "gsm8k_test.jsonl"
+    if not path.exists():
+        pytest.skip("GSM8K is not at hand")
+    lines = path.read_text().splitlines()[:count]
+    return [json.loads(line)["question"] for line in lines]
+
+
+def schemas(count: int) -> list[Grammar]:
+    """The first schemas that compile, in a shuffled order that mixes their sources."""
+    path = DATA / "jsonschemabench_dev.jsonl"
+    if not path.exists():
+        pytest.skip("JSONSchemaBench is not at hand")
+    lines = path.read_text().splitlines()
+    random.Random(2).shuffle(lines)
+    found: list[Grammar] = []
+    for line in lines:
+        schema = json.loads(line)["schema"]
+        if len(line) > 6000:
+            continue
+        try:
+            found.append(Grammar.json_schema(schema))
+        except GrammarError:
+            continue
+        if len(found) == 3 * count:
+            break
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Engine]:
+    with Engine(algorithm="none", overlap="none") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def speculative(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with Engine(**SETTINGS[request.param], adaptive="static") as engine:
+        yield engine
+
+
+def same(want: list[Output], got: list[Output]) -> None:
+    for index, (w, g) in enumerate(zip(want, got, strict=True)):
+        assert (g.error, g.finish_reason) == (w.error, w.finish_reason), index
+        assert g.token_ids == w.token_ids, index
+
+
+def work(engine: Engine) -> list[tuple[str, Grammar | None]]:
+    """26 questions without grammar and 26 schemas, in turn."""
+    free: list[tuple[str, Grammar | None]] = [(q, None) for q in questions(26)]
+    constrained: list[tuple[str, Grammar | None]] = []
+    for grammar in schemas(26):
+        try:
+            engine.compiler.compile(grammar)
+        except GrammarError:
+            continue
+        number = len(constrained)
+        constrained.append((f"Fill in form {number}: Ada Lee, 41, ada@lee.org, blue", grammar))
+        if len(constrained) == 26:
+            break
+    assert len(constrained) == 26
+    return [item for pair in zip(free, constrained, strict=True) for item in pair]
+
+
+def test_alone_and_in_mixed_batches_of_8(plain: Engine, speculative: Engine) -> None:
+    items = work(plain)
+    prompts, grammars = [p for p, _ in items], [g for _, g in items]
+    alone = [plain.generate(p, g, GREEDY) for p, g in items]
+    batches = [slice(i, i + 8) for i in range(0, len(items), 8)]
+    for engine in (plain, speculative):
+        got = [o for b in batches for o in engine.generate(prompts[b], grammars[b], GREEDY)]
+        same(alone, got)
+    same(alone[:12], [speculative.generate(p, g, GREEDY) for p, g in items[:12]])
+    for output, grammar in zip(alone, grammars, strict=True):
+        if grammar is not None and output.finish_reason == "stop":
+            jsonschema.validate(json.loads(output.text), json.loads(grammar.source))
+
+
+def test_seeded_sampling_is_the_same_with_and_without_speculation(
+    plain: Engine, speculative: Engine
+) -> None:
+    """Coins depend on seed and position alone, so even sampled text is equal, token by token."""
+    prompts = questions(8)
+    sampling = [
+        SamplingParams(max_tokens=40, temperature=0.9, seed=i, top_p=0.9 if i % 2 else 1.0)
+        for i in range(len(prompts))
+    ]
+    grammars = [None, Grammar.json_object()] * 4
+    want = plain.generate(prompts, grammars, sampling)
+    same(want, speculative.generate(prompts, grammars, sampling))
+    assert len({o.text for o in want}) > 1
+
+
+def test_greedy_text_equals_transformers(plain: Engine) -> None:
+    """The embedded target says the same in `transformers`."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = EMBEDDED / "target"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = [*questions(2), "Extract the person: Ada Lovelace is 36 years old."]
+    for prompt in prompts:
+        chat = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+        assert ids[0].tolist() == plain.tokenizer.chat(chat)
+        with torch.no_grad():
+            want = model.generate(ids, max_new_tokens=32, do_sample=False)[0, ids.shape[1] :]
+        got = plain.generate(prompt, None, SamplingParams(max_tokens=32, temperature=0.0))
+        assert list(got.token_ids) == want.tolist()
+        assert got.text == tokenizer.decode(want, skip_special_tokens=True)
