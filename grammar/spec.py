@@ -177,7 +177,7 @@ def _check_schema(schema: Any) -> None:
         raise GrammarError(f"$: a schema is an object or a boolean, not {schema!r}", "schema")
     default = validators.Draft202012Validator
     try:
-        validators.validator_for(schema, default).check_schema(schema)
+        validators.validator_for(schema, default).check_schema(schema)  # type: ignore[arg-type]
     except SchemaError as error:
         path = step("$", *error.absolute_path)
         reason = error.message

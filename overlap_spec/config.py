@@ -40,6 +40,7 @@ class EngineConfig:
         max_running_requests: Requests that run at once; more wait.
         chunked_prefill_size: Prompt tokens that a step computes at most.
         page_size: Tokens of a cache page.
+        prefix_cache: Keep computed pages for prompts that start alike.
         lane_threads: Threads of the grammar lane; 0 runs it in the step's own thread. None is half
             the cores, or 0 in the serial mode.
         mask_deadline_ms: Time that one request's matcher may take a step; later ones cost that
@@ -63,6 +64,7 @@ class EngineConfig:
     max_running_requests: int = 32
     chunked_prefill_size: int = 1024
     page_size: int = 16
+    prefix_cache: bool = True
     lane_threads: int | None = None
     mask_deadline_ms: float | None = 50.0
 
@@ -101,6 +103,8 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ConfigError(f"{name} must be an integer >= {low}: {value!r}")
+        if self.chunked_prefill_size < self.page_size:
+            raise ConfigError("chunked_prefill_size must hold at least one page (page_size)")
         if self.mask_deadline_ms is not None and self.mask_deadline_ms <= 0:
             raise ConfigError(f"mask_deadline_ms must be over 0: {self.mask_deadline_ms!r}")
         fraction = self.mem_fraction_static

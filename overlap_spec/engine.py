@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, cast, overload
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.errors import GrammarError, InvalidRequest, RequestFailed
+from overlap_spec.errors import GrammarError, InvalidRequest, NumericFault, RequestFailed
 from overlap_spec.grammar.lane import Lane as LanePool
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar_lane import GrammarLane, StepFigures
@@ -92,6 +92,7 @@ class Engine:
             chunk_tokens=config.chunked_prefill_size,
             reserve_tokens=reserve,
             assign=lambda s: self.worker.assign(s.row, s.request, s.output_ids),
+            reuse=config.prefix_cache,
         )
         self._flight: Flight | None = None
         self._news: list[tuple[Running, tuple[int, ...]]] = []
@@ -292,6 +293,9 @@ class Engine:
         self._observe(result)
         self._fail_failed()
         for sequence in self.scheduler.running:
+            if isinstance(sequence.error, NumericFault):
+                self.scheduler.spoil(sequence)
+                self.worker.clear(sequence.pages)
             if sequence.finish_reason is not None:
                 self.lane.drop(sequence.request.id)
 

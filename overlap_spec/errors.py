@@ -6,6 +6,7 @@ OverlapSpecError
 ├── CheckpointError         a checkpoint cannot be loaded as it is
 ├── ConfigError             an engine setting is wrong or not built yet
 └── RequestFailed           a running request ended with an error; the engine goes on
+    └── NumericFault        its logits are not numbers, and its cache is not to be trusted
 """
 
 from __future__ import annotations
@@ -42,3 +43,7 @@ class ConfigError(OverlapSpecError, ValueError):
 
 class RequestFailed(OverlapSpecError):
     """One request ended with an error in the middle of its generation."""
+
+
+class NumericFault(RequestFailed):
+    """The model's logits for a request hold NaN."""

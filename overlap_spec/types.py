@@ -167,16 +167,17 @@ class Tier:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of one request's tokens to prefill, at positions ``start ..``.
+    """A run of one request's tokens to prefill, at positions ``start ..``; starts with a page.
 
-    ``next_token`` is the token after the run, or None where the run ends the known text: then its
-    last token is verified as a one-node tree.
+    ``final``: the run ends the known text, and its last token is verified as a one-node tree.
+    ``page_before``: the page that ends at ``start``, 0 at the start of the text.
     """
 
     row: int
     start: int
     tokens: Int64s
-    next_token: int | None
+    final: bool
+    page_before: int = 0
 
 
 @dataclass(frozen=True)
@@ -204,14 +205,14 @@ class StepPlan:
     @property
     def final_chunks(self) -> tuple[Chunk, ...]:
         """The chunks that end their known text: one-node trees, verified behind the others."""
-        return tuple(chunk for chunk in self.chunks if chunk.next_token is None)
+        return tuple(chunk for chunk in self.chunks if chunk.final)
 
     @property
     def verified(self) -> tuple[tuple[int, int, bool], ...]:
         """(request id, row, has a grammar) of what the step verifies, in the order of its trees."""
         trees = len(self.decode_rows)
         rows = (*self.decode_rows, *(chunk.row for chunk in self.chunks))
-        final = (True,) * trees + tuple(chunk.next_token is None for chunk in self.chunks)
+        final = (True,) * trees + tuple(chunk.final for chunk in self.chunks)
         everyone = zip(self.request_ids, rows, self.grammar, final, strict=True)
         return tuple(member[:3] for member in everyone if member[3])
 
@@ -302,6 +303,7 @@ class RequestStats:
     """Measured on one request. Times in milliseconds, rates over what was really drafted."""
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
     verifies: int = 0
     verified_tokens: int = 0

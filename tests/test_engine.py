@@ -15,6 +15,7 @@ from typing import Any
 import checkpoints
 import numpy as np
 import pytest
+import torch
 from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 
@@ -343,3 +344,39 @@ def test_greedy_text_is_the_same_under_every_policy(tiny: dict[str, str], name: 
     assert [g.token_ids for g in got] == [w.token_ids for w in want]
     # A random head is always wrong: every adaptive policy gives its long drafts up.
     assert (switches > 0) == (name != "static")
+
+
+def test_prefix_reuse_is_as_good_with_speculation(tiny: dict[str, str]) -> None:
+    """Same pages found, same text, whether the drafter's cache is reused along with them or not."""
+    shared = "a long instruction that every request starts with, word by word. " * 2
+    prompts = [shared + tail for tail in ("one", "two", "three", "one and a half")]
+    cached = {}
+    texts = {}
+    for name, settings in {
+        "plain": {"algorithm": "none"},
+        "tree": {"num_steps": 3, "eagle_topk": 2},
+        "off": {"num_steps": 3, "prefix_cache": False},
+    }.items():
+        with Engine(**tiny, **settings, chunked_prefill_size=48) as engine:
+            outputs = [engine.generate(p, None, SamplingParams(max_tokens=20)) for p in prompts]
+            outputs += engine.generate(prompts, None, SamplingParams(max_tokens=20))
+            cached[name] = [o.stats.cached_tokens for o in outputs]
+            texts[name] = [o.token_ids for o in outputs]
+            assert engine.scheduler.allocator.in_use == 0
+    assert texts["plain"] == texts["tree"] == texts["off"]
+    assert cached["plain"] == cached["tree"]
+    assert cached["tree"][0] == 0
+    assert min(cached["tree"][1:]) >= 112
+    assert set(cached["off"]) == {0}
+
+
+def test_reused_pages_draft_as_well_as_computed_ones(tiny: dict[str, str]) -> None:
+    """The drafter's root state after a reused prefix equals that after a full prefill."""
+    states = []
+    for reuse in (True, False):
+        with Engine(**tiny, num_steps=3, overlap="none", prefix_cache=reuse) as engine:
+            for _ in range(2):
+                engine.generate("p" * 90, None, SamplingParams(max_tokens=1))
+            states.append(engine.worker.passes.drafter.root_state[:2].clone())
+    assert torch.allclose(states[0], states[1], atol=1e-5)
+    assert states[0].abs().sum() > 0

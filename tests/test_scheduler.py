@@ -49,13 +49,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         # Results come this many steps late, as in the overlapped modes.
         self.lag = lag
         self.flights: list[StepPlan] = []
-        self.rows, self.budget = rows, budget
+        self.rows, self.budget = rows, max(budget, page_size)
         self.assigned: dict[int, int] = {}
         self.scheduler = Scheduler(
             max(pages, 30 // page_size + 2),
             page_size,
             rows,
-            budget,
+            self.budget,
             RESERVE,
             lambda s: self.assigned.__setitem__(s.row, s.request.id),
         )
@@ -106,7 +106,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             known = [*by_id[request_id].request.prompt_ids, *self.kept[request_id]]
             end = chunk.start + len(chunk.tokens)
             assert chunk.tokens.tolist() == known[chunk.start : end]
-            assert chunk.next_token == (known[end] if end < len(known) else None)
+            assert chunk.final == (end == len(known))
+            assert chunk.start % self.scheduler.page_size == 0
         for s in by_id.values():
             if s.request.id in plan.request_ids:
                 slots = len(s.pages) * self.scheduler.page_size
@@ -136,7 +137,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         allocator = self.scheduler.allocator
         owned = [p for s in self.scheduler.running for p in s.pages]
-        assert len(set(owned)) == len(owned) == allocator.in_use
+        shared = [node.page for s in self.scheduler.running for node in s.path]
+        assert len(set(owned) | set(shared)) == allocator.in_use
+        # A page that two sequences read is one of the tree's.
+        assert all(owned.count(p) == 1 or p in shared for p in owned)
         assert allocator.in_use + allocator.free == allocator.total
         assert not any(s.pages for s in self.scheduler.waiting)
 

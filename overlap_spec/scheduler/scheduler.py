@@ -9,6 +9,7 @@ import numpy as np
 
 from overlap_spec.errors import RequestFailed
 from overlap_spec.scheduler.pages import PageAllocator
+from overlap_spec.scheduler.prefix import PrefixTree
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.scheduler.stops import cut
 from overlap_spec.types import Chunk, RowResult, StepPlan, StepResult, Tier
@@ -29,6 +30,7 @@ class Scheduler:
         chunk_tokens: Prefill tokens a step computes at most.
         reserve_tokens: Slots behind the committed length that a running sequence owns.
         assign: Called with a sequence that has just got its row.
+        reuse: Whether pages are kept for prompts that start alike.
     """
 
     def __init__(
@@ -39,8 +41,11 @@ class Scheduler:
         chunk_tokens: int,
         reserve_tokens: int,
         assign: Callable[[Sequence], None],
+        reuse: bool = True,
     ) -> None:
-        self.allocator = PageAllocator(pages)
+        self.reuse = reuse
+        self.tree = PrefixTree(page_size)
+        self.allocator = PageAllocator(pages, self.tree)
         self.page_size, self.chunk_tokens = page_size, chunk_tokens
         self.reserve_tokens = reserve_tokens
         self.waiting: deque[Sequence] = deque()
@@ -81,8 +86,9 @@ class Scheduler:
         budget = self.chunk_tokens
         for sequence in self._live():
             if budget and sequence.row >= 0 and sequence.prefilling:
+                self._reuse(sequence)
                 chunk = self._chunk(sequence, budget)
-                if not self._grow(sequence, chunk.start + len(chunk.tokens)):
+                if chunk is None or not self._grow(sequence, chunk.start + len(chunk.tokens)):
                     break
                 budget -= len(chunk.tokens)
                 chunks.append((sequence, chunk))
@@ -93,6 +99,7 @@ class Scheduler:
         self._steps += 1
         for sequence, chunk in chunks:
             sequence.planned_tokens += len(chunk.tokens)
+            self._offer(sequence, sequence.planned_tokens)
         for sequence in members:
             sequence.last_step = self._steps
         grants, self._grants = tuple(self._grants), []
@@ -145,6 +152,10 @@ class Scheduler:
             if sequence.request.id == request_id and sequence.finish_reason is None:
                 sequence.finish_reason = "abort"
 
+    def spoil(self, sequence: Sequence) -> None:
+        """Let nobody reuse the sequence's pages: what they hold is not to be trusted."""
+        self.allocator.give_back(self.tree.detach(sequence.path))
+
     def retire(self) -> list[Sequence]:
         """Free rows and pages of ended sequences that no step under way reads; returns these."""
         ended = [
@@ -179,12 +190,39 @@ class Scheduler:
             self.running.append(sequence)
             self._assign(sequence)
 
-    def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
-        start = sequence.planned_tokens
-        end = min(start + budget, sequence.prefill_tokens)
+    def _reuse(self, sequence: Sequence) -> None:
+        """Before its first chunk: let a sequence start behind pages that hold its first tokens.
+
+        At least its last token is computed, since the next one is chosen from it.
+        """
+        if not self.reuse or sequence.planned_tokens:
+            return
+        path = self.tree.find(sequence.tokens(0, sequence.prefill_tokens - 1))
+        if path:
+            self.tree.hold(path)
+            sequence.path = path
+            sequence.pages = [node.page for node in path]
+            self._grants.append((sequence.row, 0, tuple(sequence.pages)))
+            sequence.planned_tokens = sequence.committed_tokens = len(path) * self.page_size
+            sequence.stats.cached_tokens = sequence.planned_tokens
+
+    def _offer(self, sequence: Sequence, tokens: int) -> None:
+        """Let others start behind the sequence's first ``tokens`` tokens, from the next step on."""
+        if self.reuse:
+            self.tree.insert(sequence.tokens(0, tokens), sequence.pages, sequence.path)
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Chunk | None:
+        """The next tokens to prefill: all, or full pages of them; None if not one page fits."""
+        start, size = sequence.planned_tokens, self.page_size
+        end = sequence.prefill_tokens
+        if end - start > budget:
+            end = start + budget // size * size
+            if end == start:
+                return None
         tokens = np.array(sequence.tokens(start, end), np.int64)
         following = sequence.tokens(end, end + 1)
-        return Chunk(sequence.row, start, tokens, following[0] if following else None)
+        page_before = sequence.pages[start // size - 1] if start else 0
+        return Chunk(sequence.row, start, tokens, not following, page_before)
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
         """Pages for ``tokens`` and the reserve, taken from the sequence admitted last if need be.
@@ -214,8 +252,12 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self._grants = [grant for grant in self._grants if grant[0] != sequence.row]
-        self.allocator.give_back(sequence.pages)
-        sequence.pages = []
+        if sequence.error is None:
+            self._offer(sequence, sequence.committed_tokens)
+        shared = {node.page for node in sequence.path}
+        self.allocator.give_back(page for page in sequence.pages if page not in shared)
+        self.allocator.give_back(self.tree.let_go(sequence.path))
+        sequence.pages, sequence.path = [], []
         self._free_rows.append(sequence.row)
         sequence.row = -1
         self.running.remove(sequence)

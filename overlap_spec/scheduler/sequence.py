@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from overlap_spec.scheduler.prefix import Node
 from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.types import FinishReason, Request, RequestStats, RowResult, TokenLogprobs
 
@@ -17,7 +18,8 @@ class Sequence:
     ``committed_tokens``: tokens of prompt + output whose keys are cached, as far as results are
     known: the device may be one step ahead. ``prefill_tokens``: tokens known when it was admitted,
     the last of which is verified as a one-node tree; ``planned_tokens`` of them are computed or
-    under way. ``row`` is -1 while the sequence waits; ``last_step`` is the last that it is part of.
+    under way. ``path``: nodes of the prefix tree that it holds. ``row`` is -1 while the sequence
+    waits; ``last_step`` is the last that it is part of.
     """
 
     request: Request
@@ -29,6 +31,7 @@ class Sequence:
     planned_tokens: int = 0
     last_step: int = 0
     pages: list[int] = field(default_factory=list)
+    path: list[Node] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None

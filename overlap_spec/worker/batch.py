@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from overlap_spec.types import Int64s, StepPlan, Tier
+from overlap_spec.types import StepPlan, Tier
 from overlap_spec.worker.streams import Event, Streams
 
 
@@ -20,10 +20,15 @@ class Batch:
 
     Attributes:
         rows: ``(B + F,)``: rows of the trees, then of the final chunks, the verified requests.
-        chunk_rows, chunk_starts, chunk_sizes: ``(C,)``, one a chunk.
-        tokens, positions: ``(T,)``: all chunks' tokens and their positions, end to end.
-        following: ``(T,)``: the token behind each; -1 where only this step will choose it.
+        chunk_rows, chunk_starts, chunk_sizes, chunk_pages: ``(C,)``: each chunk's row, start,
+            tokens, and the page before it.
+        tokens, positions, token_rows: ``(T,)``: all chunks' tokens, end to end.
         last: ``(F,)``: index of each final chunk's last token among the ``T``.
+        extend_tokens, extend_positions: ``(T + F,)``: what the drafter takes in of the chunks:
+            their tokens, and behind each final one the token that this step will choose.
+        extend_features: ``(T + F,)``: the feature before each of these: below C, that at the end
+            of the chunk's page before; from C on, that of token number (this - C).
+        chosen: ``(F,)``: index of each token to be chosen among the ``T + F``.
         page_index, page_values: ``(G,)``: entries of the flattened page table, and their pages.
     """
 
@@ -32,10 +37,15 @@ class Batch:
     chunk_rows: Tensor
     chunk_starts: Tensor
     chunk_sizes: Tensor
+    chunk_pages: Tensor
     tokens: Tensor
     positions: Tensor
-    following: Tensor
+    token_rows: Tensor
     last: Tensor
+    extend_tokens: Tensor
+    extend_positions: Tensor
+    extend_features: Tensor
+    chosen: Tensor
     page_index: Tensor
     page_values: Tensor
 
@@ -54,27 +64,37 @@ class Batch:
 
 def upload(plan: StepPlan, max_pages: int, device: torch.device) -> Batch:
     """Pack the plan's numbers, and bring them to the device in one copy."""
-    chunks, final = plan.chunks, plan.final_chunks
-    ends = np.cumsum([len(c.tokens) for c in chunks])
-    last = [end - 1 for end, c in zip(ends, chunks, strict=True) if c.next_token is None]
-    following = [
-        np.append(c.tokens[1:], -1 if c.next_token is None else c.next_token) for c in chunks
+    chunks = plan.chunks
+    sizes = np.array([len(c.tokens) for c in chunks], np.int64)
+    final = np.array([c.final for c in chunks], bool)
+    first = np.cumsum(sizes) - sizes
+    extended = sizes + final
+    rows = np.array([c.row for c in chunks], np.int64)
+    starts = np.array([c.start for c in chunks], np.int64)
+    tokens = [c.tokens for c in chunks]
+    features = [
+        # Of a chunk's tokens, the first follows a page, each other one the token before it.
+        np.concatenate([[c], len(chunks) + first[c] + np.arange(extended[c] - 1)])
+        for c in range(len(chunks))
     ]
-    parts: list[list[int] | list[Int64s]] = [
-        [*plan.decode_rows, *(c.row for c in final)],
-        [c.row for c in chunks],
-        [c.start for c in chunks],
-        [len(c.tokens) for c in chunks],
-        [c.tokens for c in chunks],
-        [np.arange(c.start, c.start + len(c.tokens)) for c in chunks],
-        following,
-        last,
-        [np.arange(len(pages)) + (row * max_pages + first) for row, first, pages in plan.pages],
+    parts: list[list[Any]] = [
+        [*plan.decode_rows, *rows[final]],
+        [rows],
+        [starts],
+        [sizes],
+        [[c.page_before for c in chunks]],
+        tokens,
+        [s + np.arange(n) for s, n in zip(starts, sizes, strict=True)],
+        [np.repeat(rows, sizes)],
+        [(first + sizes - 1)[final]],
+        [np.append(t, -1) if f else t for t, f in zip(tokens, final, strict=True)],
+        [s + np.arange(n) for s, n in zip(starts, extended, strict=True)],
+        features,
+        [(np.cumsum(extended) - 1)[final]],
+        [np.arange(len(pages)) + (row * max_pages + at) for row, at, pages in plan.pages],
         [np.array(pages) for _, _, pages in plan.pages],
     ]
-    flat: list[Any] = [
-        np.concatenate([np.atleast_1d(p) for p in part]) if part else [] for part in parts
-    ]
+    flat = [np.concatenate([np.atleast_1d(p) for p in part] or [np.array([])]) for part in parts]
     packed = torch.from_numpy(np.concatenate(flat).astype(np.int64))
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)

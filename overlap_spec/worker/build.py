@@ -11,7 +11,7 @@ from overlap_spec.drafters.base import Drafter
 from overlap_spec.drafters.eagle3 import Eagle3Drafter
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.config import ModelConfig, read_json
-from overlap_spec.models.weights import load_decoder, load_eagle3
+from overlap_spec.models.weights import lay_out, load_decoder, load_eagle3
 from overlap_spec.types import Tier
 from overlap_spec.worker.kv_pool import KVPool
 from overlap_spec.worker.passes import Passes
@@ -48,6 +48,11 @@ def build_worker(
         # Float32 output must not depend on the device.
         torch.backends.cuda.matmul.allow_tf32 = False
     target = load_decoder(config.target_path, dtype, device, config.context_length)
+    head = load_eagle3(config.draft_path, target, dtype) if config.draft_path else None
+    if device.type == "cpu":
+        for model in (target, head):
+            if model is not None:
+                lay_out(model)
     longest = target.config.max_position + reserve_tokens
     tables = RowTables(
         rows,
@@ -55,7 +60,6 @@ def build_worker(
         target.config.vocab_size,
         device,
     )
-    head = load_eagle3(config.draft_path, target, dtype) if config.draft_path else None
     shapes = [target.config] + ([head.config.layer] if head else [])
     pages = count_pages(config, shapes, tables.pages.numel(), dtype, device)
     pool = KVPool(target.config, pages, config.page_size, tables, dtype)

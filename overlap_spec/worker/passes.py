@@ -61,6 +61,10 @@ class Passes:
         self.sampler = Sampler(tables)
         self.device = tables.device
         self.last_position = target.config.max_position - 1
+        if drafter is not None:
+            # One feature a page, so that a prefix can be reused with the drafter's cache.
+            width = len(drafter.feature_layers) * target.config.hidden_size
+            self.page_features = pool.k.new_zeros(pool.k.shape[1], width)
 
     def draft(self, batch: Batch) -> Drafted:
         """Enter the plan's pages, then grow the trees."""
@@ -92,7 +96,7 @@ class Passes:
             parts.append(
                 self.pool.attend(roots.rows, slots, roots.positions, place, tree.ancestors)
             )
-        parts += self._chunk_parts(batch, self.pool, 0)
+        parts += self._chunk_parts(batch, self.pool)
         layers = self.drafter.feature_layers if self.drafter is not None else ()
         hidden, features = self.target(torch.cat(tokens), torch.cat(positions), join(parts), layers)
         if batch.plan.chunks:
@@ -163,27 +167,30 @@ class Passes:
         if self.drafter is None or features is None or pool is None:
             return
         chosen = emitted.tokens.clamp(min=0)
-        following = batch.following.clone()
-        following[batch.last] = chosen[batch.trees :, 0]
-        tokens, positions, parts = [following], [self._within(batch.positions + 1)], []
-        last, kept = [batch.last], [features]
+        own = features[len(features) - len(batch.tokens) :]
+        following = batch.extend_tokens.clone()
+        following[batch.chosen] = chosen[batch.trees :, 0]
+        before = torch.cat([self.page_features[batch.chunk_pages], own])[batch.extend_features]
+        tokens, positions, parts = [following], [self._within(batch.extend_positions)], []
+        last, kept = [batch.chosen], [before]
+        self._keep_features(batch.token_rows, batch.positions, own)
         if drafted.tree is not None and emitted.path is not None:
             width, nodes = chosen.shape[1], drafted.tree.tokens.shape[1]
             each = self._count(batch.trees)[:, None]
             slots = roots.positions[:, None] + 1 + self._count(width)
             place = self._within(slots)
+            along = features[(each * nodes + emitted.path).flatten()]
             tokens.insert(0, chosen[: batch.trees].flatten())
             positions.insert(0, place.flatten())
             parts.append(pool.attend(roots.rows, slots, slots[:, 0], place, None))
             last = [
-                (each[:, 0] * width + emitted.lengths[: batch.trees]),
-                batch.last + batch.trees * width,
+                each[:, 0] * width + emitted.lengths[: batch.trees],
+                batch.chosen + batch.trees * width,
             ]
-            kept = [
-                features[(each * nodes + emitted.path).flatten()],
-                features[batch.trees * nodes :],
-            ]
-        parts += self._chunk_parts(batch, pool, 1)
+            kept.insert(0, along)
+            rows = roots.rows[:, None].expand(-1, width).flatten()
+            self._keep_features(rows, (slots - 1).flatten(), along)
+        parts += self._chunk_parts(batch, pool, chosen=True)
         self.drafter.extend(
             torch.cat(tokens),
             torch.cat(kept),
@@ -192,6 +199,16 @@ class Passes:
             batch.rows,
             torch.cat(last),
         )
+
+    def _keep_features(self, rows: Tensor, positions: Tensor, features: Tensor) -> None:
+        """Keep the feature of every page's last token, for who starts behind that page.
+
+        Tokens that a tree rejected write to pages that are not full yet, and are overwritten.
+        """
+        size = self.pool.page_size
+        page = self.tables.pages[rows, positions // size]
+        ends = (positions + 1) % size == 0
+        self.page_features[torch.where(ends, page, 0)] = features
 
     def count_output(self, batch: Batch, emitted: Emitted, needs: Needs) -> None:
         """Enter the emitted tokens into the penalties' counts."""
@@ -207,18 +224,18 @@ class Passes:
             positions = torch.cat([after.flatten(), positions])
         return Nodes(rows, positions, drafted.tree)
 
-    def _chunk_parts(self, batch: Batch, pool: KVPool, shift: int) -> list[PagedAttend]:
-        """Causal attention of each chunk, its first token in slot ``start + shift``."""
+    def _chunk_parts(self, batch: Batch, pool: KVPool, chosen: bool = False) -> list[PagedAttend]:
+        """Causal attention of each chunk; ``chosen``: with the token to be chosen behind it."""
         parts, first = [], 0
+        slots = batch.extend_positions if chosen else batch.positions
         for index, chunk in enumerate(batch.plan.chunks):
-            here = slice(first, first + len(chunk.tokens))
-            slots = batch.positions[None, here] + shift
+            here = slice(first, first + len(chunk.tokens) + (chosen and chunk.final))
             parts.append(
                 pool.attend(
                     batch.chunk_rows[index : index + 1],
-                    slots,
-                    batch.chunk_starts[index : index + 1] + shift,
-                    self._within(slots),
+                    slots[None, here],
+                    batch.chunk_starts[index : index + 1],
+                    self._within(slots[None, here]),
                     None,
                 )
             )

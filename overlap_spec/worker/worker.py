@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from overlap_spec.errors import RequestFailed
+from overlap_spec.errors import NumericFault
 from overlap_spec.types import (
     HostTrees,
     Lane,
@@ -24,7 +24,7 @@ from overlap_spec.worker.passes import Drafted, Emitted, Passes
 from overlap_spec.worker.sampler import token_logprobs
 from overlap_spec.worker.streams import Event, Record, Streams
 
-NUMERIC_FAULT = -2
+NAN_CHOICE = -2
 
 
 @dataclass
@@ -129,8 +129,8 @@ class Worker:
             accepted, *tokens = host[index]
             del tokens[accepted + 1 :]
             error = None
-            if tokens[-1] == NUMERIC_FAULT:
-                error = RequestFailed("the model's logits are not numbers: numeric fault")
+            if tokens[-1] == NAN_CHOICE:
+                error = NumericFault("the model's logits are not numbers: numeric fault")
             if tokens[-1] < 0:
                 tokens.pop()
             top = self.tables.logprobs_of(row)
@@ -151,6 +151,12 @@ class Worker:
                 end = start + int(exposed_ms * 1e6)
                 self.record("compute", "exposed", start, end, plan.index)
         return StepResult(plan, tuple(rows), exposed_ms)
+
+    def clear(self, pages: list[int]) -> None:
+        """Zero pages that may hold NaN, behind the steps that are under way."""
+        for pool in (self.passes.pool, self.passes.draft_pool):
+            if pool is not None:
+                self.streams.compute.run("clear", pool.clear, tuple(pages))
 
     def close(self) -> None:
         """End the streams' threads."""

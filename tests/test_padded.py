@@ -1,0 +1,353 @@
+"""Padding a checkpoint: other sizes, same function, here and in `transformers`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bench import padded
+from bench.padded import main, pad
+from bench.padding.sizes import PRESETS, Sizes, grow, like
+from bench.padding.tensors import CONSTANT
+from overlap_spec.config import EMBEDDED
+from overlap_spec.engine import Engine
+from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.kernels import KeySpan, store_kv, tree_attention
+from overlap_spec.models.config import ModelConfig, read_config
+from overlap_spec.models.decoder import Decoder
+from overlap_spec.models.eagle3 import feature_layers
+from overlap_spec.models.weights import load_decoder, load_eagle3
+from overlap_spec.tokenizer import Tokenizer
+from tests.checkpoints import SHAPE, write_head, write_target
+
+CPU = torch.device("cpu")
+VOCAB = SHAPE["vocab_size"]
+QUIET = Console(quiet=True)
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+CASES: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "vocabulary": (Sizes(vocab=1003), {}),
+    "vocabulary-tied": (Sizes(vocab=1003), {"tie_word_embeddings": True}),
+    "width-exact": (Sizes(hidden=128), {}),
+    "width-odd": (Sizes(vocab=777, hidden=72), {}),
+    "depth": (Sizes(layers=7), {}),
+    "inner": (Sizes(intermediate=131), {}),
+    "more-heads": (Sizes(hidden=64, heads=16, kv_heads=4), {}),
+    "smaller-groups": (Sizes(heads=8, kv_heads=8), {}),
+    "larger-groups": (Sizes(heads=8, kv_heads=2), {}),
+    "head-size": (Sizes(head_dim=16), {}),
+    "head-size-llama3": (Sizes(head_dim=24), {"rope_parameters": LLAMA3}),
+    "biases": (Sizes(600, 64, 4, 80, 8, 4), {"attention_bias": True, "mlp_bias": True}),
+    "all": (Sizes(1500, 96, 6, 100, 12, 6, 32), {}),
+    "qwen3": (
+        Sizes(900, 96, 4, 100, 8, 4, 16),
+        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 8},
+    ),
+}
+
+
+def attention(config: ModelConfig, tokens: int) -> Any:
+    """Causal attention of one fresh sequence of ``tokens``."""
+    cache = torch.zeros(2, config.num_layers, 1, tokens, config.num_kv_heads, config.head_dim)
+    span = KeySpan(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long),
+                   torch.arange(tokens)[None])  # fmt: skip
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        store_kv(cache[0, layer], cache[1, layer], torch.arange(tokens), k, v)
+        return tree_attention(q[None], cache[0, layer], cache[1, layer], span)[0]
+
+    return attend
+
+
+@torch.no_grad()
+def run(model: Decoder, tokens: Tensor, layers: tuple[int, ...] = ()) -> tuple[Tensor, Any]:
+    positions = torch.arange(len(tokens))
+    hidden, features = model(tokens, positions, attention(model.config, len(tokens)), layers)
+    return model.logits(hidden), features
+
+
+def prompt() -> Tensor:
+    return torch.randint(0, 256, (60,), generator=torch.Generator().manual_seed(9))
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_the_function_stays_the_same(case: str, tmp_path: Path) -> None:
+    """Logits of real tokens equal within float32 rounding, new ones far below; features exact;
+    our loader and `transformers`."""
+    from transformers import AutoModelForCausalLM
+
+    sizes, changes = CASES[case]
+    write_target(tmp_path / "source", **changes)
+    pad(tmp_path / "source", None, tmp_path, sizes, console=QUIET)
+    source = load_decoder(tmp_path / "source", torch.float32, CPU)
+    target = load_decoder(tmp_path / "target", torch.float32, CPU)
+    for name, size in zip(
+        ("vocab_size", "hidden_size", "num_layers", "intermediate_size", "num_heads",
+         "num_kv_heads", "head_dim"),
+        (sizes.vocab, sizes.hidden, sizes.layers, sizes.intermediate, sizes.heads,
+         sizes.kv_heads, sizes.head_dim),
+        strict=True,
+    ):  # fmt: skip
+        assert size in (None, getattr(target.config, name))
+    want, features = run(source, prompt(), (0, 1, 3))
+    got, wide = run(target, prompt(), (0, 1, 3))
+    torch.testing.assert_close(got[:, :VOCAB], want, atol=1e-4, rtol=1e-4)
+    assert bool((got[:, VOCAB:] < want.min() - 5000).all())
+    assert float(got.softmax(-1)[:, VOCAB:].sum()) == 0
+    wide = wide.view(len(wide), 3, -1)
+    channels = source.config.hidden_size
+    torch.testing.assert_close(wide[..., :channels].flatten(1), features, atol=1e-4, rtol=1e-4)
+    constant = CONSTANT if sizes.vocab else 0.0
+    assert bool((wide[..., channels : channels + 1] == constant).all())
+    assert bool((wide[..., channels + 1 :] == 0).all())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)
+    theirs = model(prompt()[None]).logits[0]
+    torch.testing.assert_close(theirs[:, :VOCAB], want, atol=2e-4, rtol=1e-4)
+    if sizes.vocab:
+        assert float(theirs[:, VOCAB:].max()) < float(want.min()) - 5000
+
+
+def test_new_layers_add_exactly_nothing(tmp_path: Path) -> None:
+    write_target(tmp_path / "source")
+    pad(tmp_path / "source", None, tmp_path, Sizes(layers=6), console=QUIET)
+    source = load_decoder(tmp_path / "source", torch.float32, CPU)
+    target = load_decoder(tmp_path / "target", torch.float32, CPU)
+    assert torch.equal(run(source, prompt())[0], run(target, prompt())[0])
+    weights = load_file(tmp_path / "target" / "model.safetensors")
+    for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        assert float(weights[f"model.layers.5.{name}.weight"].std()) > 0.01
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [Sizes(vocab=900), Sizes(hidden=128), Sizes(700, 72, 5, 60, 12, 6, 16)],
+    ids=["vocabulary", "width", "all"],
+)
+@torch.no_grad()
+def test_the_head_drafts_the_same(sizes: Sizes, tmp_path: Path) -> None:
+    """Draft logits at the root, and after one step on the head's own output."""
+    write_target(tmp_path / "source")
+    write_head(tmp_path / "head", layers=(-1, 1, 2))
+    pad(tmp_path / "source", tmp_path / "head", tmp_path, sizes, console=QUIET)
+    found = []
+    for target_path, head_path in (("source", "head"), ("target", "eagle3")):
+        target = load_decoder(tmp_path / target_path, torch.float32, CPU)
+        head = load_eagle3(tmp_path / head_path, target, torch.float32)
+        layers = feature_layers(head.config, target.config)
+        assert layers == (0, 2, 3)
+        tokens, positions = prompt(), torch.arange(len(prompt()))
+        features = run(target, tokens, layers)[1]
+        embeds = target.embed_tokens(tokens)
+        cache = attention(head.config.layer, len(tokens))
+        state = head(embeds, head.fuse(features), positions, cache)
+        again = head(embeds.roll(-1, 0), state, positions, cache)
+        found.append((head.logits(state), head.logits(again)))
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def texts(target: Path, draft: Path | None, **settings: Any) -> list[tuple[Any, ...]]:
+    with Engine(
+        str(target), draft=str(draft) if draft else None, algorithm="eagle3" if draft else "none",
+        dtype="float32", device="cpu", **settings,
+    ) as engine:  # fmt: skip
+        prompts = ["hello there", "a b c", '{"name":"x"}']
+        outputs = engine.generate(
+            prompts,
+            [None, Grammar.json_object(), Grammar.regex(r'"[a-z ]{4,30}":[0-9]+')],
+            {"temperature": 0, "max_tokens": 40},
+            raw=True,
+        )
+    assert all(o.error is None and o.token_ids for o in outputs)
+    return [
+        (o.token_ids, o.text, o.stats.verifies, o.stats.drafted_tokens, o.stats.accepted_drafts)
+        for o in outputs
+    ]
+
+
+@pytest.mark.parametrize(
+    "sizes", [Sizes(vocab=2000), Sizes(3000, 128, 5, 96, 8, 4, 16)], ids=["vocabulary", "all"]
+)
+@pytest.mark.parametrize("topk", [1, 3])
+def test_text_and_acceptance_stay_the_same(sizes: Sizes, topk: int, tmp_path: Path) -> None:
+    write_target(tmp_path / "source", scale=1.0)
+    write_head(tmp_path / "head", layers=(-1, 0, 2))
+    pad(tmp_path / "source", tmp_path / "head", tmp_path, sizes, console=QUIET)
+    settings = {"num_steps": 3, "eagle_topk": topk}
+    want = texts(tmp_path / "source", tmp_path / "head", **settings)
+    assert texts(tmp_path / "target", tmp_path / "eagle3", **settings) == want
+    plain = texts(tmp_path / "target", None)
+    assert [row[0] for row in plain] == [row[0] for row in want]
+
+
+def test_head_with_an_embedding_and_a_width_of_its_own(tmp_path: Path) -> None:
+    write_target(tmp_path / "source")
+    write_head(tmp_path / "head", hidden_size=16, target_hidden_size=32)
+    config = tmp_path / "head" / "config.json"
+    state = load_file(tmp_path / "head" / "model.safetensors")
+    state["embed_tokens.weight"] = torch.randn(
+        VOCAB, 16, generator=torch.Generator().manual_seed(2)
+    )
+    from safetensors.torch import save_file
+
+    save_file(state, tmp_path / "head" / "model.safetensors")
+    assert json.loads(config.read_text())["target_hidden_size"] == 32
+    pad(tmp_path / "source", tmp_path / "head", tmp_path, Sizes(800, 128), console=QUIET)
+    want = texts(tmp_path / "source", tmp_path / "head", num_steps=3)
+    assert texts(tmp_path / "target", tmp_path / "eagle3", num_steps=3) == want
+    target = load_decoder(tmp_path / "target", torch.float32, CPU)
+    head = load_eagle3(tmp_path / "eagle3", target, torch.float32)
+    assert head.embed_tokens.weight.shape == (800, 16)
+    assert head.t2d.sum() == VOCAB
+
+
+def test_tokenizer_encodes_as_before(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    write_target(tmp_path / "source")
+    pad(tmp_path / "source", None, tmp_path, Sizes(vocab=9001), console=QUIET)
+    old, new = Tokenizer(tmp_path / "source", VOCAB), Tokenizer(tmp_path / "target", 9001)
+    pieces = new.vocabulary.text
+    assert len(set(pieces[VOCAB:])) == 9001 - VOCAB
+    assert min(map(len, pieces[VOCAB:])) >= 2
+    assert {b'":', b'","', b"007", b"  "} <= set(pieces)
+    assert new.vocabulary.special_ids == old.vocabulary.special_ids
+    everything = b"".join(pieces[VOCAB:]).decode(errors="replace")
+    for text in ('{"a": [1, 23], "b": "héllo wörld"}\n  <user>', everything):
+        assert new.encode(text) == old.encode(text)
+        assert max(new.encode(text)) < VOCAB
+    assert new.chat([{"role": "user", "content": "hi"}]) == old.chat(
+        [{"role": "user", "content": "hi"}]
+    )
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "target")
+    assert theirs.encode(everything, add_special_tokens=False) == new.encode(everything)
+
+
+def test_shards_and_repeatability(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_target(tmp_path / "source")
+    sizes = Sizes(2000, 64, 5)
+    pad(tmp_path / "source", None, tmp_path / "a", sizes, console=QUIET)
+    monkeypatch.setattr(padded, "SHARD_BYTES", 200_000)
+    pad(tmp_path / "source", None, tmp_path / "b", sizes, console=QUIET)
+    whole = load_file(tmp_path / "a/target/model.safetensors")
+    shards = sorted((tmp_path / "b/target").glob("*.safetensors"))
+    assert len(shards) > 3
+    parts = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    first, second = (load_decoder(tmp_path / x / "target", torch.float32, CPU) for x in "ab")
+    assert torch.equal(run(first, prompt())[0], run(second, prompt())[0])
+    texts_a, texts_b = ((tmp_path / x / "target/tokenizer.json").read_bytes() for x in "ab")
+    assert texts_a == texts_b
+
+
+@pytest.mark.parametrize(("hidden", "kept"), [(128, torch.bfloat16), (64, torch.float32)])
+def test_bfloat16_keeps_what_it_would_round(hidden: int, kept: torch.dtype, tmp_path: Path) -> None:
+    """A source rounded to bfloat16 is padded without further loss."""
+    write_target(tmp_path / "source")
+    (tmp_path / "rounded").mkdir()
+    pad(tmp_path / "source", None, tmp_path / "rounded", Sizes(), "bfloat16", console=QUIET)
+    pad(tmp_path / "source", None, tmp_path, Sizes(700, hidden), "bfloat16", console=QUIET)
+    weights = load_file(tmp_path / "target/model.safetensors")
+    assert weights["model.norm.weight"].dtype is kept
+    assert weights["model.layers.0.self_attn.q_proj.weight"].dtype is torch.bfloat16
+    source = load_decoder(tmp_path / "rounded/target", torch.float32, CPU)
+    target = load_decoder(tmp_path / "target", torch.float32, CPU)
+    want, got = run(source, prompt())[0], run(target, prompt())[0]
+    torch.testing.assert_close(got[:, :VOCAB], want, atol=1e-4, rtol=1e-4)
+    half = load_decoder(tmp_path / "target", torch.bfloat16, CPU)
+    positions = torch.arange(5)
+
+    def first_value(_: int, q: Tensor, __: Tensor, v: Tensor) -> Tensor:
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1).flatten(1)
+
+    logits = half.logits(half(prompt()[:5], positions, first_value)[0])
+    assert float(logits.float().softmax(-1)[:, VOCAB:].sum()) == 0
+
+
+def test_presets_keep_the_head_size_and_the_matrices(tmp_path: Path) -> None:
+    write_target(tmp_path / "source", head_dim=64)
+    source = read_config(tmp_path / "source")
+    for preset, wanted in PRESETS.items():
+        for given in (Sizes(), Sizes(head_dim=128)):
+            shape = grow(source, like(preset, source, given))
+            assert shape.head_dim == given.head_dim or shape.head_dim == 64
+            assert shape.num_heads * shape.head_dim == 4096
+            assert shape.num_kv_heads * shape.head_dim == 1024
+            assert (shape.hidden_size, shape.num_layers) == (4096, wanted.layers)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "culprit"),
+    [
+        (Sizes(vocab=100), "vocab_size 100 is below"),
+        (Sizes(layers=2), "num_layers 2 is below"),
+        (Sizes(vocab=900, hidden=32), "spare channel"),
+        (Sizes(head_dim=12), "no multiple"),
+        (Sizes(heads=6, kv_heads=4), "multiple of kv_heads"),
+        (Sizes(heads=2, kv_heads=2), "too few"),
+    ],
+)
+def test_sizes_that_cannot_be(sizes: Sizes, culprit: str, tmp_path: Path) -> None:
+    write_target(tmp_path / "source")
+    with pytest.raises(ConfigError, match=culprit):
+        pad(tmp_path / "source", None, tmp_path / "out", sizes, console=QUIET)
+    assert not (tmp_path / "out").exists()
+
+
+def test_yarn_with_a_larger_head_is_refused(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    write_target(tmp_path / "source", rope_parameters=rope)
+    with pytest.raises(ConfigError, match="yarn"):
+        pad(tmp_path / "source", None, tmp_path, Sizes(head_dim=16), console=QUIET)
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_target(tmp_path / "source")
+    write_head(tmp_path / "head")
+    arguments = ["--source", str(tmp_path / "source"), "--draft-source", str(tmp_path / "head")]
+    main([*arguments, "--vocab", "500", str(tmp_path / "out")])
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    weights = load_file(tmp_path / "out/target/model.safetensors")
+    assert figures["target"]["parameters"] == sum(math.prod(w.shape) for w in weights.values())
+    assert figures["eagle3"]["bytes"] > 0
+    with pytest.raises(SystemExit):
+        main([*arguments, "--vocab", "500", str(tmp_path / "out")])
+    assert "holds a checkpoint already" in capsys.readouterr().err
+
+
+def test_sources_that_cannot_be_padded(tmp_path: Path) -> None:
+    write_target(tmp_path / "source")
+    tokenizer = tmp_path / "source" / "tokenizer.json"
+    spec = json.loads(tokenizer.read_text())
+    spec["model"]["ignore_merges"] = True
+    tokenizer.write_text(json.dumps(spec))
+    with pytest.raises(CheckpointError, match="ignore_merges"):
+        pad(tmp_path / "source", None, tmp_path, Sizes(vocab=500), console=QUIET)
+    (tmp_path / "source" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="safetensors"):
+        pad(tmp_path / "source", None, tmp_path, Sizes(vocab=500), console=QUIET)
+
+
+@pytest.mark.skipif(
+    not (EMBEDDED / "eagle3" / "config.json").exists(), reason="the embedded model is not built"
+)
+def test_embedded_model_with_a_real_vocabulary(tmp_path: Path) -> None:
+    pad(EMBEDDED / "target", EMBEDDED / "eagle3", tmp_path, Sizes(vocab=131072), console=QUIET)
+    want = texts(EMBEDDED / "target", EMBEDDED / "eagle3")
+    assert texts(tmp_path / "target", tmp_path / "eagle3") == want

@@ -1,0 +1,313 @@
+"""The training room: templates, generated cases, tokenizer, and small trainings that resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import jsonschema
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from overlap_spec.models.decoder import Decoder
+from overlap_spec.models.weights import load_decoder, load_eagle3
+from overlap_spec.training.attention import CausalRows, FirstRows
+from overlap_spec.training.batches import BatchStream
+from overlap_spec.training.budget import Budget
+from overlap_spec.training.cases import Case, compact
+from overlap_spec.training.data import (
+    ASSISTANT,
+    BOS,
+    END,
+    USER,
+    DocumentMaker,
+    held_out_cases,
+    tools_text,
+)
+from overlap_spec.training.evaluate import accept_length, prompt_text, score_forced
+from overlap_spec.training.export import export_head, export_target
+from overlap_spec.training.fillers import Fillers, word_lists
+from overlap_spec.training.generate import greedy
+from overlap_spec.training.head import DraftPass, HeadRecipe, HeadTrainer, new_head, spread_layers
+from overlap_spec.training.optim import orthogonalise, schedule
+from overlap_spec.training.target import (
+    TargetRecipe,
+    TargetTrainer,
+    embedded_config,
+    initialise,
+)
+from overlap_spec.training.templates import DOMAINS, library, parse_template
+from overlap_spec.training.tokenizer import corpus, save_tokenizer, special_id, train_tokenizer
+
+KINDS = ("seen", "unseen", "seen_tools", "unseen_tools")
+GSM8K = [("How many are 2 and 3?", "2+3=<<2+3=5>>5.\n#### 5"), ("What is 4 less 1?", "#### 3")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(corpus(0, 300, GSM8K), 512)
+
+
+@pytest.fixture(scope="module")
+def tiny_config():
+    return replace(
+        embedded_config(512),
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=4,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        max_position=512,
+    )
+
+
+def test_held_out_templates_share_no_four_words_with_training_ones():
+    lib = library()
+    trained = set().union(*(template.grams() for template in lib.training()))
+    held_out = list(lib.held_out())
+    assert len([t for t in held_out if not t.id.startswith("frame")]) >= 20
+    for template in held_out:
+        assert not template.grams() & trained, template.id
+
+
+def test_every_domain_has_forty_phrasings_and_a_few_types():
+    lib = library()
+    assert tuple(domain.name for domain in lib.domains) == DOMAINS
+    for domain in lib.domains:
+        assert len(domain.whole) + len(domain.facts) + len(domain.held_out) >= 40, domain.name
+        assert len({field.kind.split(":")[0] for field in domain.fields.values()}) >= 5
+
+
+def test_a_template_splits_into_text_and_slots():
+    template = parse_template("x:1", "{name} {paid|has paid|owes} for {name}'s trip to Rome")
+    assert template.slots == ("name", "paid")
+    assert ("has", "paid", "for", "trip") not in template.grams()
+    assert ("owes", "for", "s", "trip") in template.grams()
+
+
+def test_fillers_are_split_and_seeded():
+    for kind, (known, held_out) in word_lists().items():
+        assert known, kind
+        assert not set(known) & set(held_out)
+    city = {Fillers(Random(i), held_out=True).word("city") for i in range(50)}
+    assert city <= set(word_lists()["city"][1])
+    draws = [[Fillers(Random(7)).draw(kind) for kind in ("person", "date", "items")] for _ in "ab"]
+    assert draws[0] == draws[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_fit_their_schemas_and_come_from_the_seed(kind):
+    cases = held_out_cases(5, 80, kind)
+    assert cases == held_out_cases(5, 80, kind)
+    assert cases != held_out_cases(6, 80, kind)
+    lib = library()
+    known = {t.id for t in (lib.held_out() if kind.startswith("un") else lib.training())}
+    for case in cases:
+        jsonschema.Draft202012Validator.check_schema(case.schema)
+        jsonschema.validate(case.answer, case.schema)
+        assert list(case.schema["properties"]) == list(case.answer) == case.schema["required"]
+        assert case.template_id in known
+        assert bool(case.tools) == kind.endswith("tools")
+
+
+def test_an_unknown_kind_of_cases_is_an_error():
+    with pytest.raises(ValueError, match="unseen_tools"):
+        held_out_cases(1, 1, "all")  # type: ignore[arg-type]
+
+
+def test_documents_are_seeded_and_of_every_kind():
+    made = [[DocumentMaker(Random(3), GSM8K).make(False) for _ in range(1)] for _ in "ab"]
+    assert made[0] == made[1]
+    maker = DocumentMaker(Random(3), GSM8K)
+    for kind in {**maker.MAIN, **maker.WARM_UP}:
+        document = getattr(maker, kind)()
+        assert document[0][0].startswith(BOS)
+        assert any(weight == 1.0 for _, weight in document)
+
+
+def test_tokenizer_round_trips_and_keeps_digits_and_names_apart(tokenizer, tmp_path):
+    save_tokenizer(tokenizer, tmp_path, 512)
+    loaded = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = 'Zoë paid 1234 €: {"name":"José","kinds":["a","b"]}\n日本 naïve'
+    encoding = loaded.encode(text)
+    assert encoding.ids == tokenizer.encode(text).ids
+    assert encoding.tokens[0] == BOS
+    assert loaded.decode(encoding.ids) == text
+    assert {"1", "2", "3", "4"} <= set(encoding.tokens)
+    pair = [loaded.encode(t, add_special_tokens=False).ids for t in ("Paris", 'x "Paris" Paris')]
+    assert pair[1][-len(pair[0]) :] == pair[0]
+
+
+def test_chat_template_writes_what_training_reads(tokenizer, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    save_tokenizer(tokenizer, tmp_path, 512)
+    fast = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    case = held_out_cases(1, 1, "seen_tools")[0]
+    turn = [{"role": "user", "content": case.prompt}]
+    text = fast.apply_chat_template(
+        turn, tools=list(case.tools), tokenize=False, add_generation_prompt=True
+    )
+    assert text == prompt_text(case)
+    assert tools_text(case) in text
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    turn += [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "{}"},
+    ]
+    text = fast.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    assert text.startswith(f"{BOS}{USER}")
+    assert f'{ASSISTANT}{{"name":"f","arguments":{{"a":1}}}}{END}' in text
+    assert text.endswith(f"<|tool|>{{}}{END}{ASSISTANT}")
+
+
+def test_budget_counts_steps_or_minutes_but_not_both():
+    assert Budget(steps=4, done=2).progress() == 0.5
+    assert Budget(minutes=1, used=30).progress() == pytest.approx(0.5, abs=0.05)
+    with pytest.raises(ValueError, match="not both"):
+        Budget()
+
+
+def test_orthogonalise_brings_singular_values_near_one():
+    for shape in ((8, 20), (20, 8)):
+        values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)).float())
+        assert values.min() > 0.5
+        assert values.max() < 1.5
+
+
+def test_schedule_rises_stays_and_falls():
+    assert schedule(0.0, 0) < schedule(0.1, 100) == 1.0
+    assert schedule(0.99, 1000) == pytest.approx(0.02, abs=0.01)
+
+
+def make_target(tokenizer, config, steps) -> TargetTrainer:
+    stream = BatchStream(tokenizer, GSM8K, 4, tokens_per_batch=512, max_length=224, chunk=32)
+    return TargetTrainer(config, stream, TargetRecipe(compile=False), Budget(steps=steps))
+
+
+def make_head(tokenizer, config, steps) -> HeadTrainer:
+    target = Decoder(config)
+    initialise(target, 1)
+    stream = BatchStream(tokenizer, GSM8K, 4, tokens_per_batch=512, max_length=224, chunk=32)
+    return HeadTrainer(target, stream, HeadRecipe(compile=False, steps=3), Budget(steps=steps))
+
+
+@pytest.mark.parametrize("make", [make_target, make_head])
+def test_training_resumes_to_the_same_state(make, tokenizer, tiny_config, tmp_path):
+    straight = make(tokenizer, tiny_config, 3)
+    losses: list[float] = []
+    straight.run(report=lambda _share, _step, loss: losses.append(loss))
+    assert len(losses) == 3
+    assert losses[0] != losses[-1]
+    broken = make(tokenizer, tiny_config, 3)
+    broken.step()
+    torch.save(broken.state(), tmp_path / "state.pt")
+    resumed = make(tokenizer, tiny_config, 3)
+    resumed.restore(torch.load(tmp_path / "state.pt", weights_only=False))
+    resumed.run(tmp_path / "end.pt")
+    assert (tmp_path / "end.pt").exists()
+    for name, value in straight.average.values.items():
+        assert torch.equal(value, resumed.average.values[name]), name
+
+
+def test_draft_chain_reads_nothing_after_its_own_token(tokenizer, tiny_config):
+    trainer = make_head(tokenizer, tiny_config, 1)
+    draft = DraftPass(trainer.head, trainer.target, 1, 12, 3)
+    tokens = torch.randint(7, 512, (1, 12))
+    slot = 6
+    with torch.no_grad():
+        steps = draft.chain(tokens, draft.observe(tokens)[0])
+        for j, step in enumerate(steps):
+            other = tokens.clone()
+            other[0, slot + j + 1 :] = 9
+            changed = draft.chain(other, draft.observe(other)[0])[j]
+            assert torch.allclose(step[slot - 1], changed[slot - 1], atol=1e-5)
+            other = tokens.clone()
+            other[0, slot + j] = 8
+            changed = draft.chain(other, draft.observe(other)[0])[j]
+            assert not torch.allclose(step[slot - 1], changed[slot - 1], atol=1e-5)
+
+
+def test_draft_chain_equals_one_row_at_a_time(tokenizer, tiny_config):
+    trainer = make_head(tokenizer, tiny_config, 1)
+    head, target = trainer.head, trainer.target
+    draft = DraftPass(head, target, 1, 12, 4)
+    tokens = torch.randint(7, 512, (1, 12))
+    slot = 5
+    with torch.no_grad():
+        features = draft.observe(tokens)[0]
+        chained = draft.chain(tokens, features)
+        # The same by hand: keys and values of slots 1 … r, then one draft after the other.
+        rows = torch.arange(1, slot + 1)
+        attend = FirstRows(1, slot)
+        fused = head.fuse(features[0, :slot])
+        out = head(target.embed_tokens(tokens[0, 1 : slot + 1]), fused, rows, attend)[-1:]
+        keys, values = attend.kept
+        for step in range(4):
+            assert torch.allclose(out[0], chained[step][slot - 1], atol=1e-5), step
+
+            def one_more(_layer, q, k, v):
+                nonlocal keys, values
+                keys = torch.cat([keys, k.transpose(0, 1)[None]], 2)
+                values = torch.cat([values, v.transpose(0, 1)[None]], 2)
+                wide = [x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (keys, values)]
+                query = q.transpose(0, 1)[None]
+                return torch.nn.functional.scaled_dot_product_attention(query, *wide).flatten()[
+                    None
+                ]
+
+            position = torch.tensor([slot + step + 1])
+            embeds = target.embed_tokens(tokens[0, position])
+            out = head(embeds, out, position, one_more)
+
+
+def test_feature_layers_are_distinct_inner_ones():
+    assert spread_layers(32) == (2, 16, 29)
+    assert spread_layers(5) == (1, 3, 4)
+    with pytest.raises(ValueError, match="distinct"):
+        spread_layers(3)
+
+
+def test_a_head_may_draft_fewer_tokens(tiny_config):
+    target = Decoder(tiny_config)
+    head = new_head(target, HeadRecipe(draft_vocab=(0, 5, 9)))
+    assert (torch.arange(3) + head.d2t).tolist() == [0, 5, 9]
+    assert head.t2d.nonzero().flatten().tolist() == [0, 5, 9]
+
+
+def test_greedy_with_a_cache_equals_full_passes(tiny_config):
+    torch.manual_seed(0)
+    model = Decoder(tiny_config).eval()
+    prompts = [[7, 9, 8, 30], [11], [40, 41, 42, 43, 44, 45]]
+    for prompt, output in zip(prompts, greedy(model, prompts, 1, 5), strict=True):
+        run = list(prompt)
+        for token in output:
+            size = len(run)
+            with torch.no_grad():
+                hidden, _ = model(torch.tensor(run), torch.arange(size), CausalRows(1, size))
+                assert int(model.logits(hidden)[-1].argmax()) == token
+            run.append(token)
+
+
+def test_exported_checkpoints_load_strictly(tokenizer, tiny_config, tmp_path):
+    trainer = make_head(tokenizer, tiny_config, 1)
+    export_target(trainer.target, tokenizer, tmp_path)
+    export_head(trainer.head, tmp_path / "draft")
+    model = load_decoder(tmp_path, torch.float32, torch.device("cpu"))
+    head = load_eagle3(tmp_path / "draft", model, torch.float32)
+    assert head.config.feature_layers == (1, 2, 3)
+    wanted = trainer.target.layers[2].self_attn.qkv_proj.weight.bfloat16().float()
+    assert torch.equal(model.layers[2].self_attn.qkv_proj.weight, wanted)
+    runs = [([2, 3, 4, 5], [6, 7, 8, 9, 10, 1])]
+    assert 1.0 <= accept_length(model, head, runs, steps=3) <= 4.0
+
+
+def test_scores_count_answers_and_fields(tokenizer):
+    case = Case("", {}, {"a": "x", "b": {"c": 2, "d": [1]}}, "t")
+    outputs = [
+        [*tokenizer.encode(text, add_special_tokens=False).ids, special_id(tokenizer, END)]
+        for text in (compact(case.answer), '{"a":"x","b":{"c":3,"d":[1]}}', "no")
+    ]
+    scores = score_forced(tokenizer, [case] * 3, outputs)
+    assert scores == {"exact": 1 / 3, "fields": 5 / 9, "cases": 3}
