@@ -13,26 +13,17 @@ from types import TracebackType
 from typing import Any, cast, overload
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.errors import GrammarError, InvalidRequest, NumericFault, RequestFailed
-from overlap_spec.grammar.lane import Lane as LanePool
+from overlap_spec.core import Core
+from overlap_spec.errors import GrammarError, InvalidRequest, RequestFailed
+from overlap_spec.grammar.backends import load
+from overlap_spec.grammar.compile import GrammarCompiler
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar_lane import GrammarLane, StepFigures
-from overlap_spec.scheduler.scheduler import Scheduler
+from overlap_spec.grammar_lane import StepFigures
 from overlap_spec.scheduler.sequence import Sequence as Running
 from overlap_spec.scheduler.stops import TextBuffer
-from overlap_spec.speculation.presets import load_policy
-from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.timeline import Timeline
 from overlap_spec.tokenizer import Message, Tokenizer
-from overlap_spec.types import (
-    Delta,
-    Output,
-    Request,
-    SamplingParams,
-    StepResult,
-)
-from overlap_spec.worker.build import build_streams, build_worker
-from overlap_spec.worker.worker import Flight
+from overlap_spec.types import Delta, Output, Request, SamplingParams
 
 Prompt = str | Sequence[Message]
 Sampling = SamplingParams | Mapping[str, Any] | None
@@ -61,44 +52,30 @@ class Engine:
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
-        from overlap_spec.grammar.backends import load
-        from overlap_spec.grammar.compile import GrammarCompiler
-
         self.config = EngineConfig.build(model=model, **settings)
-        config = self.config
-        drafting = config.draft_path is not None
-        self.policy = (
-            load_policy(
-                config.adaptive, config.num_steps, config.eagle_topk, config.num_draft_tokens
-            )
-            if drafting
-            else StaticPolicy(static_tier(0, 1, None))
-        )
-        self.timeline = Timeline()
-        record = self.timeline.record
-        tiers = self.policy.tiers
-        reserve = reserve_tokens(max(tier.window_tokens for tier in tiers))
-        self.worker = build_worker(config, tiers, reserve, build_streams(config, record), record)
-        self.context_length = self.worker.passes.target.config.max_position
-        self.tokenizer = Tokenizer(config.target_path, self.worker.passes.target.config.vocab_size)
-        self.compiler = GrammarCompiler(load(config.grammar_backend)(self.tokenizer.vocabulary))
-        self.lane = GrammarLane(
-            LanePool(config.lanes, config.mask_deadline_ms), self._settle, record
-        )
-        self.scheduler = Scheduler(
-            pages=self.worker.pool.k.shape[1],
-            page_size=config.page_size,
-            max_rows=config.max_running_requests,
-            chunk_tokens=config.chunked_prefill_size,
-            reserve_tokens=reserve,
-            assign=lambda s: self.worker.assign(s.row, s.request, s.output_ids),
-            reuse=config.prefix_cache,
-        )
-        self._flight: Flight | None = None
-        self._news: list[tuple[Running, tuple[int, ...]]] = []
+        self.core = Core(self.config)
+        shape = self.core.worker.passes.target.config
+        self.context_length = shape.max_position
+        self.tokenizer = Tokenizer(self.config.target_path, shape.vocab_size)
+        backend = load(self.config.grammar_backend)
+        self.compiler = GrammarCompiler(backend(self.tokenizer.vocabulary))
         self._ids = itertools.count()
         self._tickets: dict[int, Ticket] = {}
         self._lock = threading.RLock()
+
+    @property
+    def timeline(self) -> Timeline:
+        """Spans of the last steps."""
+        return self.core.timeline
+
+    @property
+    def figures(self) -> StepFigures:
+        """What the grammar cost so far, and how much of it was hidden."""
+        return self.core.figures
+
+    def snapshot(self) -> dict[str, Any]:
+        """State as plain data: length policy, pages, requests, grammar time."""
+        return self.core.snapshot()
 
     @overload
     def generate(  # type: ignore[overload-overlap]
@@ -109,6 +86,7 @@ class Engine:
         *,
         raw: bool = False,
         tools: Sequence[Any] | None = None,
+        priority: int = 0,
     ) -> Output: ...
 
     @overload
@@ -120,6 +98,7 @@ class Engine:
         *,
         raw: bool = False,
         tools: Sequence[Any] | None = None,
+        priority: int = 0,
     ) -> list[Output]: ...
 
     def generate(
@@ -130,6 +109,7 @@ class Engine:
         *,
         raw: bool = False,
         tools: Sequence[Any] | None = None,
+        priority: int = 0,
     ) -> Output | list[Output]:
         """Generate for one prompt, or for a list of prompts at once.
 
@@ -139,6 +119,7 @@ class Engine:
             sampling: As SamplingParams or its fields; one for all prompts, or one each.
             raw: Take text as it is, without the chat template.
             tools: Tool definitions for the chat template.
+            priority: Of waiting requests, the higher starts first.
 
         Returns:
             Output, or a list of them in the prompts' order. A request that fails in the middle
@@ -152,7 +133,7 @@ class Engine:
         grammars = _each("grammar", grammar, len(prompts))
         samplings = _each("sampling", sampling, len(prompts))
         prepared = [
-            self._prepare(p, cast("Grammar | None", g), cast("Sampling", s), raw, tools)
+            self._prepare(p, cast("Grammar | None", g), cast("Sampling", s), raw, tools, priority)
             for p, g, s in zip(prompts, grammars, samplings, strict=True)
         ]
         tickets = [self._enqueue(sequence) for sequence in prepared]
@@ -170,6 +151,7 @@ class Engine:
         *,
         raw: bool = False,
         tools: Sequence[Any] | None = None,
+        priority: int = 0,
     ) -> Iterator[Delta]:
         """Generate for one prompt, piece by piece; leaving the loop aborts the request.
 
@@ -179,7 +161,9 @@ class Engine:
             InvalidRequest: as for :meth:`generate`, at the call.
             RequestFailed: the request ended with an error, after its last piece.
         """
-        return self._pieces(self.submit(prompt, grammar, sampling, raw=raw, tools=tools))
+        return self._pieces(
+            self.submit(prompt, grammar, sampling, raw=raw, tools=tools, priority=priority)
+        )
 
     def submit(
         self,
@@ -189,27 +173,28 @@ class Engine:
         *,
         raw: bool = False,
         tools: Sequence[Any] | None = None,
+        priority: int = 0,
     ) -> Ticket:
         """Queue a request; whoever submits calls :meth:`step`, and at last :meth:`release`.
 
         Raises:
             InvalidRequest: as for :meth:`generate`.
         """
-        return self._enqueue(self._prepare(prompt, grammar, sampling, raw, tools))
+        return self._enqueue(self._prepare(prompt, grammar, sampling, raw, tools, priority))
 
     def abort(self, ticket: Ticket) -> None:
         """End a request now; what it has so far is its output, at once."""
         with self._lock:
-            self.scheduler.abort(ticket.request.id)
-            self._quiesce()
+            self.core.scheduler.abort(ticket.request.id)
+            self._publish()
 
     def release(self, tickets: Sequence[Ticket]) -> None:
         """Forget requests that have ended, and abort the others."""
         with self._lock:
             for ticket in tickets:
                 if ticket.output is None:
-                    self.scheduler.abort(ticket.request.id)
-            self._quiesce()
+                    self.core.scheduler.abort(ticket.request.id)
+            self._publish()
             for ticket in tickets:
                 self._tickets.pop(ticket.request.id, None)
 
@@ -227,118 +212,25 @@ class Engine:
             self.release([ticket])
 
     def step(self) -> bool:
-        """Run one step of whatever is queued; False when there is nothing to do.
-
-        Results are read one step late, under the next step's verify; where there is no next
-        step, or the mode is serial, at once.
-        """
+        """Run one step of whatever is queued; False when there is nothing to do."""
         with self._lock:
-            start = time.perf_counter_ns()
-            plan = self.scheduler.plan(self.policy.choose)
-            flight = None
-            if plan is not None:
-                self.lane.step = plan.index
-                self.timeline.record("host", "plan", start, time.perf_counter_ns(), plan.index)
-                flight = self.worker.step(plan, self.lane)
-            busy = flight is not None or self._flight is not None
-            self._settle()
-            self._flight = flight
-            if self.config.overlap == "none":
-                self._settle()
-            self._quiesce()
+            busy = self.core.step()
+            self._publish()
             return busy
 
-    @property
-    def figures(self) -> StepFigures:
-        """What the grammar cost so far, and how much of it was hidden."""
-        return self.lane.figures
-
-    def snapshot(self) -> dict[str, Any]:
-        """State as plain data: length policy, pages, requests, grammar time."""
-        allocator, figures = self.scheduler.allocator, self.figures
-        return {
-            "overlap": self.config.overlap,
-            "speculation": self.policy.snapshot(),
-            "running": len(self.scheduler.running),
-            "waiting": len(self.scheduler.waiting),
-            "pages_in_use": allocator.in_use,
-            "pages": allocator.total,
-            "preemptions": self.scheduler.preemptions,
-            "steps": figures.steps,
-            "grammar_ms": figures.grammar_ms,
-            "exposed_ms": figures.exposed_ms,
-            "hidden_fraction": figures.hidden_fraction,
-        }
-
-    def _all_ended(self) -> bool:
-        return all(s.finish_reason is not None for s in self.scheduler.running)
-
-    def _settle(self) -> None:
-        """Read the step under way, cut its runs by the stop rules, and feed the matchers."""
-        flight, self._flight = self._flight, None
-        if flight is None:
-            return
-        result = self.worker.collect(flight)
-        serial = self.config.overlap == "none"
-        if not serial:
-            self._account(result, 0.0)
-        self._fail_failed()
-        kept = self.scheduler.commit(result)
-        start = time.perf_counter_ns()
-        self.lane.accept({s.request.id: run for s, run in kept})
-        if serial:
-            # Nothing runs beside these accepts: compute stands idle for them too.
-            self._account(result, (time.perf_counter_ns() - start) / 1e6 if kept else 0.0)
-        self._news += kept
-        self._observe(result)
-        self._fail_failed()
-        for sequence in self.scheduler.running:
-            if isinstance(sequence.error, NumericFault):
-                self.scheduler.spoil(sequence)
-                self.worker.clear(sequence.pages)
-            if sequence.finish_reason is not None:
-                self.lane.drop(sequence.request.id)
-
-    def _account(self, result: StepResult, late_ms: float) -> None:
-        shares = self.lane.account(result.plan.index, result.exposed_ms + late_ms)
-        for sequence in self.scheduler.running:
-            grammar_ms, exposed_ms = shares.get(sequence.request.id, (0.0, 0.0))
-            sequence.stats.grammar_ms += grammar_ms
-            sequence.stats.exposed_ms += exposed_ms
-
-    def _observe(self, result: StepResult) -> None:
-        """Tell the length policy what the step's trees got."""
-        trees = len(result.plan.decode_rows)
-        self.policy.observe(
-            trees, result.plan.tier, [r.accepted for r in result.rows[:trees] if r.tokens]
-        )
-
-    def _fail_failed(self) -> None:
-        """End the requests whose matcher failed."""
-        failed, self.lane.failed = self.lane.failed, {}
-        for sequence in self.scheduler.running:
-            error = failed.get(sequence.request.id)
-            if error is not None and sequence.finish_reason is None:
-                sequence.fail(error)
-
     def _publish(self) -> None:
-        """Hand out what was settled, and the outputs of requests that have ended."""
-        news, self._news = self._news, []
-        for sequence, run in news:
-            if sequence.finish_reason is None and run:
-                self._push(sequence, run)
-        for sequence in self.scheduler.running:
-            if sequence.finish_reason is not None:
-                self._finish(sequence)
-        for sequence in self.scheduler.retire():
+        """Hand out what has happened to those who wait for it."""
+        news = self.core.news()
+        for sequence, run in news.runs:
+            self._push(sequence, run)
+        for sequence in news.ended:
             self._finish(sequence)
 
     def close(self) -> None:
         """Abort what runs and end the lane's threads."""
         with self._lock:
             self.release(list(self._tickets.values()))
-        self.lane.pool.close()
-        self.worker.close()
+        self.core.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -358,6 +250,7 @@ class Engine:
         sampling: Sampling,
         raw: bool,
         tools: Sequence[Any] | None,
+        priority: int,
     ) -> Running:
         """Check and compile everything that can be wrong with a request before it is queued."""
         arrival_ns = time.perf_counter_ns()
@@ -376,11 +269,12 @@ class Engine:
                 f"context of {self.context_length}",
                 "max_tokens",
             )
-        max_tokens = params.max_tokens if params.max_tokens is not None else room
-        if not self.scheduler.fits(len(ids) + max_tokens):
+        space = self.core.scheduler.longest - len(ids)
+        max_tokens = params.max_tokens if params.max_tokens is not None else min(room, space)
+        if max_tokens < 1 or max_tokens > space:
             raise InvalidRequest(
-                f"{len(ids) + max_tokens} tokens of prompt and output exceed the whole KV cache: "
-                "lower max_tokens, or raise mem_fraction_static or max_total_tokens",
+                f"{len(ids) + max(max_tokens, 1)} tokens of prompt and output exceed the whole KV "
+                "cache: lower max_tokens, or raise mem_fraction_static or max_total_tokens",
                 "max_tokens",
             )
         if grammar is not None and not isinstance(grammar, Grammar):
@@ -390,7 +284,9 @@ class Engine:
             )
         compiled = self.compiler.compile(grammar) if grammar is not None else None
         compile_ms = (time.perf_counter_ns() - arrival_ns) / 1e6
-        eos = frozenset() if params.ignore_eos else self.tokenizer.eos_ids
+        # Under a grammar an end-of-text token is allowed where the grammar may end, and ends it.
+        ignore = params.ignore_eos and grammar is None
+        eos = frozenset() if ignore else self.tokenizer.eos_ids
         request = Request(
             id=next(self._ids),
             prompt_ids=tuple(ids),
@@ -400,6 +296,7 @@ class Engine:
             stop_ids=eos | frozenset(params.stop_token_ids),
             seed=params.seed if params.seed is not None else secrets.randbits(62),
             arrival_ns=arrival_ns,
+            priority=priority,
         )
         buffer = TextBuffer(self.tokenizer.detokenizer(), tuple(params.stop))
         sequence = Running(request, buffer, compiled.matcher() if compiled else None)
@@ -440,21 +337,13 @@ class Engine:
         ticket = Ticket(sequence.request)
         with self._lock:
             self._tickets[sequence.request.id] = ticket
-            if sequence.matcher is not None:
-                self.lane.matchers[sequence.request.id] = sequence.matcher
-            self.scheduler.add(sequence)
+            self.core.add(sequence)
         return ticket
 
     def _wait(self, ticket: Ticket) -> Output:
         while ticket.output is None:
             self.step()
         return ticket.output
-
-    def _quiesce(self) -> None:
-        """Publish; where nobody is left, read the step under way at once, so that it frees all."""
-        if self._all_ended():
-            self._settle()
-        self._publish()
 
     def _push(self, sequence: Running, run: Sequence[int]) -> None:
         text = sequence.buffer.release(finished=False)
@@ -467,10 +356,8 @@ class Engine:
     def _finish(self, sequence: Running) -> None:
         """Turn an ended sequence into its last piece and its output."""
         request, reason = sequence.request, sequence.finish_reason
-        ticket = self._tickets.get(request.id)
-        if ticket is None or ticket.output is not None or reason is None:
-            return
-        self.lane.drop(request.id)
+        ticket = self._tickets[request.id]
+        assert reason is not None
         text, parsed, error = sequence.buffer.text, None, None
         if sequence.error is not None:
             error = str(sequence.error) or type(sequence.error).__name__
@@ -523,12 +410,3 @@ def _parse(grammar: Grammar, text: str) -> Any:
         return grammar.parse(text)
     except ValueError:
         return None
-
-
-def reserve_tokens(window_tokens: int) -> int:
-    """Slots that a running sequence owns behind its committed length.
-
-    Twice the draft window, since the host may be one step behind, and one for the draft cache's
-    slot of the newest token.
-    """
-    return 2 * window_tokens + 1

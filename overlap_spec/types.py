@@ -135,7 +135,8 @@ class Request:
     """What is asked of the engine, in tokens. ``sampling`` has its defaults filled in.
 
     ``grammar`` is the caller's specification (None: free text), opaque to all but the grammar
-    room; ``stop_ids`` are all tokens that end the output.
+    room; ``stop_ids`` are all tokens that end the output. Of those that wait, the higher
+    ``priority`` starts first.
     """
 
     id: int
@@ -146,6 +147,7 @@ class Request:
     stop_ids: frozenset[int]
     seed: int
     arrival_ns: int
+    priority: int = 0
 
 
 @dataclass(frozen=True)

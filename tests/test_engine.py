@@ -47,7 +47,7 @@ def test_single_and_list_share_results(engine: Engine) -> None:
     assert one.finish_reason == "stop"
     assert one.token_ids[-1] in engine.tokenizer.eos_ids
     assert engine.tokenizer.decode(one.token_ids) == one.text
-    assert engine.scheduler.allocator.in_use == 0
+    assert engine.core.scheduler.allocator.in_use == 0
 
 
 def test_parsed_is_the_type_that_was_asked_for(engine: Engine) -> None:
@@ -74,8 +74,8 @@ def test_leaving_a_stream_aborts_it(engine: Engine) -> None:
     stream = engine.stream("go", None, SamplingParams(max_tokens=100))
     next(stream)
     stream.close()
-    assert engine.scheduler.idle
-    assert engine.scheduler.allocator.in_use == 0
+    assert engine.core.scheduler.idle
+    assert engine.core.scheduler.allocator.in_use == 0
 
 
 def test_streams_may_be_read_in_turn_and_from_threads(engine: Engine) -> None:
@@ -106,7 +106,7 @@ def test_statistics_add_up(engine: Engine) -> None:
     assert stats.accept_length == pytest.approx(24 / stats.verifies)
     assert 0 < stats.ttft_ms <= stats.end_to_end_ms
     assert stats.tpot_ms == pytest.approx((stats.end_to_end_ms - stats.ttft_ms) / 24)
-    assert stats.drafted_tokens == stats.verifies * (engine.policy.tiers[0].nodes - 1)
+    assert stats.drafted_tokens == stats.verifies * (engine.core.policy.tiers[0].nodes - 1)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,8 @@ def test_a_faulty_matcher_ends_its_own_request_only(engine: Engine, fault: str) 
     for index, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True)):
         ticket = engine.submit(prompt, grammar, sampling)
         if index == 3:
-            inner = engine.lane.matchers[ticket.request.id]
-            engine.lane.matchers[ticket.request.id] = Faulty(inner, fault)
+            inner = engine.core.lane.matchers[ticket.request.id]
+            engine.core.lane.matchers[ticket.request.id] = Faulty(inner, fault)
         tickets.append(ticket)
     start = time.perf_counter()
     while any(t.output is None for t in tickets):
@@ -248,12 +248,12 @@ def test_a_faulty_matcher_ends_its_own_request_only(engine: Engine, fault: str) 
     if fault == "hangs":
         # Nobody waited for the call, and nobody touches its matcher until it returns.
         assert time.perf_counter() - start < 1.0
-        assert engine.lane.pool.quarantined == 1
+        assert engine.core.lane.pool.quarantined == 1
         deadline = time.perf_counter() + 5
-        while engine.lane.pool.quarantined and time.perf_counter() < deadline:
+        while engine.core.lane.pool.quarantined and time.perf_counter() < deadline:
             time.sleep(0.02)
-    assert engine.lane.pool.quarantined == 0
-    assert engine.scheduler.allocator.in_use == 0
+    assert engine.core.lane.pool.quarantined == 0
+    assert engine.core.scheduler.allocator.in_use == 0
 
 
 def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, str]) -> None:
@@ -269,8 +269,8 @@ def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, st
 
     with Engine(**tiny, num_steps=3, mask_deadline_ms=60.0) as engine:
         ticket = engine.submit("slow", DATE)
-        inner = engine.lane.matchers[ticket.request.id]
-        engine.lane.matchers[ticket.request.id] = Slow(inner, "none")
+        inner = engine.core.lane.matchers[ticket.request.id]
+        engine.core.lane.matchers[ticket.request.id] = Slow(inner, "none")
         while ticket.output is None:
             engine.step()
         assert ticket.output.error is None
@@ -362,7 +362,7 @@ def test_prefix_reuse_is_as_good_with_speculation(tiny: dict[str, str]) -> None:
             outputs += engine.generate(prompts, None, SamplingParams(max_tokens=20))
             cached[name] = [o.stats.cached_tokens for o in outputs]
             texts[name] = [o.token_ids for o in outputs]
-            assert engine.scheduler.allocator.in_use == 0
+            assert engine.core.scheduler.allocator.in_use == 0
     assert texts["plain"] == texts["tree"] == texts["off"]
     assert cached["plain"] == cached["tree"]
     assert cached["tree"][0] == 0
@@ -377,6 +377,6 @@ def test_reused_pages_draft_as_well_as_computed_ones(tiny: dict[str, str]) -> No
         with Engine(**tiny, num_steps=3, overlap="none", prefix_cache=reuse) as engine:
             for _ in range(2):
                 engine.generate("p" * 90, None, SamplingParams(max_tokens=1))
-            states.append(engine.worker.passes.drafter.root_state[:2].clone())
+            states.append(engine.core.worker.passes.drafter.root_state[:2].clone())
     assert torch.allclose(states[0], states[1], atol=1e-5)
     assert states[0].abs().sum() > 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from overlap_spec import engine as engine_module
+from overlap_spec import core as core_module
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, SamplingParams
@@ -77,25 +77,25 @@ def run(engine: Engine, asks: list[Ask]) -> list[Output]:
         assert steps < 5_000
     outputs = [ticket.output for ticket in tickets]
     engine.release(tickets)
-    allocator = engine.scheduler.allocator
+    allocator = engine.core.scheduler.allocator
     assert allocator.in_use == 0
     assert allocator.free == allocator.total
-    assert engine.scheduler.idle
-    assert not engine.lane.matchers
+    assert engine.core.scheduler.idle
+    assert not engine.core.lane.matchers
     assert not engine._tickets
     return [output for output in outputs if output is not None]
 
 
 def check_laws(engine: Engine) -> None:
     """Laws 1 and 6, between steps: every matcher holds its request's kept tokens, exactly."""
-    scheduler = engine.scheduler
+    scheduler = engine.core.scheduler
     allocator = scheduler.allocator
     assert allocator.in_use + allocator.free == allocator.total
     held = {page for s in scheduler.running for page in s.pages}
     held |= {node.page for s in scheduler.running for node in s.path}
     assert len(held) == allocator.in_use
     for sequence in scheduler.running:
-        matcher = engine.lane.matchers.get(sequence.request.id)
+        matcher = engine.core.lane.matchers.get(sequence.request.id)
         if matcher is not None:
             assert matcher.accepted_tokens == len(sequence.output_ids)
         assert sequence.stats.output_tokens == len(sequence.output_ids)
@@ -121,7 +121,7 @@ def chaos(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     def streams(*_: Any) -> Streams:
         return ThreadStreams(lambda name: ChaosStream(name, seed, 0.0005))
 
-    monkeypatch.setattr(engine_module, "build_streams", streams)
+    monkeypatch.setattr(core_module, "build_streams", streams)
 
 
 @pytest.mark.parametrize("room", ROOM)
@@ -153,6 +153,6 @@ def test_chaos_never_changes_outputs(
                 assert len(got.logprobs) == len(want.logprobs)
                 for a, b in zip(got.logprobs, want.logprobs, strict=True):
                     assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
-        preemptions = engine.scheduler.preemptions
+        preemptions = engine.core.scheduler.preemptions
     assert (preemptions > 0) == (room == "crowded")
     assert threading.active_count() == threads

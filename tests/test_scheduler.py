@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,10 +65,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.random = random.Random(4)
         self.number = 0
 
-    @rule(prompt=st.integers(1, 60), max_tokens=st.integers(1, 40))
-    def submit(self, prompt: int, max_tokens: int) -> None:
-        if self.scheduler.fits(prompt + max_tokens):
+    @rule(prompt=st.integers(1, 60), max_tokens=st.integers(1, 40), priority=st.integers(0, 2))
+    def submit(self, prompt: int, max_tokens: int, priority: int) -> None:
+        if prompt + max_tokens <= self.scheduler.longest:
             new = sequence(self.number, prompt, max_tokens)
+            new.request = replace(new.request, priority=priority)
             self.live[self.number] = new
             self.kept[self.number] = []
             self.number += 1
@@ -199,3 +201,27 @@ def test_released_text_never_shows_part_of_a_stop_string() -> None:
     assert buffer.push(3) == "bcd"
     assert buffer.release(finished=True) == ""
     assert buffer.text == "abcc"
+
+
+def starts(priorities: list[int]) -> list[int]:
+    """The order in which one row takes waiting requests, each done in one step."""
+    order: list[int] = []
+    scheduler = Scheduler(50, 4, 1, 64, RESERVE, lambda s: order.append(s.request.id))
+    for number, priority in enumerate(priorities):
+        new = sequence(number, 3, 1)
+        new.request = replace(new.request, priority=priority)
+        scheduler.add(new)
+    while (plan := scheduler.plan(lambda _: TIER)) is not None:
+        rows = tuple(RowResult((1,), 0, 0) for _ in plan.verified)
+        scheduler.commit(StepResult(plan, rows))
+        scheduler.retire()
+    return order
+
+
+def test_priorities_and_arrival_order() -> None:
+    assert starts([0, 0, 2, 1, 2]) == [2, 4, 3, 0, 1]
+
+
+def test_low_priority_does_not_starve() -> None:
+    order = starts([0] + [5] * 40)
+    assert order.index(0) == 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 
@@ -14,11 +15,14 @@ from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.scheduler.stops import cut
 from overlap_spec.types import Chunk, RowResult, StepPlan, StepResult, Tier
 
+FAIR_TURN = 8
 PageGrant = tuple[int, int, tuple[int, ...]]
 
 
 class Scheduler:
-    """First come, first served, over rows and pages.
+    """By priority, then first come, first served, over rows and pages.
+
+    Every :data:`FAIR_TURN`-th start goes to whoever has waited longest, so that nobody starves.
 
     A sequence holds pages for what it has committed and twice the draft window behind it; when
     pages run out, the sequence admitted last gives its pages up and is computed again later.
@@ -48,26 +52,27 @@ class Scheduler:
         self.allocator = PageAllocator(pages, self.tree)
         self.page_size, self.chunk_tokens = page_size, chunk_tokens
         self.reserve_tokens = reserve_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._free_rows = deque(range(max_rows))
         self._assign = assign
         # Pages handed out that no plan has told the worker of yet.
         self._grants: list[PageGrant] = []
-        self._steps = self._committed = 0
+        self._steps = self._committed = self._starts = 0
         self.preemptions = 0
 
     @property
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
-    def fits(self, total_tokens: int) -> bool:
-        """Whether a sequence of so many tokens can run at all."""
-        return self._pages_for(total_tokens) <= self.allocator.total
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that can run at all."""
+        return self.allocator.total * self.page_size - self.reserve_tokens
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that :meth:`fits` at its longest."""
-        self.waiting.append(sequence)
+        """Queue a sequence that is at most :attr:`longest` when it ends."""
+        insort(self.waiting, sequence, key=_rank)
 
     def plan(self, choose: Callable[[int], Tier]) -> StepPlan | None:
         """The next step; None when there is nothing to run, or nothing before the steps that are
@@ -180,11 +185,15 @@ class Scheduler:
         """Give rows to waiting sequences while their known text fits into the free pages."""
         promised = sum(max(self._pages_for(s.total_tokens) - len(s.pages), 0) for s in self.running)
         while self.waiting and self._free_rows:
-            needed = self._pages_for(self.waiting[0].total_tokens)
+            sequence = self.waiting[0]
+            if self._starts % FAIR_TURN == FAIR_TURN - 1:
+                sequence = min(self.waiting, key=lambda s: s.request.id)
+            needed = self._pages_for(sequence.total_tokens)
             if promised + needed > self.allocator.free:
                 return
             promised += needed
-            sequence = self.waiting.popleft()
+            self._starts += 1
+            self.waiting.remove(sequence)
             sequence.row = self._free_rows.popleft()
             sequence.prefill_tokens = sequence.total_tokens
             self.running.append(sequence)
@@ -247,7 +256,7 @@ class Scheduler:
         """Give up the victim's row and pages; it starts again from its tokens, first in line."""
         self._leave(victim)
         victim.committed_tokens = victim.planned_tokens = victim.prefill_tokens = 0
-        self.waiting.appendleft(victim)
+        insort(self.waiting, victim, key=_rank)
         self.preemptions += 1
 
     def _leave(self, sequence: Sequence) -> None:
@@ -261,3 +270,8 @@ class Scheduler:
         self._free_rows.append(sequence.row)
         sequence.row = -1
         self.running.remove(sequence)
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    """Place in the queue; a preempted sequence keeps that of its arrival."""
+    return -sequence.request.priority, sequence.request.id
