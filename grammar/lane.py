@@ -15,11 +15,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import cast
 
 import numpy as np
 
 from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.contract import Links, Matcher, Row
+
+STARVED_DEADLINES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +78,7 @@ class _Job(ABC):
         self.error: Exception | None = None
         self.runner: threading.Thread | None = None
         self.start_ns = time.perf_counter_ns()
-        self.end_ns = 0
+        self.start_cpu_ns = self.end_ns = 0
 
     @abstractmethod
     def work(self) -> None:
@@ -129,13 +132,13 @@ class _Fill(_Job):
     ``scratch``: int32 ``(1 + nodes, words)``, the root's row by itself, then the tree's.
     """
 
-    def __init__(self, item: FillItem, after: _Job | None, scratch: Row) -> None:
+    def __init__(self, item: FillItem, after: _Job | None, scratch: Row, root_first: bool) -> None:
         super().__init__(item, after)
-        self.item, self.scratch = item, scratch
+        self.item, self.scratch, self.root_first = item, scratch, root_first
 
     def work(self) -> None:
         item = self.item
-        if len(item.tokens) > 1:
+        if self.root_first and len(item.tokens) > 1:
             self.matcher.fill(self.scratch[0])
             self.root_ready = True
         self.matcher.fill_tree(item.tokens, item.first_child, item.next_sibling, self.scratch[1:])
@@ -156,7 +159,8 @@ class Lane:
 
     Args:
         threads: Runners; 0 runs inline, in the caller's thread, where no deadline can hold.
-        deadline_ms: Time that one item's calls may take, or None for any.
+        deadline_ms: Time that one item's calls may take, or None for any. It is the thread's own
+            time, or :data:`STARVED_DEADLINES` times as much by the clock.
     """
 
     def __init__(self, threads: int = 0, deadline_ms: float | None = None) -> None:
@@ -180,8 +184,11 @@ class Lane:
 
     def fill_batch(self, items: Sequence[FillItem]) -> list[LaneResult]:
         """Fill each item's rows; results in the items' order."""
+        # Only under a deadline is a root's row of its own worth its time.
+        root_first = self.threads > 0 and self._deadline_ns is not None
         jobs = [
-            _Fill(item, self._latest.get(item.request_id), self._rows_for(item)) for item in items
+            _Fill(item, self._latest.get(item.request_id), self._rows_for(item), root_first)
+            for item in items
         ]
         return self._run(jobs)
 
@@ -248,10 +255,18 @@ class Lane:
                 # A job that waits for a runner is not late; one whose matcher is busy is.
                 if job.started or not job.ready:
                     left = job.start_ns + self._deadline_ns - now
-                    if left <= 0:
+                    if left <= 0 and (job.root_ready or self._overdue(job, now)):
                         self._leave_alone(job)
-                    rest = min(rest, max(left, 0))
+                    rest = min(rest, left if left > 0 else self._deadline_ns // 4)
             self._lock.wait(rest / 1e9)
+
+    def _overdue(self, job: _Job, now: int) -> bool:
+        """Whether a job past its deadline used it: a thread that got no core is given longer."""
+        assert self._deadline_ns is not None
+        if job.runner is None or now - job.start_ns > STARVED_DEADLINES * self._deadline_ns:
+            return True
+        clock = time.pthread_getcpuclockid(cast(int, job.runner.ident))
+        return time.clock_gettime_ns(clock) - job.start_cpu_ns > self._deadline_ns
 
     def _leave_alone(self, job: _Job) -> None:
         job.left_alone, job.end_ns = True, time.perf_counter_ns()
@@ -299,6 +314,7 @@ class Lane:
                         self._queue.remove(job)
                         job.started, job.runner = True, me
                         job.start_ns = time.perf_counter_ns()
+                        job.start_cpu_ns = time.thread_time_ns()
                         return job
                 self._lock.wait()
             return None

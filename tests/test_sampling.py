@@ -153,20 +153,10 @@ def test_tree_verification_has_plain_samplings_distribution(
     if not masked:
         allowed[:] = True
     tables = RowTables(count, 1, VOCAB, torch.device("cpu"))
-    for row in range(count):
-        if row == 0:
-            request = Request(0, PROMPT, params, None, 99, frozenset({3}), 0, 0)
-            tables.assign(0, request, OUTPUT)
-        else:
-            for marks in (
-                tables.sampled,
-                tables.filtered,
-                tables.penalised,
-                tables.biased,
-                tables.held_open,
-            ):
-                if 0 in marks:
-                    marks.add(row)
+    request = Request(0, PROMPT, params, None, 99, frozenset({3}), 0, 0)
+    tables.assign(0, request)
+    tables.write(0, request, tuple(OUTPUT))
+    needs = tables.needs([0])
     for value in [*vars(tables).values(), *tables._wide.values()]:
         if isinstance(value, torch.Tensor):
             value[:] = value[0].clone()
@@ -180,11 +170,12 @@ def test_tree_verification_has_plain_samplings_distribution(
     nodes = len(TREE_PATHS)
     rows = torch.arange(count).repeat_interleave(nodes)
     positions = (tree.depths + len(PROMPT) + len(OUTPUT)).flatten()
-    batch = Nodes(range(count), rows, positions, tree)
+    batch = Nodes(rows, positions, tree)
     sampler = Sampler(tables)
     logits = table.repeat(count, 1)
     apply_bitmask(logits, pack(allowed).repeat(count, 1))
-    choices = sampler.choose(sampler.process(logits, batch), batch).view(count, nodes)
+    processed = sampler.process(logits, batch, needs)
+    choices = sampler.choose(processed, batch, needs).view(count, nodes)
     accepted = accept_path(choices, tree, 4)
     emitted = choices.gather(1, accepted.path)
 
@@ -213,8 +204,8 @@ def test_tree_verification_has_plain_samplings_distribution(
 
 
 def test_logprobs_are_before_temperature_and_list_no_forbidden_token() -> None:
-    logits = torch.tensor([[1.0, 2.0, -torch.inf, 0.0]])
-    (got,) = token_logprobs(logits, torch.tensor([1]), 4)
+    log_probs = torch.tensor([[1.0, 2.0, -torch.inf, 0.0]]).log_softmax(-1)
+    (got,) = token_logprobs(log_probs[:, 1], *log_probs.topk(4), 4)
     want = torch.tensor([1.0, 2.0, 0.0]).log_softmax(0)
     assert got.logprob == pytest.approx(float(want[1]))
     assert [token for token, _ in got.top] == [1, 0, 3]

@@ -70,11 +70,13 @@ class Worker:
         device = passes.device
         self.states = {tier: TierState(tier, rows, words, streams, device) for tier in tiers}
 
+    @torch.inference_mode()
     def assign(self, row: int, request: Request, output_ids: list[int]) -> None:
         """Prepare ``row`` for a request that starts, or starts again, with its prefill."""
         self.tables.assign(row, request)
         self.streams.compute.run("assign", self.tables.write, row, request, tuple(output_ids))
 
+    @torch.inference_mode()
     def step(self, plan: StepPlan, lane: Lane) -> Flight:
         """Queue one step; blocks on nothing but the lane."""
         compute, copy, planner = self.streams.compute, self.streams.copy, self.streams.plan
@@ -119,6 +121,7 @@ class Worker:
         buffers.keep = (batch, drafted, verified, masks, emitted)
         return flight
 
+    @torch.inference_mode()
     def collect(self, flight: Flight) -> StepResult:
         """Wait for a step's results and read them."""
         flight.done.synchronize()
@@ -152,6 +155,7 @@ class Worker:
                 self.record("compute", "exposed", start, end, plan.index)
         return StepResult(plan, tuple(rows), exposed_ms)
 
+    @torch.inference_mode()
     def clear(self, pages: list[int]) -> None:
         """Zero pages that may hold NaN, behind the steps that are under way."""
         for pool in (self.passes.pool, self.passes.draft_pool):

@@ -1,0 +1,349 @@
+"""The benchmarks' own rules: records, figures, and that their checks check."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import overlap, soak
+from bench.common import (
+    Run,
+    flags,
+    mean,
+    median,
+    paired,
+    percentile,
+    rounded,
+    samples_path,
+    spread,
+    strict_json,
+)
+from bench.measure import Measured, measure
+from bench.overlap_report import MODES, summary
+from bench.targets import padded_target
+from bench.workloads import (
+    EVENTS,
+    OWN_SCHEMAS,
+    Ask,
+    choose_samples,
+    facts,
+    is_plain,
+    json_asks,
+    mixed_asks,
+    read_samples,
+    union_asks,
+)
+from overlap_spec.config import EMBEDDED
+from overlap_spec.engine import Engine
+from overlap_spec.errors import ConfigError
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.types import Output, RequestStats
+from tests.checkpoints import write_head, write_target
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Random checkpoints as Engine settings, with room for prompts of one token a byte."""
+    folder = tmp_path_factory.mktemp("bench")
+    write_target(folder / "target", max_position_embeddings=1024)
+    write_head(folder / "eagle3", max_position_embeddings=1024)
+    return {"model": str(folder / "target"), "draft": str(folder / "eagle3")}
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The record: strict JSON in the last line of standard output."""
+
+    def refuse(name: str) -> float:
+        raise AssertionError(f"{name} is no JSON")
+
+    record: dict[str, Any] = json.loads(
+        capsys.readouterr().out.splitlines()[-1], parse_constant=refuse
+    )
+    return record
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "expected"),
+    [
+        ([3.0], 0, 3.0),
+        ([3.0], 100, 3.0),
+        ([4.0, 1.0, 3.0, 2.0], 50, 2.5),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], 95, 4.8),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], 0, 1.0),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], 100, 5.0),
+    ],
+)
+def test_percentiles_are_linear_between_neighbours(
+    values: list[float], percent: float, expected: float
+) -> None:
+    assert percentile(values, percent) == pytest.approx(expected)
+
+
+def test_figures_of_nothing_are_errors() -> None:
+    for figure in (median, mean, spread):
+        with pytest.raises(ValueError, match=r"of"):
+            figure([])
+    with pytest.raises(ValueError, match="percentile 101"):
+        percentile([1.0], 101)
+    with pytest.raises(ValueError, match="zip"):
+        paired([1.0, 2.0], [1.0])
+
+
+def test_pairs_cancel_what_both_suffer() -> None:
+    slow = [1.0, 10.0, 2.0]
+    assert paired([0.8 * x for x in slow], slow) == pytest.approx(
+        {"median": 0.8, "min": 0.8, "max": 0.8, "n": 3}
+    )
+
+
+def test_rounding_keeps_significant_digits() -> None:
+    assert rounded({"a": [123456.789, 0.0, -1.23456789e-9], "b": (1, "x", None)}, 3) == {
+        "a": [123000.0, 0.0, -1.23e-9],
+        "b": [1, "x", None],
+    }
+    assert math.isnan(rounded(float("nan")))
+
+
+def test_record_and_its_raw_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new" / "out.json"
+    arguments = ["--quick", "--json", str(path), "--seed", "7"]
+    run = Run("thing", flags("thing", "A thing.").parse_args(arguments), arguments)
+    for value in (1.5, 2.5):
+        run.sample(milliseconds=value)
+    record = run.finish(2, milliseconds=spread([1.5, 2.5]))
+    assert last_line(capsys) == record == json.loads(path.read_text())
+    raw = [json.loads(line) for line in samples_path(path).read_text().splitlines()]
+    assert spread(row["milliseconds"] for row in raw) == record["milliseconds"]
+    assert record["bench"] == "thing"
+    assert (record["quick"], record["seed"]) == (True, 7)
+    assert (record["repetitions"], record["samples"]) == (2, 2)
+    assert record["command"].startswith("python -m bench.thing --quick --json ")
+    assert {"cpu", "cores", "memory_gib", "load_1m", "device"} <= record["machine"].keys()
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["commit"] is None or isinstance(record["commit"], str)
+
+
+def test_a_record_holds_finite_numbers_only() -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        strict_json({"x": float("inf")})
+    run = Run("thing", Namespace(quick=False, seed=0, json=None), [])
+    with pytest.raises(ValueError, match="JSON compliant"):
+        run.finish(1, figure=float("nan"))
+
+
+def test_own_samples_are_plain_and_valid() -> None:
+    import jsonschema
+
+    samples = read_samples(OWN_SCHEMAS)
+    assert len(samples) == len({sample.id for sample in samples}) == 12
+    for sample in samples:
+        jsonschema.validate(sample.instance, sample.schema)
+        assert is_plain(sample.schema), sample.id
+        assert facts(sample.instance)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "string"}}},
+        {
+            "type": "object",
+            "properties": {"a": {"type": "string", "maxLength": 3}},
+            "additionalProperties": False,
+        },
+        {"anyOf": [{"type": "object"}]},
+        {"type": "string"},
+    ],
+    ids=["open", "bounded", "open-branch", "no-object"],
+)
+def test_what_compiles_slowly_is_not_plain(schema: dict[str, Any]) -> None:
+    assert not is_plain(schema)
+
+
+def test_choice_of_samples_depends_on_the_seed_alone() -> None:
+    samples = read_samples(OWN_SCHEMAS)
+    chosen = [choose_samples(samples, 5, seed, lambda _: True) for seed in (1, 1, 2)]
+    assert chosen[0] == chosen[1] != chosen[2]
+    refused = Grammar.json_schema(chosen[0][0].schema)
+    rest = choose_samples(samples, 5, 1, lambda grammar: grammar != refused)
+    assert rest[:4] == chosen[0][1:]
+    with pytest.raises(ConfigError, match="--data"):
+        choose_samples(samples, 5, 1, lambda _: False)
+
+
+def test_files_that_hold_no_samples(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="missing"):
+        read_samples(tmp_path / "missing.jsonl")
+    (tmp_path / "other.jsonl").write_text('{"question": "?"}\n')
+    with pytest.raises(ConfigError, match="schema"):
+        read_samples(tmp_path / "other.jsonl")
+
+
+def test_workloads() -> None:
+    samples = read_samples(OWN_SCHEMAS)[:3]
+    asks = json_asks(samples, 12, 5)
+    assert len({str(ask.prompt) for ask in asks}) == 12
+    assert len({ask.grammar for ask in asks}) == 3
+    assert isinstance(json_asks(samples, 1, 5, chat=True)[0].prompt, list)
+    assert [ask.grammar is None for ask in mixed_asks(samples, 5, 5)] == [
+        False, True, False, True, False
+    ]  # fmt: skip
+    unions = union_asks(len(EVENTS), 5)
+    assert len({str(ask.prompt) for ask in unions}) == len(EVENTS)
+    assert len({ask.grammar for ask in unions}) == 1
+
+
+def test_measuring_one_workload(tiny: dict[str, str]) -> None:
+    asks = [Ask("hello", None, 6), Ask("world", Grammar.json_object(), 9)]
+    with Engine(overlap="none", adaptive="static", device="cpu", **tiny) as engine:
+        first, again = measure(engine, asks), measure(engine, asks)
+    assert [o.stats.output_tokens <= ask.max_tokens for o, ask in zip(
+        first.outputs, asks, strict=True
+    )] == [True, True]  # fmt: skip
+    assert first.sha256 == again.sha256
+    assert first.steps == again.steps > 1
+    assert first.grammar_ms > 0
+    assert 0 < first.grammar_share < 1
+    assert first.hidden_fraction is not None
+    assert 0 <= first.hidden_fraction <= 1
+    strict_json(first.raw())
+
+
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the overlap benchmark run a handful of requests."""
+    size = overlap.Size(3, 6, 4, {1: 5, 4: 5}, {"batch 4": 2, "else": 1})
+    monkeypatch.setattr(overlap, "QUICK", size)
+
+
+def test_overlap_ends_in_its_record(
+    tiny: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small(monkeypatch)
+    path = tmp_path / "overlap.json"
+    overlap.main(
+        ["--quick", "--model", tiny["model"], "--draft", tiny["draft"], "--data",
+         str(OWN_SCHEMAS), "--json", str(path)]
+    )  # fmt: skip
+    record = last_line(capsys)
+    assert next(iter(record)) == "modes"
+    assert record["modes"].keys() == set(MODES)
+    reference = record["modes"]["none"]
+    for mode in record["modes"].values():
+        assert mode["output_sha256"] == reference["output_sha256"]
+        assert mode["accept_length"] == reference["accept_length"] >= 1
+        assert 0 <= mode["hidden_fraction"] <= 1
+        assert mode["tpot_ms"] > 0
+        assert mode["grammar_ms"] > 0
+        assert mode["exposed_ms"] >= 0
+    assert record["equal"] is True
+    assert record["repetitions"] == 2
+    assert record["batches"].keys() == {"1", "4"}
+    assert {"JSON generate", "JSON OpenAI", "mixed concurrent"} <= record["rows"].keys()
+    assert record["rows"]["JSON generate"]["ratio_seconds"]["once-sync"]["n"] == 1
+    raw = [json.loads(line) for line in samples_path(path).read_text().splitlines()]
+    assert len(raw) == record["samples"] == 3 * (4 + 1 + 2)
+    again = rounded(summary(raw))
+    assert {name: record[name] for name in again} == again
+
+
+def output(tokens: tuple[int, ...], verifies: int = 2) -> Output:
+    stats = RequestStats(output_tokens=len(tokens), verifies=verifies, verified_tokens=4)
+    return Output("text", tokens, "length", stats)
+
+
+def result(*outputs: Output) -> Measured:
+    return Measured(1.0, 2, 500.0, 1.0, 0.0, 1.0, 0.1, outputs)
+
+
+def test_a_mode_that_says_something_else_is_told(
+    tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same, other, slower = output((1, 2, 3)), output((1, 9, 3)), output((1, 2, 3), verifies=4)
+    results = {
+        "batch 4": {
+            "none": [result(same, same)],
+            "double-sync": [result(same, other)],
+            "once-sync": [result(slower, same)],
+        }
+    }
+    told = list(overlap.differences(results))
+    assert len(told) == 2
+    assert told[0].startswith("batch 4, double-sync, repetition 0: request 1 differs from token 1")
+    assert "request 0 has accept length 1.0, not 2.0" in told[1]
+    small(monkeypatch)
+    monkeypatch.setattr(overlap, "differences", lambda _: iter(["batch 4: this and that"]))
+    with pytest.raises(SystemExit) as end:
+        overlap.main(
+            ["--quick", "--model", tiny["model"], "--draft", tiny["draft"], "--data",
+             str(OWN_SCHEMAS)]
+        )  # fmt: skip
+    assert end.value.code == 1
+    captured = capsys.readouterr()
+    assert "this and that" in captured.err
+    assert json.loads(captured.out.splitlines()[-1])["equal"] is False
+
+
+def test_flags_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        overlap.main(["--model", "somewhere"])
+    assert "go together" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        soak.main(["--requests", "0"])
+    assert "--requests" in capsys.readouterr().err
+
+
+def test_soak_leaves_nothing_behind(
+    tiny: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot, path = tmp_path / "soak.svg", tmp_path / "soak.json"
+    soak.main(
+        ["--requests", "50", "--model", tiny["model"], "--draft", tiny["draft"], "--plot",
+         str(plot), "--json", str(path)]
+    )  # fmt: skip
+    record = last_line(capsys)
+    assert record["requests"] == sum(record["finish_reasons"].values()) == 50
+    assert set(record["left_over"].values()) == {0}
+    assert record["flat"] is True
+    assert 0 < record["pages"]["most_in_use"] <= record["pages"]["total"]
+    raw = [json.loads(line) for line in samples_path(path).read_text().splitlines()]
+    assert raw[-1]["requests"] == 50
+    again = rounded(soak.summary(raw))
+    assert {name: record[name] for name in again} == again
+    if record["plot"] is not None:
+        assert plot.read_text().lstrip().startswith("<?xml")
+
+
+def test_soak_tells_what_is_wrong() -> None:
+    def at(number: int, rss: float) -> dict[str, Any]:
+        return {"requests": number, "tokens": number, "seconds": number / 10, "rss_mib": rss,
+                "pages": 9, "pages_in_use": 1}  # fmt: skip
+
+    steady = soak.summary([at(n, 500 + n % 3) for n in range(1, 101)])
+    leaking = soak.summary([at(n, 500 + n) for n in range(1, 101)])
+    assert (steady["flat"], leaking["flat"]) == (True, False)
+    record = {**leaking, "left_over": {"pages_in_use": 2}, "finish_reasons": {"error": 1}}
+    told = " ".join(soak.faults(record))
+    assert "pages_in_use is 2" in told
+    assert "1 requests ended with an error" in told
+    assert "memory grew" in told
+    assert not soak.faults({**steady, "left_over": {"pages_in_use": 0}, "finish_reasons": {}})
+
+
+@pytest.mark.skipif(
+    not (EMBEDDED / "eagle3" / "config.json").exists(), reason="the embedded model is not built"
+)
+def test_padded_target_is_built_once(tmp_path: Path) -> None:
+    first = padded_target(tmp_path, vocab=4096)
+    stamp = (first[0] / "model.safetensors").stat().st_mtime_ns
+    assert padded_target(tmp_path, vocab=4096) == first
+    assert (first[0] / "model.safetensors").stat().st_mtime_ns == stamp
+    assert [path.name for path in tmp_path.iterdir()] == [first[0].parent.name]
