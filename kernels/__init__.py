@@ -10,7 +10,7 @@ from overlap_spec.kernels.sampling import (
     filter_probs,
     inverse_cdf,
 )
-from overlap_spec.kernels.tree import Accepted, Tree, accept_path, build_tree, rerank
+from overlap_spec.kernels.tree import Accepted, Tree, accept_path, build_chain, build_tree, rerank
 
 __all__ = [
     "Accepted",
@@ -20,6 +20,7 @@ __all__ = [
     "apply_bitmask",
     "apply_penalties",
     "apply_rope",
+    "build_chain",
     "build_tree",
     "choose",
     "coins",

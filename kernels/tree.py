@@ -64,6 +64,21 @@ def build_tree(root: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Tre
     )
 
 
+def build_chain(root: Tensor, tokens: Tensor) -> Tree:
+    """:func:`build_tree` of chains, in which each token ``(B, N - 1)`` follows the one before."""
+    tokens = torch.cat([root[:, None], tokens], 1)
+    batch, nodes = tokens.shape
+    index = torch.arange(nodes, device=tokens.device)
+    return Tree(
+        tokens=tokens,
+        parents=(index - 1).expand(batch, nodes),
+        first_child=torch.where(index < nodes - 1, index + 1, -1).expand(batch, nodes),
+        next_sibling=torch.full_like(index, -1).expand(batch, nodes),
+        depths=index.expand(batch, nodes),
+        ancestors=(index <= index[:, None]).expand(batch, nodes, nodes),
+    )
+
+
 def _first(where: Tensor) -> Tensor:
     """Index of the first True of the last dimension, -1 where there is none."""
     value, index = where.to(torch.uint8).max(-1)

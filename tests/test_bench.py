@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import overlap, soak
+from bench import adaptive, overlap, soak
 from bench.common import (
     Run,
     flags,
@@ -292,12 +292,58 @@ def test_a_mode_that_says_something_else_is_told(
     assert json.loads(captured.out.splitlines()[-1])["equal"] is False
 
 
+def test_adaptive_ends_in_its_record(
+    tiny: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(adaptive, "QUICK", adaptive.Size(groups=2, tokens=6))
+    path = tmp_path / "adaptive.json"
+    adaptive.main(
+        ["--quick", "--model", tiny["model"], "--draft", tiny["draft"], "--batch", "2", "--json",
+         str(path)]
+    )  # fmt: skip
+    record = last_line(capsys)
+    assert record["equal"] is True
+    assert [phase["name"] for phase in record["phases"]] == list(adaptive.PHASES)
+    for phase in record["phases"]:
+        assert phase["policies"].keys() == adaptive.POLICIES.keys()
+        assert phase["policies"][phase["best"]]["of_best"] == 1
+        assert phase["policies"]["static 7"]["switches"] == 0
+    assert record["worst_of_best"].keys() == {"default", "guarded"}
+    raw = [json.loads(line) for line in samples_path(path).read_text().splitlines()]
+    assert len(raw) == record["samples"] == 3 * 2 * 6
+    again = rounded(adaptive.summary(raw))
+    assert {name: record[name] for name in again} == again
+
+
+def test_shares_of_the_best_static_tier() -> None:
+    def at(policy: str, seconds: float, group: int) -> dict[str, Any]:
+        return {"phase": "easy", "policy": policy, "group": group, "seconds": seconds,
+                "output_tokens": 60, "verifies": 20, "verified_tokens": 50,
+                "switches": 3}  # fmt: skip
+
+    times = {"static 1": (3.0, 3.0), "static 3": (2.0, 2.0), "guarded": (1.0, 4.0)}
+    rows = [at(name, pair[group], group) for group in (0, 1) for name, pair in times.items()]
+    found = adaptive.summary(rows)
+    phase = found["phases"][0]
+    assert phase["best"] == "static 3"
+    assert phase["policies"]["guarded"]["tokens_per_second"] == pytest.approx(24)
+    assert phase["policies"]["guarded"]["of_best"] == pytest.approx(0.8)
+    assert phase["policies"]["guarded"]["of_best_spread"]["max"] == pytest.approx(2)
+    assert phase["policies"]["guarded"]["accept_length"] == pytest.approx(2.5)
+    assert found["worst_of_best"] == {"guarded": pytest.approx(0.8)}
+
+
 def test_flags_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         overlap.main(["--model", "somewhere"])
     assert "go together" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         soak.main(["--requests", "0"])
+    with pytest.raises(SystemExit):
+        adaptive.main(["--batch", "0"])
     assert "--requests" in capsys.readouterr().err
 
 

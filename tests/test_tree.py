@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap_spec.kernels import accept_path, build_tree, rerank
+from overlap_spec.kernels import accept_path, build_chain, build_tree, rerank
 
 PARENTS = st.lists(st.integers(0, 10**6), min_size=0, max_size=12).map(
     lambda xs: [x % (i + 1) for i, x in enumerate(xs)]
@@ -103,3 +103,14 @@ def test_acceptance_is_the_walk(parents: list[int], seed: int) -> None:
     assert int(got.bonus[0]) == bonus
     root_only = accept_path(torch.tensor([targets]), tree, depth + 1, torch.tensor([0]))
     assert (int(root_only.lengths[0]), int(root_only.bonus[0])) == (0, targets[0])
+
+
+def test_a_chain_is_a_tree() -> None:
+    root, tokens = torch.tensor([4, 5]), torch.tensor([[1, 2, 3], [6, 7, 8]])
+    for count in range(4):
+        parents = torch.arange(count).expand(2, count)
+        chain = build_chain(root, tokens[:, :count])
+        for got, want in zip(
+            chain, build_tree(root, tokens[:, :count], parents, count), strict=True
+        ):
+            assert torch.equal(got, want)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.drafters.base import DraftCache, Drafter, Roots
-from overlap_spec.kernels import Tree, build_tree, rerank
+from overlap_spec.kernels import Tree, build_chain, build_tree, rerank
 from overlap_spec.models.decoder import Attend, Decoder
 from overlap_spec.models.eagle3 import Eagle3Head, feature_layers
 from overlap_spec.types import Tier
@@ -50,7 +50,8 @@ class Eagle3Drafter(Drafter):
         number = torch.arange(k, device=device).expand(batch, k)
         feature = state[:, None].expand(batch, k, -1)
         own = torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k)
-        mask = own
+        # In a chain everything before is an ancestor: plain causal attention.
+        mask = own if k > 1 else None
         for step in range(1, tier.steps):
             out = self._advance(roots, token, feature, step, mask)
             added, choices = self._candidates(out.flatten(0, 1), k)
@@ -63,7 +64,10 @@ class Eagle3Drafter(Drafter):
             token, branch = choices.gather(1, best), best // k
             number = best + (k + (step - 1) * k * k)
             feature = out.gather(1, branch[:, :, None].expand_as(out))
-            mask = torch.cat([mask.gather(1, branch[:, :, None].expand_as(mask)), own], 2)
+            if mask is not None:
+                mask = torch.cat([mask.gather(1, branch[:, :, None].expand_as(mask)), own], 2)
+        if k == 1:
+            return build_chain(roots.tokens, torch.cat(all_tokens, 1)[:, : tier.nodes - 1])
         kept = rerank(torch.cat(all_scores, 1), tier.nodes - 1)
         tokens = torch.cat(all_tokens, 1).gather(1, kept)
         parents = _renumber(torch.cat(all_parents, 1), kept)
@@ -76,15 +80,16 @@ class Eagle3Drafter(Drafter):
         return best, ids + self.head.d2t[ids]
 
     def _advance(
-        self, roots: Roots, token: Tensor, feature: Tensor, step: int, mask: Tensor
+        self, roots: Roots, token: Tensor, feature: Tensor, step: int, mask: Tensor | None
     ) -> Tensor:
         """One step of all branches: ``token (B, k)``, ``feature (B, k, H)`` → ``(B, k, H)``."""
         batch, k = token.shape
-        prefix = roots.positions + 1
-        offset = torch.arange((step - 1) * k, step * k, device=token.device)
+        prefix = roots.positions + (1 if mask is not None else step)
+        offset = torch.arange(1 + (step - 1) * k, 1 + step * k, device=token.device)
+        slots = roots.positions[:, None] + offset
         positions = (roots.positions + step).clamp(max=self.last_position)
         positions = positions[:, None].expand(batch, k)
-        attend = self.cache.attend(roots.rows, prefix[:, None] + offset, prefix, positions, mask)
+        attend = self.cache.attend(roots.rows, slots, prefix, positions, mask)
         out: Tensor = self.head(
             self.embed_tokens(token.flatten()), feature.flatten(0, 1), positions.flatten(), attend
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.drafters.base import Drafter, Roots
-from overlap_spec.kernels import Tree, accept_path, apply_bitmask, build_tree
+from overlap_spec.kernels import Tree, accept_path, apply_bitmask, build_chain
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.worker.batch import Batch
 from overlap_spec.worker.kv_pool import KVPool, PagedAttend, join
@@ -79,7 +79,7 @@ class Passes:
             return Drafted(roots, None)
         if self.drafter is None or plan.tier.steps == 0:
             nothing = roots.tokens.new_zeros(batch.trees, 0)
-            return Drafted(roots, build_tree(roots.tokens, nothing, nothing, 0))
+            return Drafted(roots, build_chain(roots.tokens, nothing))
         return Drafted(roots, self.drafter.draft(roots, plan.tier))
 
     def verify(self, batch: Batch, drafted: Drafted) -> Verified:
@@ -93,9 +93,8 @@ class Passes:
             slots = roots.positions[:, None] + self._count(tree.tokens.shape[1])
             tokens.insert(0, tree.tokens.flatten())
             positions.insert(0, place.flatten())
-            parts.append(
-                self.pool.attend(roots.rows, slots, roots.positions, place, tree.ancestors)
-            )
+            mask = tree.ancestors if batch.plan.tier.top_k > 1 else None
+            parts.append(self.pool.attend(roots.rows, slots, roots.positions, place, mask))
         parts += self._chunk_parts(batch, self.pool)
         layers = self.drafter.feature_layers if self.drafter is not None else ()
         hidden, features = self.target(torch.cat(tokens), torch.cat(positions), join(parts), layers)
