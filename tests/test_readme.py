@@ -1,0 +1,61 @@
+"""The README says only what runs: every command of its table and every Python block."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from overlap_spec import cli
+from overlap_spec.config import EMBEDDED
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = [c for c in re.findall(r"`(overlap-spec [^`]+)`", README) if "FOLDER" not in c]
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+pytestmark = pytest.mark.skipif(
+    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    cli.main()
+    printed = capsys.readouterr()
+    text = printed.out.strip()
+    assert text
+    if "--schema" in command:
+        schema = json.loads((ROOT / re.findall(r"--schema (\S+)", command)[0]).read_text())
+        jsonschema.validate(json.loads(text), schema)
+    if "--regex" in command:
+        assert re.fullmatch(shlex.split(command)[-1], text)
+    if "--choice" in command:
+        assert text in ("yes", "no")
+    if "--stats" in command:
+        assert json.loads(printed.err.strip().splitlines()[-1])["accept_length"] >= 1
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda b: b.splitlines()[0])
+def test_python_block(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_first_commands_are_the_makefiles() -> None:
+    targets = re.findall(r"^make (\w+)", README, re.MULTILINE)
+    makefile = (ROOT / "Makefile").read_text()
+    assert targets[:2] == ["demo", "test"]
+    assert all(re.search(rf"^{t}:", makefile, re.MULTILINE) for t in targets)
+    assert (
+        README.splitlines().index("make test    # linters, types, and the tests, in the same .venv")
+        < 25
+    )
