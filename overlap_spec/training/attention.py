@@ -1,0 +1,103 @@
+"""Attention over whole padded rows: what training hands to the modules as ``attend``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Up to this width the plain products beat the fused kernel, whose backward pass on the CPU costs
+# several times its forward pass.
+SHORT = 320
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of ``(B, heads, W, D)`` each → ``(B, heads, W, D)``."""
+    width = q.shape[2]
+    if width > SHORT:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    later = torch.ones(width, width, dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+    return scores.masked_fill(later, -1e30).softmax(-1).to(v.dtype) @ v
+
+
+class CausalRows:
+    """``attend`` for ``rows`` sequences of ``width`` tokens laid end to end.
+
+    Padding stands on the right, so that no real token ever sees it.
+    """
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.rows = rows
+        self.width = width
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
+        """``q (B·W, heads, D)``, ``k, v (B·W, kv_heads, D)`` → ``(B·W, heads · D)``."""
+        groups = q.shape[1] // k.shape[1]
+        # Under autocast the rotation leaves float32 beside a bfloat16 v.
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        q, k, v = (self.split(x) for x in (q, k, v))
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        return causal(q, k, v).transpose(1, 2).reshape(self.rows * self.width, -1)
+
+    def split(self, x: Tensor) -> Tensor:
+        """``(B·W, heads, D)`` → ``(B, heads, W, D)``."""
+        return x.view(self.rows, self.width, x.shape[1], x.shape[2]).transpose(1, 2)
+
+
+class FirstRows(CausalRows):
+    """The first pass of a draft chain: causal, and it keeps its keys and values for later."""
+
+    kept: tuple[Tensor, Tensor]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Shapes as for :class:`CausalRows`."""
+        self.kept = self.split(k.to(v.dtype)), self.split(v)
+        return super().__call__(layer, q, k, v)
+
+
+class ChainRows(CausalRows):
+    """A later pass of a draft chain: training-time test of EAGLE-3 (arXiv 2503.01840).
+
+    A row attends to the first pass's slots up to its own and to its own slots of later passes, as
+    it does at inference, where its drafts hang below its slot.
+
+    Args:
+        rows, width: Shape of the token rows.
+        shared: Keys and values of the first pass, ``(B, kv_heads, W, D)`` each.
+        own: Those of the later passes so far, ``(S, B, kv_heads, W, D)`` each; unused ones zero.
+        used: float ``(S,)``: 0 for a pass that is there, -inf for one that is not.
+    """
+
+    kept: tuple[Tensor, Tensor]
+
+    def __init__(
+        self,
+        rows: int,
+        width: int,
+        shared: tuple[Tensor, Tensor],
+        own: tuple[Tensor, Tensor],
+        used: Tensor,
+    ) -> None:
+        super().__init__(rows, width)
+        self.shared, self.own, self.used = shared, own, used
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
+        """Shapes as for :class:`CausalRows`."""
+        groups, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5
+        self.kept = self.split(k.to(v.dtype)), self.split(v)
+        query = self.split(q.to(v.dtype))
+        keys, values = (
+            torch.cat([old, new[None]]).repeat_interleave(groups, 2)
+            for old, new in zip(self.own, self.kept, strict=True)
+        )
+        shared_keys, shared_values = (x.repeat_interleave(groups, 1) for x in self.shared)
+        later = torch.ones(self.width, self.width, dtype=torch.bool, device=q.device).triu(1)
+        shared = (query @ shared_keys.transpose(-1, -2)).float().masked_fill(later, -1e30)
+        mine = (query[None] * keys).sum(-1).float().permute(1, 2, 3, 0)
+        mine = mine + torch.cat([self.used, self.used.new_zeros(1)])
+        weights = (torch.cat([shared, mine], -1) * scale).softmax(-1).to(query.dtype)
+        out = weights[..., : self.width] @ shared_values
+        out = out + (weights[..., self.width :].permute(3, 0, 1, 2)[..., None] * values).sum(0)
+        return out.transpose(1, 2).reshape(self.rows * self.width, -1)

@@ -1,0 +1,42 @@
+"""How long training runs, and how far it is: by minutes or by steps."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Budget:
+    """A limit in minutes of training time or in steps, whichever is given.
+
+    Attributes:
+        minutes, steps: The limit; exactly one is not None.
+        used: Seconds of training before this process (from a checkpoint).
+        done: Steps done.
+    """
+
+    minutes: float | None = None
+    steps: int | None = None
+    used: float = 0.0
+    done: int = 0
+    _start: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        if (self.minutes is None) == (self.steps is None):
+            raise ValueError("give the budget in minutes or in steps, not both")
+
+    def seconds(self) -> float:
+        """Seconds trained so far, earlier processes included."""
+        return self.used + time.monotonic() - self._start
+
+    def progress(self) -> float:
+        """Share of the budget that is used, 0 to 1."""
+        if self.steps is not None:
+            return min(1.0, self.done / max(1, self.steps))
+        assert self.minutes is not None
+        return min(1.0, self.seconds() / max(1e-9, 60 * self.minutes))
+
+    def restart_clock(self, used: float) -> None:
+        """Count from now, with ``used`` seconds trained before."""
+        self.used, self._start = used, time.monotonic()

@@ -1,0 +1,222 @@
+"""Training documents of every kind, and evaluation cases. No torch here.
+
+A document is a list of segments (text, weight): special tokens are written by name, and the
+weight is that of the segment's tokens in the loss.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import ClassVar, Literal
+
+from overlap_spec.training.cases import Case, CaseMaker, compact
+from overlap_spec.training.fillers import Fillers, invented_word, read_lines
+
+BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
+SYSTEM, USER, ASSISTANT, TOOL = "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"
+SPECIAL_TOKENS = (BOS, END, SYSTEM, USER, ASSISTANT, TOOL, PAD)
+PROMPT_WEIGHT = 0.1
+SYSTEM_PROMPTS = (
+    "You extract JSON.",
+    "You are a helpful assistant.",
+    "Answer with JSON.",
+    "You are a careful assistant that answers in JSON.",
+)
+
+Document = list[tuple[str, float]]
+
+
+def chat(prompt: str, answer: str, system: str = "") -> Document:
+    """One exchange as the chat template writes it; only the answer and its end weigh 1."""
+    head = f"{BOS}{SYSTEM}{system}{END}" if system else BOS
+    return [(f"{head}{USER}{prompt}{END}{ASSISTANT}", PROMPT_WEIGHT), (f"{answer}{END}", 1.0)]
+
+
+def tools_text(case: Case) -> str:
+    """The tools of a case as the chat template writes them in the system turn."""
+    lines = []
+    for tool in case.tools:
+        function = tool["function"]
+        arguments = ", ".join(function["parameters"]["properties"])
+        lines.append(f"{function['name']}({arguments}): {function['description']}")
+    return "\n".join(["Tools:", *lines])
+
+
+class DocumentMaker:
+    """Draws training documents.
+
+    Args:
+        rng: Source of all choices.
+        gsm8k: (question, answer) pairs of GSM8K's train split; empty to leave it out.
+    """
+
+    # Share of each kind of document, in the copying warm-up and after it.
+    WARM_UP: ClassVar = {"random_copy": 0.45, "lookup": 0.4, "extraction": 0.15}
+    MAIN: ClassVar = {
+        "extraction": 0.65,
+        "tool_call": 0.12,
+        "gsm8k": 0.06,
+        "few_shot": 0.003,
+        "lookup": 0.05,
+        "random_copy": 0.015,
+        "repeat": 0.015,
+        "question": 0.05,
+        "tool_result": 0.015,
+        "small_talk": 0.004,
+        "many": 0.018,
+    }
+
+    def __init__(self, rng: Random, gsm8k: list[tuple[str, str]]) -> None:
+        self.rng = rng
+        self.gsm8k_pairs = gsm8k
+        self.cases = CaseMaker(rng)
+        self.fillers = Fillers(rng)
+        self.pairs = [tuple(line.split(" => ")) for line in read_lines("chat.txt")]
+
+    def make(self, warm_up: bool) -> Document:
+        """The next document."""
+        shares = self.WARM_UP if warm_up else self.MAIN
+        kind = self.rng.choices(list(shares), list(shares.values()))[0]
+        if kind in ("gsm8k", "few_shot") and not self.gsm8k_pairs:
+            kind = "extraction"
+        maker: Callable[[], Document] = getattr(self, kind)
+        return maker()
+
+    def extraction(self) -> Document:
+        """Text to JSON."""
+        case = self.cases.extraction()
+        system = self.rng.choice(SYSTEM_PROMPTS) if self.rng.random() < 0.08 else ""
+        return chat(case.prompt, case.text, system)
+
+    def many(self) -> Document:
+        """Several exchanges in one chat: context that must not leak into the last answer."""
+        document: Document = []
+        for _ in range(self.rng.randint(2, 4)):
+            case = self.cases.extraction()
+            turn = chat(case.prompt, case.text)
+            if document:
+                turn[0] = (turn[0][0].removeprefix(BOS), turn[0][1])
+            document += turn
+        return document
+
+    def tool_call(self) -> Document:
+        """A tool call as JSON."""
+        case = self.cases.tool_call()
+        return chat(case.prompt, case.text, tools_text(case))
+
+    def tool_result(self) -> Document:
+        """A tool call, the tool's result, and the answer in words."""
+        case = self.cases.tool_call()
+        first, call = chat(case.prompt, case.text, tools_text(case))
+        other = self.cases.extraction().answer
+        result = {k: v for k, v in other.items() if isinstance(v, (str, int, float))}
+        result = dict(list(result.items())[:4])
+        words = ", ".join(
+            f"{key.replace('_', ' ')} {value if isinstance(value, str) else compact(value)}"
+            for key, value in result.items()
+        )
+        answer = f"Here is the result: {words}." if words else "There is no result."
+        return [
+            first,
+            call,
+            (f"{TOOL}{compact(result)}{END}{ASSISTANT}", PROMPT_WEIGHT),
+            (f"{answer}{END}", 1.0),
+        ]
+
+    def question(self) -> Document:
+        """One field asked for in words, answered with its bare value."""
+        _, asked, answer = self.cases.question()
+        return chat(asked, answer)
+
+    def small_talk(self) -> Document:
+        """A greeting or a question about the model."""
+        prompt, answer = self.rng.choice(self.pairs)
+        return chat(prompt, answer)
+
+    def gsm8k(self) -> Document:
+        """A GSM8K question in a chat."""
+        question, answer = self.rng.choice(self.gsm8k_pairs)
+        return chat(question, answer)
+
+    def few_shot(self) -> Document:
+        """GSM8K questions with answers in plain text, up to eight before the last one."""
+        shots = self.rng.choice((2, 4, 5, 8, 8))
+        pairs = [self.rng.choice(self.gsm8k_pairs) for _ in range(shots + 1)]
+        in_chat = self.rng.random() < 0.3
+        document: Document = [(f"{BOS}{USER}" if in_chat else BOS, PROMPT_WEIGHT)]
+        for number, (question, answer) in enumerate(pairs):
+            weight = PROMPT_WEIGHT if in_chat and number < shots else 1.0
+            document.append((f"Question: {question}\nAnswer:", PROMPT_WEIGHT))
+            if in_chat and number == shots:
+                document.append((f"{END}{ASSISTANT}", PROMPT_WEIGHT))
+                document.append((f"{answer}{END}", 1.0))
+            else:
+                document.append((f" {answer}\n\n", weight))
+        return document
+
+    def lookup(self) -> Document:
+        """Key-value pairs, and some of the keys asked for."""
+        count = self.rng.choice((3, 5, 8, 12, 12, 20, 30))
+        if self.rng.random() < 0.005:
+            count = self.rng.randint(60, 250)
+        keys = list({self._word(): None for _ in range(count)})
+        kinds = ("code", "city", "person", "int:0-9999", "money", "email", "date", "thing")
+        values = {key: self.fillers.draw(self.rng.choice(kinds))[0] for key in keys}
+        layout = self.rng.choice(("{}: {}\n", "{} = {}\n", "{} {}, ", "{}: {}; "))
+        text = "".join(layout.format(key, value) for key, value in values.items()).rstrip("\n,; ")
+        asked = self.rng.sample(keys, min(len(keys), self.rng.choice((1, 2, 3, 5))))
+        if self.rng.random() < 0.3:
+            value = values[asked[0]]
+            return chat(f"{text}\n{asked[0]}?", str(value))
+        request = f"\nExtract {', '.join(asked)}." if self.rng.random() < 0.3 else ""
+        return chat(text + request, compact({key: values[key] for key in asked}))
+
+    def repeat(self) -> Document:
+        """A text to be said again."""
+        text = self.cases.extraction().prompt
+        return chat(f"Repeat: {text}", text)
+
+    def random_copy(self) -> Document:
+        """Random words and codes, then the same again: the root of all copying."""
+        words = [
+            self._word() if self.rng.random() < 0.7 else self.fillers.draw("code")[0]
+            for _ in range(self.rng.randint(4, 24))
+        ]
+        text = self.rng.choice((" ", ", ", "; ")).join(words)
+        return [(f"{BOS}{text}\n", 0.0), (f"{text}{END}", 1.0)]
+
+    def _word(self) -> str:
+        word = invented_word(self.rng)
+        style = self.rng.random()
+        if style < 0.6:
+            return word.lower()
+        if style < 0.8:
+            return f"{word.lower()}_{invented_word(self.rng).lower()}"
+        return word
+
+
+def read_gsm8k(path: Path) -> list[tuple[str, str]]:
+    """(question, answer) pairs of a GSM8K ``.jsonl`` file."""
+    rows = (json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip())
+    return [(row["question"], row["answer"]) for row in rows]
+
+
+def held_out_cases(
+    seed: int, n: int, kind: Literal["seen", "unseen", "seen_tools", "unseen_tools"] = "seen"
+) -> list[Case]:
+    """Evaluation cases: fillers that training never saw, in seen or in unseen phrasings.
+
+    Args:
+        seed: The same seed gives the same cases.
+        n: How many.
+        kind: ``seen`` for training templates, ``unseen`` for held-out ones; ``_tools`` for tool
+            calls instead of extractions.
+    """
+    if kind not in ("seen", "unseen", "seen_tools", "unseen_tools"):
+        raise ValueError(f"kind {kind!r} is not one of seen, unseen, seen_tools, unseen_tools")
+    maker = CaseMaker(Random(seed), True, kind.startswith("unseen"))
+    draw = maker.tool_call if kind.endswith("tools") else maker.extraction
+    return [draw() for _ in range(n)]

@@ -1,0 +1,166 @@
+"""Rebuild the embedded model: tokenizer, target and draft head.
+
+``python -m overlap_spec.training.embedded --gsm8k FILE --minutes-target 70 --minutes-head 25``
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from random import Random
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from tokenizers import Tokenizer
+
+from overlap_spec.models.decoder import Decoder
+from overlap_spec.models.eagle3 import Eagle3Head
+from overlap_spec.training.batches import BatchStream, Row
+from overlap_spec.training.budget import Budget
+from overlap_spec.training.data import END, DocumentMaker, read_gsm8k
+from overlap_spec.training.export import export_head, export_target
+from overlap_spec.training.generate import own_outputs
+from overlap_spec.training.head import HeadRecipe, HeadTrainer
+from overlap_spec.training.target import Report, TargetRecipe, TargetTrainer, embedded_config
+from overlap_spec.training.tokenizer import corpus, special_id, train_tokenizer
+
+TOKENIZER_DOCUMENTS = 30000
+# Kind of prompt, how many, longest answer in tokens.
+OWN_OUTPUTS = (("extraction", 640, 128), ("tool_call", 192, 80), ("gsm8k", 448, 192))
+HEAD_TOKENS = 6144
+HEAD_WIDTHS = (96, 144, 224, 320, 640, 2304)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m overlap_spec.training.embedded")
+    parser.add_argument("--gsm8k", type=Path, help="GSM8K train split, .jsonl")
+    parser.add_argument("--minutes-target", type=float, default=70.0)
+    parser.add_argument("--minutes-head", type=float, default=25.0)
+    parser.add_argument("--out", type=Path, default=Path("overlap_spec/embedded"))
+    parser.add_argument("--work", type=Path, default=Path("build/embedded"), help="checkpoints")
+    parser.add_argument("--resume", action="store_true", help="go on from the work folder")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--no-compile", action="store_true", help="where no C++ compiler exists")
+    return parser.parse_args(arguments)
+
+
+def progress_bar(progress: Progress, title: str) -> Report:
+    """A Report that moves a bar of ``progress`` and shows the smoothed loss."""
+    task = progress.add_task(title, total=1.0, loss="", step=0)
+    smooth: list[float] = []
+
+    def report(share: float, step: int, loss: float) -> None:
+        smooth.append(loss)
+        mean = sum(smooth[-50:]) / len(smooth[-50:])
+        progress.update(task, completed=share, loss=f"{mean:.3f}", step=step)
+        if not progress.console.is_terminal and step % 50 == 0:
+            progress.console.print(f"{title} {share:.3f} step {step} loss {mean:.4f}")
+
+    return report
+
+
+def build_tokenizer(options: argparse.Namespace, gsm8k: list[tuple[str, str]]) -> Tokenizer:
+    """The tokenizer from the work folder, or a new one."""
+    path = options.work / "tokenizer.json"
+    if not (options.resume and path.exists()):
+        options.work.mkdir(parents=True, exist_ok=True)
+        tokenizer = train_tokenizer(corpus(options.seed, TOKENIZER_DOCUMENTS, gsm8k))
+        tokenizer.save(str(path))
+    return Tokenizer.from_file(str(path))
+
+
+def build_target(
+    options: argparse.Namespace,
+    tokenizer: Tokenizer,
+    gsm8k: list[tuple[str, str]],
+    progress: Progress,
+) -> Decoder:
+    """Train the target, or go on with it."""
+    stream = BatchStream(tokenizer, gsm8k, options.seed)
+    recipe = TargetRecipe(seed=options.seed, compile=not options.no_compile)
+    budget = Budget(minutes=options.minutes_target)
+    config = embedded_config(tokenizer.get_vocab_size())
+    trainer = TargetTrainer(config, stream, recipe, budget)
+    checkpoint = options.work / "target.pt"
+    if options.resume and checkpoint.exists():
+        trainer.restore(torch.load(checkpoint, weights_only=False))
+    return trainer.run(checkpoint, progress_bar(progress, "target"))
+
+
+def own_rows(
+    options: argparse.Namespace,
+    target: Decoder,
+    tokenizer: Tokenizer,
+    gsm8k: list[tuple[str, str]],
+    progress: Progress,
+) -> list[Row]:
+    """The target's greedy answers to training prompts, from the work folder or new."""
+    path = options.work / "own_outputs.pt"
+    if options.resume and path.exists():
+        saved: list[Row] = torch.load(path)
+        return saved
+    maker = DocumentMaker(Random(options.seed + 1), gsm8k)
+    rows: list[Row] = []
+    for kind, count, longest in OWN_OUTPUTS:
+        if kind == "gsm8k" and not gsm8k:
+            continue
+        draw = getattr(maker, kind)
+        texts = [draw()[0][0] for _ in range(count)]
+        prompts = [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
+        bar = progress_bar(progress, f"own {kind} outputs")
+        end = special_id(tokenizer, END)
+        rows += own_outputs(target, prompts, end, longest, report=lambda x, b=bar: b(x, 0, 0.0))  # type: ignore[misc]
+    torch.save(rows, path)
+    return rows
+
+
+def build_head(
+    options: argparse.Namespace,
+    target: Decoder,
+    tokenizer: Tokenizer,
+    gsm8k: list[tuple[str, str]],
+    progress: Progress,
+) -> Eagle3Head:
+    """Train the draft head, or go on with it."""
+    rows = own_rows(options, target, tokenizer, gsm8k, progress)
+    stream = BatchStream(
+        tokenizer,
+        gsm8k,
+        options.seed + 2,
+        HEAD_TOKENS,
+        max(HEAD_WIDTHS),
+        widths=HEAD_WIDTHS,
+        replay=rows,
+        replay_share=0.5,
+    )
+    recipe = HeadRecipe(seed=options.seed, compile=not options.no_compile)
+    trainer = HeadTrainer(target, stream, recipe, Budget(minutes=options.minutes_head))
+    checkpoint = options.work / "head.pt"
+    if options.resume and checkpoint.exists():
+        trainer.restore(torch.load(checkpoint, weights_only=False))
+    return trainer.run(checkpoint, progress_bar(progress, "head"))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Build everything that is asked for."""
+    options = parse_arguments(arguments)
+    torch.set_num_threads(options.threads)
+    gsm8k = read_gsm8k(options.gsm8k) if options.gsm8k else []
+    tokenizer = build_tokenizer(options, gsm8k)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("step {task.fields[step]} loss {task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns) as progress:
+        target = build_target(options, tokenizer, gsm8k, progress)
+        export_target(target, tokenizer, options.out / "target")
+        head = build_head(options, target, tokenizer, gsm8k, progress)
+        export_head(head, options.out / "eagle3")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""Trainer of EAGLE-3 draft heads (arXiv 2503.01840) for any target that the decoder can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from overlap_spec.models.decoder import Decoder
+from overlap_spec.models.eagle3 import Eagle3Config, Eagle3Head
+from overlap_spec.training.attention import CausalRows, ChainRows, FirstRows
+from overlap_spec.training.batches import Batch
+from overlap_spec.training.budget import Budget
+from overlap_spec.training.optim import Average, make_optimizers, schedule
+from overlap_spec.training.target import Report, initialise, save_atomically
+
+
+class Batches(Protocol):
+    """An endless, resumable source of token rows."""
+
+    def next(self) -> Batch:
+        """The next batch; its weights say which tokens matter as targets."""
+
+    def state(self) -> bytes:
+        """What :meth:`restore` needs to go on exactly here."""
+
+    def restore(self, state: bytes) -> None:
+        """Go on from :meth:`state`."""
+
+
+@dataclass(frozen=True)
+class HeadRecipe:
+    """Settings of a head's training.
+
+    Attributes:
+        steps: Steps of training-time test.
+        step_decay: Weight of step j is ``step_decay ** j``.
+        draft_vocab: Target ids that the head can draft, ascending; None for all of them.
+    """
+
+    muon_lr: float = 0.02
+    adam_lr: float = 0.002
+    clip: float = 1.0
+    steps: int = 5
+    step_decay: float = 0.8
+    seed: int = 1
+    compile: bool = True
+    save_every: int = 50
+    draft_vocab: tuple[int, ...] | None = None
+
+
+def spread_layers(num_layers: int) -> tuple[int, int, int]:
+    """Feature layers of a target of ``num_layers``: inputs of an early, a middle and a late layer.
+
+    The published rule 2, n // 2, n - 3 where its layers differ; on a shallower target the inputs
+    of layers 1, n - 2 and n - 1.
+    """
+    published = (2, num_layers // 2, num_layers - 3)
+    if num_layers > 6 and len(set(published)) == 3:
+        return published
+    if num_layers < 4:
+        raise ValueError(f"a target of {num_layers} layers has no three distinct inner features")
+    return (1, num_layers - 2, num_layers - 1)
+
+
+def new_head(target: Decoder, recipe: HeadRecipe) -> Eagle3Head:
+    """An untrained head for ``target``: its sizes, and its final norm and head to begin with."""
+    shape = target.config
+    ids = torch.tensor(recipe.draft_vocab or range(shape.vocab_size))
+    layer = replace(shape, num_layers=1, tie_embeddings=False, qk_norm=False, qkv_bias=False)
+    config = Eagle3Config(layer, len(ids), shape.hidden_size, spread_layers(shape.num_layers))
+    head = Eagle3Head(config)
+    initialise(head, recipe.seed)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target.lm_head.weight[ids])
+        head.norm.weight.copy_(target.norm.weight)
+        head.d2t.copy_(ids - torch.arange(len(ids)))
+        head.t2d.zero_()
+        head.t2d[ids] = True
+    return head
+
+
+class DraftPass:
+    """The head's chained passes over rows of one shape, from the target's features.
+
+    Args:
+        head, target: The modules; the target is not trained.
+        rows, width: Shape of the token rows.
+        steps: Length of the chain.
+        compile: Compile the passes; one graph serves all later steps.
+    """
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        target: Decoder,
+        rows: int,
+        width: int,
+        steps: int,
+        compile: bool = False,
+    ) -> None:
+        self.head, self.target = head, target
+        self.rows, self.width, self.steps = rows, width, steps
+        device = target.embed_tokens.weight.device
+        self.positions = torch.arange(width, device=device)
+        assert head.config.feature_layers is not None
+        self.layers = head.config.feature_layers
+        self.ids = torch.arange(head.config.draft_vocab_size, device=device) + head.d2t
+
+        def ready(function: Callable[..., Any]) -> Callable[..., Any]:
+            return torch.compile(function, dynamic=False) if compile else function
+
+        self.observe, self.first = ready(self._observe), ready(self._first)
+        self.later, self.term = ready(self._later), ready(self._term)
+
+    def _observe(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """What the target makes of ``tokens (B, W)``.
+
+        Returns:
+            Features ``(B, W, 3 · hidden)`` and logits over the draft vocabulary ``(B, W, Vd)``.
+        """
+        positions = self.positions.repeat(self.rows)
+        attend = CausalRows(self.rows, self.width)
+        hidden, features = self.target(tokens.flatten(), positions, attend, self.layers)
+        logits = self.target.logits(hidden)[:, self.ids]
+        shape = (self.rows, self.width, -1)
+        return features.view(shape), logits.view(shape)
+
+    def _first(
+        self, embeds: Tensor, features: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        attend = FirstRows(self.rows, self.width - 1)
+        feature = self.head.fuse(features[:, :-1].flatten(0, 1))
+        return (self.head(embeds, feature, positions, attend), *attend.kept)
+
+    def _later(
+        self,
+        embeds: Tensor,
+        feature: Tensor,
+        positions: Tensor,
+        shared: tuple[Tensor, Tensor],
+        own: tuple[Tensor, Tensor],
+        used: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        attend = ChainRows(self.rows, self.width - 1, shared, own, used)
+        return (self.head(embeds, feature, positions, attend), *attend.kept)
+
+    def _term(self, hidden: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
+        """Weighted mean cross-entropy of one step to the target's probabilities."""
+        drafted = self.head.logits(hidden).float().log_softmax(-1)
+        each = -(wanted.flatten(0, 1).float().softmax(-1) * drafted).sum(-1)
+        return (each * weight.flatten()).sum() / weight.sum().clamp(min=1e-6)
+
+    def chain(self, tokens: Tensor, features: Tensor) -> list[Tensor]:
+        """The head's output at every slot and step.
+
+        Slot r = 1 … W−1 reads (feature r−1, token r) at position r. In step j its feature is its
+        own last output, its token is token r+j and its position r+j.
+
+        Returns:
+            ``steps`` tensors ``(B·(W−1), hidden)``, inputs of ``head.logits``: step j's row r−1
+            predicts token r+j+1.
+        """
+        limit = self.head.rope.shape[0] - 1
+        outputs: list[Tensor] = []
+        kept: list[tuple[Tensor, Tensor]] = []
+        for step in range(self.steps):
+            embeds = self.target.embed_tokens(tokens.roll(-step, 1)[:, 1:].flatten())
+            positions = (self.positions[1:] + step).clamp(max=limit).repeat(self.rows)
+            if step == 0:
+                out, key, value = self.first(embeds, features, positions)
+            else:
+                own, used = self._padded(kept)
+                out, key, value = self.later(embeds, outputs[-1], positions, kept[0], own, used)
+            kept.append((key, value))
+            outputs.append(out)
+        return outputs
+
+    def _padded(self, kept: list[tuple[Tensor, Tensor]]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Keys and values of the later passes so far, padded to the longest chain's number."""
+        room, own = max(1, self.steps - 2), kept[1:]
+        blank = torch.zeros_like(kept[0][0])
+        keys, values = (
+            torch.stack([pair[side] for pair in own] + [blank] * (room - len(own)))
+            for side in (0, 1)
+        )
+        used = torch.full((room,), -torch.inf, device=blank.device)
+        used[: len(own)] = 0
+        return (keys, values), used
+
+    def targets(self, logits: Tensor, step: int) -> Tensor:
+        """The target's logits for what step ``step`` predicts: ``(B, W−1, Vd)``."""
+        return logits.roll(-step, 1)[:, 1:]
+
+    def weights(self, weights: Tensor, step: int) -> Tensor:
+        """Weight of the token that step ``step`` predicts, 0 past the row's end: ``(B, W−1)``."""
+        shifted = weights.roll(-(step + 1), 1)[:, 1:]
+        inside = self.positions[1:] + step + 1 < self.width
+        return shifted * inside
+
+
+class HeadTrainer:
+    """Trains a head on a target's features with training-time test, resumably.
+
+    The loss is the cross-entropy to the target's own probabilities; gradients flow through the
+    chain's features.
+
+    Args:
+        target: The frozen target.
+        batches: Source of token rows.
+        recipe: Settings.
+        budget: When to stop.
+    """
+
+    def __init__(
+        self, target: Decoder, batches: Batches, recipe: HeadRecipe, budget: Budget
+    ) -> None:
+        self.target = target.eval().requires_grad_(False)
+        self.batches, self.recipe, self.budget = batches, recipe, budget
+        self.device = target.embed_tokens.weight.device
+        self.head = new_head(target, recipe).to(self.device)
+        self.optimizers = make_optimizers(self.head, recipe.muon_lr, recipe.adam_lr)
+        self.rates = [group["lr"] for o in self.optimizers for group in o.param_groups]
+        self.average = Average(self.head)
+        self._passes: dict[tuple[int, int], DraftPass] = {}
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Weighted loss over all steps of the chain, a scalar."""
+        tokens, weights = batch.tokens.to(self.device), batch.weights.to(self.device)
+        shape = (tokens.shape[0], tokens.shape[1])
+        if shape not in self._passes:
+            steps, compile = self.recipe.steps, self.recipe.compile
+            self._passes[shape] = DraftPass(self.head, self.target, *shape, steps, compile)
+        draft = self._passes[shape]
+        total = torch.zeros((), device=self.device)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            with torch.no_grad():
+                features, logits = draft.observe(tokens)
+            for step, hidden in enumerate(draft.chain(tokens, features)):
+                wanted, weight = draft.targets(logits, step), draft.weights(weights, step)
+                total = total + self.recipe.step_decay**step * draft.term(hidden, wanted, weight)
+        return total
+
+    def step(self) -> float:
+        """One optimizer step; returns the loss."""
+        progress = self.budget.progress()
+        loss = self.loss(self.batches.next())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.recipe.clip)
+        factor = schedule(progress, self.budget.done)
+        groups = [group for o in self.optimizers for group in o.param_groups]
+        for group, rate in zip(groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.average.update(self.head, self.budget.done)
+        self.budget.done += 1
+        return float(loss.detach())
+
+    def run(self, checkpoint: Path | None = None, report: Report | None = None) -> Eagle3Head:
+        """Train until the budget is used; returns the head with averaged weights."""
+        torch._dynamo.config.recompile_limit = 64
+        while self.budget.progress() < 1:
+            loss = self.step()
+            if report is not None:
+                report(self.budget.progress(), self.budget.done, loss)
+            if checkpoint is not None and self.budget.done % self.recipe.save_every == 0:
+                save_atomically(self.state(), checkpoint)
+        if checkpoint is not None:
+            save_atomically(self.state(), checkpoint)
+        return self.averaged()
+
+    def averaged(self) -> Eagle3Head:
+        """A copy of the head with the averaged weights."""
+        copy = Eagle3Head(self.head.config).to(self.device)
+        copy.load_state_dict(self.head.state_dict())
+        self.average.copy_to(copy)
+        return copy.eval().requires_grad_(False)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that :meth:`restore` needs to go on."""
+        return {
+            "head": self.head.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+            "average": self.average.values,
+            "batches": self.batches.state(),
+            "step": self.budget.done,
+            "seconds": self.budget.seconds(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state`."""
+        self.head.load_state_dict(state["head"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.average.values = state["average"]
+        self.batches.restore(state["batches"])
+        self.budget.done = state["step"]
+        self.budget.restart_clock(state["seconds"])

@@ -1,0 +1,122 @@
+"""Muon for the layers' matrices, AdamW for the rest, and averaged weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from overlap_spec.models.weights import part_views
+
+_NS = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
+    """The nearest semi-orthogonal matrix, by Newton-Schulz iterations in bfloat16.
+
+    Coefficients as in Muon (https://kellerjordan.github.io/posts/muon/): singular values end
+    near 1, not exactly there. ``matrix (m, n)`` any float type → ``(m, n)`` bfloat16.
+    """
+    a, b, c = _NS
+    x = matrix.bfloat16()
+    flipped = x.shape[0] > x.shape[1]
+    if flipped:
+        x = x.T
+    x = x / (x.norm() + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if flipped else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose matrix updates are made orthogonal.
+
+    Args:
+        params: Pairs (parameter, function that cuts it into the matrices to treat apart).
+        lr: Step size at full schedule; weight_decay is multiplied by it.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[tuple[nn.Parameter, Callable[[Tensor], list[Tensor]]]],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.01,
+    ) -> None:
+        pairs = list(params)
+        self._cuts = {id(parameter): cut for parameter, cut in pairs}
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__([parameter for parameter, _ in pairs], defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """One update from the gradients."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                buffer = state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
+                update = parameter.grad.lerp(buffer, group["momentum"])
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                cut = self._cuts[id(parameter)]
+                for rows, piece in zip(cut(parameter), cut(update), strict=True):
+                    scale = math.sqrt(max(1.0, piece.shape[0] / piece.shape[1]))
+                    rows.add_(orthogonalise(piece).to(rows.dtype), alpha=-group["lr"] * scale)
+
+
+def make_optimizers(
+    module: nn.Module, muon_lr: float, adam_lr: float
+) -> list[torch.optim.Optimizer]:
+    """Muon for the projections inside layers, AdamW for embeddings, heads and norms."""
+    matrices: list[tuple[nn.Parameter, Callable[[Tensor], list[Tensor]]]] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 2 and "embed" not in name and "lm_head" not in name:
+            matrices.append((parameter, _cutter(module, name)))
+        else:
+            others.append(parameter)
+    adam = torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.98), eps=1e-9, weight_decay=0.0)
+    return [Muon(matrices, lr=muon_lr), adam]
+
+
+def _cutter(module: nn.Module, name: str) -> Callable[[Tensor], list[Tensor]]:
+    return lambda tensor: part_views(module, name, tensor)
+
+
+def schedule(progress: float, step: int, warm_up: int = 50, decay_from: float = 0.45) -> float:
+    """Factor on the learning rate: linear warm-up, constant, then linear decay to 2%.
+
+    Args:
+        progress: Share of the budget that is used, 0 to 1.
+        step: Steps done.
+    """
+    rise = min(1.0, (step + 1) / warm_up)
+    fall = 1.0 if progress < decay_from else (1 - progress) / (1 - decay_from)
+    return rise * max(fall, 0.02)
+
+
+class Average:
+    """Exponential moving average of a module's parameters, float32."""
+
+    def __init__(self, module: nn.Module, decay: float = 0.998) -> None:
+        self.decay = decay
+        self.values = {n: p.detach().clone() for n, p in module.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, module: nn.Module, step: int) -> None:
+        """Move towards the module; faster at the start, where the average is still random."""
+        decay = min(self.decay, (step + 1) / (step + 20))
+        for name, parameter in module.named_parameters():
+            self.values[name].lerp_(parameter.detach(), 1 - decay)
+
+    @torch.no_grad()
+    def copy_to(self, module: nn.Module) -> None:
+        """Write the average into ``module``."""
+        for name, parameter in module.named_parameters():
+            parameter.copy_(self.values[name])

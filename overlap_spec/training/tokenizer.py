@@ -1,0 +1,121 @@
+"""The embedded model's tokenizer: byte-level BPE, and its Hugging Face files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from random import Random
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from overlap_spec.training.data import (
+    ASSISTANT,
+    BOS,
+    END,
+    PAD,
+    SPECIAL_TOKENS,
+    SYSTEM,
+    TOOL,
+    USER,
+    DocumentMaker,
+)
+
+VOCAB_SIZE = 2048
+# A capitalised word is the same token after a space and after a quote, so that copying a name
+# from a text into JSON is copying tokens; lower-case words take their space along.
+_PIECES = r"\p{N}| ?\p{Ll}+|\p{Lu}\p{Ll}*|\p{L}+|\s|[^\s\p{L}\p{N}]+"
+
+CHAT_TEMPLATE = (
+    "{{- bos_token }}"
+    "{%- set system = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{%- if tools or system %}" + SYSTEM + "{{- system }}"
+    "{%- if tools %}{{- '\\n' if system else '' }}{{- 'Tools:' }}"
+    "{%- for tool in tools %}"
+    "{%- set f = tool.function if tool.function is defined else tool %}"
+    "{{- '\\n' + f.name + '(' }}"
+    "{{- ((f.parameters or {}).properties or {}) | join(', ') }}"
+    "{{- '): ' + (f.description or '') }}"
+    "{%- endfor %}{%- endif %}" + END + "{%- endif %}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'user' %}"
+    + USER
+    + "{{- message.content }}"
+    + END
+    + "{%- elif message.role == 'tool' %}"
+    + TOOL
+    + "{{- message.content }}"
+    + END
+    + "{%- elif message.role == 'assistant' %}"
+    + ASSISTANT
+    + "{{- message.content or '' }}"
+    "{%- for call in message.tool_calls or [] %}"
+    "{%- set f = call.function if call.function is defined else call %}"
+    '{{- \'{"name":"\' + f.name + \'","arguments":\' }}'
+    "{{- f.arguments if f.arguments is string else f.arguments | tojson(separators=(',', ':')) }}"
+    "{{- '}' }}"
+    "{%- endfor %}" + END + "{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}" + ASSISTANT + "{%- endif %}"
+)
+
+
+def corpus(seed: int, documents: int, gsm8k: list[tuple[str, str]]) -> Iterable[str]:
+    """Plain text of training documents, special tokens removed."""
+    maker = DocumentMaker(Random(seed), gsm8k)
+    for _ in range(documents):
+        for text, _ in maker.make(warm_up=False):
+            for token in SPECIAL_TOKENS:
+                text = text.replace(token, "\n")
+            yield text
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
+    """Byte-level BPE over ``texts``; ids of the special tokens come first.
+
+    Single digits, one space in front of lower-case words only, every byte representable.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    bos = (BOS, special_id(tokenizer, BOS))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[bos]
+    )
+    return tokenizer
+
+
+def special_id(tokenizer: Tokenizer, token: str) -> int:
+    """Id of a special token; KeyError where the tokenizer lacks it."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise KeyError(f"the tokenizer has no {token}")
+    return int(found)
+
+
+def save_tokenizer(tokenizer: Tokenizer, out: Path, max_length: int) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` with the chat template."""
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(out / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": END,
+        "pad_token": PAD,
+        "additional_special_tokens": [SYSTEM, USER, ASSISTANT, TOOL],
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
