@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 _GOLDEN, _MIX_1, _MIX_2 = (
     -7046029254386353131,  # 0x9E3779B97F4A7C15
@@ -16,18 +19,30 @@ def apply_bitmask(logits: Tensor, rows: Tensor, index: Tensor | None = None) -> 
     """Set the logits of forbidden tokens to -inf, in place.
 
     Args:
-        logits: ``(L, V)``.
-        rows: int32 ``(L, ceil(V / 32))``; bit ``t % 32`` of word ``t // 32`` allows token t.
+        logits: ``(L, V)``, finite or NaN.
+        rows: int32 ``(L, ceil(V / 32))``, contiguous; bit ``t % 32`` of word ``t // 32`` allows
+            token t.
         index: int64, the rows to which the mask applies; None means all.
     """
     if index is not None:
         rows = rows[index]
-    shift = torch.arange(32, dtype=torch.int32, device=rows.device)
-    allowed = ((rows[:, :, None] >> shift) & 1).bool().flatten(1)[:, : logits.shape[1]]
+    # Eight tokens a byte, looked up and added: a fill by a bool mask is eight times as slow on
+    # the CPU, where it is not vectorised.
+    penalties = F.embedding(
+        rows.view(torch.uint8).int(), _byte_penalties(logits.dtype, rows.device)
+    )
+    penalties = penalties.flatten(1)[:, : logits.shape[1]]
     if index is None:
-        logits.masked_fill_(~allowed, -torch.inf)
+        logits.add_(penalties)
     else:
-        logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
+        logits.index_add_(0, index, penalties)
+
+
+@cache
+def _byte_penalties(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``(256, 8)``: of each byte of a mask row, 0 for its set bits and -inf for the others."""
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    return torch.where(bits > 0, 0.0, -torch.inf).to(dtype)
 
 
 def apply_penalties(
