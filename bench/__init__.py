@@ -1,0 +1,1 @@
+"""Benchmarks and the tools that they need; each runs as ``python -m bench.NAME``."""

@@ -1,0 +1,219 @@
+"""Adaptive draft lengths against every static one, over prompts that are easy, hard, and easy.
+
+``python -m bench.adaptive [--quick] [--json PATH] [--seed S] [--batch N] [--model DIR --draft
+DIR]`` gives each policy an engine of its own, which lives through the three phases: the static
+tiers of 1, 3, 5 and 7 draft steps, the published ``default``, and ``guarded``. Every group of
+requests goes through all engines, each time beginning with another one, before the next group
+starts: what the machine does to one policy it does to all. Easy prompts ask for text that stands
+in the prompt; hard ones hold the output to a form that no draft foresees. Outputs must be the same
+under every policy: else the exit status is 1.
+
+Fields of the last line, beside those of every record (``bench.common``):
+    phases: In their order: ``name``, ``best`` (the static tier of most tokens per second),
+        ``policies`` (name → ``tokens_per_second``, ``accept_length``, ``seconds``, ``switches``,
+        ``of_best``), where ``of_best`` is its rate over the best static tier's in that phase, and
+        ``of_best_spread`` that of the groups one by one.
+    worst_of_best: Adaptive policy → least ``of_best`` of all phases. The published promise of
+        adaptive drafting is 0.97.
+    equal: Outputs are the same under all policies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.common import Run, fail, flags, rounded, spread
+from bench.measure import measure
+from bench.workloads import Ask
+from overlap_spec.engine import Engine
+from overlap_spec.errors import OverlapSpecError
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.training.data import held_out_cases
+
+STATIC = (1, 3, 5, 7)
+ADAPTIVE = ("default", "guarded")
+POLICIES: dict[str, dict[str, Any]] = {
+    f"static {n}": {"adaptive": "static", "num_steps": n} for n in STATIC
+} | {name: {"adaptive": name, "num_steps": 5} for name in ADAPTIVE}
+PHASES = ("easy", "hard", "easy again")
+LETTERS = "bcdfghjklmnpqrstvwxz"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Groups of requests a phase, and the most tokens of an output."""
+
+    groups: int
+    tokens: int
+
+
+FULL = Size(groups=40, tokens=96)
+QUICK = Size(groups=8, tokens=48)
+
+
+def easy(rng: Random, tokens: int) -> Ask:
+    """Text to be said again."""
+    case = held_out_cases(rng.randrange(2**31), 1)[0]
+    return Ask(f"Repeat: {case.prompt}", None, tokens)
+
+
+def hard(rng: Random, tokens: int) -> Ask:
+    """Codes of a form drawn at random: which letters may follow, no draft head can know."""
+    classes = ("".join(sorted(rng.sample(LETTERS, 6))) for _ in range(tokens))
+    pattern = "".join(f"[{letters}]{{1,2}}[0-9]" for letters in classes)
+    return Ask("Write a code.", Grammar.regex(pattern), tokens)
+
+
+def phases(seed: int, size: Size, batch: int) -> dict[str, list[list[Ask]]]:
+    """Name → groups of ``batch`` requests."""
+    made = {}
+    for name in PHASES:
+        rng, make = Random(f"{seed} {name}"), hard if name == "hard" else easy
+        made[name] = [[make(rng, size.tokens) for _ in range(batch)] for _ in range(size.groups)]
+    return made
+
+
+def run_phases(
+    engines: dict[str, Engine], work: dict[str, list[list[Ask]]], run: Run
+) -> Iterator[str]:
+    """Run everything and keep the samples; what differs between policies, in words."""
+    names = list(engines)
+    total = sum(len(groups) for groups in work.values())
+    with run.progress() as progress:
+        task = progress.add_task("groups", total=total)
+        for phase, groups in work.items():
+            for number, asks in enumerate(groups):
+                turn = number % len(names)
+                said = {}
+                for name in names[turn:] + names[:turn]:
+                    result = measure(engines[name], asks)
+                    said[name] = [output.token_ids for output in result.outputs]
+                    state = engines[name].snapshot()["speculation"]
+                    raw = result.raw() | {"switches": state["switches"]}
+                    run.sample(phase=phase, policy=name, group=number, **raw)
+                first = names[0]
+                for name in names:
+                    if said[name] != said[first]:
+                        yield f"{phase}, group {number}: {name} says otherwise than {first}"
+                progress.advance(task)
+
+
+def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The record's own fields, made of the samples."""
+    found = []
+    for phase in dict.fromkeys(sample["phase"] for sample in samples):
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for sample in samples:
+            if sample["phase"] == phase:
+                rows.setdefault(sample["policy"], []).append(sample)
+        rates = {name: _rate(row) for name, row in rows.items()}
+        best = max((name for name in rows if name.startswith("static")), key=rates.__getitem__)
+        policies = {
+            name: {
+                "tokens_per_second": rates[name],
+                "accept_length": _accept_length(row),
+                "seconds": sum(s["seconds"] for s in row),
+                "switches": row[-1]["switches"],
+                "of_best": rates[name] / rates[best],
+                "of_best_spread": spread(
+                    _rate([mine]) / _rate([other])
+                    for mine, other in zip(row, rows[best], strict=True)
+                ),
+            }
+            for name, row in rows.items()
+        }
+        found.append({"name": phase, "best": best, "policies": policies})
+    adaptive = [name for name in found[0]["policies"] if not name.startswith("static")]
+    worst = {name: min(p["policies"][name]["of_best"] for p in found) for name in adaptive}
+    return {"phases": found, "worst_of_best": worst}
+
+
+def _rate(samples: Sequence[dict[str, Any]]) -> float:
+    """Output tokens per second of several groups together."""
+    seconds = sum(sample["seconds"] for sample in samples)
+    return float(sum(sample["output_tokens"] for sample in samples) / seconds)
+
+
+def _accept_length(samples: Sequence[dict[str, Any]]) -> float:
+    """Tokens per verify over several groups, each weighed by its verifies."""
+    verifies = sum(sample["verifies"] for sample in samples)
+    tokens = sum(sample["verified_tokens"] for sample in samples)
+    return float(tokens / verifies) if verifies else 0.0
+
+
+def print_table(record: dict[str, Any], console: Console) -> None:
+    """What a reader sees: rate, share of the best static tier and accept length by phase."""
+    title = "Tokens per second (share of the best static tier), accept length"
+    table = Table(title=title, title_justify="left")
+    table.add_column("policy")
+    for phase in record["phases"]:
+        table.add_column(phase["name"], justify="right")
+    for name in record["phases"][0]["policies"]:
+        cells = []
+        for phase in record["phases"]:
+            figures, mark = phase["policies"][name], "*" if phase["best"] == name else ""
+            rate, share = figures["tokens_per_second"], figures["of_best"]
+            cells.append(f"{rate:.1f} ({share:.3f}){mark} {figures['accept_length']:.2f}")
+        table.add_row(name, *cells)
+    console.print(table)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = flags("adaptive", "Adaptive draft lengths against static ones.")
+    parser.add_argument("--model", type=Path, help="target; the embedded one if absent")
+    parser.add_argument("--draft", type=Path, help="its EAGLE-3 head")
+    parser.add_argument("--batch", type=int, default=1, help="requests at once (default 1)")
+    options = parser.parse_args(arguments)
+    if (options.model is None) != (options.draft is None):
+        parser.error("--model and --draft go together")
+    if options.batch < 1:
+        parser.error("--batch must be at least 1")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; ends in one JSON line."""
+    options = parse(arguments)
+    size = QUICK if options.quick else FULL
+    run = Run("adaptive", options, arguments)
+    torch.set_num_threads(1)
+    paths = {"model": options.model, "draft": options.draft}
+    settings: dict[str, Any] = {name: str(path) for name, path in paths.items() if path}
+    settings |= {"mask_deadline_ms": None, "prefix_cache": False, "context_length": 1024}
+    try:
+        with ExitStack() as stack:
+            engines = {
+                name: stack.enter_context(
+                    Engine(max_running_requests=options.batch, **settings, **policy)
+                )
+                for name, policy in POLICIES.items()
+            }
+            for engine in engines.values():
+                engine.compiler = engines["guarded"].compiler
+                measure(engine, [Ask("Warm up.", None, 8)])
+            work = phases(options.seed, size, options.batch)
+            wrong = list(run_phases(engines, work, run))
+    except OverlapSpecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    record = summary(run.samples)
+    print_table(record, Console(width=100))
+    run.finish(size.groups, **rounded(record), batch=options.batch, equal=not wrong)
+    if wrong:
+        fail("outputs are not the same under all policies:\n" + "\n".join(wrong[:10]))
+
+
+if __name__ == "__main__":
+    main()

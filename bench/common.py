@@ -1,0 +1,237 @@
+"""What all benchmarks share: flags, the result record, figures of samples, progress.
+
+A benchmark takes ``--quick``, ``--json PATH`` and ``--seed``, shows its progress and tables, and
+ends with one JSON line on standard output, the record. ``--json`` writes the record to PATH, and
+every raw sample as a line of JSON beside it (``out.json`` → ``out.samples.jsonl``). Every figure of
+a record is made from its samples by :func:`spread` or :func:`paired`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "xgrammar", "numpy", "tokenizers", "overlap-spec")
+
+
+def flags(name: str, about: str) -> argparse.ArgumentParser:
+    """A parser with the flags of every benchmark; a benchmark adds its own."""
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=about)
+    parser.add_argument("--quick", action="store_true", help="a small run, for a look")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the record there")
+    parser.add_argument("--seed", type=int, default=0, help="of everything drawn (default 0)")
+    return parser
+
+
+class Run:
+    """One run of a benchmark: its samples, and its record at the end.
+
+    Args:
+        name: The benchmark's, as in ``python -m bench.NAME``.
+        options: What :func:`flags` parsed.
+        arguments: The command line's arguments; None means the process's own.
+    """
+
+    def __init__(
+        self, name: str, options: argparse.Namespace, arguments: Sequence[str] | None = None
+    ) -> None:
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        self.name, self.options = name, options
+        self.samples: list[dict[str, Any]] = []
+        self.console = Console(stderr=True)
+        self.head: dict[str, Any] = {
+            "bench": name,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": shlex.join(["python", "-m", f"bench.{name}", *given]),
+            "quick": bool(options.quick),
+            "seed": int(options.seed),
+            "machine": machine(),
+            "versions": versions(),
+            "commit": commit(),
+        }
+
+    def sample(self, **fields: Any) -> dict[str, Any]:
+        """Keep one raw sample, a measurement that nothing was averaged over."""
+        self.samples.append(fields)
+        return fields
+
+    def progress(self) -> Progress:
+        """A progress display on standard error."""
+        return Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self.console,
+        )
+
+    def finish(self, repetitions: int, **results: Any) -> dict[str, Any]:
+        """Write and print the record.
+
+        Args:
+            repetitions: How often each figure was measured.
+            results: The benchmark's own fields, which come first.
+
+        Raises:
+            ValueError: a figure that is not finite.
+        """
+        record = {**results, **self.head, "repetitions": repetitions, "samples": len(self.samples)}
+        line = strict_json(record)
+        raw = "".join(strict_json(sample) + "\n" for sample in self.samples)
+        path: Path | None = self.options.json
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            samples_path(path).write_text(raw, encoding="utf-8")
+            path.write_text(line + "\n", encoding="utf-8")
+        sys.stdout.flush()
+        print(line, flush=True)
+        return record
+
+
+def fail(message: str) -> NoReturn:
+    """End a benchmark that found its own result wrong: exit status 1."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(1)
+
+
+def samples_path(path: Path) -> Path:
+    """Where the raw samples of the record ``path`` are."""
+    return path.with_suffix(".samples.jsonl")
+
+
+def strict_json(value: Any) -> str:
+    """One line of JSON; ValueError where a number is not finite."""
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """The value below which ``percent`` of 100 lie, linear between neighbours.
+
+    Raises:
+        ValueError: no values, or a percent outside 0 to 100.
+    """
+    ordered = sorted(values)
+    if not ordered or not 0 <= percent <= 100:
+        raise ValueError(f"percentile {percent} of {len(ordered)} values")
+    at = (len(ordered) - 1) * percent / 100
+    low, share = math.floor(at), at % 1
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * share
+
+
+def median(values: Iterable[float]) -> float:
+    """The middle value; ValueError where there is none."""
+    return percentile(values, 50)
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Median, least, most and count of a figure over its repetitions."""
+    ordered = sorted(values)
+    return {
+        "median": median(ordered),
+        "min": ordered[0],
+        "max": ordered[-1],
+        "n": len(ordered),
+    }
+
+
+def paired(values: Sequence[float], base: Sequence[float]) -> dict[str, float]:
+    """Spread of ``values[i] / base[i]``: of two things measured in turn in one run.
+
+    The pairs cancel what a noisy machine does to both.
+
+    Raises:
+        ValueError: not one base each.
+    """
+    return spread(value / other for value, other in zip(values, base, strict=True))
+
+
+def mean(values: Iterable[float]) -> float:
+    """Arithmetic mean; ValueError where there is no value."""
+    items = list(values)
+    if not items:
+        raise ValueError("mean of no values")
+    return math.fsum(items) / len(items)
+
+
+def rounded(value: Any, digits: int = 5) -> Any:
+    """Plain data with its floats at so many significant digits: what a record shows."""
+    if isinstance(value, float) and value and math.isfinite(value):
+        return round(value, digits - 1 - math.floor(math.log10(abs(value))))
+    if isinstance(value, Mapping):
+        return {key: rounded(item, digits) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item, digits) for item in value]
+    return value
+
+
+def machine() -> dict[str, Any]:
+    """What the run stands on: CPU, usable cores, memory, load before the run, device."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "memory_gib": round(_physical_bytes() / 2**30, 1),
+        "load_1m": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": torch.cuda.get_device_name(0) if cuda else "cpu",
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name, as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that a figure may depend on; None: not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the working tree, ``-dirty`` where it was changed; None outside git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -1,0 +1,237 @@
+"""What hiding the grammar's work is worth: the three overlap modes, in one run on one machine.
+
+``python -m bench.overlap [--quick] [--json PATH] [--seed S] [--model DIR --draft DIR] [--data
+FILE]`` runs the same requests in the modes ``none``, ``double-sync`` and ``once-sync`` in turn,
+first four kinds of traffic, then batches of 1 to 32, and prints a table of each. By default the
+target is the embedded model padded to 131,072 tokens (``bench.targets``) and the schemas are drawn
+from JSONSchemaBench where it is at hand (``bench.workloads``).
+
+The modes differ in nothing else: one static tier, no deadline for masks, all requests submitted
+before the first step, one thread for torch's own operations, greedy, the same compiled grammars.
+A round of everything goes first and is not counted. Modes are compared pair by pair, each with the
+``none`` that ran just before it. Outputs and accept lengths must be the same in all modes: else the
+difference is printed, and the exit status is 1.
+
+Fields of the last line, beside those of every record (``bench.common``):
+    modes: Mode → figures at batch 4, as in ``overlap_spec.types`` and ``bench.measure``: medians
+        over the repetitions. ``grammar_ms``, ``exposed_ms`` and ``step_ms`` are means over steps;
+        ``hidden_fraction`` is over all steps of all repetitions.
+    saving_share: (none.tpot - once.tpot) / (grammar share of none's step * none.tpot), at batch 4:
+        1 means that all grammar time went. None where there is no grammar time.
+    rows: Kind of traffic → ``modes`` as above, and spreads of ``ratio_seconds``, ``ratio_tpot``
+        (mode → pair by pair) and ``saving_share``. *JSON union* has costly masks.
+    batches: Batch size → the same.
+    schemas: Which schemas were drawn.
+    equal: Outputs and accept lengths are the same in all modes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bench.common import Run, fail, flags, rounded
+from bench.measure import Measured, measure
+from bench.overlap_report import JUDGED, MODES, print_tables, summary
+from bench.targets import padded_target, work_folder
+from bench.workloads import (
+    Ask,
+    Sample,
+    choose_samples,
+    json_asks,
+    mixed_asks,
+    read_samples,
+    union_asks,
+)
+from overlap_spec.engine import Engine
+from overlap_spec.errors import GrammarError, OverlapSpecError
+from overlap_spec.grammar.spec import Grammar
+
+SETTINGS: dict[str, Any] = {
+    "adaptive": "static",
+    "mask_deadline_ms": None,
+    # A prompt must cost the same each time that it comes.
+    "prefix_cache": False,
+    "max_running_requests": 32,
+    "context_length": 1024,
+    # All prompts in the first step: requests then run, and end, side by side.
+    "chunked_prefill_size": 8192,
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run.
+
+    Attributes:
+        schemas: Schemas that are drawn.
+        long, short: Most tokens of an output.
+        batches: Batch size → most tokens of an output.
+        repeats: Name of a workload, or ``else`` → repetitions in each mode.
+    """
+
+    schemas: int
+    long: int
+    short: int
+    batches: dict[int, int]
+    repeats: dict[str, int]
+
+    def repetitions(self, workload: str) -> int:
+        """How often a workload is run in each mode."""
+        return self.repeats.get(workload, self.repeats["else"])
+
+
+FULL = Size(16, 160, 32, {1: 96, 4: 96, 16: 96, 32: 96}, {JUDGED: 9, "else": 5})
+QUICK = Size(
+    8, 28, 12, {1: 24, 4: 20, 16: 10, 32: 6},
+    {JUDGED: 5, "JSON union": 2, "batch 1": 2, "else": 1},
+)  # fmt: skip
+
+Results = dict[str, dict[str, list[Measured]]]
+
+
+def workloads(samples: Sequence[Sample], size: Size) -> dict[str, list[Ask]]:
+    """Name → requests: the kinds of traffic, then the batches."""
+    kinds = {
+        "JSON generate": json_asks(samples, 4, size.long),
+        "JSON OpenAI": json_asks(samples, 4, size.short, chat=True),
+        "mixed concurrent": mixed_asks(samples, 8, size.short),
+        "JSON union": union_asks(4, size.batches[4]),
+    }
+    batches = {f"batch {n}": json_asks(samples, n, most) for n, most in size.batches.items()}
+    return kinds | batches
+
+
+def open_engines(stack: ExitStack, model: Path, draft: Path) -> dict[str, Engine]:
+    """An engine for each mode, with one cache of compiled grammars for all."""
+    engines = {}
+    for mode in MODES:
+        engine = Engine(str(model), draft=str(draft), overlap=mode, **SETTINGS)
+        engines[mode] = stack.enter_context(engine)
+        engine.compiler = engines[MODES[0]].compiler
+    return engines
+
+
+def accepts(engine: Engine, grammar: Grammar) -> bool:
+    """Whether the engine's grammar room takes ``grammar``."""
+    try:
+        engine.compiler.compile(grammar)
+    except GrammarError:
+        return False
+    return True
+
+
+def measure_all(
+    engines: dict[str, Engine], work: dict[str, list[Ask]], size: Size, run: Run
+) -> Results:
+    """Every workload in every mode, in turn, after a round that is not counted."""
+    results: Results = {name: {mode: [] for mode in engines} for name in work}
+    total = (1 + sum(size.repetitions(name) for name in work)) * len(engines)
+    with run.progress() as progress:
+        task = progress.add_task("warm-up", total=total)
+        largest = max(work.values(), key=len)
+        for engine in engines.values():
+            measure(engine, [Ask(a.prompt, a.grammar, 2) for a in largest])
+            progress.advance(task)
+        for name, asks in work.items():
+            for repetition in range(size.repetitions(name)):
+                for mode, engine in engines.items():
+                    progress.update(task, description=f"{name}, {mode}")
+                    result = measure(engine, asks)
+                    results[name][mode].append(result)
+                    run.sample(workload=name, mode=mode, repetition=repetition, **result.raw())
+                    progress.advance(task)
+    return results
+
+
+def differences(results: Results) -> Iterator[str]:
+    """What is not the same in all modes and repetitions, in words."""
+    for name, by_mode in results.items():
+        reference = by_mode[MODES[0]][0]
+        for mode, repetitions in by_mode.items():
+            for number, result in enumerate(repetitions):
+                where = f"{name}, {mode}, repetition {number}"
+                yield from _unlike(where, result, reference)
+
+
+def _unlike(where: str, result: Measured, reference: Measured) -> Iterator[str]:
+    for index, (got, want) in enumerate(zip(result.outputs, reference.outputs, strict=True)):
+        if (got.token_ids, got.finish_reason) != (want.token_ids, want.finish_reason):
+            pairs = zip(got.token_ids, want.token_ids, strict=False)
+            same = next(
+                (i for i, (a, b) in enumerate(pairs) if a != b),
+                min(len(got.token_ids), len(want.token_ids)),
+            )
+            yield (
+                f"{where}: request {index} differs from token {same} on: "
+                f"{got.text[-80:]!r} ({got.finish_reason}), "
+                f"not {want.text[-80:]!r} ({want.finish_reason})"
+            )
+        elif got.stats.accept_length != want.stats.accept_length:
+            yield (
+                f"{where}: request {index} has accept length {got.stats.accept_length}, "
+                f"not {want.stats.accept_length}"
+            )
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = flags("overlap", "The three overlap modes side by side.")
+    parser.add_argument("--model", type=Path, help="target; the padded embedded one if absent")
+    parser.add_argument("--draft", type=Path, help="its EAGLE-3 head")
+    parser.add_argument("--data", type=Path, help="schemas, as rows of JSONSchemaBench")
+    parser.add_argument("--work", type=Path, help="folder that keeps the padded target")
+    options = parser.parse_args(arguments)
+    if (options.model is None) != (options.draft is None):
+        parser.error("--model and --draft go together")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; ends in one JSON line."""
+    options = parse(arguments)
+    size = QUICK if options.quick else FULL
+    run = Run("overlap", options, arguments)
+    torch.set_num_threads(1)
+    model, draft = options.model, options.draft
+    try:
+        if model is None:
+            model, draft = padded_target(work_folder(options.work), run.console)
+        with ExitStack() as stack:
+            engines = open_engines(stack, model, draft)
+            first = engines[MODES[0]]
+            samples = choose_samples(
+                read_samples(options.data),
+                size.schemas,
+                options.seed,
+                lambda grammar: accepts(first, grammar),
+            )
+            results = measure_all(engines, workloads(samples, size), size, run)
+            vocabulary = first.tokenizer.vocab_size
+    except OverlapSpecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    wrong = list(differences(results))
+    record = summary(run.samples)
+    print_tables(record, Console(width=100))
+    run.finish(
+        size.repetitions(JUDGED),
+        **rounded(record),
+        schemas=[sample.id for sample in samples],
+        vocabulary=vocabulary,
+        equal=not wrong,
+    )
+    if wrong:
+        fail("outputs are not the same in all modes:\n" + "\n".join(wrong[:10]))
+
+
+if __name__ == "__main__":
+    main()

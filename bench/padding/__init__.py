@@ -1,0 +1,1 @@
+"""How a checkpoint is padded: sizes, tensors, tokenizer."""

@@ -1,0 +1,222 @@
+"""Many short requests through one engine: what it holds must not grow.
+
+``python -m bench.soak [--requests N] [--quick] [--json PATH] [--seed S] [--plot FILE.svg]`` keeps
+32 requests on their way: JSON under a few schemas, free text, stop strings, and every twentieth
+one aborted. At regular intervals it notes resident memory, pages in use, and what else an engine
+keeps by request; the plot shows them over the requests. It fails (exit status 1) where pages or
+matchers are left over at the end, a request ends with an error, or memory keeps on growing: the
+median of the last fifth may exceed that of the second fifth by a twentieth and 32 MiB.
+
+Fields of the last line, beside those of every record (``bench.common``): ``requests``,
+``requests_per_second``, ``tokens``, ``finish_reasons``, ``rss_mib`` (``early``, ``late``, ``peak``;
+medians of the second and last fifth), ``pages`` (``total``, ``most_in_use``),
+``left_over`` (what is still kept by request), ``flat`` and ``plot``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from bench.common import Run, fail, flags, median, rounded
+from bench.targets import work_folder
+from bench.workloads import OWN_SCHEMAS, Ask, free_asks, json_asks, read_samples
+from overlap_spec.engine import Engine, Ticket
+from overlap_spec.errors import OverlapSpecError
+
+IN_FLIGHT = 32
+SAMPLES = 200
+ABORT_EVERY = 20
+GROWTH_SHARE = 1.05
+GROWTH_MIB = 32.0
+
+
+class Traffic:
+    """Requests by number, drawn by a seed; the same number gives the same request."""
+
+    def __init__(self, seed: int) -> None:
+        samples = read_samples(OWN_SCHEMAS)
+        asks = json_asks(samples, 4 * len(samples), 1) + free_asks(8, 1)
+        self.asks: list[Ask] = asks
+        self.seed = seed
+
+    def submit(self, engine: Engine, number: int) -> Ticket:
+        """Queue request ``number``: 1 to 12 tokens long, some with a stop string."""
+        rng = Random(f"{self.seed} {number}")
+        ask = rng.choice(self.asks)
+        sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": rng.randint(1, 12)}
+        if rng.random() < 0.1:
+            sampling["stop"] = [","]
+        return engine.submit(ask.prompt, ask.grammar, sampling)
+
+
+def soak(engine: Engine, run: Run, requests: int, seed: int) -> Counter[str]:
+    """Run all requests, a sample every so many; how many ended for which reason."""
+    traffic, reasons, tokens = Traffic(seed), Counter[str](), 0
+    open_tickets: dict[int, Ticket] = {}
+    submitted = ended = 0
+    every = max(1, requests // SAMPLES)
+    start = time.perf_counter()
+    with run.progress() as progress:
+        task = progress.add_task("requests", total=requests)
+        while ended < requests:
+            while submitted < requests and len(open_tickets) < IN_FLIGHT:
+                open_tickets[submitted] = traffic.submit(engine, submitted)
+                submitted += 1
+            engine.step()
+            for number, ticket in list(open_tickets.items()):
+                if number % ABORT_EVERY == 0 and ticket.deltas and ticket.output is None:
+                    engine.abort(ticket)
+                if ticket.output is None:
+                    continue
+                engine.release([open_tickets.pop(number)])
+                reasons[ticket.output.finish_reason] += 1
+                tokens += ticket.output.stats.output_tokens
+                ended += 1
+                progress.advance(task)
+                if ended % every == 0:
+                    run.sample(requests=ended, tokens=tokens, **held(engine, start))
+    return reasons
+
+
+def held(engine: Engine, start: float) -> dict[str, Any]:
+    """What the engine and its process hold now."""
+    state = engine.snapshot()
+    return {
+        "seconds": time.perf_counter() - start,
+        "rss_mib": rss_mib(),
+        **{name: state[name] for name in ("pages_in_use", "pages", "running", "waiting")},
+        "matchers": len(engine.core.lane.matchers),
+        "threads": threading.active_count(),
+        "grammar_cache_mib": engine.compiler.used_bytes / 2**20,
+    }
+
+
+def rss_mib() -> float:
+    """Resident memory of this process in MiB; where that cannot be read, the most it ever was."""
+    try:
+        resident = int(Path("/proc/self/statm").read_text().split()[1])
+        return resident * os.sysconf("SC_PAGE_SIZE") / 2**20
+    except OSError:
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most / 2**20 if sys.platform == "darwin" else most / 2**10
+
+
+def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The record's figures, made of the samples."""
+    fifth = max(1, len(samples) // 5)
+    early = median(s["rss_mib"] for s in samples[fifth : 2 * fifth] or samples)
+    late = median(s["rss_mib"] for s in samples[-fifth:])
+    last = samples[-1]
+    return {
+        "requests": last["requests"],
+        "requests_per_second": last["requests"] / last["seconds"],
+        "tokens": last["tokens"],
+        "rss_mib": {"early": early, "late": late, "peak": max(s["rss_mib"] for s in samples)},
+        "pages": {
+            "total": last["pages"],
+            "most_in_use": max(s["pages_in_use"] for s in samples),
+        },
+        "flat": late <= early * GROWTH_SHARE + GROWTH_MIB,
+    }
+
+
+def draw(samples: Sequence[dict[str, Any]], path: Path) -> bool:
+    """Plot memory and pages over requests as SVG; False where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    done = [s["requests"] for s in samples]
+    figure = Figure(figsize=(8, 5.2), layout="constrained")
+    memory, pages = figure.subplots(2, 1, sharex=True)
+    memory.plot(done, [s["rss_mib"] for s in samples], color="#4e79a7", lw=1.2)
+    memory.set_ylabel("resident memory, MiB")
+    memory.set_ylim(0, 1.1 * max(s["rss_mib"] for s in samples))
+    pages.plot(done, [s["pages_in_use"] for s in samples], color="#f2a541", lw=0.9, label="pages")
+    pages.plot(done, [s["matchers"] for s in samples], color="#59a14f", lw=0.9, label="matchers")
+    pages.set_ylabel("in use")
+    pages.set_xlabel("requests ended")
+    pages.set_ylim(bottom=0)
+    pages.legend(frameon=False, loc="center right")
+    for axes in (memory, pages):
+        axes.grid(alpha=0.25)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="svg", metadata={"Date": None})
+    return True
+
+
+def faults(record: dict[str, Any]) -> list[str]:
+    """What a record says that must not be, in words."""
+    found = [
+        f"{what} is {count} after the last request"
+        for what, count in record["left_over"].items()
+        if count
+    ]
+    if record["finish_reasons"].get("error"):
+        found.append(f"{record['finish_reasons']['error']} requests ended with an error")
+    if not record["flat"]:
+        found.append(f"memory grew: {record['rss_mib']}")
+    return found
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = flags("soak", "Many short requests through one engine.")
+    parser.add_argument("--requests", type=int, help="how many; 10000, or 500 with --quick")
+    parser.add_argument("--model", help="target; the embedded one if absent")
+    parser.add_argument("--draft", help="its EAGLE-3 head")
+    parser.add_argument("--overlap", default="once-sync", help="overlap mode")
+    parser.add_argument("--plot", type=Path, help="SVG to write; soak.svg among temporary files")
+    options = parser.parse_args(arguments)
+    if options.requests is None:
+        options.requests = 500 if options.quick else 10_000
+    if options.requests < 1:
+        parser.error("--requests must be at least 1")
+    if options.plot is None:
+        options.plot = work_folder(None) / "soak.svg"
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; ends in one JSON line."""
+    options = parse(arguments)
+    run = Run("soak", options, arguments)
+    torch.set_num_threads(1)
+    settings = {"overlap": options.overlap, "context_length": 1024, "mask_deadline_ms": None}
+    try:
+        with Engine(options.model, draft=options.draft, **settings) as engine:
+            reasons = soak(engine, run, options.requests, options.seed)
+            last = held(engine, 0.0)
+    except OverlapSpecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    left_over = {name: last[name] for name in ("pages_in_use", "matchers", "running", "waiting")}
+    drawn = draw(run.samples, options.plot)
+    record = run.finish(
+        1,
+        **rounded(summary(run.samples)),
+        finish_reasons=dict(sorted(reasons.items())),
+        left_over=left_over,
+        plot=str(options.plot) if drawn else None,
+    )
+    wrong = faults(record)
+    if wrong:
+        fail("; ".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
