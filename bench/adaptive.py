@@ -10,9 +10,10 @@ under every policy: else the exit status is 1.
 
 Fields of the last line, beside those of every record (``bench.common``):
     phases: In their order: ``name``, ``best`` (the static tier of most tokens per second),
-        ``policies`` (name → ``tokens_per_second``, ``accept_length``, ``seconds``, ``switches``,
-        ``of_best``), where ``of_best`` is its rate over the best static tier's in that phase, and
-        ``of_best_spread`` that of the groups one by one.
+        ``policies`` (name → ``tokens_per_second``, ``accept_length``, ``draft_length``,
+        ``seconds``, ``switches`` so far, ``of_best``, ``of_best_spread``): ``draft_length`` is
+        drafted tokens a verify, ``of_best`` the rate over the best static tier's in that phase,
+        and ``of_best_spread`` that of the groups one by one.
     worst_of_best: Adaptive policy → least ``of_best`` of all phases. The published promise of
         adaptive drafting is 0.97.
     equal: Outputs are the same under all policies.
@@ -122,7 +123,8 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         policies = {
             name: {
                 "tokens_per_second": rates[name],
-                "accept_length": _accept_length(row),
+                "accept_length": _per_verify(row, "verified_tokens"),
+                "draft_length": _per_verify(row, "drafted_tokens"),
                 "seconds": sum(s["seconds"] for s in row),
                 "switches": row[-1]["switches"],
                 "of_best": rates[name] / rates[best],
@@ -145,16 +147,15 @@ def _rate(samples: Sequence[dict[str, Any]]) -> float:
     return float(sum(sample["output_tokens"] for sample in samples) / seconds)
 
 
-def _accept_length(samples: Sequence[dict[str, Any]]) -> float:
-    """Tokens per verify over several groups, each weighed by its verifies."""
+def _per_verify(samples: Sequence[dict[str, Any]], name: str) -> float:
+    """A count over several groups, over their verifies."""
     verifies = sum(sample["verifies"] for sample in samples)
-    tokens = sum(sample["verified_tokens"] for sample in samples)
-    return float(tokens / verifies) if verifies else 0.0
+    return float(sum(sample[name] for sample in samples) / verifies) if verifies else 0.0
 
 
 def print_table(record: dict[str, Any], console: Console) -> None:
     """What a reader sees: rate, share of the best static tier and accept length by phase."""
-    title = "Tokens per second (share of the best static tier), accept length"
+    title = "Tokens per second (share of the best static tier), accept / draft length"
     table = Table(title=title, title_justify="left")
     table.add_column("policy")
     for phase in record["phases"]:
@@ -164,7 +165,8 @@ def print_table(record: dict[str, Any], console: Console) -> None:
         for phase in record["phases"]:
             figures, mark = phase["policies"][name], "*" if phase["best"] == name else ""
             rate, share = figures["tokens_per_second"], figures["of_best"]
-            cells.append(f"{rate:.1f} ({share:.3f}){mark} {figures['accept_length']:.2f}")
+            lengths = f"{figures['accept_length']:.2f} / {figures['draft_length']:.2f}"
+            cells.append(f"{rate:.1f} ({share:.3f}){mark} {lengths}")
         table.add_row(name, *cells)
     console.print(table)
 

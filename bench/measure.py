@@ -91,6 +91,7 @@ class Measured:
             "output_tokens": self.output_tokens,
             "verifies": self.verifies,
             "verified_tokens": self.verified_tokens,
+            "drafted_tokens": sum(output.stats.drafted_tokens for output in self.outputs),
             "accept_length": self.accept_length,
             "grammar_ms": self.grammar_ms,
             "exposed_ms": self.exposed_ms,

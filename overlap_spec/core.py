@@ -55,6 +55,7 @@ class Core:
             reuse=config.prefix_cache,
         )
         self._flight: Flight | None = None
+        self._last: Flight | None = None
         self._runs: list[tuple[Sequence, tuple[int, ...]]] = []
         self._told: set[int] = set()
 
@@ -144,7 +145,7 @@ class Core:
             # Nothing runs beside these accepts: compute stands idle for them too.
             self._account(result, (time.perf_counter_ns() - start) / 1e6 if kept else 0.0)
         self._runs += kept
-        self._observe(result)
+        self._observe(result, flight)
         self._fail_failed()
         for sequence in self.scheduler.running:
             if isinstance(sequence.error, NumericFault):
@@ -160,12 +161,13 @@ class Core:
             sequence.stats.grammar_ms += grammar_ms
             sequence.stats.exposed_ms += exposed_ms
 
-    def _observe(self, result: StepResult) -> None:
-        """Tell the length policy what the step's trees got."""
-        trees = len(result.plan.decode_rows)
-        self.policy.observe(
-            trees, result.plan.tier, [r.accepted for r in result.rows[:trees] if r.tokens]
-        )
+    def _observe(self, result: StepResult, flight: Flight) -> None:
+        """Tell the length policy what the step's trees got, and how long they took."""
+        plan, trees = result.plan, len(result.plan.decode_rows)
+        self.policy.observe(trees, plan.tier, [r.accepted for r in result.rows[:trees] if r.tokens])
+        last, self._last = self._last, flight
+        if last is not None and last.plan.index == plan.index - 1 and not plan.chunks:
+            self.policy.clock(trees, plan.tier, last.chosen.elapsed_ms(flight.chosen))
 
     def _fail_failed(self) -> None:
         """End the requests whose matcher failed."""

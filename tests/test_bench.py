@@ -322,7 +322,7 @@ def test_shares_of_the_best_static_tier() -> None:
     def at(policy: str, seconds: float, group: int) -> dict[str, Any]:
         return {"phase": "easy", "policy": policy, "group": group, "seconds": seconds,
                 "output_tokens": 60, "verifies": 20, "verified_tokens": 50,
-                "switches": 3}  # fmt: skip
+                "drafted_tokens": 60, "switches": 3}  # fmt: skip
 
     times = {"static 1": (3.0, 3.0), "static 3": (2.0, 2.0), "guarded": (1.0, 4.0)}
     rows = [at(name, pair[group], group) for group in (0, 1) for name, pair in times.items()]
@@ -333,6 +333,7 @@ def test_shares_of_the_best_static_tier() -> None:
     assert phase["policies"]["guarded"]["of_best"] == pytest.approx(0.8)
     assert phase["policies"]["guarded"]["of_best_spread"]["max"] == pytest.approx(2)
     assert phase["policies"]["guarded"]["accept_length"] == pytest.approx(2.5)
+    assert phase["policies"]["guarded"]["draft_length"] == pytest.approx(3)
     assert found["worst_of_best"] == {"guarded": pytest.approx(0.8)}
 
 

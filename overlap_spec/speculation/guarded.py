@@ -22,6 +22,8 @@ from overlap_spec.speculation.policy import Slot
 PRIOR_RATE = 0.7
 # Weight that evidence keeps when the world has changed since.
 FADED = 0.25
+# Steps of a tier that have been timed before its time is believed.
+CLOCKED_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class GuardedSettings:
     Attributes:
         candidate_steps: Draft steps to choose from; 0 is speculation off.
         draft_cost: Time of one more draft step, and of verifying its token, over that of a step
-            that drafts nothing. Assumed: 0.15 suits a head of one layer at batch 1.
+            that drafts nothing; assumed until it has been measured.
         quick_alpha: Weight of a new verify in the evidence that clear moves need.
         slow_alpha: The same for all other moves.
         update_interval: Verifies between decisions.
@@ -114,6 +116,41 @@ class Survival:
         self._passed = [passed * weight for passed in other._passed]
 
 
+class StepClock:
+    """Time of a step by how much it drafts: a line through what was measured.
+
+    Args:
+        assumed: Cost of a draft step over that of a step that drafts nothing, until two different
+            numbers of steps have been measured.
+    """
+
+    def __init__(self, assumed: float) -> None:
+        self._assumed = assumed
+        self._mean_ms: dict[int, float] = {}
+        self._count: dict[int, int] = {}
+
+    def add(self, steps: int, step_ms: float) -> None:
+        """Take in one step, smoothed; the first ones of a tier count fully."""
+        count = self._count[steps] = self._count.get(steps, 0) + 1
+        old = self._mean_ms.get(steps, step_ms)
+        # A step that was held up says nothing of its tier.
+        step_ms = min(step_ms, 2 * old)
+        self._mean_ms[steps] = old + (step_ms - old) / min(count, 32)
+
+    @property
+    def draft_cost(self) -> float:
+        """Slope over intercept of the least-squares line, within (0.02, 2)."""
+        seen = [s for s, count in self._count.items() if count >= CLOCKED_STEPS]
+        if len(seen) < 2:
+            return self._assumed
+        middle = sum(seen) / len(seen)
+        mean = sum(self._mean_ms[s] for s in seen) / len(seen)
+        spread = sum((s - middle) ** 2 for s in seen)
+        slope = sum((s - middle) * (self._mean_ms[s] - mean) for s in seen) / spread
+        base = mean - slope * middle
+        return min(max(slope / base, 0.02), 2.0) if base > 0 else 2.0
+
+
 class GuardedSlot(Slot):
     """Chooses the tier of the best rate, reluctantly.
 
@@ -142,6 +179,7 @@ class GuardedSlot(Slot):
         depths = self.candidates[-1]
         self._quick = Survival(depths, settings.quick_alpha)
         self._slow = Survival(depths, settings.slow_alpha)
+        self._clock = StepClock(settings.draft_cost)
         self._hold = settings.hold_batches
         self._since = 0
         self._rose = False
@@ -169,6 +207,9 @@ class GuardedSlot(Slot):
         if due and self._since >= settings.dwell_batches:
             self._decide()
 
+    def clock(self, steps: int, step_ms: float) -> None:
+        self._clock.add(steps, step_ms)
+
     def _decide(self) -> None:
         settings = self.settings
         best, gain = self._best(self._quick)
@@ -187,7 +228,7 @@ class GuardedSlot(Slot):
             self._move(self._next(), clear=False)
 
     def _rate(self, accepted: float, steps: int) -> float:
-        return (1 + accepted) / (1 + self.settings.draft_cost * steps)
+        return (1 + accepted) / (1 + self._clock.draft_cost * steps)
 
     def _best(self, memory: Survival) -> tuple[int, float]:
         """Steps of the best rate by this memory, and their gain over the active ones."""

@@ -43,6 +43,13 @@ class LengthPolicy(ABC):
                 stop rules not yet applied, at most ``tier.steps`` each. None at all: no batch.
         """
 
+    def clock(self, batch_size: int, tier: Tier, step_ms: float) -> None:  # noqa: ARG002
+        """Take in how long a whole step of trees alone took, in milliseconds.
+
+        A policy that does not weigh time needs none of it.
+        """
+        return
+
     @abstractmethod
     def snapshot(self) -> dict[str, Any]:
         """State as plain data, for ``/server_info``.
@@ -80,6 +87,10 @@ class Slot(ABC):
     def observe(self, steps: int, accepted: Sequence[int]) -> None:
         """Take in a verify that drafted ``steps``, a candidate; ``accepted`` is not empty."""
 
+    def clock(self, steps: int, step_ms: float) -> None:  # noqa: ARG002
+        """Take in how long a step that drafted ``steps`` took, in milliseconds."""
+        return
+
     def _switch(self, steps: int) -> None:
         if steps != self.steps:
             self.steps = steps
@@ -113,6 +124,11 @@ class SlotPolicy(LengthPolicy):
         ours = tier.steps in slot.candidates and tier == self._tiers[tier.steps]
         if accepted and ours:
             slot.observe(tier.steps, accepted)
+
+    def clock(self, batch_size: int, tier: Tier, step_ms: float) -> None:
+        slot = self._slot(batch_size)
+        if tier == self._tiers.get(tier.steps) and tier.steps in slot.candidates:
+            slot.clock(tier.steps, step_ms)
 
     def snapshot(self) -> dict[str, Any]:
         slots = [
