@@ -57,7 +57,7 @@ class Run:
         self.head: dict[str, Any] = {
             "bench": name,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": shlex.join(["python", "-m", f"bench.{name}", *given]),
+            "command": shlex.join(["python", "-m", f"bench.{name}", *map(_portable, given)]),
             "quick": bool(options.quick),
             "seed": int(options.seed),
             "machine": machine(),
@@ -101,6 +101,11 @@ class Run:
         sys.stdout.flush()
         print(line, flush=True)
         return record
+
+
+def _portable(argument: str) -> str:
+    """A record that is kept tells no folders of the machine that made it."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def fail(message: str) -> NoReturn:

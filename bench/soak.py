@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         **rounded(summary(run.samples)),
         finish_reasons=dict(sorted(reasons.items())),
         left_over=left_over,
-        plot=str(options.plot) if drawn else None,
+        plot=options.plot.name if drawn else None,
     )
     wrong = faults(record)
     if wrong:

@@ -123,7 +123,7 @@ def test_record_and_its_raw_samples(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert record["bench"] == "thing"
     assert (record["quick"], record["seed"]) == (True, 7)
     assert (record["repetitions"], record["samples"]) == (2, 2)
-    assert record["command"].startswith("python -m bench.thing --quick --json ")
+    assert record["command"] == "python -m bench.thing --quick --json out.json --seed 7"
     assert {"cpu", "cores", "memory_gib", "load_1m", "device"} <= record["machine"].keys()
     assert record["versions"]["torch"] == torch.__version__
     assert record["commit"] is None or isinstance(record["commit"], str)
