@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from typing import Any, NamedTuple
 
 from overlap_spec.config import EngineConfig
@@ -17,7 +18,7 @@ from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.timeline import Timeline
 from overlap_spec.types import StepResult
 from overlap_spec.worker.build import build_streams, build_worker
-from overlap_spec.worker.worker import Flight
+from overlap_spec.worker.worker import Flight, Worker
 
 
 class News(NamedTuple):
@@ -54,6 +55,8 @@ class Core:
             assign=lambda s: self.worker.assign(s.row, s.request, s.output_ids),
             reuse=config.prefix_cache,
         )
+        # Also for an engine that nobody closed: a thread inside torch aborts a process that exits.
+        self._end = weakref.finalize(self, _end_threads, self.lane.pool, self.worker)
         self._flight: Flight | None = None
         self._last: Flight | None = None
         self._runs: list[tuple[Sequence, tuple[int, ...]]] = []
@@ -103,8 +106,7 @@ class Core:
 
     def close(self) -> None:
         """End all threads."""
-        self.lane.pool.close()
-        self.worker.close()
+        self._end()
 
     @property
     def figures(self) -> StepFigures:
@@ -176,6 +178,11 @@ class Core:
             error = failed.get(sequence.request.id)
             if error is not None and sequence.finish_reason is None:
                 sequence.fail(error)
+
+
+def _end_threads(pool: LanePool, worker: Worker) -> None:
+    pool.close()
+    worker.close()
 
 
 def _policy(config: EngineConfig) -> LengthPolicy:

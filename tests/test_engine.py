@@ -380,3 +380,15 @@ def test_reused_pages_draft_as_well_as_computed_ones(tiny: dict[str, str]) -> No
             states.append(engine.core.worker.passes.drafter.root_state[:2].clone())
     assert torch.allclose(states[0], states[1], atol=1e-5)
     assert states[0].abs().sum() > 0
+
+
+def test_an_engine_that_nobody_closed_lets_the_process_exit(tiny: dict[str, str]) -> None:
+    code = (
+        "from overlap_spec import Engine, SamplingParams\n"
+        f"engine = Engine({tiny['model']!r}, draft={tiny['draft']!r})\n"
+        "stream = engine.stream('go', None, SamplingParams(max_tokens=90))\n"
+        "next(stream)\n"
+    )
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
