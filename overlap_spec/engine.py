@@ -256,34 +256,15 @@ class Engine:
         arrival_ns = time.perf_counter_ns()
         params = self._sampling(sampling)
         ids = self._prompt_ids(prompt, raw, tools)
-        room = self.context_length - len(ids)
-        if room < 1:
-            raise InvalidRequest(
-                f"the prompt has {len(ids)} tokens; the context of {self.context_length} leaves "
-                "no room for output: shorten the prompt",
-                "prompt",
-            )
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise InvalidRequest(
-                f"max_tokens {params.max_tokens} and the prompt's {len(ids)} tokens exceed the "
-                f"context of {self.context_length}",
-                "max_tokens",
-            )
-        space = self.core.scheduler.longest - len(ids)
-        max_tokens = params.max_tokens if params.max_tokens is not None else min(room, space)
-        if max_tokens < 1 or max_tokens > space:
-            raise InvalidRequest(
-                f"{len(ids) + max(max_tokens, 1)} tokens of prompt and output exceed the whole KV "
-                "cache: lower max_tokens, or raise mem_fraction_static or max_total_tokens",
-                "max_tokens",
-            )
+        max_tokens = self._max_tokens(params, len(ids))
         if grammar is not None and not isinstance(grammar, Grammar):
             raise GrammarError(
                 f"grammar must be made by Grammar.json_schema() and its like: {grammar!r}",
                 "grammar",
             )
+        compile_start_ns = time.perf_counter_ns()
         compiled = self.compiler.compile(grammar) if grammar is not None else None
-        compile_ms = (time.perf_counter_ns() - arrival_ns) / 1e6
+        compile_ms = (time.perf_counter_ns() - compile_start_ns) / 1e6
         # Under a grammar an end-of-text token is allowed where the grammar may end, and ends it.
         ignore = params.ignore_eos and grammar is None
         eos = frozenset() if ignore else self.tokenizer.eos_ids
@@ -303,6 +284,31 @@ class Engine:
         sequence.stats.prompt_tokens = len(ids)
         sequence.stats.grammar_compile_ms = compile_ms if compiled else 0.0
         return sequence
+
+    def _max_tokens(self, params: SamplingParams, prompt_tokens: int) -> int:
+        """Output tokens that a request may have; InvalidRequest where there is no room for it."""
+        room = self.context_length - prompt_tokens
+        if room < 1:
+            raise InvalidRequest(
+                f"the prompt has {prompt_tokens} tokens; the context of {self.context_length} "
+                "leaves no room for output: shorten the prompt",
+                "prompt",
+            )
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise InvalidRequest(
+                f"max_tokens {params.max_tokens} and the prompt's {prompt_tokens} tokens "
+                f"exceed the context of {self.context_length}",
+                "max_tokens",
+            )
+        space = self.core.scheduler.longest - prompt_tokens
+        max_tokens = params.max_tokens if params.max_tokens is not None else min(room, space)
+        if max_tokens < 1 or max_tokens > space:
+            raise InvalidRequest(
+                f"{prompt_tokens + max(max_tokens, 1)} tokens of prompt and output exceed the "
+                "whole KV cache: lower max_tokens, or raise mem_fraction_static or max_total_tokens",
+                "max_tokens",
+            )
+        return max_tokens
 
     def _sampling(self, sampling: Sampling) -> SamplingParams:
         if sampling is None:
