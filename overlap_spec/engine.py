@@ -305,7 +305,8 @@ class Engine:
         if max_tokens < 1 or max_tokens > space:
             raise InvalidRequest(
                 f"{prompt_tokens + max(max_tokens, 1)} tokens of prompt and output exceed the "
-                "whole KV cache: lower max_tokens, or raise mem_fraction_static or max_total_tokens",
+                "whole KV cache: lower max_tokens, or raise mem_fraction_static or "
+                "max_total_tokens",
                 "max_tokens",
             )
         return max_tokens
