@@ -97,7 +97,7 @@ def held(engine: Engine, start: float) -> dict[str, Any]:
         "seconds": time.perf_counter() - start,
         "rss_mib": rss_mib(),
         **{name: state[name] for name in ("pages_in_use", "pages", "running", "waiting")},
-        "matchers": len(engine.core.lane.matchers),
+        "matchers": state["matchers"],
         "threads": threading.active_count(),
         "grammar_cache_mib": engine.compiler.used_bytes / 2**20,
     }

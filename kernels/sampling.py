@@ -8,13 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from overlap_spec.kernels.dispatch import operation
+
 _GOLDEN, _MIX_1, _MIX_2 = (
     -7046029254386353131,  # 0x9E3779B97F4A7C15
     -4658895280553007687,  # 0xBF58476D1CE4E5B9
     -7723592293110705685,  # 0x94D049BB133111EB
 )
 
+# Logits that a block of rows may have, so that it stays in a core's cache.
+CACHED_LOGITS = 2**17
 
+
+@operation
 def apply_bitmask(logits: Tensor, rows: Tensor, index: Tensor | None = None) -> None:
     """Set the logits of forbidden tokens to -inf, in place.
 
@@ -27,15 +33,16 @@ def apply_bitmask(logits: Tensor, rows: Tensor, index: Tensor | None = None) -> 
     if index is not None:
         rows = rows[index]
     # Eight tokens a byte, looked up and added: a fill by a bool mask is eight times as slow on
-    # the CPU, where it is not vectorised.
-    penalties = F.embedding(
-        rows.view(torch.uint8).int(), _byte_penalties(logits.dtype, rows.device)
-    )
-    penalties = penalties.flatten(1)[:, : logits.shape[1]]
-    if index is None:
-        logits.add_(penalties)
-    else:
-        logits.index_add_(0, index, penalties)
+    # the CPU, where it is not vectorised. So many rows at a time as stay in its cache.
+    table, vocab = _byte_penalties(logits.dtype, rows.device), logits.shape[1]
+    block = max(1, CACHED_LOGITS // vocab)
+    for start in range(0, len(rows), block):
+        part = slice(start, start + block)
+        penalties = F.embedding(rows[part].view(torch.uint8).int(), table).flatten(1)[:, :vocab]
+        if index is None:
+            logits[part].add_(penalties)
+        else:
+            logits.index_add_(0, index[part], penalties)
 
 
 @cache
@@ -64,6 +71,7 @@ def apply_penalties(
     return logits - frequency[:, None] * output_counts
 
 
+@operation
 def coins(seeds: Tensor, positions: Tensor) -> Tensor:
     """Uniform numbers in [0, 1) that depend on (seed, position) alone.
 
@@ -107,6 +115,7 @@ def inverse_cdf(probs: Tensor, coin: Tensor) -> Tensor:
     return torch.where(found > 0, token, probs.argmax(-1))
 
 
+@operation
 def choose(
     logits: Tensor,
     temperature: Tensor | None = None,
@@ -134,3 +143,47 @@ def choose(
         token = torch.where(temperature > 0, inverse_cdf(probs, coin), greedy)
     token = torch.where(best == -torch.inf, -1, token)
     return torch.where(best.isnan(), -2, token)
+
+
+@operation
+def masked_choose(
+    logits: Tensor,
+    rows: Tensor | None = None,
+    flags: Tensor | None = None,
+    temperature: Tensor | None = None,
+    coin: Tensor | None = None,
+) -> Tensor:
+    """:func:`apply_bitmask`, then :func:`choose` without filters; ``logits`` stay as they are.
+
+    Args:
+        logits: ``(L, V)``, finite or NaN.
+        rows: Mask rows int32 ``(L, ceil(V / 32))``; None: nothing is masked.
+        flags: bool ``(L,)``: the rows to which the mask applies; None means all.
+        temperature, coin: As in :func:`choose`.
+
+    Returns:
+        int64 ``(L,)`` as :func:`choose` does.
+    """
+    if rows is not None:
+        logits = logits.clone()
+        apply_bitmask(logits, rows, None if flags is None else flags.nonzero()[:, 0])
+    return choose(logits, temperature, coin)
+
+
+@operation
+def top_candidates(
+    logits: Tensor, count: int, offsets: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """A draft step's ``count`` best next tokens of every row, descending.
+
+    Args:
+        logits: ``(T, V)`` over the draft vocabulary.
+        offsets: int64 ``(V,)``: target id = draft id + ``offsets[draft id]`` (EAGLE-3's ``d2t``);
+            None: the vocabularies are one.
+
+    Returns:
+        Log-probabilities float32 ``(T, count)``, and target ids int64 ``(T, count)``. Which of
+        equally probable tokens come first is open.
+    """
+    best, ids = logits.float().log_softmax(-1).topk(count)
+    return best, ids if offsets is None else ids + offsets[ids]

@@ -16,7 +16,7 @@ from overlap_spec.speculation.policy import LengthPolicy
 from overlap_spec.speculation.presets import load_policy
 from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.timeline import Timeline
-from overlap_spec.types import StepResult
+from overlap_spec.types import StepPlan, StepResult
 from overlap_spec.worker.build import build_streams, build_worker
 from overlap_spec.worker.worker import Flight, Worker
 
@@ -44,7 +44,7 @@ class Core:
         reserve = reserve_tokens(max(tier.window_tokens for tier in tiers))
         self.worker = build_worker(config, tiers, reserve, build_streams(config, record), record)
         self.lane = GrammarLane(
-            LanePool(config.lanes, config.mask_deadline_ms), self._settle, record
+            LanePool(config.lanes, config.mask_deadline_ms), self._settle, self._spent, record
         )
         self.scheduler = Scheduler(
             pages=self.worker.pool.k.shape[1],
@@ -81,8 +81,10 @@ class Core:
             self.lane.step = plan.index
             self.timeline.record("host", "plan", start, time.perf_counter_ns(), plan.index)
             flight = self.worker.step(plan, self.lane)
-        busy = flight is not None or self._flight is not None
+        busy = plan is not None or self._flight is not None
         self._settle()
+        if plan is not None and flight is None:
+            self.scheduler.drop(plan)
         self._flight = flight
         if self.config.overlap == "none":
             self._settle()
@@ -123,6 +125,7 @@ class Core:
             "waiting": len(self.scheduler.waiting),
             "pages_in_use": allocator.in_use,
             "pages": allocator.total,
+            "matchers": len(self.lane.matchers),
             "preemptions": self.scheduler.preemptions,
             "steps": figures.steps,
             "grammar_ms": figures.grammar_ms,
@@ -155,6 +158,16 @@ class Core:
                 self.worker.clear(sequence.pages)
             if sequence.finish_reason is not None:
                 self.lane.drop(sequence.request.id)
+
+    def _spent(self, plan: StepPlan) -> bool:
+        """See :class:`overlap_spec.types.Lane`."""
+        if self._flight is None or plan.chunks:
+            return False
+        result = self.worker.collect(self._flight)
+        ids = (request_id for request_id, _, _ in result.plan.verified)
+        got = {i: row.tokens for i, row in zip(ids, result.rows, strict=True)}
+        members = {s.request.id: s for s in self.scheduler.running}
+        return all(i in got and members[i].ended_by(got[i]) for i in plan.request_ids)
 
     def _account(self, result: StepResult, late_ms: float) -> None:
         shares = self.lane.account(result.plan.index, result.exposed_ms + late_ms)

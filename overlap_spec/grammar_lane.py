@@ -10,7 +10,7 @@ from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.lane import AcceptItem, FillItem, LaneResult
 from overlap_spec.grammar.lane import Lane as LanePool
 from overlap_spec.timeline import Span, hidden_fraction, union_ms
-from overlap_spec.types import HostTrees, Int32s, Int64s
+from overlap_spec.types import HostTrees, Int32s, Int64s, StepPlan
 
 
 @dataclass
@@ -38,14 +38,18 @@ class GrammarLane:
 
     Args:
         pool: Runs accepts and fills.
-        settle: See :class:`overlap_spec.types.Lane`.
+        settle, spent: See :class:`overlap_spec.types.Lane`.
         record: Takes spans, as :meth:`overlap_spec.timeline.Timeline.record`.
     """
 
     def __init__(
-        self, pool: LanePool, settle: Callable[[], None], record: Callable[..., None]
+        self,
+        pool: LanePool,
+        settle: Callable[[], None],
+        spent: Callable[[StepPlan], bool],
+        record: Callable[..., None],
     ) -> None:
-        self.pool, self.settle, self.record = pool, settle, record
+        self.pool, self.settle, self.spent, self.record = pool, settle, spent, record
         self.matchers: dict[int, Any] = {}
         self.failed: dict[int, Exception] = {}
         self.figures = StepFigures()

@@ -236,6 +236,10 @@ class HostTrees:
 class Lane(Protocol):
     """The grammar's side of a step, as the worker sees it."""
 
+    def spent(self, plan: StepPlan) -> bool:
+        """Whether the step before is known to end every request of ``plan``: by a stop token or
+        by length. Waits for its tokens, which are there before this step's drafts are."""
+
     def settle(self) -> None:
         """Cut the step before by the stop rules, and feed the kept tokens to the matchers.
 

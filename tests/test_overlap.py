@@ -156,3 +156,18 @@ def test_chaos_never_changes_outputs(
         preemptions = engine.core.scheduler.preemptions
     assert (preemptions > 0) == (room == "crowded")
     assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("mode", ["once-sync", "double-sync", "none"])
+@pytest.mark.parametrize("max_tokens", [1, 7, 60])
+def test_nothing_is_verified_for_requests_that_have_ended(
+    tiny: dict[str, str], mode: str, max_tokens: int
+) -> None:
+    """Ended by length or by the grammar: each verify brought tokens, the prefill's included."""
+    with build(tiny, overlap=mode, num_steps=3) as engine:
+        grammar = Grammar.choice(["alpha", "alphabet"])
+        for _ in range(2):
+            out = engine.generate("abc", grammar, SamplingParams(max_tokens=max_tokens))
+        verified = [s for s in engine.timeline.spans() if s.name == "verify"]
+    assert len(verified) == 2 * (1 + out.stats.verifies)
+    assert engine.core.scheduler.idle

@@ -225,3 +225,20 @@ def test_priorities_and_arrival_order() -> None:
 def test_low_priority_does_not_starve() -> None:
     order = starts([0] + [5] * 40)
     assert order.index(0) == 7
+
+
+def test_a_step_is_not_planned_for_what_the_step_under_way_ends() -> None:
+    scheduler = Scheduler(50, 4, 2, 64, RESERVE, lambda _: None)
+    for number, max_tokens in enumerate((1, 3)):
+        scheduler.add(sequence(number, 3, max_tokens))
+    flights = [scheduler.plan(lambda _: TIER)]
+    verified = []
+    while (plan := scheduler.plan(lambda _: TIER)) is not None or flights:
+        flights.append(plan)
+        if (done := flights.pop(0)) is not None:
+            verified.append([request_id for request_id, _, _ in done.verified])
+            scheduler.commit(StepResult(done, tuple(RowResult((1,), 0, 0) for _ in done.verified)))
+            scheduler.retire()
+        flights = [flight for flight in flights if flight is not None]
+    assert verified == [[0, 1], [1], [1]]
+    assert scheduler.idle

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from overlap_spec.speculation.guarded import GUARDED, GuardedSlot, Survival
+from overlap_spec.speculation.guarded import GUARDED, GuardedSlot, StepClock, Survival
 from overlap_spec.speculation.policy import LengthPolicy, SlotPolicy
 from overlap_spec.speculation.presets import load_policy
 from overlap_spec.speculation.static import static_tier
@@ -179,6 +179,47 @@ def test_survival_by_hand() -> None:
     assert (accepted, share) == pytest.approx((first + first * second, first * second))
     memory.add(1, [1])
     assert memory.expect(1)[0] == pytest.approx((1 / 3 + 1 + 0.7) / (1 / 2 + 1 + 1))
+
+
+# StepClock: what a draft step costs.
+
+
+def walk(clock: StepClock, cost: float, load: Callable[[int], float]) -> None:
+    """Twenty steps at each of some tiers, on a machine whose speed changes by the step."""
+    for turn, steps in enumerate([7, 5, 3, 1, 3, 1]):
+        for step in range(20):
+            clock.add(steps, load(20 * turn + step) * (1 + cost * steps))
+
+
+@pytest.mark.parametrize("cost", [0.08, 0.15, 0.37])
+def test_clock_finds_the_cost_of_a_draft_step(cost: float) -> None:
+    clock = StepClock(0.15)
+    assert clock.draft_cost == 0.15
+    walk(clock, cost, lambda _: 12.0)
+    assert clock.draft_cost == pytest.approx(cost)
+
+
+def test_clock_is_not_moved_by_the_load() -> None:
+    """Twice as slow in the second half: no step drafts more there, and none seems to cost more."""
+    clock = StepClock(0.15)
+    walk(clock, 0.3, lambda step: 12.0 if step < 70 else 24.0)
+    assert clock.draft_cost == pytest.approx(0.3, rel=0.02)
+
+
+def test_clock_passes_over_single_slow_steps_and_short_visits() -> None:
+    clock = StepClock(0.15)
+    walk(clock, 0.3, lambda step: 200.0 if step % 7 == 0 else 12.0)
+    assert clock.draft_cost == pytest.approx(0.3)
+    for _ in range(3):
+        clock.add(7, 900.0)
+        clock.add(1, 1.0)
+    assert clock.draft_cost == pytest.approx(0.3)
+
+
+def test_clock_believes_nothing_beyond_what_is_credible() -> None:
+    clock = StepClock(0.15)
+    walk(clock, 20.0, lambda _: 1.0)
+    assert clock.draft_cost == pytest.approx(0.45)
 
 
 # The guards by hand.

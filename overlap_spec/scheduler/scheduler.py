@@ -135,6 +135,10 @@ class Scheduler:
                 kept.append((sequence, self._take(sequence, got, verified=row in trees)))
         return kept
 
+    def drop(self, plan: StepPlan) -> None:
+        """Enter that nothing comes of the last plan: the step before it ended everyone."""
+        self._committed = plan.index
+
     def _take(self, sequence: Sequence, row: RowResult, verified: bool) -> tuple[int, ...]:
         if row.error is not None:
             sequence.fail(row.error)
@@ -176,7 +180,13 @@ class Scheduler:
         return ended
 
     def _live(self) -> list[Sequence]:
-        return [s for s in self.running if s.finish_reason is None]
+        """Running sequences that the step to be planned may compute for."""
+        return [s for s in self.running if s.finish_reason is None and not self._ending(s)]
+
+    def _ending(self, sequence: Sequence) -> bool:
+        """Whether the step under way ends the sequence for certain: it brings at least a token."""
+        under_way = sequence.last_step > self._committed and not sequence.prefilling
+        return under_way and len(sequence.output_ids) + 1 >= sequence.request.max_tokens
 
     def _pages_for(self, tokens: int) -> int:
         return -(-(tokens + self.reserve_tokens) // self.page_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,12 @@ class Sequence:
         prompt = self.request.prompt_ids
         first, last = max(start - len(prompt), 0), max(end - len(prompt), 0)
         return [*prompt[start:end], *self.output_ids[first:last]]
+
+    def ended_by(self, tokens: Iterable[int]) -> bool:
+        """Whether ``tokens``, next in its output, end it whatever its text is."""
+        run = list(tokens)
+        room = self.request.max_tokens - len(self.output_ids)
+        return len(run) >= room or not self.request.stop_ids.isdisjoint(run)
 
     def fail(self, error: Exception) -> None:
         """End this sequence, and only this one, with an error."""

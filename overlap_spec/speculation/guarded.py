@@ -13,8 +13,10 @@ above it is a guess, until a probe has drafted that deep. The guards are in ``Gu
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean, median
 
 from overlap_spec.speculation.policy import Slot
 
@@ -22,8 +24,10 @@ from overlap_spec.speculation.policy import Slot
 PRIOR_RATE = 0.7
 # Weight that evidence keeps when the world has changed since.
 FADED = 0.25
-# Steps of a tier that have been timed before its time is believed.
+# Steps on each side of a switch whose median times are compared.
 CLOCKED_STEPS = 8
+# Factor by which a measured cost may differ from the assumed one.
+CREDIBLE = 3.0
 
 
 @dataclass(frozen=True)
@@ -117,38 +121,54 @@ class Survival:
 
 
 class StepClock:
-    """Time of a step by how much it drafts: a line through what was measured.
+    """Time of a step by how much it drafts, from steps that ran one after the other.
+
+    The load of a machine changes what a step takes, so times are compared across a switch alone:
+    the last steps of one tier with the first of the next. A tier's level is its time over that
+    of the first tier seen, as these comparisons chain.
 
     Args:
         assumed: Cost of a draft step over that of a step that drafts nothing, until two different
-            numbers of steps have been measured.
+            numbers of steps have been compared. What is measured is believed within
+            :data:`CREDIBLE` times this: a wrong figure must not keep a slot from ever moving.
     """
 
     def __init__(self, assumed: float) -> None:
         self._assumed = assumed
-        self._mean_ms: dict[int, float] = {}
-        self._count: dict[int, int] = {}
+        self._level: dict[int, float] = {}
+        self._recent: deque[float] = deque(maxlen=CLOCKED_STEPS)
+        self._steps = self._from = -1
+        self._before_ms = 0.0
 
     def add(self, steps: int, step_ms: float) -> None:
-        """Take in one step, smoothed; the first ones of a tier count fully."""
-        count = self._count[steps] = self._count.get(steps, 0) + 1
-        old = self._mean_ms.get(steps, step_ms)
-        # A step that was held up says nothing of its tier.
-        step_ms = min(step_ms, 2 * old)
-        self._mean_ms[steps] = old + (step_ms - old) / min(count, 32)
+        """Take in one step."""
+        if steps != self._steps:
+            full = len(self._recent) == CLOCKED_STEPS
+            self._from = self._steps if full else -1
+            self._before_ms = median(self._recent) if full else 0.0
+            self._recent.clear()
+            self._steps = steps
+        self._recent.append(step_ms)
+        if self._from >= 0 and len(self._recent) == CLOCKED_STEPS:
+            self._compare(self._from, steps, median(self._recent) / self._before_ms)
+            self._from = -1
+
+    def _compare(self, before: int, after: int, ratio: float) -> None:
+        level = self._level.setdefault(before, 1.0) * ratio
+        self._level[after] = (self._level.get(after, level) + level) / 2
 
     @property
     def draft_cost(self) -> float:
-        """Slope over intercept of the least-squares line, within (0.02, 2)."""
-        seen = [s for s, count in self._count.items() if count >= CLOCKED_STEPS]
-        if len(seen) < 2:
+        """Slope over intercept of the least-squares line through the levels."""
+        low, high = self._assumed / CREDIBLE, self._assumed * CREDIBLE
+        if len(self._level) < 2:
             return self._assumed
-        middle = sum(seen) / len(seen)
-        mean = sum(self._mean_ms[s] for s in seen) / len(seen)
-        spread = sum((s - middle) ** 2 for s in seen)
-        slope = sum((s - middle) * (self._mean_ms[s] - mean) for s in seen) / spread
-        base = mean - slope * middle
-        return min(max(slope / base, 0.02), 2.0) if base > 0 else 2.0
+        middle = mean(self._level)
+        average = mean(self._level.values())
+        spread = sum((s - middle) ** 2 for s in self._level)
+        slope = sum((s - middle) * (v - average) for s, v in self._level.items()) / spread
+        base = average - slope * middle
+        return min(max(slope / base, low), high) if base > 0 else high
 
 
 class GuardedSlot(Slot):

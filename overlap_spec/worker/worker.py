@@ -43,6 +43,7 @@ class Flight:
     done: Event
     limits: tuple[int, ...] = ()
     logprobs: tuple[Tensor, ...] = ()
+    result: StepResult | None = None
 
 
 class Worker:
@@ -77,8 +78,11 @@ class Worker:
         self.streams.compute.run("assign", self.tables.write, row, request, tuple(output_ids))
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan, lane: Lane) -> Flight:
-        """Queue one step; blocks on nothing but the lane."""
+    def step(self, plan: StepPlan, lane: Lane) -> Flight | None:
+        """Queue one step; blocks on nothing but the lane.
+
+        None where the step before has ended everyone: nothing is verified then.
+        """
         compute, copy, planner = self.streams.compute, self.streams.copy, self.streams.plan
         passes, flight = self.passes, self._flight(plan)
         buffers, serial = flight.buffers, self.overlap == "none"
@@ -89,6 +93,10 @@ class Worker:
         planner.record(flight.planned)
         compute.wait(flight.planned)
         drafted = compute.run("draft", passes.draft, batch)
+        if lane.spent(plan):
+            buffers.keep = (batch, drafted)
+            compute.record(buffers.free)
+            return None
         if flight.constrained:
             compute.record(flight.drafted)
             copy.wait(flight.drafted)
@@ -123,7 +131,9 @@ class Worker:
 
     @torch.inference_mode()
     def collect(self, flight: Flight) -> StepResult:
-        """Wait for a step's results and read them."""
+        """Wait for a step's results and read them, once."""
+        if flight.result is not None:
+            return flight.result
         flight.done.synchronize()
         plan, rows = flight.plan, []
         host = flight.buffers.results.tolist()
@@ -153,7 +163,8 @@ class Worker:
             if exposed_ms and start is not None:
                 end = start + int(exposed_ms * 1e6)
                 self.record("compute", "exposed", start, end, plan.index)
-        return StepResult(plan, tuple(rows), exposed_ms)
+        flight.result = StepResult(plan, tuple(rows), exposed_ms)
+        return flight.result
 
     @torch.inference_mode()
     def clear(self, pages: list[int]) -> None:
