@@ -89,10 +89,9 @@ class Size:
         return self.repeats.get(workload, self.repeats["else"])
 
 
-FULL = Size(16, 160, 32, {1: 96, 4: 96, 16: 96, 32: 96}, {JUDGED: 9, "else": 5})
+FULL = Size(16, 160, 32, {1: 96, 4: 96, 16: 96, 32: 96}, {JUDGED: 9, "JSON union": 9, "else": 5})
 QUICK = Size(
-    8, 28, 12, {1: 24, 4: 20, 16: 10, 32: 6},
-    {JUDGED: 5, "JSON union": 2, "batch 1": 2, "else": 1},
+    8, 20, 10, {1: 20, 4: 20, 16: 6, 32: 4}, {JUDGED: 3, "JSON union": 3, "else": 1}
 )  # fmt: skip
 
 Results = dict[str, dict[str, list[Measured]]]
@@ -104,7 +103,7 @@ def workloads(samples: Sequence[Sample], size: Size) -> dict[str, list[Ask]]:
         "JSON generate": json_asks(samples, 4, size.long),
         "JSON OpenAI": json_asks(samples, 4, size.short, chat=True),
         "mixed concurrent": mixed_asks(samples, 8, size.short),
-        "JSON union": union_asks(4, size.batches[4]),
+        "JSON union": union_asks(4, size.long),
     }
     batches = {f"batch {n}": json_asks(samples, n, most) for n, most in size.batches.items()}
     return kinds | batches

@@ -40,6 +40,8 @@ QUESTIONS = (
     "A farmer packs 156 eggs into boxes of 12. How many boxes does she fill?",
     "Repeat: the code of the garden gate is 4471, and the dog is called Biscuit.",
 )
+NAMES = ("Anna", "Ivo", "Mara", "Paul", "Lena", "Omar", "Rosa", "Finn")
+CITIES = ("Rome", "Oslo", "Lima", "Bern", "Riga", "Cork", "Nice", "Bonn")
 EVENTS = (
     "order", "refund", "shipment", "delivery", "invoice", "payment", "booking", "arrival",
     "departure", "repair", "outage", "upgrade", "meeting", "visit", "call", "complaint",
@@ -191,17 +193,18 @@ def json_asks(
 def union_asks(count: int, max_tokens: int) -> list[Ask]:
     """``count`` requests for one of 48 kinds of records that begin alike.
 
-    The kind shows only behind the text, so that up to there all are possible and the matcher
-    follows them all: a mask of the text costs some hundred times a plain string's.
+    The kind shows only behind four texts, so that up to there all are possible and the matcher
+    follows them all: the mask where a text begins costs some hundred times a plain string's.
     """
     string, integer = {"type": "string"}, {"type": "integer"}
     ends = [(f"{event}_number", integer) for event in EVENTS]
     ends += [(f"{event}_date", string) for event in EVENTS]
+    alike = {name: string for name in ("name", "city", "day", "text")}
     kinds = [
         {
             "type": "object",
-            "properties": {"text": string, name: value},
-            "required": ["text", name],
+            "properties": {**alike, name: value},
+            "required": [*alike, name],
             "additionalProperties": False,
         }
         for name, value in ends
@@ -209,8 +212,10 @@ def union_asks(count: int, max_tokens: int) -> list[Ask]:
     grammar = Grammar.json_schema({"anyOf": kinds})
     asks = []
     for n in range(count):
-        event, said = EVENTS[n % len(EVENTS)], QUESTIONS[n % len(QUESTIONS)].replace(".", "")
-        prompt = f"Extract text, {event} number: text: {said}, {event} number: {1000 + 37 * n}."
+        event, said = EVENTS[n % len(EVENTS)], QUESTIONS[n % len(QUESTIONS)].partition(".")[0]
+        said = f"name: {NAMES[n % 8]}, city: {CITIES[n % 8]}, day: Monday, text: {said}"
+        keys = f"{', '.join(alike)}, {event} number"
+        prompt = f"Extract {keys}: {said}, {event} number: {1000 + 37 * n}."
         asks.append(Ask(prompt, grammar, max_tokens))
     return asks
 

@@ -184,9 +184,9 @@ def test_survival_by_hand() -> None:
 # StepClock: what a draft step costs.
 
 
-def walk(clock: StepClock, cost: float, load: Callable[[int], float]) -> None:
+def walk(clock: StepClock, cost: float, load: Callable[[int], float], rounds: int = 3) -> None:
     """Twenty steps at each of some tiers, on a machine whose speed changes by the step."""
-    for turn, steps in enumerate([7, 5, 3, 1, 3, 1]):
+    for turn, steps in enumerate([7, 5, 3, 1, 3, 1] * rounds):
         for step in range(20):
             clock.add(steps, load(20 * turn + step) * (1 + cost * steps))
 
@@ -196,30 +196,39 @@ def test_clock_finds_the_cost_of_a_draft_step(cost: float) -> None:
     clock = StepClock(0.15)
     assert clock.draft_cost == 0.15
     walk(clock, cost, lambda _: 12.0)
-    assert clock.draft_cost == pytest.approx(cost)
+    assert clock.draft_cost == pytest.approx(cost, rel=0.15)
 
 
 def test_clock_is_not_moved_by_the_load() -> None:
-    """Twice as slow in the second half: no step drafts more there, and none seems to cost more."""
-    clock = StepClock(0.15)
-    walk(clock, 0.3, lambda step: 12.0 if step < 70 else 24.0)
-    assert clock.draft_cost == pytest.approx(0.3, rel=0.02)
+    """Five times as slow from the middle of a tier on, or across a switch: no cost explains it."""
+    for change in (70, 80, 100):
+        clock = StepClock(0.15)
+        walk(clock, 0.25, lambda step, change=change: 12.0 if step < change else 60.0)
+        assert clock.draft_cost == pytest.approx(0.25, rel=0.15)
 
 
 def test_clock_passes_over_single_slow_steps_and_short_visits() -> None:
     clock = StepClock(0.15)
-    walk(clock, 0.3, lambda step: 200.0 if step % 7 == 0 else 12.0)
-    assert clock.draft_cost == pytest.approx(0.3)
+    walk(clock, 0.25, lambda step: 200.0 if step % 7 == 0 else 12.0)
+    known = clock.draft_cost
+    assert known == pytest.approx(0.25, rel=0.15)
     for _ in range(3):
         clock.add(7, 900.0)
         clock.add(1, 1.0)
-    assert clock.draft_cost == pytest.approx(0.3)
+    assert clock.draft_cost == known
+
+
+def test_clock_on_a_noisy_machine() -> None:
+    rng = random.Random(3)
+    clock = StepClock(0.15)
+    walk(clock, 0.3, lambda _: 12.0 * rng.lognormvariate(0, 0.3))
+    assert clock.draft_cost == pytest.approx(0.3, rel=0.3)
 
 
 def test_clock_believes_nothing_beyond_what_is_credible() -> None:
     clock = StepClock(0.15)
     walk(clock, 20.0, lambda _: 1.0)
-    assert clock.draft_cost == pytest.approx(0.45)
+    assert 0.2 < clock.draft_cost <= 0.45
 
 
 # The guards by hand.

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from math import exp, log
+from statistics import median
 
 from overlap_spec.speculation.policy import Slot
 
@@ -25,9 +26,14 @@ PRIOR_RATE = 0.7
 # Weight that evidence keeps when the world has changed since.
 FADED = 0.25
 # Steps on each side of a switch whose median times are compared.
-CLOCKED_STEPS = 8
+CLOCKED_STEPS = 12
 # Factor by which a measured cost may differ from the assumed one.
 CREDIBLE = 3.0
+# Standard deviations, in natural logarithms: of costs around the assumed one, and of a measured
+# ratio on a busy machine.
+COST_SPREAD, RATIO_SPREAD = 0.7, 0.12
+# Weight that a switch keeps as evidence when the next one is seen.
+EVIDENCE_KEPT = 0.9
 
 
 @dataclass(frozen=True)
@@ -124,18 +130,19 @@ class StepClock:
     """Time of a step by how much it drafts, from steps that ran one after the other.
 
     The load of a machine changes what a step takes, so times are compared across a switch alone:
-    the last steps of one tier with the first of the next. A tier's level is its time over that
-    of the first tier seen, as these comparisons chain.
+    the last steps of one tier with the first of the next. If a draft step costs c, a switch from
+    a to b steps multiplies the time by ``(1 + c·b) / (1 + c·a)``; each switch is evidence for the
+    costs that foretell its ratio, weighed against the assumed cost.
 
     Args:
-        assumed: Cost of a draft step over that of a step that drafts nothing, until two different
-            numbers of steps have been compared. What is measured is believed within
-            :data:`CREDIBLE` times this: a wrong figure must not keep a slot from ever moving.
+        assumed: Cost of a draft step over that of a step that drafts nothing.
     """
 
     def __init__(self, assumed: float) -> None:
-        self._assumed = assumed
-        self._level: dict[int, float] = {}
+        self.draft_cost = assumed
+        self._costs = [assumed * CREDIBLE ** (i / 16) for i in range(-16, 17)]
+        self._prior = [-(log(c / assumed) ** 2) / (2 * COST_SPREAD**2) for c in self._costs]
+        self._evidence = [0.0] * len(self._costs)
         self._recent: deque[float] = deque(maxlen=CLOCKED_STEPS)
         self._steps = self._from = -1
         self._before_ms = 0.0
@@ -150,25 +157,18 @@ class StepClock:
             self._steps = steps
         self._recent.append(step_ms)
         if self._from >= 0 and len(self._recent) == CLOCKED_STEPS:
-            self._compare(self._from, steps, median(self._recent) / self._before_ms)
+            self._compare(self._from, steps, log(median(self._recent) / self._before_ms))
             self._from = -1
 
-    def _compare(self, before: int, after: int, ratio: float) -> None:
-        level = self._level.setdefault(before, 1.0) * ratio
-        self._level[after] = (self._level.get(after, level) + level) / 2
-
-    @property
-    def draft_cost(self) -> float:
-        """Slope over intercept of the least-squares line through the levels."""
-        low, high = self._assumed / CREDIBLE, self._assumed * CREDIBLE
-        if len(self._level) < 2:
-            return self._assumed
-        middle = mean(self._level)
-        average = mean(self._level.values())
-        spread = sum((s - middle) ** 2 for s in self._level)
-        slope = sum((s - middle) * (v - average) for s, v in self._level.items()) / spread
-        base = average - slope * middle
-        return min(max(slope / base, low), high) if base > 0 else high
+    def _compare(self, before: int, after: int, seen: float) -> None:
+        for i, cost in enumerate(self._costs):
+            off = (seen - log((1 + cost * after) / (1 + cost * before))) / RATIO_SPREAD
+            # A ratio that no cost explains tells of the load, and moves nothing.
+            self._evidence[i] = self._evidence[i] * EVIDENCE_KEPT - min(off**2, 9.0) / 2
+        belief = [p + e for p, e in zip(self._prior, self._evidence, strict=True)]
+        weights = [exp(b - max(belief)) for b in belief]
+        mean = sum(w * log(c) for w, c in zip(weights, self._costs, strict=True)) / sum(weights)
+        self.draft_cost = exp(mean)
 
 
 class GuardedSlot(Slot):
