@@ -238,7 +238,7 @@ class Lane(Protocol):
 
     def spent(self, plan: StepPlan) -> bool:
         """Whether the step before is known to end every request of ``plan``: by a stop token or
-        by length. Waits for its tokens, which are there before this step's drafts are."""
+        by length. Waits for that step's tokens."""
 
     def settle(self) -> None:
         """Cut the step before by the stop rules, and feed the kept tokens to the matchers.

@@ -25,7 +25,7 @@ class Eagle3Drafter(Drafter):
         self.embed_tokens = getattr(head, "embed_tokens", target.embed_tokens)
         self.cache = cache
         self.last_position = head.config.layer.max_position - 1
-        self.root_state = head.fc.weight.new_zeros(max_rows, head.fc.out_features)
+        self.root_state = self.embed_tokens.weight.new_zeros(max_rows, head.fc.out_features)
 
     def extend(
         self,

@@ -11,7 +11,8 @@ from overlap_spec.drafters.base import Drafter
 from overlap_spec.drafters.eagle3 import Eagle3Drafter
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.config import ModelConfig, read_json
-from overlap_spec.models.weights import lay_out, load_decoder, load_eagle3
+from overlap_spec.models.packing import pack
+from overlap_spec.models.weights import load_decoder, load_eagle3
 from overlap_spec.types import Tier
 from overlap_spec.worker.kv_pool import KVPool
 from overlap_spec.worker.passes import Passes
@@ -52,7 +53,7 @@ def build_worker(
     if device.type == "cpu":
         for model in (target, head):
             if model is not None:
-                lay_out(model)
+                pack(model)
     longest = target.config.max_position + reserve_tokens
     tables = RowTables(
         rows,
