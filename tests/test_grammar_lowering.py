@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from jsonschema import validators
 
+from bench.masks.order import Order
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, Vocabulary
 from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
 from overlap_spec.grammar.contract import CompiledGrammar
+from overlap_spec.grammar.lowering import to_ebnf
 from overlap_spec.grammar.lowering.automaton import is_deterministic
 from overlap_spec.grammar.lowering.regex import parse
 
@@ -43,7 +45,11 @@ def compiled(grammar: Grammar) -> CompiledGrammar:
 
 
 def takes(grammar: Grammar, text: str | bytes) -> bool:
-    matcher = compiled(grammar).matcher()
+    return holds(compiled(grammar), text)
+
+
+def holds(made: CompiledGrammar, text: str | bytes) -> bool:
+    matcher = made.matcher()
     raw = text.encode() if isinstance(text, str) else text
     return all(map(matcher.accept, raw)) and matcher.is_complete
 
@@ -132,21 +138,19 @@ def test_invalid_texts_do_not(schema: Any, texts: list[str | bytes]) -> None:
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"properties": {"a": {"not": {}}}}, r"\$\.properties\.a: keyword 'not'"),
-        ({"if": {}, "then": {}}, "keyword 'if'"),
-        ({"type": "array", "contains": {}}, "keyword 'contains'"),
+        ({"properties": {"a": {"not": {"uniqueItems": True}}}}, r"\$\.properties\.a: .*'not'"),
+        ({"$dynamicRef": "#t"}, "keyword '\\$dynamicRef'"),
         ({"type": "array", "uniqueItems": True}, "keyword 'uniqueItems'"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "'oneOf' has branches that may"),
-        ({"type": "number", "multipleOf": 0.1}, "'multipleOf' is supported for whole numbers"),
+        ({"type": "array", "not": {"uniqueItems": True}}, "'not' excludes 'uniqueItems'"),
+        ({"type": "integer", "multipleOf": 123457}, "'multipleOf' needs too large an automaton"),
         ({"type": "object", "minProperties": 2}, "'minProperties'"),
-        ({"type": "object", "patternProperties": {"^a": {}}}, "'patternProperties'"),
-        ({"type": "string", "pattern": "a.b", "maxLength": 9}, "'pattern' cannot be combined"),
-        ({"type": "string", "pattern": "(?!a)b"}, "look-around"),
+        ({"type": "string", "pattern": "(?<=a)b"}, "looks behind"),
+        ({"type": "string", "pattern": "((?!a)b)*"}, "look-around inside a repeat"),
+        ({"anyOf": [{"$ref": "#/x"}], "unevaluatedProperties": False}, "'unevaluatedProperties'"),
         ({"items": {"propertes": {}}}, r"\$\.items: keyword 'propertes' .*'properties'"),
         ({"$ref": "http://x/y"}, "outside the schema"),
         ({"$ref": "#/$defs/none"}, "leads nowhere"),
         ({"$ref": "#"}, "back to themselves"),
-        ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "'pattern' cannot be combined"),
         ({"type": "integer", "minimum": 2, "maximum": 1}, "no value is valid"),
         (False, "no value is valid"),
     ],
@@ -210,7 +214,7 @@ def test_other_kinds() -> None:
     assert [takes(date, text) for text in ("2024-05", "x2024-05", "2024-5")] == [True, False, False]
     ebnf = Grammar.ebnf('root ::= "(" root ")" | ""')
     assert takes(ebnf, "(())")
-    with pytest.raises(GrammarError, match="ebnf grammar cannot be compiled"):
+    with pytest.raises(GrammarError, match="EBNF line 1, column 11"):
         compiled(Grammar.ebnf("root ::= ("))
 
 
@@ -234,32 +238,10 @@ def test_regexes_mean_what_re_means() -> None:
         pattern = random_regex(rng, rng.choice([2, 3]))
         seen[is_deterministic(parse(pattern))] += 1
         grammar = Grammar.regex(pattern)
-        wrong = [t for t in texts if takes(grammar, t) != bool(re.fullmatch(pattern, t))]
-        assert wrong == [], pattern
-
-
-def schema_ordered(value: Any, schema: Any, root: Any) -> Any:
-    """The value with its keys in the order in which the schema first names them."""
-    if isinstance(schema, dict) and str(schema.get("$ref", "")).startswith("#/"):
-        target = root
-        for key in schema["$ref"][2:].split("/"):
-            target = target[key]
-        return schema_ordered(value, target, root)
-    schema = schema if isinstance(schema, dict) else {}
-    if isinstance(value, list):
-        items = schema.get("items")
-        return [schema_ordered(v, items if isinstance(items, dict) else {}, root) for v in value]
-    if not isinstance(value, dict):
-        return value
-    for part in (*schema.get("allOf", []), *schema.get("anyOf", []), *schema.get("oneOf", [])):
-        value = schema_ordered(value, part, root)
-    names = schema.get("properties", {})
-    known = [n for n in dict.fromkeys([*names, *schema.get("required", [])]) if n in value]
-    rest = schema.get("additionalProperties")
-    return {
-        name: schema_ordered(value[name], names.get(name, rest), root)
-        for name in [*known, *(n for n in value if n not in known)]
-    }
+        for linear in (False, True):
+            made = backend().compile_lowered(grammar, to_ebnf(grammar, linear))
+            wrong = [t for t in texts if holds(made, t) != bool(re.fullmatch(pattern, t))]
+            assert wrong == [], pattern
 
 
 def compact(value: Any) -> str:
@@ -269,7 +251,7 @@ def compact(value: Any) -> str:
 @pytest.mark.skipif(not DATA.exists(), reason="JSONSchemaBench sample is not here")
 def test_schemas_in_the_wild() -> None:
     entries = [json.loads(line) for line in DATA.read_text().splitlines()][::8]
-    rng, refused, over = random.Random(5), 0, 0
+    rng, refused = random.Random(5), 0
     for entry in entries:
         schema = entry["schema"]
         try:
@@ -279,13 +261,10 @@ def test_schemas_in_the_wild() -> None:
             refused += 1
             continue
         for case in entry["tests"]:
-            orders = (case["data"], schema_ordered(case["data"], schema, schema))
-            got = any(takes(grammar, compact(value)) for value in orders)
-            assert case["valid"] or not got, entry["id"]
-            over += case["valid"] and not got
+            got = takes(grammar, compact(Order(schema).apply(case["data"])))
+            assert got == case["valid"], entry["id"]
         text = random_text(grammar, rng)
         if text is not None:
             check = validators.validator_for(schema, validators.Draft202012Validator)
             check(schema).validate(json.loads(text))
-    assert refused <= len(entries) // 4
-    assert over <= 2
+    assert refused <= len(entries) // 20

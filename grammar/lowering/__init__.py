@@ -14,18 +14,26 @@ from overlap_spec.grammar.lowering.schema import SchemaLowering
 from overlap_spec.grammar.spec import Grammar
 
 
-def to_ebnf(grammar: Grammar) -> str:
+def to_ebnf(grammar: Grammar, linear: bool = False) -> str:
     """EBNF in GBNF's dialect, with `Regex("…")` terminals; the start rule is `root`.
+
+    Args:
+        grammar: The grammar.
+        linear: Spell ambiguous expressions as automata, for xgrammar; see `Rules`.
 
     Raises:
         GrammarError: names the keyword and its path, or the pattern and the position.
     """
+    if grammar.kind in ("structural_tag", "tools", "after_thinking"):
+        from overlap_spec.grammar.structural import lower_structural
+
+        return lower_structural(grammar)
     if grammar.kind == "ebnf":
         return grammar.source
     if grammar.kind == "regex":
-        rules = Rules()
+        rules = Rules(linear)
         return rules.text(rules.terminal(parse(grammar.source)))
     if grammar.kind == "choice":
         return Rules().text(choice([literal(text) for text in json.loads(grammar.source)]))
     schema = {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.source)
-    return SchemaLowering(schema, grammar.whitespace, grammar.best_effort).text()
+    return SchemaLowering(schema, grammar.whitespace, grammar.best_effort, Rules(linear)).text()

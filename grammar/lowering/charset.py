@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -34,12 +35,14 @@ def union(sets: Iterable[Ranges]) -> Ranges:
     return tuple(merged)
 
 
+@lru_cache(8192)
 def intersect(left: Ranges, right: Ranges) -> Ranges:
     """Code points of both sets."""
     pairs = ((max(a, c), min(b, d)) for a, b in left for c, d in right)
     return union([tuple((low, high) for low, high in pairs if low <= high)])
 
 
+@lru_cache(8192)
 def negate(ranges: Ranges) -> Ranges:
     """All characters that are not in the set."""
     gaps: list[tuple[int, int]] = []
@@ -53,6 +56,7 @@ def negate(ranges: Ranges) -> Ranges:
     return intersect(tuple(gaps), ALL)
 
 
+@lru_cache(8192)
 def regex_class(ranges: Ranges) -> str:
     """One character of the set, which is not empty, inside a `Regex("…")` terminal.
 
@@ -64,6 +68,7 @@ def regex_class(ranges: Ranges) -> str:
     return classes[0] if len(classes) == 1 else f"({'|'.join(classes)})"
 
 
+@lru_cache(8192)
 def rule_class(ranges: Ranges) -> str:
     """The same in an EBNF rule."""
     return _class(ranges, r"\U{:08x}")

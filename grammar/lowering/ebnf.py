@@ -6,14 +6,36 @@ The dialect is GBNF with `{m,n}` repetition and `Regex("…")` terminals.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
-from overlap_spec.grammar.lowering.automaton import Node, is_deterministic, to_regex, to_rule
+from overlap_spec.grammar.lowering.automaton import (
+    Chain,
+    Chars,
+    Node,
+    Repeat,
+    is_deterministic,
+    to_regex,
+    to_rule,
+)
+from overlap_spec.grammar.lowering.dfa import Dfa, TooLargeError, from_node
+from overlap_spec.grammar.lowering.spell import in_json, plain
+from overlap_spec.grammar.lowering.spread import Spell, to_node
+
+# Of an automaton that counts, each state costs the library that reads it.
+_MOST_COUNTING = 600
 
 
 class Rules:
-    """Collects rules; equal bodies share one name."""
+    """Collects rules; equal bodies share one name.
 
-    def __init__(self) -> None:
+    Args:
+        linear: Spell what is not deterministic, or counts, as an automaton: one rule a state,
+            which begins with a character and ends with the next state. xgrammar's masks are a
+            thousand times cheaper then; libraries with a lexer want expressions.
+    """
+
+    def __init__(self, linear: bool = False) -> None:
+        self.linear = linear
         self._count = 0
         self._bodies: dict[str, str] = {}
         self._names: dict[str, str] = {}
@@ -39,17 +61,47 @@ class Rules:
 
     def terminal(self, node: Node) -> str:
         """The name of a rule that matches a regular expression."""
-        if is_deterministic(node):
+        counts = self.linear and _counts(node)
+        deterministic = is_deterministic(node)
+        if self.linear and (counts or not deterministic):
+            with suppress(TooLargeError):
+                made = from_node(node)
+                if not made.is_empty and not (counts and len(made.moves) > _MOST_COUNTING):
+                    return self._states(made, plain)
+        if deterministic:
             return self.add(f"Regex({json.dumps(to_regex(node), ensure_ascii=False)})")
         return self.add(to_rule(node))
 
-    def quoted(self, node: Node) -> str:
-        """An expression for a JSON string with `node` between its quotes.
+    def spread(self, dfa: Dfa, spell: Spell) -> str:
+        """The name of a rule that matches the texts of an automaton, which is not empty."""
+        node = to_node(dfa, spell)
+        if node is not None and (not self.linear or is_deterministic(node)):
+            return self.terminal(node)
+        return self._states(dfa, spell)
+
+    def _states(self, dfa: Dfa, spell: Spell) -> str:
+        names = [self.reserve() for _ in dfa.moves]
+        for state, name in enumerate(names):
+            ways = []
+            for to, members in dfa.targets(state).items():
+                char = spell(members)
+                if char is not None:
+                    ways.append(sequence(to_rule(char), names[to]))
+            if dfa.final[state]:
+                ways.append('""')
+            self.define(name, choice(ways) if ways else name)
+        return names[0]
+
+    def quoted(self, language: Node | Dfa) -> str:
+        """An expression for a JSON string with a language between its quotes: a node is spelled
+        for JSON already, an automaton is not.
 
         The quotes stand outside of the terminal: the backend then knows what follows it, in
         however many places it is used, which makes a mask a hundred times cheaper.
         """
-        return sequence(literal('"'), self.terminal(node), literal('"'))
+        if isinstance(language, Dfa):
+            return sequence(literal('"'), self.spread(language, in_json), literal('"'))
+        return sequence(literal('"'), self.terminal(language), literal('"'))
 
     def drop(self, name: str) -> None:
         """Take back a reserved name that nothing refers to."""
@@ -59,6 +111,15 @@ class Rules:
         """The whole grammar, starting at the expression `root`."""
         lines = [f"root ::= {root}", *(f"{name} ::= {body}" for name, body in self._bodies.items())]
         return "\n".join(lines) + "\n"
+
+
+def _counts(node: Node) -> bool:
+    """Whether a repetition has a bound that is not small."""
+    if isinstance(node, Chars):
+        return False
+    if isinstance(node, Repeat):
+        return (node.most or node.least) > 1 or _counts(node.body)
+    return any(map(_counts, node.parts if isinstance(node, Chain) else node.ways))
 
 
 def literal(text: str) -> str:

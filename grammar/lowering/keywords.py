@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from overlap_spec.errors import GrammarError
@@ -17,24 +18,20 @@ ANNOTATIONS = frozenset(
 )  # fmt: skip
 READ = frozenset(
     {
-        "$ref", "additionalItems", "additionalProperties", "allOf", "anyOf", "const", "enum",
-        "exclusiveMaximum", "exclusiveMinimum", "format", "items", "maxItems", "maxLength",
-        "maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum",
-        "multipleOf", "oneOf", "pattern", "patternProperties", "prefixItems", "properties",
-        "propertyNames", "required", "type", "uniqueItems"
+        "$ref", "additionalItems", "additionalProperties", "allOf", "anyOf", "const", "contains",
+        "dependencies", "dependentRequired", "dependentSchemas", "else", "enum",
+        "exclusiveMaximum", "exclusiveMinimum", "format", "if", "items", "maxContains",
+        "maxItems", "maxLength", "maxProperties", "maximum", "minContains", "minItems",
+        "minLength", "minProperties", "minimum", "multipleOf", "not", "oneOf", "pattern",
+        "patternProperties", "prefixItems", "properties", "propertyNames", "required", "then",
+        "type", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"
     }
 )  # fmt: skip
-REFUSED = frozenset(
-    {
-        "$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired",
-        "dependentSchemas", "else", "if", "maxContains", "minContains", "not", "then",
-        "unevaluatedItems", "unevaluatedProperties"
-    }
-)  # fmt: skip
+REFUSED = frozenset({"$dynamicRef", "$recursiveRef"})
 # Keywords that only change the meaning of another one.
 _NEEDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
-# Values with which a refused keyword holds for everything.
+# Values with which a keyword holds for everything.
 _TRIVIAL: dict[str, tuple[Any, ...]] = {
     "dependencies": ({},),
     "dependentRequired": ({},),
@@ -92,16 +89,31 @@ def check(schema: Mapping[str, Any], path: str) -> None:
         if key in REFUSED:
             raise refusal(key, path, "is not supported")
     for key in schema:
-        if key in ANNOTATIONS or key in READ or key in REFUSED or not key[:1].isalpha():
-            continue
-        meant = difflib.get_close_matches(key, READ | REFUSED, 1, 0.85)
+        meant = _meant(key)
         if meant:
-            raise refusal(key, path, f"is not a JSON Schema keyword; did you mean {meant[0]!r}?")
+            raise refusal(key, path, f"is not a JSON Schema keyword; did you mean {meant!r}?")
 
 
-def refusal(keyword: str, path: str, reason: str) -> GrammarError:
+def is_known(schema: Mapping[str, Any]) -> bool:
+    """Whether no key looks like a misspelt keyword."""
+    return not any(map(_meant, schema))
+
+
+@lru_cache(4096)
+def _meant(key: str) -> str | None:
+    if key in ANNOTATIONS or key in READ or key in REFUSED or not key[:1].isalpha():
+        return None
+    meant = difflib.get_close_matches(key, READ | REFUSED, 1, 0.85)
+    return meant[0] if meant else None
+
+
+class Refusal(GrammarError):
+    """A keyword that cannot be held to exactly."""
+
+
+def refusal(keyword: str, path: str, reason: str) -> Refusal:
     """An error that names a keyword and where it stands."""
-    return GrammarError(f"{path}: keyword {keyword!r} {reason}", "schema")
+    return Refusal(f"{path}: keyword {keyword!r} {reason}", "schema")
 
 
 def step(path: str, *keys: str | int) -> str:

@@ -17,6 +17,16 @@ class Member:
     required: bool
 
 
+@dataclass(frozen=True)
+class Tail:
+    """Free members: the rule of any, and, where one of a kind must be there, the rules of that
+    one and of what may come after it (None if nothing may)."""
+
+    every: str
+    must: str | None = None
+    after: str | None = None
+
+
 @dataclass
 class Members:
     """Builds the rules of one container.
@@ -38,7 +48,7 @@ class Members:
     most: int | None
     _made: dict[tuple[int, int, bool], str | None] = field(default_factory=dict)
 
-    def array(self, members: list[Member], tail: str | None) -> str | None:
+    def array(self, members: list[Member], tail: Tail | None) -> str | None:
         """Positional members, then any number of `tail`; an array may end before any of them."""
         for i, member in enumerate(members):
             if member.rule is None:
@@ -46,13 +56,13 @@ class Members:
                 return self._whole(members[:i], None, True)
         return self._whole(members, tail, True)
 
-    def object(self, members: list[Member], tail: str | None) -> str | None:
+    def object(self, members: list[Member], tail: Tail | None) -> str | None:
         """Named members, each there or, where it is not required, left out; then `tail`s."""
         if any(member.required and member.rule is None for member in members):
             return None
         return self._whole([m for m in members if m.rule is not None], tail, False)
 
-    def _whole(self, members: list[Member], tail: str | None, positional: bool) -> str | None:
+    def _whole(self, members: list[Member], tail: Tail | None, positional: bool) -> str | None:
         self._members, self._tail, self._positional = members, tail, positional
         # Counting multiplies the rules, so it is done only where a bound can be missed.
         need = sum(m.required for m in members)
@@ -66,7 +76,7 @@ class Members:
         closing = self.layout.closing(self.brackets[1], self.depth)
         inside = self._from(0, 0, True)
         ways = [] if inside is None else [sequence(opening, inside, closing)]
-        if self.least == 0 and (positional or need == 0):
+        if self.least == 0 and (positional or need == 0) and not (tail and tail.must):
             ways.append(literal(self.brackets))
         return choice(ways) if ways else None
 
@@ -100,10 +110,37 @@ class Members:
     def _tails(self, count: int, first: bool) -> str | None:
         least = max(self.least - count, 0) if self._counts else 0
         most = None if self.most is None or not self._counts else self.most - count
-        if self._tail is None or most == 0:
+        tail = self._tail
+        if tail is not None and tail.must is not None:
+            return self._must(tail, least, most, first)
+        if tail is None or most == 0:
             return None if first or least > 0 else '""'
-        more = sequence(self.layout.comma(self.depth + 1), self._tail)
+        more = sequence(self.layout.comma(self.depth + 1), tail.every)
         if not first:
             return repeat(more, least, most)
         again = repeat(more, max(least - 1, 0), None if most is None else most - 1)
-        return sequence(self._tail, again)
+        return sequence(tail.every, again)
+
+    def _must(self, tail: Tail, least: int, most: int | None, first: bool) -> str | None:
+        """Free members of which one is of a kind: any, then the last of that kind, then others."""
+        ways = []
+        for ahead in range(0 if most is None else most):
+            left = most - ahead - 1 if most is not None else 0
+            need = max(least - ahead - 1, 0)
+            if need <= left and (need == 0 or tail.after is not None):
+                ways.append(self._around(tail, (ahead, ahead), (need, left), first))
+        if most is None:
+            ways.append(self._around(tail, (max(least - 1, 0), None), (0, None), first))
+        return choice(ways) if ways else None
+
+    def _around(
+        self,
+        tail: Tail,
+        ahead: tuple[int, int | None],
+        behind: tuple[int, int | None],
+        first: bool,
+    ) -> str:
+        comma = self.layout.comma(self.depth + 1)
+        before = repeat(sequence(tail.every, comma), *ahead)
+        after = "" if tail.after is None else repeat(sequence(comma, tail.after), *behind)
+        return sequence("" if first else comma, before, str(tail.must), after)

@@ -89,18 +89,6 @@ def decimal_regex(bounds: Bounds) -> str | None:
     return f"({'|'.join(parts)})" if parts else None
 
 
-def multiples_rules(step: int) -> list[tuple[int, list[tuple[str, int]]]]:
-    """A digit automaton for multiples: state (value mod step) → (digits, next state) moves."""
-    table = []
-    for state in range(step):
-        moves: dict[int, str] = {}
-        for digit in range(10):
-            target = (state * 10 + digit) % step
-            moves[target] = moves.get(target, "") + str(digit)
-        table.append((state, [(digits, target) for target, digits in moves.items()]))
-    return table
-
-
 def _above_zero(bounds: Bounds) -> Bounds:
     if bounds.low is None or bounds.low < 0:
         return Bounds(Decimal(0), bounds.high, True, bounds.open_high)

@@ -1,8 +1,9 @@
 """User regular expressions, read exactly and spelled again in the backend's dialect.
 
 Python's own parser reads them, so its syntax holds, with ECMAScript's `(?<name>…)`, `\\/` and
-`\\uXXXX`. Where Python and ECMAScript classes differ (`\\d`, `\\w`, `.`), a set that satisfies
-both is taken where there is one. What an automaton over the text cannot say is refused.
+`\\uXXXX`. Where Python and ECMAScript differ (`\\d`, `\\w`, `.`, `$`), a text is taken to match
+only where both say so; a pattern that is read `wide`, to be excluded, matches where either does.
+What an automaton over the text cannot say is refused.
 """
 
 from __future__ import annotations
@@ -10,26 +11,30 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Iterable
+from functools import cache, lru_cache
 from typing import Any
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.lowering import charset
-from overlap_spec.grammar.lowering.automaton import EMPTY, Node, Repeat, chain, either
+from overlap_spec.grammar.lowering.automaton import EMPTY, Chars, Node, Repeat, chain, either
 from overlap_spec.grammar.lowering.charset import Ranges
+from overlap_spec.grammar.lowering.dfa import (
+    EMPTY_TEXT,
+    EVERY,
+    Dfa,
+    any_of,
+    before,
+    both,
+    from_node,
+    neither,
+)
 from overlap_spec.grammar.lowering.spell import plain
 
 Spell = Callable[[Ranges], Node | None]
 
 _parser: Any = importlib.import_module("re._parser")
 
-_CATEGORIES: dict[str, Ranges] = {
-    "CATEGORY_DIGIT": charset.DIGIT,
-    "CATEGORY_NOT_DIGIT": charset.negate(charset.DIGIT),
-    "CATEGORY_SPACE": charset.SPACE,
-    "CATEGORY_NOT_SPACE": charset.negate(charset.SPACE_WIDE),
-    "CATEGORY_WORD": charset.WORD,
-    "CATEGORY_NOT_WORD": charset.negate(charset.WORD),
-}
+_NARROW = {"DIGIT": charset.DIGIT, "SPACE": charset.SPACE, "WORD": charset.WORD}
 _REFUSED = {
     "ASSERT": "a look-around",
     "ASSERT_NOT": "a look-around",
@@ -39,20 +44,47 @@ _REFUSED = {
     "POSSESSIVE_REPEAT": "a possessive repeat",
 }
 _DOT = charset.negate(charset.LINE_END)
+_DOT_WIDE = charset.negate(((0x0A, 0x0A),))
+_LINE_FEED = Repeat(Chars(((0x0A, 0x0A),)), 0, 1)
+_LOOKS = ("ASSERT", "ASSERT_NOT")
+
+
+@cache
+def _category(name: str, wide: bool) -> Ranges:
+    if name.startswith("NOT_"):
+        return charset.negate(_category(name.removeprefix("NOT_"), not wide))
+    if not wide:
+        return _NARROW[name]
+    if name == "SPACE":
+        return charset.SPACE_WIDE
+    python = re.compile(r"\d" if name == "DIGIT" else r"\w")
+    points = (point for low, high in charset.ALL for point in range(low, high + 1))
+    return charset.union([tuple((p, p) for p in points if python.match(chr(p)))])
+
+
+@lru_cache(4096)
+def _parse(source: str) -> Any:
+    return _parser.parse(_python(source))
 
 
 class Pattern:
     """A parsed regular expression.
 
+    Args:
+        source: The pattern.
+        param: The field of the request that it stands in.
+        wide: Whether it is to match wherever one of the two dialects says so.
+
     Raises:
         GrammarError: it does not parse; the message has the pattern and the position.
     """
 
-    def __init__(self, source: str, param: str) -> None:
+    def __init__(self, source: str, param: str, wide: bool = False) -> None:
         self.source = source
         self.param = param
+        self.wide = wide
         try:
-            self._parsed = _parser.parse(_python(source))
+            self._parsed = _parse(source)
         except (re.error, OverflowError, RecursionError) as error:
             raise self.error(str(error)) from error
         if self._parsed.state.flags & ~re.UNICODE.value:
@@ -71,9 +103,67 @@ class Pattern:
         anything = spell(charset.ALL)
         return self._spelled(spell, Repeat(anything, 0, None) if anything else EMPTY)
 
+    def automaton(self) -> Dfa:
+        """Texts in which the pattern is found, also where it looks ahead.
+
+        Raises:
+            GrammarError: a construct that no automaton says.
+            TooLargeError: too many states.
+        """
+        found = [self._from_start(items, EVERY) for items in _alternatives(list(self._parsed))]
+        return any_of(found)
+
+    def _from_start(self, items: list[Any], after: Dfa) -> Dfa:
+        if items and _is_start(items[0]):
+            return self._ahead(items[1:], after, True)
+        return before(Repeat(Chars(charset.ALL), 0, None), self._ahead(items, after, False))
+
+    def _ahead(self, items: list[Any], after: Dfa, at_start: bool) -> Dfa:
+        """Texts that match the items and then something of `after`."""
+        if items and _is_end(items[-1]):
+            items, after = items[:-1], from_node(_LINE_FEED) if self.wide else EMPTY_TEXT
+        for i, item in enumerate(items):
+            if _holds_look(item) and str(item[0]) not in _LOOKS:
+                ways = [[*items[:i], *body, *items[i + 1 :]] for body in self._bodies(item)]
+                return any_of(self._ahead(way, after, at_start) for way in ways)
+            if str(item[0]) in _LOOKS:
+                look = self._look(item, at_start and i == 0)
+                rest = both(look, self._ahead(items[i + 1 :], after, at_start and i == 0))
+                return before(self._sequence(items[:i], plain), rest) if i else rest
+        return before(self._sequence(items, plain), after)
+
+    def _bodies(self, item: Any) -> list[list[Any]]:
+        op, argument = str(item[0]), item[1]
+        if op == "BRANCH":
+            return [list(body) for body in argument[1]]
+        if op == "SUBPATTERN" and not argument[1] and not argument[2]:
+            return [list(argument[3])]
+        raise self.error("a look-around inside a repeat is not supported")
+
+    def _look(self, item: Any, at_start: bool) -> Dfa:
+        """What may follow a place where the pattern looks ahead."""
+        direction, body = item[1]
+        negative = str(item[0]) == "ASSERT_NOT"
+        if direction < 0:
+            raise self.error("a look-around that looks behind is not supported")
+        inner = Pattern(self.source, self.param, self.wide != negative)
+        ways = []
+        for items in _alternatives(list(body)):
+            if items and _is_start(items[0]):
+                if not at_start:
+                    raise self.error("anchors are supported at the two ends only")
+                items = items[1:]
+            ways.append(inner._ahead(items, EVERY, at_start))
+        return neither(any_of(ways)) if negative else any_of(ways)
+
+    @property
+    def looks_around(self) -> bool:
+        """Whether the pattern has a look-around."""
+        return any(map(_holds_look, self._parsed))
+
     def matches(self, text: str) -> bool:
         """Whether the pattern is found in a text."""
-        return re.search(_python(self.source), text) is not None
+        return _compiled(self.source).search(text) is not None
 
     def width(self) -> tuple[int, int | None]:
         """Least and most characters of a text in which the pattern is found; None: no bound."""
@@ -134,22 +224,21 @@ class Pattern:
     def _set(self, item: Any) -> Ranges:
         op, argument = str(item[0]), item[1]
         if op == "ANY":
-            return _DOT
+            return _DOT_WIDE if self.wide else _DOT
         if op == "LITERAL":
             return ((argument, argument),)
         if op == "NOT_LITERAL":
             return charset.negate(((argument, argument),))
-        negated = False
+        negated = any(str(kind) == "NEGATE" for kind, _ in argument)
         parts: list[Ranges] = []
         for kind, value in argument:
-            if str(kind) == "NEGATE":
-                negated = True
-            elif str(kind) == "LITERAL":
+            if str(kind) == "LITERAL":
                 parts.append(((value, value),))
             elif str(kind) == "RANGE":
                 parts.append(((value[0], value[1]),))
-            else:
-                parts.append(_CATEGORIES[str(value)])
+            elif str(kind) == "CATEGORY":
+                name = str(value).removeprefix("CATEGORY_")
+                parts.append(_category(name, self.wide != negated))
         members = charset.union(parts)
         return charset.negate(members) if negated else members
 
@@ -157,6 +246,11 @@ class Pattern:
 def parse(source: str) -> Node:
     """An expression of our own, matched from end to end, with characters as they are."""
     return Pattern(source, "regex").whole(plain)
+
+
+@lru_cache(1024)
+def _compiled(source: str) -> re.Pattern[str]:
+    return re.compile(_python(source))
 
 
 def _bound(high: Any) -> int | None:
@@ -174,6 +268,27 @@ def _is_start(item: Any) -> bool:
 
 def _is_end(item: Any) -> bool:
     return str(item[0]) == "AT" and str(item[1]) in ("AT_END", "AT_END_STRING")
+
+
+def _holds_look(item: Any) -> bool:
+    """Whether a look-around stands anywhere inside."""
+    if str(item[0]) in _LOOKS:
+        return True
+    if isinstance(item[1], tuple | list | _parser.SubPattern):
+        return _any_look(item[1])
+    return False
+
+
+def _any_look(argument: Any) -> bool:
+    for inner in argument:
+        if isinstance(inner, _parser.SubPattern):
+            if any(map(_holds_look, inner)):
+                return True
+        elif isinstance(inner, list) and any(
+            isinstance(part, _parser.SubPattern) and any(map(_holds_look, part)) for part in inner
+        ):
+            return True
+    return False
 
 
 def _alternatives(items: list[Any]) -> list[list[Any]]:

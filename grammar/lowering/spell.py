@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from overlap_spec.grammar.lowering.automaton import Chars, Node, Repeat, chain, either, text
 from overlap_spec.grammar.lowering.charset import ALL, Ranges, intersect, union
 
@@ -33,6 +35,7 @@ def plain(members: Ranges) -> Node | None:
     return Chars(inside) if inside else None
 
 
+@lru_cache(8192)
 def in_json(members: Ranges) -> Node | None:
     """A character of the set inside a JSON string; None for the empty set.
 

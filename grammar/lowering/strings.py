@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
-from overlap_spec.grammar.lowering import keywords
+from overlap_spec.grammar.lowering import dfa, keywords
 from overlap_spec.grammar.lowering.automaton import EMPTY, Node, Repeat, chain, either
-from overlap_spec.grammar.lowering.charset import negate
+from overlap_spec.grammar.lowering.charset import ALL, Ranges, intersect, negate, union
+from overlap_spec.grammar.lowering.dfa import Dfa, TooLargeError
 from overlap_spec.grammar.lowering.regex import Pattern
+from overlap_spec.grammar.lowering.shapes import Strings
 from overlap_spec.grammar.lowering.spell import ANY_CHAR, ANY_TEXT, in_json
 
 _DATE = (
@@ -37,29 +40,81 @@ _FORMATS = {
     "uuid": f"{_HEX}{{8}}-({_HEX}{{4}}-){{3}}{_HEX}{{12}}",
 }
 
+KEY_CHARS = negate(((0, 0x1F),))
+"""Characters of free keys."""
 
-def string_node(schema: dict[str, Any], path: str) -> Node | None:
-    """The strings of a schema, between the quotes; None if no string is valid.
+
+def string_language(shape: Strings, path: str) -> Node | Dfa | None:
+    """The strings of a shape: an expression between the quotes, or an automaton over their
+    characters where no expression says it; None if no string is valid.
 
     Raises:
-        GrammarError: a pattern that is not read exactly, or one beside a length that is not.
+        GrammarError: a pattern that is not read exactly, or that makes too large an automaton.
     """
-    least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
-    most = None if most is None else int(most)
-    if most is not None and least > most:
-        return None
-    if "pattern" in schema:
-        return _pattern(Pattern(schema["pattern"], "schema"), least, most, path)
-    if least > 0 or most is not None:
-        return Repeat(ANY_CHAR, least, most)
-    source = _FORMATS.get(schema.get("format", ""))
-    return Pattern(source, "format").whole(in_json) if source else ANY_TEXT
+    least, most = shape.least, shape.most
+    if not shape.patterns and not shape.without:
+        if least > 0 or most is not None:
+            if not shape.outside:
+                return Repeat(ANY_CHAR, least, most)
+        elif shape.outside:
+            return all_but(shape.outside, ALL)
+        else:
+            return _formatted(shape.formats)
+    elif len(shape.patterns) == 1 and not shape.without and not shape.outside:
+        found = _pattern(Pattern(shape.patterns[0], "schema"), least, most)
+        if found is not None:
+            return found
+    try:
+        made = automaton(shape)
+    except TooLargeError as error:
+        raise keywords.refusal(
+            "pattern", path, "makes too large an automaton with the bounds beside it"
+        ) from error
+    return None if made.is_empty else made
+
+
+def automaton(shape: Strings) -> Dfa:
+    """The strings of a shape as an automaton over their characters; formats say nothing.
+
+    Raises:
+        GrammarError: a pattern that is not read exactly.
+        TooLargeError: too many states.
+    """
+    found = dfa.EVERY
+    for pattern in shape.patterns:
+        found = dfa.both(found, found_in(pattern, False))
+    for pattern in shape.without:
+        found = dfa.both(found, dfa.neither(found_in(pattern, True)))
+    if shape.outside:
+        found = dfa.both(found, dfa.neither(dfa.from_texts(shape.outside)))
+    if shape.least or shape.most is not None:
+        found = dfa.both(found, dfa.lengths(shape.least, shape.most))
+    return found
+
+
+@lru_cache(512)
+def found_in(pattern: str, wide: bool) -> Dfa:
+    """Texts in which a pattern is found; see `Pattern` for `wide`."""
+    return Pattern(pattern, "schema", wide).automaton()
+
+
+def _formatted(formats: Iterable[str]) -> Node:
+    known = [_FORMATS[name] for name in formats if name in _FORMATS]
+    return Pattern(known[0], "format").whole(in_json) if known else ANY_TEXT
 
 
 def key_node(taken: Iterable[str]) -> Node:
     """Any key but the taken ones, between the quotes.
 
-    One spelling a character, so that a taken key cannot come back written with escapes.
+    Control characters are left out where some are taken, which keeps the automaton small.
+    """
+    return all_but(taken, KEY_CHARS)
+
+
+def all_but(taken: Iterable[str], members: Ranges) -> Node:
+    """Any text of some characters but the taken ones, between the quotes.
+
+    One spelling a character, so that a taken text cannot come back written with escapes.
     """
     trie: dict[str, Any] = {}
     for name in taken:
@@ -67,41 +122,48 @@ def key_node(taken: Iterable[str]) -> Node:
         for char in name:
             node = node.setdefault(char, {})
         node[""] = {}
-    return _outside(trie) if trie else ANY_TEXT
+    return _outside(trie, members) if trie else ANY_TEXT
 
 
-def _spelled(*points: int) -> Node | None:
-    # Control characters are left out of free keys, which keeps the automaton small.
-    return in_json(negate(((0, 0x1F), *((point, point) for point in points))))
-
-
-def _outside(node: dict[str, Any]) -> Node:
+def _outside(node: dict[str, Any], members: Ranges) -> Node:
     ways: list[Node] = []
     children = {char: child for char, child in node.items() if char}
-    other, anything = _spelled(*map(ord, children)), _spelled()
-    if other and anything:
-        ways.append(chain(other, Repeat(anything, 0, None)))
+    points = negate(union(((ord(char), ord(char)),) for char in children))
+    other = in_json(intersect(members, points))
+    if other:
+        ways.append(chain(other, _any_of(members)))
     for char, child in children.items():
         spelled = in_json(((ord(char), ord(char)),))
         # A lone surrogate is no character, and no key can spell it.
         if spelled:
-            ways.append(chain(spelled, _outside(child)))
+            ways.append(chain(spelled, _outside(child, members)))
     if "" not in node:
         ways.append(EMPTY)
     return either(*ways)
 
 
-def _pattern(pattern: Pattern, least: int, most: int | None, path: str) -> Node:
+@lru_cache(8)
+def _any_of(members: Ranges) -> Node:
+    # In one spelling a character, also where the set is that of all.
+    sets = (members[:1], members[1:]) if members == ALL else (members,)
+    parts = [in_json(part) for part in sets]
+    return Repeat(either(*(part for part in parts if part)), 0, None)
+
+
+def _pattern(pattern: Pattern, least: int, most: int | None) -> Node | None:
+    """An expression for the strings of a pattern and a length; None where that needs more."""
+    if pattern.looks_around:
+        return None
     low, high = pattern.width()
     if least <= low and (most is None or (high is not None and high <= most)):
         return pattern.found(in_json)
     simple = pattern.as_repeat()
     if simple is None:
-        raise keywords.refusal("pattern", path, "cannot be combined with minLength or maxLength")
+        return None
     members, low, high = simple
     char = in_json(members)
     tops = [bound for bound in (high, most) if bound is not None]
     low, high = max(low, least), min(tops) if tops else None
     if char is None or (high is not None and low > high):
-        raise keywords.refusal("pattern", path, "matches no string of the lengths allowed")
+        return None
     return Repeat(char, low, high)

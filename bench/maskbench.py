@@ -1,0 +1,221 @@
+"""How many schemas a backend gets right, and how fast its masks are.
+
+``python -m bench.maskbench [--data FILE.jsonl] [--backend auto|xgrammar|outlines|llguidance]
+[--tokenizer PATH] [--vocab N] [--limit N] [--in-process] [--quick] [--json PATH]`` compiles each
+schema and feeds each of its instances token by token, as compact JSON with its keys in schema
+order. A line of the file is ``{"id", "schema", "tests": [{"valid", "data"}]}``.
+
+Each schema lands in exactly one class: ``clean`` (at least one instance, all right), ``untested``
+(compiles, no instance), ``refused``, ``over_constrained`` (a valid instance rejected),
+``order_only`` (rejected in schema order, but let through as the file has it),
+``under_constrained`` (an invalid one let through; it outranks over), ``crash``, ``timeout``,
+``out_of_memory``.
+
+Fields of the last line, beside those of every record (``bench.common``): ``counts``, ``schemas``,
+``backend``, ``tokenizer``, ``vocabulary``, ``ttfm_ms`` (time to first mask: from the grammar's text
+to the first row, compiling and its process included), ``tbm_us`` (time between masks: one accept
+and one fill), both with ``p50``, ``p90``, ``p99``, ``max`` and ``n``, ``routes`` (schemas by the
+backend that took them) and ``failures`` (what happened to each schema that is not clean).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from bench.common import Run, flags, percentile, rounded
+from bench.masks import tokens
+from bench.masks.order import Order
+from bench.masks.tokens import Tokens
+from bench.workloads import OWN_SCHEMAS
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar import Grammar, GrammarCompiler
+from overlap_spec.grammar.backends import load
+from overlap_spec.grammar.contract import CompiledGrammar
+
+CLASSES = (
+    "clean", "untested", "refused", "over_constrained", "order_only", "under_constrained", "crash",
+    "timeout", "out_of_memory",
+)  # fmt: skip
+QUICK = 40
+
+
+@dataclass
+class Result:
+    """What became of one schema."""
+
+    name: str = "untested"
+    reason: str = ""
+    ttfm_ms: float | None = None
+    tbm_us: list[float] = field(default_factory=list)
+    route: str | None = None
+
+
+def compact(value: Any) -> str:
+    """Compact JSON with characters as they are."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def feed(compiled: CompiledGrammar, ids: Sequence[int], times_us: list[float]) -> int | None:
+    """Feed a text's tokens, a mask before each and one after the last.
+
+    A token is taken where its bit is set.
+
+    Returns:
+        The index of the first token that is not legal, ``len(ids)`` where the text may not end
+        there, None for a sentence of the grammar.
+    """
+    matcher = compiled.matcher()
+    row = np.zeros(matcher.vocabulary.words, np.int32)
+    for at, token in enumerate((*ids, matcher.vocabulary.stop_ids[0])):
+        start = time.perf_counter_ns()
+        matcher.fill(row)
+        filled = time.perf_counter_ns()
+        if not (int(row[token >> 5]) >> (token & 31)) & 1:
+            return at
+        before = time.perf_counter_ns()
+        accepted = matcher.accept(token)
+        times_us.append((filled - start + time.perf_counter_ns() - before) / 1000)
+        if not accepted:
+            raise RuntimeError(f"token {token} is in the mask and was not accepted")
+    return None
+
+
+def run_schema(compiler: GrammarCompiler, entry: dict[str, Any], tokens_: Tokens) -> Result:
+    """Compile one schema and feed all its instances."""
+    result = Result()
+    start = time.perf_counter_ns()
+    try:
+        compiled = compiler.compile(Grammar.json_schema(entry["schema"]))
+    except GrammarError as error:
+        kind = getattr(error, "kind", "refused")
+        result.name = kind if kind in CLASSES else "crash"
+        result.reason = str(error)
+        return result
+    matcher = compiled.matcher()
+    matcher.fill(np.zeros(matcher.vocabulary.words, np.int32))
+    result.ttfm_ms = (time.perf_counter_ns() - start) / 1e6
+    route = getattr(compiled, "route", None)
+    result.route = getattr(route, "backend", None) or getattr(compiled, "backend", None)
+    try:
+        judge(compiled, entry, tokens_, result)
+    except Exception as error:
+        result.name, result.reason = "crash", f"{type(error).__name__}: {error}"
+    return result
+
+
+def judge(
+    compiled: CompiledGrammar, entry: dict[str, Any], tokens_: Tokens, result: Result
+) -> None:
+    """Feed the instances of a schema, and write its class into the result."""
+    order = Order(entry["schema"])
+    rank = {name: i for i, name in enumerate(
+        ("untested", "clean", "order_only", "over_constrained", "under_constrained"))}  # fmt: skip
+    for case in entry.get("tests", []):
+        text = compact(order.apply(case["data"]))
+        ids = tokens_.encode(text)
+        stopped = feed(compiled, ids, result.tbm_us)
+        found, reason = "clean", ""
+        if (stopped is None) != case["valid"]:
+            found, reason = "under_constrained", text
+            if case["valid"]:
+                as_given = feed(compiled, tokens_.encode(compact(case["data"])), [])
+                found = "order_only" if as_given is None else "over_constrained"
+                reason = f"at token {stopped} of {len(ids)}: {text}"
+        if rank[found] > rank[result.name]:
+            result.name, result.reason = found, reason[:2000]
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """p50, p90, p99 and the most of a figure; None where there is none."""
+    if not values:
+        return None
+    found = {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}
+    return {**found, "max": max(values), "n": len(values)}
+
+
+def read_entries(path: Path) -> list[dict[str, Any]]:
+    """The schemas of a file, one a line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def show(run: Run, counts: dict[str, int], times: dict[str, Any]) -> None:
+    """The classes and the percentiles as tables, on standard error."""
+    total = max(sum(counts.values()), 1)
+    table = Table("class", "schemas", "share")
+    for name in CLASSES:
+        table.add_row(name, str(counts[name]), f"{counts[name] / total:.1%}")
+    run.console.print(table)
+    table = Table("time", "p50", "p90", "p99", "max", "n")
+    for name, found in times.items():
+        if found is not None:
+            table.add_row(name, *(f"{found[key]:.4g}" for key in ("p50", "p90", "p99", "max", "n")))
+    run.console.print(table)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run all and print one record."""
+    parser = flags("maskbench", "what share of schemas is held exactly, and how fast masks are")
+    parser.add_argument("--data", type=Path, default=OWN_SCHEMAS, help="schemas, .jsonl")
+    parser.add_argument("--backend", default="auto", help="grammar backend (default auto)")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json or a Tekken file")
+    parser.add_argument("--vocab", type=int, metavar="N", help="rows of the output layer")
+    parser.add_argument("--in-process", action="store_true", help="compile here, without limits")
+    parser.add_argument("--limit", type=int, metavar="N", help="only N schemas, evenly spread")
+    options = parser.parse_args(arguments)
+    run = Run("maskbench", options, arguments)
+    entries = read_entries(options.data)
+    limit = options.limit or (QUICK if options.quick else len(entries))
+    entries = entries[:: max(1, len(entries) // limit)][:limit]
+    chosen = tokens.read(options.tokenizer, options.vocab, options.seed)
+    results: list[Result] = []
+    backend = load(options.backend)(chosen.vocabulary)
+    isolated = False if options.in_process else None
+    with GrammarCompiler(backend, cache_bytes=0, isolated=isolated) as compiler:
+        compiler.warm()
+        with run.progress() as progress:
+            task = progress.add_task("schemas", total=len(entries))
+            for entry in entries:
+                result = run_schema(compiler, entry, chosen)
+                results.append(result)
+                run.sample(id=entry["id"], result=result.name, reason=result.reason,
+                           ttfm_ms=result.ttfm_ms, route=result.route,
+                           tbm_us=[round(us, 2) for us in result.tbm_us])  # fmt: skip
+                progress.advance(task)
+    finish(run, results, [entry["id"] for entry in entries], chosen)
+
+
+def finish(run: Run, results: list[Result], names: list[str], chosen: Tokens) -> None:
+    """Tables and the record."""
+    counts = dict.fromkeys(CLASSES, 0) | Counter(result.name for result in results)
+    ttfm_ms = percentiles([r.ttfm_ms for r in results if r.ttfm_ms is not None])
+    tbm_us = percentiles([us for r in results for us in r.tbm_us])
+    show(run, counts, {"TTFM ms": ttfm_ms, "TBM µs": tbm_us})
+    run.finish(
+        1,
+        counts=counts,
+        schemas=len(results),
+        ttfm_ms=rounded(ttfm_ms),
+        tbm_us=rounded(tbm_us),
+        backend=run.options.backend,
+        tokenizer=chosen.name,
+        vocabulary=chosen.vocabulary.size,
+        routes=dict(Counter(r.route for r in results if r.route)),
+        failures=[
+            {"id": name, "class": result.name, "reason": result.reason}
+            for name, result in zip(names, results, strict=True)
+            if result.name not in ("clean", "untested")
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The keys of an instance in the order in which its schema names them.
+
+A grammar writes members in schema order, and an instance is one value in one of many orders. The
+order here is read off the schema by itself: an object's own `properties` first, then those of the
+schemas that it combines and that hold for the instance, then required names, then the rest as the
+instance has them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+from jsonschema import validators
+from jsonschema.exceptions import ValidationError
+from referencing.exceptions import Unresolvable
+
+_DEEPEST = 24
+
+
+class Order:
+    """Reorders instances of one schema document."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        dialect = validators.validator_for(root, validators.Draft202012Validator)
+        self._validator = dialect(root)
+
+    def apply(self, value: Any) -> Any:
+        """An equal instance with its keys in schema order."""
+        return self._value(value, [self._root], 0)
+
+    def _value(self, value: Any, schemas: list[Any], depth: int) -> Any:
+        if not isinstance(value, dict | list):
+            return value
+        parts = [part for schema in schemas for part in self._parts(schema, value, 0)]
+        if depth > _DEEPEST:
+            parts = []
+        if isinstance(value, list):
+            return [
+                self._value(item, list(_items(parts, i)), depth + 1) for i, item in enumerate(value)
+            ]
+        named = [name for part in parts for name in part.get("properties", {})]
+        named += [name for part in parts for name in _required(part)]
+        names = [name for name in dict.fromkeys(named) if name in value]
+        return {
+            name: self._value(value[name], list(_members(parts, name)), depth + 1)
+            for name in [*names, *(name for name in value if name not in named)]
+        }
+
+    def _parts(self, schema: Any, value: Any, depth: int) -> Iterator[dict[str, Any]]:
+        """A schema and those that it combines, as far as they hold for the value."""
+        if not isinstance(schema, dict) or depth > _DEEPEST:
+            return
+        if "$ref" in schema:
+            yield from self._parts(self._target(schema["$ref"]), value, depth + 1)
+        yield schema
+        for part in schema.get("allOf", []):
+            yield from self._parts(part, value, depth + 1)
+        for keyword in ("anyOf", "oneOf"):
+            for part in schema.get(keyword, []):
+                if self._holds(part, value):
+                    yield from self._parts(part, value, depth + 1)
+        if "if" in schema:
+            holds = self._holds(schema["if"], value)
+            for part in (schema["if"], schema.get("then")) if holds else (schema.get("else"),):
+                yield from self._parts(part, value, depth + 1)
+        for keyword in ("dependentSchemas", "dependencies"):
+            for name, part in schema.get(keyword, {}).items():
+                if isinstance(value, dict) and name in value:
+                    yield from self._parts(part, value, depth + 1)
+
+    def _holds(self, schema: Any, value: Any) -> bool:
+        try:
+            return bool(self._validator.evolve(schema=schema).is_valid(value))
+        except (ValidationError, Unresolvable, RecursionError):
+            return False
+
+    def _target(self, reference: str) -> Any:
+        _, _, fragment = reference.partition("#")
+        node = self._root
+        for raw in fragment.split("/")[1:]:
+            key = unquote(raw).replace("~1", "/").replace("~0", "~")
+            try:
+                node = node[int(key)] if isinstance(node, list) else node[key]
+            except (KeyError, IndexError, ValueError, TypeError):
+                return None
+        return node
+
+
+def _required(part: dict[str, Any]) -> list[str]:
+    names = part.get("required", [])
+    return names if isinstance(names, list) else []
+
+
+def _items(parts: list[dict[str, Any]], index: int) -> Iterator[Any]:
+    for part in parts:
+        items, prefix = part.get("items"), part.get("prefixItems", [])
+        if isinstance(items, list):
+            prefix, items = items, part.get("additionalItems")
+        yield prefix[index] if index < len(prefix) else items
+
+
+def _members(parts: list[dict[str, Any]], name: str) -> Iterator[Any]:
+    for part in parts:
+        found = [part["properties"][name]] if name in part.get("properties", {}) else []
+        for pattern, schema in part.get("patternProperties", {}).items():
+            if re.search(pattern, name):
+                found.append(schema)
+        yield from found or [part.get("additionalProperties")]

@@ -1,0 +1,66 @@
+"""Whether a shape surely has no value."""
+
+from __future__ import annotations
+
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.lowering.dfa import TooLargeError
+from overlap_spec.grammar.lowering.meet import Judge, member
+from overlap_spec.grammar.lowering.shapes import (
+    Arrays,
+    Numbers,
+    Objects,
+    Shape,
+    Strings,
+    meet_of,
+)
+from overlap_spec.grammar.lowering.strings import automaton
+
+_FEW = 64
+
+
+def shape_is_empty(shape: Shape, judge: Judge) -> bool:
+    """Whether a shape has no value; False where that takes a long look."""
+    if isinstance(shape, Numbers):
+        return _numbers(shape, judge)
+    if isinstance(shape, Strings):
+        return _strings(shape)
+    if isinstance(shape, Arrays):
+        return _arrays(shape, judge)
+    if isinstance(shape, Objects):
+        return any(judge.is_empty(member(shape, name, judge)) for name in shape.required)
+    return False
+
+
+def _numbers(shape: Numbers, judge: Judge) -> bool:
+    if shape.bounds.is_empty:
+        return True
+    low, high = shape.bounds.integers()
+    if not shape.whole or low is None or high is None or high - low > _FEW:
+        return False
+    return not any(judge.holds(shape, str(value)) for value in range(low, high + 1))
+
+
+def _strings(shape: Strings) -> bool:
+    if len(shape.patterns) + len(shape.without) + len(shape.outside) == 0:
+        return False
+    if len(shape.patterns) == 1 and not shape.without and not shape.outside:
+        return False
+    try:
+        return automaton(shape).is_empty
+    except (GrammarError, TooLargeError):
+        return False
+
+
+def _arrays(shape: Arrays, judge: Judge) -> bool:
+    places = [*shape.prefix[: shape.least]]
+    if shape.least > len(shape.prefix):
+        places.append(shape.rest)
+    if any(map(judge.is_empty, places)):
+        return True
+    items = [*shape.prefix, shape.rest]
+    return any(
+        one.least > 0
+        and all(judge.is_empty(meet_of(item, one.item)) for item in items[one.start :])
+        for one in shape.contains
+        if one.start <= len(shape.prefix)
+    )

@@ -1,0 +1,127 @@
+"""Whether one value is in a shape."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from typing import Any, Protocol
+
+from overlap_spec.grammar.lowering.meet import Judge, member
+from overlap_spec.grammar.lowering.regex import Pattern
+from overlap_spec.grammar.lowering.shapes import (
+    Arrays,
+    Consts,
+    Contains,
+    Expr,
+    Numbers,
+    Objects,
+    Shape,
+    Strings,
+    Unsaid,
+)
+
+
+class Evaluator(Judge, Protocol):
+    """A judge that also looks into expressions."""
+
+    def has(self, expr: Expr, value: Any) -> bool:
+        """Whether a value, with numbers as Decimal, is in an expression."""
+
+
+def loads(text: str) -> Any:
+    """JSON with numbers as Decimal."""
+    return json.loads(text, parse_float=Decimal, parse_int=Decimal)
+
+
+def kind_of(value: Any) -> str:
+    """The JSON type of a value."""
+    if isinstance(value, bool):
+        return "boolean"
+    names = {str: "string", list: "array", dict: "object", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+def key_of(value: Any) -> str:
+    """A text that equal JSON values share: 1 and 1.0 are equal, 1 and true are not."""
+    if isinstance(value, Decimal) and value.is_finite():
+        plain = value.normalize()
+        return f"{plain:f}" if plain else "0"
+    if isinstance(value, list):
+        return f"[{','.join(map(key_of, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{json.dumps(k)}:{key_of(value[k])}' for k in sorted(value))}}}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def contains_value(shape: Shape, value: Any, judge: Evaluator) -> bool:
+    """Whether a value is in a shape."""
+    if isinstance(shape, Unsaid) or kind_of(value) != shape.kind:
+        return isinstance(shape, Unsaid) and kind_of(value) == shape.kind
+    if isinstance(shape, Consts):
+        return key_of(value) in dict(shape.values)
+    if isinstance(shape, Numbers):
+        return _number(shape, value)
+    if isinstance(shape, Strings):
+        return _string(shape, value)
+    if isinstance(shape, Arrays):
+        return _array(shape, value, judge)
+    return _object(shape, value, judge)
+
+
+def _number(shape: Numbers, value: Decimal) -> bool:
+    bounds = shape.bounds
+    if bounds.low is not None and (value < bounds.low or (bounds.open_low and value == bounds.low)):
+        return False
+    if bounds.high is not None and (
+        value > bounds.high or (bounds.open_high and value == bounds.high)
+    ):
+        return False
+    if shape.whole is not None and shape.whole != (value == value.to_integral_value()):
+        return False
+    if value in shape.outside or any(not _divides(step, value) for step in shape.steps):
+        return False
+    return not any(_divides(step, value) for step in shape.not_steps)
+
+
+def _divides(step: Decimal, value: Decimal) -> bool:
+    quotient = value / step
+    return quotient == quotient.to_integral_value() and quotient * step == value
+
+
+def _string(shape: Strings, value: str) -> bool:
+    if len(value) < shape.least or (shape.most is not None and len(value) > shape.most):
+        return False
+    if value in shape.outside:
+        return False
+    if not all(Pattern(pattern, "schema").matches(value) for pattern in shape.patterns):
+        return False
+    return not any(Pattern(pattern, "schema").matches(value) for pattern in shape.without)
+
+
+def _array(shape: Arrays, value: list[Any], judge: Evaluator) -> bool:
+    if len(value) < shape.least or (shape.most is not None and len(value) > shape.most):
+        return False
+    if shape.unique and len(set(map(key_of, value))) < len(value):
+        return False
+    items = [*shape.prefix, *[shape.rest] * max(len(value) - len(shape.prefix), 0)]
+    if not all(judge.has(expr, item) for expr, item in zip(items, value, strict=False)):
+        return False
+    return all(_counted(one, value, judge) for one in shape.contains)
+
+
+def _counted(one: Contains, value: list[Any], judge: Evaluator) -> bool:
+    count = sum(judge.has(one.item, item) for item in value[one.start :])
+    return count >= one.least and (one.most is None or count <= one.most)
+
+
+def _object(shape: Objects, value: dict[str, Any], judge: Evaluator) -> bool:
+    if len(value) < shape.least or (shape.most is not None and len(value) > shape.most):
+        return False
+    if any(name not in value for name in shape.required):
+        return False
+    if not all(judge.has(member(shape, name, judge), held) for name, held in value.items()):
+        return False
+    return all(
+        any(judge.has_key(keys, name) and judge.has(expr, held) for name, held in value.items())
+        for keys, expr in shape.some
+    )

@@ -1,0 +1,231 @@
+"""Object shapes as rules: named members in order, then free ones by what their keys match."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+from overlap_spec.grammar.lowering import dfa, keywords
+from overlap_spec.grammar.lowering.dfa import Dfa, TooLargeError
+from overlap_spec.grammar.lowering.ebnf import Rules, choice, sequence
+from overlap_spec.grammar.lowering.layout import Layout
+from overlap_spec.grammar.lowering.meet import member
+from overlap_spec.grammar.lowering.members import Member, Members, Tail
+from overlap_spec.grammar.lowering.reader import Reader
+from overlap_spec.grammar.lowering.regex import Pattern
+from overlap_spec.grammar.lowering.shapes import (
+    ANY,
+    Consts,
+    Expr,
+    Keys,
+    Objects,
+    Strings,
+    meet_of,
+    negated,
+)
+from overlap_spec.grammar.lowering.spell import in_json
+from overlap_spec.grammar.lowering.strings import KEY_CHARS, automaton, found_in, key_node
+
+_MOST_KINDS = 64
+Predicate = str | Expr
+
+
+class Writer(Protocol):
+    """What writes the rules of members."""
+
+    rules: Rules
+    layout: Layout
+    reader: Reader
+
+    def value(self, expr: Expr, path: str, depth: int) -> str | None:
+        """The rule of a value; None if there is none."""
+
+
+@dataclass(frozen=True)
+class FreeKeys:
+    """Free keys of one kind: what they match, and their texts (None means all but the named)."""
+
+    matches: frozenset[Predicate]
+    texts: Dfa | None
+
+
+@dataclass
+class ObjectWriter:
+    """Writes one object shape.
+
+    Args:
+        writer: Writes the members.
+        shape: The objects.
+        path: Where they stand in the document.
+        depth: How deep they stand in the text.
+    """
+
+    writer: Writer
+    shape: Objects
+    path: str
+    depth: int
+
+    def rule(self) -> list[str]:
+        """Expressions whose union is the shape.
+
+        Raises:
+            GrammarError: a keyword that is not written exactly.
+        """
+        found = [self._whole(shape) for shape in self._cases()]
+        return [rule for rule in found if rule is not None]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The keys that are written apart from the free ones, in order."""
+        shape = self.shape
+        ruled = {name for keys, _ in (*shape.rules, *shape.some) for name in keys.names}
+        named = (name for name, _ in shape.named)
+        return tuple(dict.fromkeys([*named, *shape.required, *sorted(ruled)]))
+
+    def _cases(self) -> Iterator[Objects]:
+        """Shapes in which a member that must be there is a named one, or else a free one."""
+        shape, has_key = self.shape, self.writer.reader.has_key
+        choices = [
+            [*(name for name in self.names if has_key(keys, name)), None] for keys, _ in shape.some
+        ]
+        if math.prod(map(len, choices)) > _MOST_KINDS:
+            raise keywords.refusal("not", self.path, "combines into too many cases")
+        for chosen in itertools.product(*choices):
+            named, required, free = dict(shape.named), list(shape.required), []
+            for name, some in zip(chosen, shape.some, strict=True):
+                if name is None:
+                    free.append(some)
+                else:
+                    named[name] = meet_of(named.get(name, ANY), some[1])
+                    required.append(name)
+            wanted = tuple(dict.fromkeys(required))
+            yield replace(shape, named=tuple(named.items()), required=wanted, some=tuple(free))
+
+    def _whole(self, shape: Objects) -> str | None:
+        writer = self.writer
+        members = []
+        for name in self.names:
+            expr = member(shape, name, writer.reader)
+            rule = writer.value(expr, keywords.step(self.path, "properties", name), self.depth + 1)
+            if rule is not None:
+                key = writer.layout.value(name, 0)
+                rule = sequence(key, writer.layout.colon(), rule)
+            elif name in shape.required:
+                return None
+            members.append(Member(rule, name in shape.required))
+        tail = self._tail(shape.some)
+        if shape.some and tail is None:
+            return None
+        if tail is not None and shape.least > len(shape.required) + 1:
+            # A free key may repeat, and then counts once.
+            raise keywords.refusal("minProperties", self.path, "is not exact with free keys")
+        build = Members(writer.rules, writer.layout, "{}", self.depth, shape.least, shape.most)
+        return build.object(members, tail)
+
+    def _tail(self, some: tuple[tuple[Keys, Expr], ...]) -> Tail | None:
+        if len(some) > 1:
+            keyword = "patternProperties" if some[0][0].patterns else "not"
+            raise keywords.refusal(keyword, self.path, "asks for two free members at once")
+        every = self._members([(kind, self._held(kind)) for kind in self._kinds])
+        if every is None or not some:
+            return None if every is None else Tail(every)
+        keys, expr = some[0]
+        must = [(k, meet_of(self._held(k), expr)) for k in self._kinds if _covers(keys, k)]
+        others = [(k, self._held(k)) for k in self._kinds if not _covers(keys, k)]
+        # A key that comes again must not undo the one that had to be there.
+        found = self._members(must)
+        return None if found is None else Tail(every, found, self._members([*others, *must]))
+
+    def _held(self, kind: FreeKeys) -> Expr:
+        return meet_of(*(expr for keys, expr in self.shape.rules if _covers(keys, kind)))
+
+    def _members(self, kinds: list[tuple[FreeKeys, Expr]]) -> str | None:
+        """Free members of several kinds; kinds that hold the same are written as one."""
+        groups: dict[Expr, list[FreeKeys]] = {}
+        for kind, expr in kinds:
+            groups.setdefault(expr, []).append(kind)
+        ways = []
+        for expr, members in groups.items():
+            here = keywords.step(self.path, "additionalProperties")
+            value = self.writer.value(expr, here, self.depth + 1)
+            if value is not None:
+                ways.append(sequence(self._key(members), self.writer.layout.colon(), value))
+        return choice(ways) if ways else None
+
+    def _key(self, kinds: list[FreeKeys]) -> str:
+        texts = [kind.texts for kind in kinds if kind.texts is not None]
+        if len(texts) < len(kinds):
+            return self.writer.rules.quoted(key_node(self.names))
+        lone = self._lone_pattern(kinds)
+        if lone is not None:
+            return self.writer.rules.quoted(Pattern(lone, "schema").found(in_json))
+        return self.writer.rules.quoted(dfa.any_of(texts))
+
+    def _lone_pattern(self, kinds: list[FreeKeys]) -> str | None:
+        """The pattern, where the keys are all in which it is found, which has better rules."""
+        if len(kinds) != 1 or len(self._predicates) != 1 or len(kinds[0].matches) != 1:
+            return None
+        (pattern,) = kinds[0].matches
+        if not isinstance(pattern, str) or Pattern(pattern, "schema").looks_around:
+            return None
+        return None if any(map(Pattern(pattern, "schema").matches, self.names)) else pattern
+
+    @cached_property
+    def _predicates(self) -> tuple[Predicate, ...]:
+        rules = [keys for keys, _ in (*self.shape.rules, *self.shape.some)]
+        found = (predicate for keys in rules for predicate in (*keys.patterns, *keys.exprs))
+        return tuple(dict.fromkeys(found))
+
+    @cached_property
+    def _kinds(self) -> list[FreeKeys]:
+        """Free keys, split by which predicates they match; keys on which the dialects of regular
+        expressions disagree are in none."""
+        kinds = [FreeKeys(frozenset(), None)]
+        if not self._predicates:
+            return kinds
+        try:
+            named = dfa.neither(dfa.from_texts(self.names)) if self.names else dfa.EVERY
+            kinds = [FreeKeys(frozenset(), dfa.restricted(named, KEY_CHARS))]
+            for predicate in self._predicates:
+                inside, outside = self._split(predicate)
+                parts = [
+                    FreeKeys(kind.matches | extra, dfa.both(kind.texts or dfa.EVERY, texts))
+                    for kind in kinds
+                    for extra, texts in (({predicate}, inside), (frozenset(), outside))
+                ]
+                kinds = [kind for kind in parts if kind.texts and not kind.texts.is_empty]
+                if len(kinds) > _MOST_KINDS:
+                    raise TooLargeError
+        except TooLargeError as error:
+            keyword = "patternProperties" if isinstance(predicate, str) else "propertyNames"
+            raise keywords.refusal(keyword, self.path, "makes too large an automaton") from error
+        return kinds
+
+    def _split(self, predicate: Predicate) -> tuple[Dfa, Dfa]:
+        """Texts that surely match, and texts that surely do not."""
+        if isinstance(predicate, str):
+            return found_in(predicate, False), dfa.neither(found_in(predicate, True))
+        return self._texts(predicate), self._texts(negated(predicate))
+
+    def _texts(self, expr: Expr) -> Dfa:
+        found = []
+        for shape in self.writer.reader.shapes(expr):
+            if isinstance(shape, Strings):
+                found.append(automaton(shape))
+            elif isinstance(shape, Consts) and shape.kind == "string":
+                found.append(dfa.from_texts(_texts_of(shape)))
+        return dfa.any_of(found) if found else dfa.NONE
+
+
+def _covers(keys: Keys, kind: FreeKeys) -> bool:
+    """Whether free keys of a kind are in a set of keys."""
+    return (not kind.matches.isdisjoint((*keys.patterns, *keys.exprs))) != keys.inverted
+
+
+def _texts_of(shape: Consts) -> list[str]:
+    return [json.loads(text) for _, text in shape.values]

@@ -1,0 +1,161 @@
+"""The mask benchmark: classes, the order of keys, tokenizer files, the record."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import maskbench
+from bench.masks import tokens
+from bench.masks.order import Order
+from overlap_spec.grammar import Grammar
+from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
+from overlap_spec.grammar.isolation.limits import CompileFailure
+from overlap_spec.grammar.vocabulary import Vocabulary
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+def case(valid: bool, data: Any) -> dict[str, Any]:
+    return {"valid": valid, "data": data}
+
+
+# The labels of the last three are wrong on purpose: they stand for what a backend gets wrong.
+ENTRIES: dict[str, tuple[Any, list[dict[str, Any]]]] = {
+    "clean": (PERSON, [case(True, {"age": 3, "name": "Ada"}), case(False, {"age": 3})]),
+    "untested": (PERSON, []),
+    "refused": ({"type": "array", "uniqueItems": True}, [case(True, [])]),
+    "over_constrained": ({"type": "null"}, [case(True, None), case(True, 3)]),
+    "under_constrained": ({"type": "integer"}, [case(True, "x"), case(False, 3)]),
+}
+
+
+def write(folder: Path) -> Path:
+    path = folder / "schemas.jsonl"
+    lines = [
+        json.dumps({"id": name, "schema": schema, "tests": cases})
+        for name, (schema, cases) in ENTRIES.items()
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_each_schema_lands_in_its_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "record.json"
+    maskbench.main(
+        ["--data", str(write(tmp_path)), "--backend", "xgrammar", "--vocab", "2100",
+         "--in-process", "--json", str(out)]
+    )  # fmt: skip
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record == json.loads(out.read_text())
+    assert record["counts"] == {name: int(name in ENTRIES) for name in maskbench.CLASSES}
+    assert record["schemas"] == len(ENTRIES)
+    assert record["ttfm_ms"]["n"] == 4
+    assert record["tbm_us"]["n"] > 10
+    assert 0 < record["tbm_us"]["p50"] <= record["tbm_us"]["p99"]
+    failed = {entry["id"]: entry for entry in record["failures"]}
+    assert set(failed) == {"refused", "over_constrained", "under_constrained"}
+    assert "uniqueItems" in failed["refused"]["reason"]
+    samples = out.with_suffix(".samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in samples] == list(ENTRIES)
+
+
+def test_an_order_that_only_the_file_has_is_told_apart() -> None:
+    found = tokens.read(None, 2100, 0)
+    schema = {"type": "object", "patternProperties": {"^b": {"type": "null"}}, "required": ["b"]}
+    compiled = XGrammarBackend(found.vocabulary).compile(Grammar.json_schema(schema))
+
+    class Reversed(Order):
+        def apply(self, value: Any) -> Any:
+            return dict(reversed(value.items()))
+
+    result = maskbench.Result()
+    entry = {"schema": schema, "tests": [case(True, {"b": None, "a": 1})]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(maskbench, "Order", Reversed)
+        maskbench.judge(compiled, entry, found, result)
+    assert result.name == "order_only"
+    assert result.reason.startswith("at token ")
+
+
+def test_a_vocabulary_below_the_tokenizer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tokens.read(None, 1024, 0)
+    assert "--vocab 1024 is less than" in capsys.readouterr().err
+
+
+def test_a_failed_compile_keeps_its_kind() -> None:
+    class Slow:
+        def compile(self, _: Grammar) -> None:
+            raise CompileFailure("took too long", "timeout")
+
+    found = tokens.read(None, 2100, 0)
+    result = maskbench.run_schema(Slow(), {"schema": {}}, found)  # type: ignore[arg-type]
+    assert (result.name, result.reason, result.ttfm_ms) == ("timeout", "took too long", None)
+
+
+def test_a_token_outside_the_mask_stops_the_feed() -> None:
+    vocabulary = Vocabulary((*(bytes([i]) for i in range(256)), b""), 257, (256,))
+    compiled = XGrammarBackend(vocabulary).compile(Grammar.json_schema({"type": "integer"}))
+    times: list[float] = []
+    assert maskbench.feed(compiled, list(b"12"), times) is None
+    assert len(times) == 3
+    assert maskbench.feed(compiled, list(b"1x2"), []) == 1
+    assert maskbench.feed(compiled, list(b"-"), []) == 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "names"),
+    [
+        (PERSON, {"age": 1, "name": "a"}, ["name", "age"]),
+        ({"allOf": [{"required": ["z"]}, PERSON]}, {"age": 1, "z": 1, "name": ""},
+         ["name", "age", "z"]),
+        ({"properties": {"b": {}}, "anyOf": [{"properties": {"c": {"type": "null"}}},
+          {"properties": {"a": {}}}]}, {"a": 1, "c": 1, "b": 1}, ["b", "a", "c"]),
+        ({"$ref": "#/$defs/p", "$defs": {"p": PERSON}}, {"age": 1, "name": ""}, ["name", "age"]),
+        ({"if": {"required": ["b"]}, "then": {"properties": {"b": {}, "a": {}}}},
+         {"a": 1, "b": 1}, ["b", "a"]),
+        ({}, {"b": 1, "a": 1}, ["b", "a"]),
+    ],
+)  # fmt: skip
+def test_keys_come_in_schema_order(schema: Any, value: Any, names: list[str]) -> None:
+    ordered = Order(schema).apply(value)
+    assert list(ordered) == names
+    assert ordered == value
+    nested = {"patternProperties": {"^x": {"items": schema}}, "$defs": schema.get("$defs", {})}
+    assert list(Order(nested).apply({"x1": [value]})["x1"][0]) == names
+
+
+def test_a_tekken_file_is_read(tmp_path: Path) -> None:
+    pieces = [*(bytes([i]) for i in range(256)), b"ab", b"abc", "é".encode()]
+    vocab = [
+        {"rank": i, "token_bytes": base64.b64encode(piece).decode(), "token_str": None}
+        for i, piece in enumerate(pieces)
+    ]
+    path = tmp_path / "tekken.json"
+    config = {"default_vocab_size": 262, "default_num_special_tokens": 3}
+    path.write_text(json.dumps({"config": config, "vocab": vocab}))
+    found = tokens.read(path, None, 0)
+    assert found.vocabulary.size == 262
+    assert found.vocabulary.stop_ids == (2,)
+    ids = found.encode("abcabé")
+    assert ids == [3 + 257, 3 + 256, 3 + 258]
+    assert b"".join(found.vocabulary.tokens[i] for i in ids).decode() == "abcabé"
+    row = np.zeros(found.vocabulary.words, np.int32)
+    compiled = XGrammarBackend(found.vocabulary).compile(Grammar.choice(["abc"]))
+    compiled.matcher().fill(row)
+    legal = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+    assert set(legal) == {3 + ord("a"), 3 + 256, 3 + 257}
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        tokens.read(tmp_path / "other.json", None, 0)
