@@ -1,36 +1,89 @@
-"""Compiling once: a byte-bounded cache in front of a backend."""
+"""Compiling once: a byte-bounded cache in front of whatever compiles."""
 
 from __future__ import annotations
 
+import copy
+import sys
 import threading
-from collections import OrderedDict
+import time
+import weakref
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
 
+import numpy as np
+
+from overlap_spec.errors import ConfigError, GrammarError
+from overlap_spec.grammar import gate
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
+from overlap_spec.grammar.isolation.executor import Executor, InProcess
+from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
+from overlap_spec.grammar.isolation.pool import Pool
 from overlap_spec.grammar.spec import Grammar
 
 Key = tuple[Grammar, str, str]
+Waiter = Future[CompiledGrammar]
+
+# How long failures are remembered, in seconds: a refusal is the same the next time, but a compile
+# that was too slow or too large may have met a busy machine.
+REFUSED_S = 60.0
+FAILED_S = 5.0
+FAILURES = 256
+TIMINGS = 1024
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A grammar on its way, and all who wait for it."""
+
+    key: Key
+    start_ns: int
+    waiters: list[Waiter] = field(default_factory=list)
+    inner: Future[CompiledGrammar] | None = None
 
 
 class GrammarCompiler:
     """Compiles grammars behind a least-recently-used cache; safe to share between threads.
 
-    Callers that ask for the same grammar at the same time wait for one compilation. A failure is
-    raised to all who wait for it and then forgotten.
+    Callers that ask for the same grammar at the same time wait for one compilation. Compiling, our
+    own lowering included, happens in worker processes: a grammar that hangs, crashes or eats memory
+    fails alone, with :class:`CompileFailure`. Failures are remembered for seconds.
 
     Args:
-        backend: What compiles.
+        backend: What compiles; a worker builds its own of the same class and vocabulary.
         cache_bytes: Bound of `memory_bytes` summed over the cache. A grammar that is larger by
             itself is compiled and handed out, but not kept.
+        isolated: Whether to compile in worker processes; None does where the system can (Linux).
+        limits: What a compile may use, and how many run and wait.
+
+    Raises:
+        ConfigError: isolation is asked for and cannot be had here.
     """
 
-    def __init__(self, backend: Backend, cache_bytes: int = 256 * 2**20) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        cache_bytes: int = 256 * 2**20,
+        *,
+        isolated: bool | None = None,
+        limits: CompileLimits | None = None,
+    ) -> None:
         self.backend = backend
         self.cache_bytes = cache_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._done: OrderedDict[Key, CompiledGrammar] = OrderedDict()
-        self._running: dict[Key, Future[CompiledGrammar]] = {}
+        self._failed: OrderedDict[Key, tuple[float, GrammarError]] = OrderedDict()
+        self._flights: dict[Key, _Flight] = {}
         self._used_bytes = 0
+        self._counts = Counter[str]()
+        self._failures = Counter[str]()
+        self._compile_ms = deque[float](maxlen=TIMINGS)
+        self._executor = _executor(backend, isolated, limits or CompileLimits())
+        stop = self._executor.stop if isinstance(self._executor, Pool) else self._executor.close
+        self._finalizer = weakref.finalize(self, stop)
 
     @property
     def used_bytes(self) -> int:
@@ -38,43 +91,189 @@ class GrammarCompiler:
         return self._used_bytes
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """The compiled grammar, from the cache where it is there.
+        """The compiled grammar, from the cache where it is there; blocks until it is ready.
 
         Raises:
+            CompileFailure: it took too long or too much, crashed its process, or found no room.
             GrammarError: as the backend raises it.
         """
+        future = self.submit(grammar)
+        try:
+            return future.result()
+        except BaseException:
+            # An interrupted caller no longer wants it.
+            future.cancel()
+            raise
+
+    def submit(self, grammar: Grammar) -> Future[CompiledGrammar]:
+        """The same as a future, which is done already where the grammar is cached.
+
+        Cancelling it leaves the compilation; where nobody else waits, that is stopped.
+        """
+        if grammar.kind == "after_thinking" and grammar.inner is not None:
+            return self._gated(grammar, grammar.inner)
+        waiter = Waiter()
         key = (grammar, self.backend.vocabulary.fingerprint, self.backend.name)
         with self._lock:
-            if key in self._done:
-                self._done.move_to_end(key)
-                return self._done[key]
-            flight = self._running.get(key)
-            mine = flight is None
-            if flight is None:
-                flight = self._running[key] = Future()
-        if mine:
-            self._compile(key, flight)
-        return flight.result()
+            known = self._lookup(key)
+            if known is None:
+                self._board(key, waiter)
+        if isinstance(known, CompiledGrammar):
+            waiter.set_result(known)
+        elif known is not None:
+            waiter.set_exception(known)
+        return waiter
 
-    def _compile(self, key: Key, flight: Future[CompiledGrammar]) -> None:
-        try:
-            compiled = self.backend.compile(key[0])
-        except BaseException as error:
-            with self._lock:
-                del self._running[key]
-            flight.set_exception(error)
+    def warm(self) -> None:
+        """Start the workers now, so that the first grammar does not wait for them."""
+        self._executor.warm()
+
+    def close(self) -> None:
+        """End threads and processes; grammars under way fail, and later ones too."""
+        self._finalizer.detach()
+        self._executor.close()
+
+    def __enter__(self) -> GrammarCompiler:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Figures as plain data.
+
+        `compiles` were begun, `hits` came from the cache, `joined` waited for another's compile,
+        `remembered` met a failure that was still known. `failures` are counted by kind: those of
+        `CompileFailure`, and `refused`. `compile_ms` is from the first request for a grammar to
+        its end, over the last 1,024 that compiled; None where there is none.
+        """
+        with self._lock:
+            names = ("compiles", "hits", "joined", "remembered", "cancelled")
+            return {
+                **{name: self._counts[name] for name in names},
+                "failures": dict(self._failures),
+                "in_flight": len(self._flights),
+                "compile_ms": _percentiles(self._compile_ms),
+                "cache_bytes": self._used_bytes,
+                "cache_entries": len(self._done),
+                "executor": self._executor.snapshot(),
+            }
+
+    def _gated(self, grammar: Grammar, behind: Grammar) -> Future[CompiledGrammar]:
+        """The grammar behind the thinking, compiled and cached by itself, with its gate."""
+        inner, waiter = self.submit(behind), Waiter()
+
+        def land(done: Future[CompiledGrammar]) -> None:
+            if done.cancelled() or not waiter.set_running_or_notify_cancel():
+                return
+            try:
+                waiter.set_result(gate.wrap(done.result(), grammar))
+            except Exception as error:  # whoever waits shall have it
+                waiter.set_exception(error)
+
+        waiter.add_done_callback(lambda outer: inner.cancel() if outer.cancelled() else None)
+        inner.add_done_callback(land)
+        return waiter
+
+    def _lookup(self, key: Key) -> CompiledGrammar | GrammarError | None:
+        if key in self._done:
+            self._counts["hits"] += 1
+            self._done.move_to_end(key)
+            return self._done[key]
+        until_s, error = self._failed.get(key, (0.0, None))
+        if error is None:
+            return None
+        if time.monotonic() >= until_s:
+            del self._failed[key]
+            return None
+        self._counts["remembered"] += 1
+        return copy.copy(error)
+
+    def _board(self, key: Key, waiter: Waiter) -> None:
+        flight = self._flights.get(key)
+        if flight is not None:
+            self._counts["joined"] += 1
+            flight.waiters.append(waiter)
+        else:
+            self._counts["compiles"] += 1
+            flight = self._flights[key] = _Flight(key, time.perf_counter_ns(), [waiter])
+            flight.inner = self._executor.submit(key[0])
+            flight.inner.add_done_callback(lambda inner: self._land(flight, inner))
+        waiter.add_done_callback(lambda done: self._leave(flight, done))
+
+    def _leave(self, flight: _Flight, waiter: Waiter) -> None:
+        if not waiter.cancelled():
             return
         with self._lock:
-            del self._running[key]
-            self._keep(key, compiled)
-        flight.set_result(compiled)
+            if waiter in flight.waiters:
+                flight.waiters.remove(waiter)
+            if flight.waiters or self._flights.get(flight.key) is not flight:
+                return
+            del self._flights[flight.key]
+            self._counts["cancelled"] += 1
+        if flight.inner is not None:
+            flight.inner.cancel()
+
+    def _land(self, flight: _Flight, inner: Future[CompiledGrammar]) -> None:
+        if inner.cancelled():
+            return
+        error = inner.exception()
+        with self._lock:
+            if self._flights.get(flight.key) is flight:
+                del self._flights[flight.key]
+            waiters, flight.waiters = flight.waiters, []
+            if error is not None:
+                self._note_failure(flight.key, error)
+            else:
+                self._compile_ms.append((time.perf_counter_ns() - flight.start_ns) / 1e6)
+                self._keep(flight.key, inner.result())
+        # Outside the lock: whoever waits may run code of his own now.
+        for waiter in waiters:
+            if waiter.set_running_or_notify_cancel():
+                if error is not None:
+                    waiter.set_exception(copy.copy(error))
+                else:
+                    waiter.set_result(inner.result())
+
+    def _note_failure(self, key: Key, error: BaseException) -> None:
+        kind = error.kind if isinstance(error, CompileFailure) else "refused"
+        self._failures[kind if isinstance(error, GrammarError) else "crash"] += 1
+        if not isinstance(error, GrammarError) or kind in ("busy", "closed"):
+            return
+        kept_s = REFUSED_S if kind == "refused" else FAILED_S
+        self._failed[key] = (time.monotonic() + kept_s, copy.copy(error))
+        while len(self._failed) > FAILURES:
+            self._failed.popitem(last=False)
 
     def _keep(self, key: Key, compiled: CompiledGrammar) -> None:
         size = compiled.memory_bytes
-        if size > self.cache_bytes:
+        if size > self.cache_bytes or key in self._done:
             return
         while self._used_bytes + size > self.cache_bytes:
             _, oldest = self._done.popitem(last=False)
             self._used_bytes -= oldest.memory_bytes
         self._done[key] = compiled
         self._used_bytes += size
+
+
+def _executor(backend: Backend, isolated: bool | None, limits: CompileLimits) -> Executor:
+    can = sys.platform == "linux"
+    if isolated and not can:
+        raise ConfigError(
+            f"grammars cannot be compiled in worker processes on {sys.platform}: "
+            "compile in this process (isolated=False)"
+        )
+    return Pool(backend, limits) if isolated or (isolated is None and can) else InProcess(backend)
+
+
+def _percentiles(values: Iterable[float]) -> dict[str, float] | None:
+    found = list(values)
+    if not found:
+        return None
+    p50, p99 = np.percentile(found, (50, 99))
+    return {"p50": float(p50), "p99": float(p99)}

@@ -10,8 +10,10 @@ import pytest
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import AcceptItem, FillItem, Grammar, GrammarCompiler, Lane, Vocabulary
+from overlap_spec.grammar import compile as compile_module
 from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher
+from overlap_spec.grammar.isolation.limits import CompileFailure
 
 VOCABULARY = Vocabulary((b"a", b"b", b""), 3, (2,))
 
@@ -29,7 +31,7 @@ class Counted(CompiledGrammar):
 
 
 class Slow(Backend):
-    """Counts compilations; a grammar's size is that of its source; `x` fails the first time."""
+    """Counts compilations; a grammar's size is that of its source; `x` fails as the first."""
 
     name = "slow"
 
@@ -42,14 +44,14 @@ class Slow(Backend):
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         self.compiled.append(grammar.source)
         assert self.gate.wait(10)
-        if grammar.source == "x" and self.compiled.count("x") == 1:
-            raise GrammarError("once")
+        if set(grammar.source) == {"x"} and (grammar.best_effort or len(self.compiled) == 1):
+            raise GrammarError("once", "regex")
         return Counted(len(grammar.source))
 
 
 def test_one_flight_for_many_callers() -> None:
     backend = Slow(VOCABULARY)
-    compiler = GrammarCompiler(backend)
+    compiler = GrammarCompiler(backend, isolated=False)
     backend.gate.clear()
     with ThreadPoolExecutor(8) as pool:
         flights = [pool.submit(compiler.compile, Grammar.regex("ab")) for _ in range(8)]
@@ -60,7 +62,7 @@ def test_one_flight_for_many_callers() -> None:
 
 def test_the_least_recently_used_goes_first() -> None:
     backend = Slow(VOCABULARY)
-    compiler = GrammarCompiler(backend, cache_bytes=10)
+    compiler = GrammarCompiler(backend, cache_bytes=10, isolated=False)
     for source in ("a" * 4, "b" * 4, "a" * 4, "c" * 4, "a" * 4, "b" * 4):
         compiler.compile(Grammar.regex(source))
         assert compiler.used_bytes <= 10
@@ -71,11 +73,51 @@ def test_the_least_recently_used_goes_first() -> None:
     assert compiler.used_bytes == 8
 
 
-def test_a_failure_is_not_remembered() -> None:
-    compiler = GrammarCompiler(Slow(VOCABULARY))
-    with pytest.raises(GrammarError, match="once"):
-        compiler.compile(Grammar.regex("x"))
+def test_a_failure_is_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, now = Slow(VOCABULARY), [100.0]
+    compiler = GrammarCompiler(backend, isolated=False)
+    monkeypatch.setattr(compile_module.time, "monotonic", lambda: now[0])
+    errors = []
+    for _ in range(3):
+        with pytest.raises(GrammarError, match="once") as caught:
+            compiler.compile(Grammar.regex("x"))
+        errors.append(caught.value)
+    assert backend.compiled == ["x"]
+    assert len({id(error) for error in errors}) == 3
+    assert {error.param for error in errors} == {"regex"}
+    now[0] += compile_module.REFUSED_S
     assert compiler.compile(Grammar.regex("x")).memory_bytes == 1
+    figures = compiler.snapshot()
+    assert figures["failures"] == {"refused": 1}
+    assert (figures["compiles"], figures["remembered"]) == (2, 2)
+
+
+def test_failures_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_module, "FAILURES", 2)
+    backend = Slow(VOCABULARY)
+    compiler = GrammarCompiler(backend, isolated=False)
+    for source in ("x", "xx", "xxx", "x"):
+        with pytest.raises(GrammarError):
+            compiler.compile(Grammar("regex", source, "compact", best_effort=True))
+    assert backend.compiled == ["x", "xx", "xxx", "x"]
+
+
+def test_figures() -> None:
+    compiler = GrammarCompiler(Slow(VOCABULARY), isolated=False)
+    assert compiler.snapshot()["compile_ms"] is None
+    for source in ("a", "b", "a"):
+        compiler.compile(Grammar.regex(source))
+    figures = compiler.snapshot()
+    assert {name: figures[name] for name in ("compiles", "hits", "in_flight")} == {
+        "compiles": 2,
+        "hits": 1,
+        "in_flight": 0,
+    }
+    assert (figures["cache_bytes"], figures["cache_entries"]) == (2, 2)
+    assert 0 < figures["compile_ms"]["p50"] <= figures["compile_ms"]["p99"]
+    compiler.close()
+    with pytest.raises(CompileFailure, match="closed"):
+        compiler.compile(Grammar.regex("c"))
 
 
 @pytest.mark.parametrize("threads", [0, 2])
@@ -105,3 +147,17 @@ def test_a_fault_in_one_request_stays_there(threads: int) -> None:
         assert [r.error is not None for r in results] == [False, True, False]
         assert all(r.start_ns <= r.end_ns for r in results)
     assert buffer[:, 0].tolist() == [0b110, 0, 0b110]
+
+
+def test_a_gated_grammar_is_its_inner_one_behind_a_gate() -> None:
+    """The inner grammar is compiled once, whatever stands before it; failures are its own."""
+    backend = XGrammarBackend(Vocabulary((b"a", b"<end>", b""), 3, (2,)))
+    with GrammarCompiler(backend, isolated=False) as compiler:
+        inner = Grammar.choice(["a"])
+        matcher = compiler.compile(inner.after_thinking("<end>")).matcher()
+        assert [matcher.accept(t) for t in (0, 2, 0, 1, 1, 0, 2)] == [1, 0, 1, 1, 0, 1, 1]
+        assert matcher.is_terminated
+        compiler.compile(inner)
+        assert compiler.snapshot()["compiles"] == 1
+        with pytest.raises(GrammarError, match="nothing is not defined"):
+            compiler.compile(Grammar.ebnf("root ::= nothing").after_thinking("<end>"))

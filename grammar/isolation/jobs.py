@@ -1,0 +1,43 @@
+"""A grammar on its way, and the worker that it is with."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from overlap_spec.grammar.contract import CompiledGrammar
+from overlap_spec.grammar.isolation.limits import CompileFailure, FailureKind
+from overlap_spec.grammar.spec import Grammar
+
+
+@dataclass(eq=False)
+class Job:
+    """A grammar on its way; its future is settled once."""
+
+    grammar: Grammar
+    future: Future[CompiledGrammar]
+    retried: bool = False
+
+    def fail(self, kind: FailureKind, reason: str) -> None:
+        """End with a `CompileFailure` that begins with the grammar's kind."""
+        text = f"the {self.grammar.kind} grammar was not compiled: {reason}"
+        self.raises(CompileFailure(text, kind, self.grammar.kind))
+
+    def raises(self, error: BaseException) -> None:
+        """End with an error, unless everybody has left."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker process as the engine sees it; times are of `time.monotonic`."""
+
+    number: int
+    end: socket.socket
+    job: Job | None = None
+    given_s: float = 0.0
+    started_s: float | None = None
+    is_long: bool = False
+    is_slow: bool = False

@@ -1,0 +1,396 @@
+"""Handing grammars to workers, keeping their time and taking their answers.
+
+One thread runs it all. It sleeps until something happens and holds the interpreter lock for
+microseconds; what a worker made is read back on threads of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import pickle
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.contract import Backend
+from overlap_spec.grammar.isolation import channel
+from overlap_spec.grammar.isolation.channel import Message
+from overlap_spec.grammar.isolation.jobs import Job, Worker
+from overlap_spec.grammar.isolation.limits import CompileLimits
+from overlap_spec.grammar.isolation.template_link import TemplateLink
+from overlap_spec.grammar.isolation.worker import means_out_of_memory
+
+# A template that is not ready, or a worker that does not begin, after so long is given up.
+START_S = 60.0
+LOADERS = 2
+
+
+class Supervisor:
+    """The state of a pool; belongs to its thread, but for the mailboxes and `snapshot`.
+
+    Attributes:
+        inbox, cancelled: Jobs that came, and jobs that everybody left; any thread appends.
+        closing: Set to end the thread, followed by `wake`.
+        has_ended: The thread takes no more from the mailboxes.
+        wakes: Reader and writer that wake the thread; set before it starts.
+    """
+
+    def __init__(self, backend: Backend, limits: CompileLimits) -> None:
+        self.backend, self.limits = backend, limits
+        self.inbox: deque[Job] = deque()
+        self.cancelled: deque[Job] = deque()
+        self.closing = self.has_ended = False
+        self.wakes: tuple[socket.socket, socket.socket] | None = None
+        self.fast: deque[Job] = deque()
+        self.long: deque[Job] = deque()
+        self.workers: dict[int, Worker] = {}
+        self.link: TemplateLink | None = None
+        self.link_since_s = 0.0
+        self.numbers = itertools.count()
+        self.forked = self.killed = 0
+
+    def wake(self) -> None:
+        """Have the thread look at its mailboxes; from any thread."""
+        # Where the write fails, the thread is awake already, or has ended.
+        with contextlib.suppress(OSError):
+            if self.wakes is not None:
+                self.wakes[1].send(b"\0", socket.MSG_DONTWAIT)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Queues and workers as plain data; from any thread, and so only about right."""
+        busy = [worker for worker in list(self.workers.values()) if worker.job]
+        link = self.link
+        return {
+            "isolated": True,
+            "template_pid": link.process.pid if link else None,
+            "workers": len(self.workers),
+            "fast_running": sum(not worker.is_long for worker in busy),
+            "long_running": sum(worker.is_long for worker in busy),
+            "fast_waiting": len(self.fast) + len(self.inbox),
+            "long_waiting": len(self.long),
+            "workers_forked": self.forked,
+            "workers_killed": self.killed,
+        }
+
+    def refuse_all(self) -> None:
+        """Fail whatever waits; from any thread once `has_ended` is set."""
+        for queue in (self.fast, self.long, self.inbox):
+            with contextlib.suppress(IndexError):
+                while True:
+                    queue.popleft().fail("closed", "the engine was closed before its turn came")
+
+    def run(self) -> None:
+        """The thread."""
+        assert self.wakes is not None
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.wakes[0], selectors.EVENT_READ, None)
+        self.loaders = ThreadPoolExecutor(LOADERS, "grammar-load")
+        try:
+            while not self.closing:
+                self._take_mail()
+                self._schedule()
+                for key, _ in self.selector.select(self._patience_s()):
+                    self._handle(key.data)
+                self._expire()
+        finally:
+            self.closing = True
+            self._shut()
+
+    def _shut(self) -> None:
+        for worker in self.workers.values():
+            worker.end.close()
+            if worker.job:
+                worker.job.fail("closed", "the engine was closed")
+        self.workers.clear()
+        if self.link:
+            self.link.close()
+            self.link = None
+        self.loaders.shutdown(wait=True)
+        self.selector.close()
+        assert self.wakes is not None
+        for wake in self.wakes:
+            wake.close()
+        self.has_ended = True
+        self.refuse_all()
+
+    def _take_mail(self) -> None:
+        while self.inbox:
+            job = self.inbox.popleft()
+            if len(self.fast) < self.limits.fast_waiting:
+                self.fast.append(job)
+            else:
+                job.fail("busy", "too many others wait; try again later")
+        while self.cancelled:
+            job = self.cancelled.popleft()
+            for queue in (self.fast, self.long):
+                if job in queue:
+                    queue.remove(job)
+            for worker in list(self.workers.values()):
+                if worker.job is job:
+                    self._kill(worker)
+
+    # Giving work.
+
+    def _schedule(self) -> None:
+        busy = [worker.is_long for worker in self.workers.values() if worker.job]
+        fast, long = busy.count(False), busy.count(True)
+        while self.fast and fast < self.limits.fast_running and self._give(self.fast, False):
+            fast += 1
+        while self.long and long < self.limits.long_running and self._give(self.long, True):
+            long += 1
+        # A spare one is forked while the others work, so that nobody waits for a fork.
+        if all(worker.job for worker in self.workers.values()):
+            self._fork()
+
+    def _give(self, queue: deque[Job], is_long: bool) -> bool:
+        for worker in [worker for worker in self.workers.values() if worker.job is None]:
+            if self._send(worker, queue, is_long):
+                return True
+        new = self._fork()
+        return new is not None and self._send(new, queue, is_long)
+
+    def _send(self, worker: Worker, queue: deque[Job], is_long: bool) -> bool:
+        grammar = dataclasses.replace(queue[0].grammar, output=None)
+        try:
+            channel.send_body(worker.end, pickle.dumps(grammar))
+        except OSError:
+            # It died while it was idle, which costs this grammar nothing.
+            self._kill(worker)
+            return False
+        worker.job, worker.is_long = queue.popleft(), False
+        worker.given_s, worker.started_s = time.monotonic(), None
+        if is_long:
+            self._make_long(worker)
+        return True
+
+    def _make_long(self, worker: Worker) -> None:
+        worker.is_long = worker.is_slow = True
+        self._order(TemplateLink.slow, worker)
+
+    def _fork(self) -> Worker | None:
+        try:
+            if self.link is None:
+                self.link = TemplateLink(self.backend, self.limits)
+                self.link_since_s = time.monotonic()
+                self.selector.register(self.link.end, selectors.EVENT_READ, self.link)
+            number = next(self.numbers)
+            worker = Worker(number, self.link.fork(number))
+        except OSError as error:
+            self._blame_link(error)
+            return None
+        self.forked += 1
+        self.workers[number] = worker
+        self.selector.register(worker.end, selectors.EVENT_READ, worker)
+        return worker
+
+    # Taking away.
+
+    def _forget(self, worker: Worker) -> None:
+        if self.workers.pop(worker.number, None):
+            self._hush(worker)
+            worker.end.close()
+
+    def _hush(self, worker: Worker) -> None:
+        with contextlib.suppress(KeyError):
+            self.selector.unregister(worker.end)
+
+    def _kill(self, worker: Worker) -> None:
+        self._forget(worker)
+        self.killed += 1
+        self._order(TemplateLink.kill, worker)
+
+    def _order(self, order: Callable[[TemplateLink, int], None], worker: Worker) -> None:
+        try:
+            if self.link:
+                order(self.link, worker.number)
+        except OSError as error:
+            self._blame_link(error)
+
+    def _blame_link(self, error: OSError) -> None:
+        link = self.link
+        if link:
+            # Its own word of what happened comes first.
+            self._take_events(link)
+        if self.link is link:
+            self._lose_link(f"{type(error).__name__}: {error}")
+
+    def _lose_link(self, reason: str) -> None:
+        """Without a template there are no workers either."""
+        link, self.link = self.link, None
+        never_ready = link is None or not link.ready
+        what = "cannot be started" if never_ready else "ended"
+        text = f"compile workers {what} ({reason})"
+        if link:
+            with contextlib.suppress(KeyError):
+                self.selector.unregister(link.end)
+            link.close()
+        for worker in list(self.workers.values()):
+            self._forget(worker)
+            if worker.job:
+                worker.job.fail("crash", text)
+        if never_ready:
+            # Another one would not start either; the next grammar tries again.
+            for queue in (self.fast, self.long):
+                while queue:
+                    queue.popleft().fail("crash", text)
+
+    # Listening.
+
+    def _handle(self, source: TemplateLink | Worker | None) -> None:
+        if source is None:
+            assert self.wakes is not None
+            self.wakes[0].recv(4096)
+        elif isinstance(source, Worker):
+            self._listen(source)
+        elif source is self.link:
+            self._take_events(source)
+
+    def _take_events(self, link: TemplateLink) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self.link is link:
+                event = link.event()
+                if event is None:
+                    self._lose_link("their template process ended")
+                elif event["event"] == "ready":
+                    link.ready = True
+                elif event["event"] == "broken":
+                    self._lose_link(event["message"])
+                elif event["number"] in self.workers:
+                    self._bury(self.workers[event["number"]], event["exit"], event["output"])
+
+    def _bury(self, worker: Worker, code: int, output: str) -> None:
+        """A worker ended: its last answer may still lie in the channel."""
+        self._listen(worker)
+        self._forget(worker)
+        job = worker.job
+        if job is None:
+            return
+        if worker.started_s is None and not job.retried:
+            # It died idle, just as it was given this; once is bad luck, twice is a reason.
+            job.retried = True
+            (self.long if worker.is_long else self.fast).appendleft(job)
+            return
+        if means_out_of_memory(output):
+            job.fail("out_of_memory", self._over_memory())
+            return
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        said = f": {' '.join(output.split())[:300]}" if output.strip() else ""
+        job.fail("crash", f"its worker process ended with {how}{said}")
+
+    def _listen(self, worker: Worker) -> None:
+        try:
+            while worker.number in self.workers:
+                message = channel.receive(worker.end)
+                if message is None:
+                    # How it ended, the template will say.
+                    self._hush(worker)
+                    return
+                self._take_answer(worker, message)
+        except BlockingIOError:
+            return
+
+    def _take_answer(self, worker: Worker, message: Message) -> None:
+        answer, job = message.header["answer"], worker.job
+        if answer == "started":
+            worker.started_s = time.monotonic()
+            return
+        assert job is not None
+        worker.job = None
+        if not message.header["goes_on"] or worker.is_slow:
+            # Who became slow may not become fast again; it ends when its channel does.
+            self._forget(worker)
+        if answer in ("compiled", "rebuild"):
+            try:
+                self.loaders.submit(self._load, job, message)
+            except RuntimeError:
+                channel.drop_body(message)
+                job.fail("closed", "the interpreter is ending")
+        elif answer == "refused":
+            job.raises(GrammarError(message.header["message"], message.header["param"]))
+        elif answer == "out_of_memory":
+            job.fail("out_of_memory", self._over_memory())
+        elif answer == "too_large":
+            most = self.limits.result_bytes / 2**20
+            job.fail("out_of_memory", f"its compiled form takes more than {most:g} MiB")
+        else:
+            job.fail("crash", message.header["message"])
+
+    def _over_memory(self) -> str:
+        return (
+            f"it took more than {self.limits.memory_bytes / 2**20:g} MiB of memory; "
+            "simplify it (long repetitions are the usual cause)"
+        )
+
+    def _load(self, job: Job, message: Message) -> None:
+        """Read back what a worker made; on a loader's thread."""
+        try:
+            if message.header["answer"] == "rebuild":
+                compiled = self.backend.rebuild(job.grammar)
+            else:
+                compiled = self.backend.deserialize(job.grammar, channel.read_body(message))
+        except GrammarError as error:
+            job.raises(error)
+        except Exception as error:
+            job.fail("crash", f"it cannot be read back: {type(error).__name__}: {error}")
+        else:
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_result(compiled)
+
+    # Keeping time.
+
+    def _deadline_s(self, worker: Worker) -> float:
+        if worker.started_s is None:
+            return worker.given_s + START_S
+        limits = self.limits
+        return worker.started_s + (limits.time_s if worker.is_long else limits.first_s)
+
+    def _patience_s(self) -> float | None:
+        """Seconds until the next deadline; None where nothing runs."""
+        deadlines = [self._deadline_s(worker) for worker in self.workers.values() if worker.job]
+        if not deadlines and (self.fast or self.long):
+            # What should have run them is lost: start again at once.
+            return 0.0
+        if self.link and not self.link.ready:
+            deadlines.append(self.link_since_s + START_S)
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _expire(self) -> None:
+        now_s = time.monotonic()
+        if self.link and not self.link.ready and now_s >= self.link_since_s + START_S:
+            self._lose_link(f"not ready after {START_S:g} s")
+        for worker in list(self.workers.values()):
+            job = worker.job
+            if job is None or now_s < self._deadline_s(worker):
+                continue
+            if worker.started_s is None:
+                self._kill(worker)
+                job.fail("crash", f"its worker process did not begin within {START_S:g} s")
+            elif worker.is_long or self.limits.time_s <= self.limits.fast_s:
+                self._kill(worker)
+                job.fail(
+                    "timeout",
+                    f"it took longer than {self.limits.time_s:g} s; simplify it "
+                    "(long repetitions are the usual cause)",
+                )
+            else:
+                self._outgrow(worker, job)
+
+    def _outgrow(self, worker: Worker, job: Job) -> None:
+        """A compile is not a short one: it goes on, or waits, or is refused."""
+        running = sum(one.is_long for one in self.workers.values() if one.job)
+        if running < self.limits.long_running:
+            self._make_long(worker)
+            return
+        self._kill(worker)
+        if len(self.long) < self.limits.long_waiting:
+            self.long.append(job)
+        else:
+            job.fail("busy", "it is a long one, and too many of those wait; try again later")

@@ -1,0 +1,102 @@
+"""A grammar backend whose grammars say how compiling them goes; workers import it by its name."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import threading
+import time
+
+import numpy as np
+
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.vocabulary import Vocabulary
+
+VOCABULARY = Vocabulary((b"a", b"b", b""), 3, (2,))
+
+
+class Text(CompiledGrammar):
+    """Nothing but the grammar's source; as large as that."""
+
+    def __init__(self, source: str, pid: int) -> None:
+        self.source, self.pid = source, pid
+
+    @property
+    def memory_bytes(self) -> int:
+        return len(self.source)
+
+    def matcher(self) -> Matcher:
+        raise NotImplementedError
+
+    def serialize(self) -> bytes | None:
+        if self.source.startswith("rebuild"):
+            return None
+        return f"{self.pid} {self.source}".encode()
+
+
+class Hostile(Backend):
+    """`hang`, `eat`, `abort` and the like do what they say; `slow 0.3` takes so many seconds."""
+
+    name = "hostile"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        what, _, rest = grammar.source.partition(" ")
+        match what:
+            case "hang":
+                # Inside one call of C that keeps the interpreter's lock.
+                re.match(r"(a+)+b", "a" * 64)
+            case "eat":
+                _ = [np.ones(2**23, np.uint8) for _ in range(10 * 2**7)]
+            case "abort":
+                os.write(2, b"a library's last words")
+                os.abort()
+            case "rust":
+                os.write(2, b"memory allocation of 42 bytes failed")
+                os.abort()
+            case "segfault":
+                ctypes.string_at(0)
+            case "raise":
+                raise RuntimeError("a fault \N{SKULL}" * 5000)
+            case "refuse":
+                raise GrammarError("$.not: no", "schema")
+            case "print":
+                print("noise", flush=True)
+            case "slow":
+                time.sleep(float(rest.split()[0]))
+            case "swell":
+                return Text("x" * int(rest), os.getpid())
+        return Text(grammar.source, os.getpid())
+
+    def deserialize(self, grammar: Grammar, data: bytes) -> CompiledGrammar:  # noqa: ARG002
+        pid, _, source = data.decode().partition(" ")
+        if source == "unreadable":
+            raise ValueError("not mine")
+        return Text(source, int(pid))
+
+    def rebuild(self, grammar: Grammar) -> CompiledGrammar:
+        return Text(grammar.source, os.getpid())
+
+
+class Homebound(Hostile):
+    """Can be built in the process that sets `home`, and nowhere else."""
+
+    home = 0
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
+        if os.getpid() != self.home:
+            raise RuntimeError("far from home")
+
+
+class Threaded(Hostile):
+    """Starts a thread when it is built."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()

@@ -1,0 +1,390 @@
+"""Compiling in worker processes: limits, queues, cancelling, and what is left over."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, wait
+from pathlib import Path
+from typing import cast
+
+import hostile
+import numpy as np
+import pytest
+
+from overlap_spec.errors import ConfigError, GrammarError
+from overlap_spec.grammar import Grammar, GrammarCompiler, Vocabulary
+from overlap_spec.grammar.backends import load
+from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes need Linux")
+
+ROOT = Path(__file__).parent.parent
+LIMITS = CompileLimits(
+    time_s=2.0,
+    memory_bytes=2**26,
+    result_bytes=2**24,
+    fast_s=0.5,
+    fast_running=2,
+    long_running=1,
+    long_waiting=1,
+    nice=0,
+)
+
+
+def job(text: str) -> Grammar:
+    return Grammar.ebnf(text)
+
+
+@pytest.fixture
+def compiler() -> Iterator[GrammarCompiler]:
+    with GrammarCompiler(hostile.Hostile(hostile.VOCABULARY), limits=LIMITS) as made:
+        yield made
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def pids(compiler: GrammarCompiler) -> list[int]:
+    template = cast("int", compiler.snapshot()["executor"]["template_pid"])
+    return [template, *children(template)]
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "says"),
+    [
+        ("hang", "timeout", "longer than 2 s"),
+        ("eat", "out_of_memory", "more than 64 MiB"),
+        ("rust", "out_of_memory", "more than 64 MiB"),
+        ("swell 20000000", "out_of_memory", "compiled form takes more than 16 MiB"),
+        ("abort", "crash", "SIGABRT: a library's last words"),
+        ("segfault", "crash", "SIGSEGV"),
+        ("raise", "crash", "RuntimeError: a fault \N{SKULL}"),
+        ("unreadable", "crash", "ValueError: not mine"),
+    ],
+)
+def test_what_goes_wrong_costs_one_grammar(
+    compiler: GrammarCompiler, source: str, kind: str, says: str
+) -> None:
+    bad = compiler.submit(job(source))
+    good = [compiler.submit(job(f"good {i}")) for i in range(8)]
+    wait(good)
+    with pytest.raises(CompileFailure, match=says) as caught:
+        bad.result(20)
+    assert (caught.value.kind, caught.value.param) == (kind, "ebnf")
+    assert all(future.exception() is None for future in good)
+    assert compiler.snapshot()["failures"] == {kind: 1}
+    assert compiler.compile(job("after")).memory_bytes == 5
+
+
+def test_a_refusal_comes_back_as_it_was(compiler: GrammarCompiler) -> None:
+    with pytest.raises(GrammarError) as caught:
+        compiler.compile(job("refuse"))
+    assert (type(caught.value), str(caught.value)) == (GrammarError, "$.not: no")
+    assert caught.value.param == "schema"
+    assert compiler.snapshot()["failures"] == {"refused": 1}
+
+
+def test_it_is_compiled_elsewhere_and_kept_here(compiler: GrammarCompiler) -> None:
+    first = compiler.compile(job("text"))
+    assert isinstance(first, hostile.Text)
+    assert first.pid != os.getpid()
+    again = compiler.submit(job("text"))
+    assert again.done()
+    assert again.result() is first
+    large = compiler.compile(job("large " + "x" * 2_000_000))
+    assert large.memory_bytes == 2_000_006
+    rebuilt = compiler.compile(job("rebuild"))
+    assert isinstance(rebuilt, hostile.Text)
+    assert rebuilt.pid == os.getpid()
+
+
+def test_types_of_the_caller_stay_here(compiler: GrammarCompiler) -> None:
+    class Local:
+        pass
+
+    compiler.compile(Grammar("ebnf", "text", output=Local))
+
+
+def test_what_a_worker_prints_is_not_seen(
+    compiler: GrammarCompiler, capfd: pytest.CaptureFixture[str]
+) -> None:
+    compiler.compile(job("print"))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_short_ones_do_not_wait_for_long_ones(compiler: GrammarCompiler) -> None:
+    hung = [compiler.submit(job(f"hang {i}")) for i in range(4)]
+    until(lambda: compiler.snapshot()["executor"]["long_running"] == 1)
+    # One runs on, one waits its turn, and the others find no room.
+    done, _ = wait(hung, 20, "FIRST_COMPLETED")
+    assert {cast("CompileFailure", one.exception()).kind for one in done} == {"busy"}
+    for i in range(20):
+        compiler.compile(job(f"short {i}"))
+    kinds = [cast("CompileFailure", one.exception(20)).kind for one in hung]
+    assert sorted(kinds) == ["busy", "busy", "timeout", "timeout"]
+    state = compiler.snapshot()
+    assert state["compiles"] == 24
+    assert state["executor"]["long_waiting"] == state["in_flight"] == 0
+
+
+def test_a_long_one_has_less_priority(compiler: GrammarCompiler) -> None:
+    def niceness() -> set[int]:
+        return {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids(compiler)[1:]}
+
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    compiler.compile(job("warm"))
+    assert niceness() == {here}
+    future = compiler.submit(job("slow 1"))
+    until(lambda: compiler.snapshot()["executor"]["long_running"] == 1)
+    until(lambda: niceness() == {here, min(19, here + LIMITS.long_nice)})
+    future.result(20)
+    until(lambda: niceness() == {here})
+
+
+def test_a_long_one_that_waited_starts_again() -> None:
+    limits = CompileLimits(time_s=5, fast_s=0.2, fast_running=1, long_running=1, nice=0)
+    with GrammarCompiler(hostile.Hostile(hostile.VOCABULARY), limits=limits) as compiler:
+        futures = [compiler.submit(job(f"slow 0.6 {i}")) for i in range(3)]
+        assert [future.result(20).memory_bytes for future in futures] == [10] * 3
+        assert compiler.snapshot()["executor"]["workers_killed"] == 2
+
+
+def test_the_fast_queue_is_bounded() -> None:
+    limits = CompileLimits(fast_running=1, fast_waiting=1, nice=0)
+    with GrammarCompiler(hostile.Hostile(hostile.VOCABULARY), limits=limits) as compiler:
+        first = compiler.submit(job("slow 0.5"))
+        until(lambda: compiler.snapshot()["executor"]["fast_running"] == 1)
+        second = compiler.submit(job("second"))
+        until(lambda: compiler.snapshot()["executor"]["fast_waiting"] == 1)
+        with pytest.raises(CompileFailure, match="try again later") as caught:
+            compiler.compile(job("third"))
+        assert caught.value.kind == "busy"
+        wait([first, second])
+        assert compiler.compile(job("third")).memory_bytes == 5
+
+
+def test_one_flight_for_all_who_ask(compiler: GrammarCompiler) -> None:
+    futures = [compiler.submit(job("slow 0.3")) for _ in range(8)]
+    assert futures[0].cancel()
+    results = [future.result(20) for future in futures[1:]]
+    assert len({id(result) for result in results}) == 1
+    state = compiler.snapshot()
+    assert (state["compiles"], state["joined"], state["cancelled"]) == (1, 7, 0)
+
+
+def test_a_compile_that_all_have_left_is_stopped(compiler: GrammarCompiler) -> None:
+    futures = [compiler.submit(job("hang")) for _ in range(2)]
+    until(lambda: compiler.snapshot()["executor"]["fast_running"] == 1)
+    assert all(future.cancel() for future in futures)
+    until(lambda: compiler.snapshot()["executor"]["workers_killed"] == 1)
+    with pytest.raises(CancelledError):
+        futures[0].result()
+    state = compiler.snapshot()
+    assert (state["cancelled"], state["in_flight"], state["failures"]) == (1, 0, {})
+    assert compiler.compile(job("after")).memory_bytes == 5
+
+
+def test_one_that_waits_can_be_left(compiler: GrammarCompiler) -> None:
+    slow = [compiler.submit(job(f"slow 0.4 {i}")) for i in range(2)]
+    until(lambda: compiler.snapshot()["executor"]["fast_running"] == 2)
+    waiting = compiler.submit(job("never"))
+    assert waiting.cancel()
+    wait(slow)
+    until(lambda: compiler.snapshot()["executor"]["fast_running"] == 0)
+    assert compiler.snapshot()["executor"]["workers_killed"] == 0
+
+
+def test_a_worker_killed_from_outside(compiler: GrammarCompiler) -> None:
+    compiler.compile(job("warm"))
+    future = compiler.submit(job("slow 1"))
+    until(lambda: compiler.snapshot()["executor"]["long_running"] == 1)
+    for pid in pids(compiler)[1:]:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(CompileFailure, match="SIGKILL"):
+        future.result(20)
+    assert compiler.compile(job("after")).memory_bytes == 5
+
+
+def test_the_template_killed_from_outside(compiler: GrammarCompiler) -> None:
+    compiler.compile(job("warm"))
+    before = pids(compiler)
+    future = compiler.submit(job("slow 1"))
+    until(lambda: compiler.snapshot()["executor"]["long_running"] == 1)
+    os.kill(before[0], signal.SIGKILL)
+    with pytest.raises(CompileFailure, match="template process ended"):
+        future.result(20)
+    assert compiler.compile(job("after")).memory_bytes == 5
+    until(lambda: not any(map(is_running, before)))
+
+
+@pytest.mark.parametrize("backend", ["Homebound", "Threaded"])
+def test_workers_that_cannot_start(backend: str) -> None:
+    hostile.Homebound.home = os.getpid()
+    says = {"Homebound": "far from home", "Threaded": "started 1 threads"}[backend]
+    kind = getattr(hostile, backend)
+    with GrammarCompiler(kind(hostile.VOCABULARY), limits=LIMITS) as compiler:
+        for source in ("one", "two"):
+            with pytest.raises(CompileFailure, match=f"cannot be started .*{says}"):
+                compiler.submit(job(source)).result(20)
+
+
+def test_nothing_starts_before_the_first_grammar_nor_stays_after_the_end() -> None:
+    before = set(threading.enumerate())
+    compiler = GrammarCompiler(hostile.Hostile(hostile.VOCABULARY), limits=LIMITS)
+    assert set(threading.enumerate()) == before
+    compiler.warm()
+    compiler.compile(job("text"))
+    running = compiler.submit(job("hang"))
+    until(lambda: compiler.snapshot()["executor"]["fast_running"] == 1)
+    left = pids(compiler)
+    assert len(left) >= 2
+    compiler.close()
+    compiler.close()
+    for future in (running, compiler.submit(job("late"))):
+        with pytest.raises(CompileFailure, match="closed") as caught:
+            future.result(0)
+        assert caught.value.kind == "closed"
+    assert set(threading.enumerate()) == before
+    until(lambda: not any(map(is_running, left)))
+
+
+def test_a_compiler_that_nobody_holds_ends() -> None:
+    before = set(threading.enumerate())
+    compiler = GrammarCompiler(hostile.Hostile(hostile.VOCABULARY), limits=LIMITS)
+    compiler.compile(job("text"))
+    left = pids(compiler)
+    del compiler
+    gc.collect()
+    until(lambda: set(threading.enumerate()) == before)
+    until(lambda: not any(map(is_running, left)))
+
+
+SCRIPT = """
+import sys, time
+sys.path.insert(0, {tests!r})
+import hostile
+from overlap_spec.grammar import Grammar, GrammarCompiler
+compiler = GrammarCompiler(hostile.Hostile(hostile.VOCABULARY))
+compiler.compile(Grammar.ebnf("text"))
+future = compiler.submit(Grammar.ebnf("hang"))
+while not compiler.snapshot()["executor"]["fast_running"]:
+    time.sleep(0.01)
+template = compiler.snapshot()["executor"]["template_pid"]
+print(template, open(f"/proc/{{template}}/task/{{template}}/children").read(), flush=True)
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["", "time.sleep(60)"], ids=["exit", "killed"])
+def test_no_process_outlives_the_engine(end: str) -> None:
+    script = SCRIPT.format(tests=str(ROOT / "tests"), end=end)
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        left = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(left) >= 2
+        if end:
+            assert all(map(is_running, left))
+            process.kill()
+        process.wait(20)
+        assert process.returncode == (-signal.SIGKILL if end else 0)
+    until(lambda: not any(map(is_running, left)))
+
+
+def test_a_fork_of_the_engine_leaves_its_workers_alone(compiler: GrammarCompiler) -> None:
+    compiler.compile(job("text"))
+    left = pids(compiler)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            late = compiler.submit(job("late")).exception(0)
+            compiler.close()
+            status = 0 if isinstance(late, CompileFailure) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert compiler.compile(job("after")).memory_bytes == 5
+    assert all(map(is_running, left[:1]))
+
+
+def test_many_threads_at_once(compiler: GrammarCompiler) -> None:
+    found: list[int] = []
+
+    def ask(thread: int) -> None:
+        for i in range(25):
+            future = compiler.submit(job(f"text {i}"))
+            if (thread + i) % 5 == 0:
+                future.cancel()
+            else:
+                found.append(future.result(20).memory_bytes)
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 120
+    until(lambda: compiler.snapshot()["in_flight"] == 0)
+    assert compiler.snapshot()["failures"] == {}
+
+
+def test_a_class_that_workers_cannot_import() -> None:
+    class Local(hostile.Hostile):
+        pass
+
+    with pytest.raises(ConfigError, match=r"<locals>.Local cannot be imported"):
+        GrammarCompiler(Local(hostile.VOCABULARY))
+
+
+@pytest.mark.parametrize("name", ["time_s", "memory_bytes", "fast_running", "long_waiting"])
+def test_limits_that_cannot_be(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        CompileLimits(**{name: -1})
+    with pytest.raises(ConfigError, match="long_nice"):
+        CompileLimits(nice=10, long_nice=5)
+
+
+def test_xgrammar_in_a_worker_is_xgrammar_here_without_torch() -> None:
+    tokens = [bytes([byte]) for byte in range(32, 127)]
+    vocabulary = Vocabulary((*tokens, b""), len(tokens) + 1, (len(tokens),))
+    backend = load("xgrammar")(vocabulary)
+    grammar = Grammar.json_schema({"type": "array", "items": {"enum": [1, "two", None]}})
+    with GrammarCompiler(backend) as compiler:
+        elsewhere = compiler.compile(grammar).matcher()
+        maps = Path(f"/proc/{pids(compiler)[0]}/maps").read_text()
+    assert "libxgrammar" in maps
+    assert "libtorch" not in maps
+    here = backend.compile(grammar).matcher()
+    rows = np.zeros((2, vocabulary.words), np.int32)
+    for char in b'["two",1,null]':
+        for matcher, row in zip((elsewhere, here), rows, strict=True):
+            matcher.fill(row)
+            assert matcher.accept(char - 32)
+        assert np.array_equal(*rows)
+    assert elsewhere.is_complete
+    assert here.is_complete
