@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from overlap_spec.errors import GrammarError
 
-Kind = Literal["json_schema", "json_object", "regex", "ebnf", "choice"]
+Kind = Literal[
+    "json_schema",
+    "json_object",
+    "regex",
+    "ebnf",
+    "choice",
+    "structural_tag",
+    "tools",
+    "after_thinking",
+]
 Whitespace = Literal["compact", "bounded"] | int
 
 
@@ -23,7 +31,8 @@ class Grammar:
 
     Args:
         kind: Which language `source` is in.
-        source: Canonical text: a JSON schema, a pattern, EBNF, or a JSON list of choices.
+        source: Canonical text: a JSON schema, a pattern, EBNF, a JSON list of choices, or JSON
+            that describes tags, tools, or what comes after the thinking.
         whitespace: White space between the tokens of JSON: `"compact"` has none, `"bounded"`
             allows a line break and up to 16 spaces at each place, a number asks for the exact
             layout of `json.dumps(indent=…)`.
@@ -37,6 +46,16 @@ class Grammar:
     best_effort: bool = False
     output: Any = field(default=None, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        try:
+            self.source.encode()
+        except UnicodeEncodeError as error:
+            half = self.source[error.start]
+            raise GrammarError(
+                f"the {self.kind} grammar has {half!r}, half a surrogate pair, which is no text",
+                self.kind,
+            ) from error
+
     @classmethod
     def json_schema(
         cls, schema: Any, *, whitespace: Whitespace = "compact", best_effort: bool = False
@@ -44,8 +63,9 @@ class Grammar:
         """JSON that is valid under a schema.
 
         Args:
-            schema: A schema as dict, bool or JSON text, or a pydantic model, dataclass or
-                TypedDict, whose schema is taken and whose instances `parse` returns.
+            schema: A schema as dict, bool or JSON text, or a type, whose schema is taken and
+                whose instances `parse` returns: a pydantic model, dataclass, TypedDict, Enum,
+                `Literal[…]`, `Union`, `list[…]`, `int` and the like.
             whitespace: See the class.
             best_effort: See the class.
 
@@ -54,12 +74,14 @@ class Grammar:
         """
         output = None
         if isinstance(schema, str):
-            schema = _read_json(schema)
+            schema = read_json(schema)
         elif isinstance(schema, Mapping):
             schema = dict(schema)
         elif not isinstance(schema, bool):
-            output, schema = schema, _schema_of(schema)
-        _check_schema(schema)
+            from overlap_spec.grammar.outputs import schema_of
+
+            output, schema = schema, schema_of(schema)
+        check_schema(schema)
         return cls("json_schema", _canonical(schema), _layout(whitespace), best_effort, output)
 
     @classmethod
@@ -105,27 +127,161 @@ class Grammar:
                 raise GrammarError(f"choice[{i}]: {text!r} is not a non-empty text", "choice")
         return cls("choice", json.dumps(list(dict.fromkeys(texts)), ensure_ascii=False))
 
+    @classmethod
+    def structural_tag(
+        cls, spec: Mapping[str, Any] | str, *, whitespace: Whitespace = "compact"
+    ) -> Grammar:
+        """Text with tags in it whose content is constrained.
+
+        Args:
+            spec: `{"type": "structural_tag", "format": {…}}` as published by xgrammar, or the
+                older `{"structures": [{"begin", "schema", "end"}], "triggers": […]}` (with or
+                without its `type`), as dict or JSON text. `overlap_spec.grammar.tags` lists the
+                formats that are read.
+            whitespace: See the class; of all JSON inside.
+
+        Raises:
+            GrammarError: a field that is unknown, missing or of the wrong type, by its path; or
+                an inner schema or pattern that is broken.
+        """
+        from overlap_spec.grammar.tags import read_tags
+
+        return cls("structural_tag", _canonical(read_tags(spec)), _layout(whitespace))
+
+    @classmethod
+    def tools(
+        cls,
+        tools: Sequence[Any],
+        *,
+        choice: Any = "auto",
+        parallel: bool = True,
+        format: str = "hermes",
+        strict: bool | None = None,
+        otherwise: Grammar | None = None,
+        whitespace: Whitespace = "compact",
+    ) -> Grammar:
+        """Calls of tools, as a model writes them.
+
+        Arguments follow the tool's `parameters`. A strict tool is held to them exactly or
+        refused. Of any other, what cannot be held to is left out: single keywords, or, where the
+        schema still cannot be read, all of it, and then any JSON object passes.
+
+        Args:
+            tools: OpenAI tool definitions, `{"type": "function", "function": {…}}`.
+            choice: As OpenAI's `tool_choice`. `"auto"`: free text, calls, or text before calls;
+                free text never holds what starts a call, so that every call is a whole one.
+                `"required"`: at least one call. `"none"`: free text. A name, or
+                `{"type": "function", "function": {"name": …}}`: exactly one call of that tool.
+                `{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}`: as its
+                mode says, of these tools.
+            parallel: Whether there may be more than one call.
+            format: How calls are spelled: a file's name in `grammar/tool_formats`, or
+                `"package.module:NAME"` of a `ToolFormat` of your own.
+            strict: Overrules the tools' own `strict` (default false).
+            otherwise: With `"auto"`: what may stand instead of calls, in place of free text.
+                A reply that starts as a call starts is read as one.
+            whitespace: See the class; of the arguments.
+
+        Raises:
+            GrammarError: names the field at fault.
+        """
+        from overlap_spec.grammar.tools import read_tools
+
+        source = read_tools(tools, choice, parallel, format, strict)
+        if otherwise is not None:
+            if source["choice"] != "auto":
+                raise GrammarError('otherwise needs choice "auto"', "tool_choice")
+            source["otherwise"] = otherwise._packed()
+        output = None if otherwise is None else otherwise.output
+        return cls("tools", _canonical(source), _layout(whitespace), output=output)
+
+    @classmethod
+    def of(cls, output_type: Any, *, whitespace: Whitespace = "compact") -> Grammar:
+        """The grammar of an output type, whose values `parse` returns.
+
+        A Grammar stays as it is; a compiled `re.Pattern` is a regex; `Literal[…]` and Enums of
+        texts are the bare texts; `dict` is any JSON object, a dict value is a schema; anything
+        else is read as `json_schema` reads it. `str` would be free text, which needs no grammar.
+
+        Raises:
+            GrammarError: there is no grammar for it.
+        """
+        from overlap_spec.grammar.outputs import grammar_of
+
+        return grammar_of(output_type, whitespace)
+
+    def after_thinking(self, end: str = "</think>", begin: str | None = None) -> Grammar:
+        """This grammar behind a model's thinking: any text up to the first `end`, then at most
+        two line breaks, then what this grammar allows.
+
+        Nothing may end inside the thinking: stop tokens are legal where this grammar may end. For
+        a prompt whose template has closed the thinking already, use the grammar unwrapped.
+
+        Args:
+            end: The marker that ends the thinking.
+            begin: None: the output begins inside the thinking (a model that writes its opening
+                marker itself is free to). A marker: the output thinks only if it begins with it,
+                and is this grammar's from the start if not.
+
+        Raises:
+            GrammarError: an empty marker, or a grammar that comes after thinking already.
+        """
+        if self.kind == "after_thinking":
+            raise GrammarError("the grammar comes after thinking already", "thinking")
+        for marker in (end, begin):
+            if marker is not None and (not isinstance(marker, str) or not marker):
+                raise GrammarError(f"{marker!r} is not a marker of thinking", "thinking")
+        source = {"end": end, "begin": begin, "inner": self._packed()}
+        return Grammar("after_thinking", _canonical(source), output=self.output)
+
+    @property
+    def inner(self) -> Grammar | None:
+        """What comes after the thinking, or may stand instead of tool calls."""
+        if self.kind not in ("after_thinking", "tools"):
+            return None
+        source = json.loads(self.source)
+        packed = source.get("otherwise" if self.kind == "tools" else "inner")
+        if packed is None:
+            return None
+        kind, text, whitespace, best_effort = packed
+        return Grammar(kind, text, whitespace, best_effort, self.output)
+
     def parse(self, text: str) -> Any:
         """The value of a finished output: an instance of `output` where there is one, a JSON
-        value for schemas and objects, the text itself otherwise.
+        value for schemas and objects, a `ToolReply` for tools, what the inner grammar makes of
+        the rest for thinking, the text itself otherwise.
 
         Raises:
             ValueError: the text is not whole, or not valid under `output`.
         """
-        if self.kind not in ("json_schema", "json_object"):
-            return text
+        if self.kind == "tools":
+            from overlap_spec.grammar.tools import reply_of
+
+            return reply_of(self, text)
+        if self.kind == "after_thinking":
+            from overlap_spec.grammar.reasoning import answer_of
+
+            assert self.inner is not None
+            return self.inner.parse(answer_of(self, text))
         if self.output is None:
-            return json.loads(text)
+            return json.loads(text) if self.kind in ("json_schema", "json_object") else text
+        if self.kind not in ("json_schema", "json_object"):
+            from overlap_spec.grammar.outputs import value_of
+
+            return value_of(self.output, text)
         from pydantic import TypeAdapter
 
         return TypeAdapter(self.output).validate_json(text)
+
+    def _packed(self) -> list[Any]:
+        return [self.kind, self.source, self.whitespace, self.best_effort]
 
 
 def _canonical(schema: Any) -> str:
     # The order of keys stays: it is the order in which members are written.
     try:
         return json.dumps(schema, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise GrammarError(f"the schema is not JSON: {error}", "schema") from error
 
 
@@ -139,36 +295,29 @@ def _layout(whitespace: Whitespace) -> Whitespace:
     )
 
 
-def _read_json(text: str) -> Any:
+def read_json(text: str, param: str = "schema") -> Any:
+    """The value of a JSON text; `param` names the field in the error.
+
+    Raises:
+        GrammarError: it is no JSON, or nested too deep.
+    """
+    what = param.replace("_", " ")
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise GrammarError(
-            f"the schema is not JSON: line {error.lineno}, column {error.colno}: {error.msg}",
-            "schema",
+            f"the {what} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}", param
         ) from error
+    except RecursionError as error:
+        raise GrammarError(f"the {what} is nested too deep", param) from error
 
 
-def _schema_of(source: Any) -> Any:
-    from pydantic import BaseModel, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter
-    from typing_extensions import is_typeddict
+def check_schema(schema: Any) -> None:
+    """Hold a schema to its metaschema.
 
-    known = isinstance(source, type) and (
-        issubclass(source, BaseModel) or dataclasses.is_dataclass(source)
-    )
-    if not known and not is_typeddict(source):
-        raise GrammarError(
-            f"{source!r} is not a schema: give a dict, JSON text, a pydantic model, a dataclass "
-            "or a TypedDict",
-            "schema",
-        )
-    try:
-        return TypeAdapter(source).json_schema()
-    except (PydanticSchemaGenerationError, PydanticUserError) as error:
-        raise GrammarError(f"{source.__name__} has no JSON schema: {error}", "schema") from error
-
-
-def _check_schema(schema: Any) -> None:
+    Raises:
+        GrammarError: names the place that breaks it.
+    """
     from jsonschema import SchemaError, validators
 
     from overlap_spec.grammar.lowering.keywords import step
@@ -184,3 +333,5 @@ def _check_schema(schema: Any) -> None:
         if error.absolute_path and error.absolute_path[-1] == "type":
             reason = f"{error.instance!r} is not a JSON Schema type"
         raise GrammarError(f"{path}: {reason}", "schema") from error
+    except RecursionError as error:
+        raise GrammarError("the schema is nested too deep", "schema") from error

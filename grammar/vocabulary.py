@@ -28,7 +28,8 @@ class Vocabulary:
             padding and never legal.
         stop_ids: Tokens that end the output; legal exactly where the grammar may end.
         special_ids: Tokens that are not text (`<bos>`, `<pad>` …), never legal inside a grammar,
-            whatever their bytes. Stop tokens need not be listed.
+            whatever their bytes. Stop tokens need not be listed. A marker that grammars and
+            parsers read as text (`<tool_call>`, `</think>` …) is none of them.
 
     Raises:
         ValueError: no stop token, an id outside the vocabulary, more tokens than `size`.
@@ -87,7 +88,11 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer_json(
-        cls, path: str | Path, vocab_size: int, stop_ids: Iterable[int]
+        cls,
+        path: str | Path,
+        vocab_size: int,
+        stop_ids: Iterable[int],
+        markers: Iterable[str] | None = None,
     ) -> Vocabulary:
         """Read a Hugging Face `tokenizer.json`: byte-level BPE, or byte fallback with `▁`.
 
@@ -95,6 +100,9 @@ class Vocabulary:
             path: The file.
             vocab_size: Rows of the model's output layer; ids beyond it are left out.
             stop_ids: Ids that end the output.
+            markers: Special tokens with one of these contents are text, of these bytes: a
+                grammar that has the marker in it can be written with the one token. None: the
+                markers of all tool formats and reasoning parsers.
 
         Raises:
             CheckpointError: the file is not such a tokenizer.
@@ -103,16 +111,18 @@ class Vocabulary:
             spec = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} is not a readable tokenizer.json: {error}") from error
+        from overlap_spec.grammar.markers import known_markers
+
         tokens = [b""] * vocab_size
         for token, text in _model_tokens(spec, path):
             if token < vocab_size:
                 tokens[token] = text
-        special = set()
+        special, as_text = set(), known_markers() if markers is None else set(markers)
         for added in spec.get("added_tokens") or []:
             if added["id"] >= vocab_size:
                 continue
             tokens[added["id"]] = added["content"].encode()
-            if added["special"]:
+            if added["special"] and added["content"] not in as_text:
                 special.add(added["id"])
         return cls(tuple(tokens), vocab_size, tuple(stop_ids), frozenset(special))
 

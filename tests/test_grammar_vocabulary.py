@@ -8,7 +8,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.grammar import Vocabulary
+from overlap_spec.grammar import Grammar, Vocabulary, gate
+from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
 
 TEXT = ['{"name": "Zoë", "tags": ["a b", "世界"]}\n\tdef x(): pass  # naïve café', "🙂 hi 12"]
 
@@ -64,6 +65,61 @@ def test_byte_fallback(tmp_path: Path) -> None:
     assert vocabulary.text[1 + 0xE9] == b"\xe9"
     assert vocabulary.text[pieces.index("▁a▁b")] == b" a b"
     assert joined(vocabulary, tokenizer, "▁aé\n") == " aé\n"
+
+
+def with_markers(path: Path, contents: list[str]) -> tuple[Path, Tokenizer]:
+    """Single bytes and these special tokens; the first two end the output."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=256, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([], trainer)
+    tokenizer.add_special_tokens([AddedToken(each, special=True) for each in contents])
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path / "tokenizer.json", tokenizer
+
+
+CONTENTS = ["<eos>", "<eot>", "</think>", "[TOOL_CALLS]", "<tool_call>", "<pad>", "<mine>"]
+
+
+def test_special_tokens_that_are_markers_are_text(tmp_path: Path) -> None:
+    path, tokenizer = with_markers(tmp_path, CONTENTS)
+    eos, eot, think, calls, tool, pad, mine = map(tokenizer.token_to_id, CONTENTS)
+    vocabulary = Vocabulary.from_tokenizer_json(path, 300, [eos, eot])
+    assert vocabulary.text[think] == b"</think>"
+    assert vocabulary.text[calls] == b"[TOOL_CALLS]"
+    assert vocabulary.text[tool] == b"<tool_call>"
+    assert {vocabulary.text[i] for i in (eos, eot, pad, mine)} == {b""}
+    own = Vocabulary.from_tokenizer_json(path, 300, [eos, eot], markers=["<mine>", "<eos>"])
+    assert own.text[mine] == b"<mine>"
+    assert {own.text[i] for i in (eos, think, calls, tool)} == {b""}
+    none = Vocabulary.from_tokenizer_json(path, 300, [eos, eot], markers=())
+    assert len({vocabulary, own, none}) == 3
+
+
+def test_a_marker_is_written_as_its_one_token(tmp_path: Path) -> None:
+    path, tokenizer = with_markers(tmp_path, CONTENTS)
+    eos, eot, think, calls, _, pad, _ = map(tokenizer.token_to_id, CONTENTS)
+    backend = XGrammarBackend(Vocabulary.from_tokenizer_json(path, 300, [eos, eot]))
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    grammar = Grammar.tools(tools, format="mistral_v11").after_thinking()
+    assert grammar.inner is not None
+    compiled = gate.wrap(backend.compile(grammar.inner), grammar)
+    spelled = [*encode(tokenizer, "Hm."), think, *encode(tokenizer, "\nSo "), calls]
+    matcher = compiled.matcher()
+    assert all(map(matcher.accept, [*spelled, *encode(tokenizer, "now[ARGS]{}")]))
+    assert matcher.is_complete
+    assert not matcher.accept(pad)
+    assert matcher.accept(eot)
+    matcher = compiled.matcher()
+    assert all(map(matcher.accept, spelled))
+    assert not matcher.accept(think)
+    assert not matcher.accept(eos)
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def test_what_is_no_such_tokenizer_is_refused(tmp_path: Path) -> None:

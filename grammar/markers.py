@@ -1,0 +1,16 @@
+"""The markers that tool formats and reasoning parsers read as text."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from overlap_spec.grammar import tool_formats
+from overlap_spec.grammar.reasoning import FORMATS
+from overlap_spec.grammar.tools import load_format
+
+
+@cache
+def known_markers() -> frozenset[str]:
+    """Every marker of the formats that have a file or a name here."""
+    calls = {marker for name in tool_formats.names() for marker in load_format(name).markers}
+    return frozenset(calls.union(*((form.begin, form.end) for form in FORMATS.values())))

@@ -1,0 +1,92 @@
+"""Types of outputs: the schema of a type, and the grammar whose values are of a type."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+from overlap_spec.errors import GrammarError
+
+if TYPE_CHECKING:
+    from overlap_spec.grammar.spec import Grammar, Whitespace
+
+
+def schema_of(source: Any) -> Any:
+    """The JSON schema of a type, as pydantic writes it.
+
+    Raises:
+        GrammarError: it is no type, or none with a JSON schema.
+    """
+    from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter
+    from pydantic.errors import PydanticInvalidForJsonSchema
+
+    if source is None:
+        raise GrammarError("None is not a schema: give a dict, JSON text or a type", "schema")
+    try:
+        return TypeAdapter(source).json_schema()
+    except PydanticInvalidForJsonSchema as error:
+        raise GrammarError(f"{_name(source)} has no JSON schema: {error}", "schema") from error
+    except (PydanticSchemaGenerationError, PydanticUserError) as error:
+        raise GrammarError(
+            f"{_name(source)} is not a schema: give a dict, JSON text, or a type such as a "
+            f"pydantic model, a dataclass or list[int] ({error})",
+            "schema",
+        ) from error
+
+
+def grammar_of(output_type: Any, whitespace: Whitespace) -> Grammar:
+    """See `Grammar.of`."""
+    from overlap_spec.grammar.spec import Grammar
+
+    if isinstance(output_type, Grammar):
+        return output_type
+    if isinstance(output_type, re.Pattern):
+        return _pattern(output_type)
+    if output_type is str:
+        raise GrammarError("str is free text, which needs no grammar", "output_type")
+    if output_type is dict:
+        return Grammar.json_object(whitespace=whitespace)
+    texts = _texts(output_type)
+    if texts is not None:
+        choice = Grammar.choice(texts)
+        return Grammar("choice", choice.source, output=output_type)
+    return Grammar.json_schema(output_type, whitespace=whitespace)
+
+
+def value_of(output: Any, text: str) -> Any:
+    """The member of a `Literal` or an Enum of texts that a text is.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(output, type) and issubclass(output, Enum):
+        return output(text)
+    if text not in get_args(output):
+        raise ValueError(f"{text!r} is not one of {get_args(output)}")
+    return text
+
+
+def _pattern(pattern: re.Pattern[Any]) -> Grammar:
+    from overlap_spec.grammar.spec import Grammar
+
+    if not isinstance(pattern.pattern, str) or pattern.flags & ~re.UNICODE:
+        raise GrammarError(f"{pattern!r}: give a pattern of text without flags", "output_type")
+    return Grammar.regex(pattern.pattern)
+
+
+def _texts(output_type: Any) -> list[str] | None:
+    values: list[Any] = []
+    if get_origin(output_type) is Literal:
+        values = list(get_args(output_type))
+    elif isinstance(output_type, type) and issubclass(output_type, Enum):
+        values = [member.value for member in output_type]
+    plain = values and all(isinstance(value, str) and value for value in values)
+    return values if plain else None
+
+
+def _name(source: Any) -> str:
+    if isinstance(source, Mapping):
+        return "a mapping"
+    return getattr(source, "__name__", None) or repr(source)

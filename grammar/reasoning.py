@@ -1,0 +1,152 @@
+"""Thinking and answer told apart: the markers that models put around their thinking."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from overlap_spec.errors import ConfigError
+from overlap_spec.grammar.tool_stream import partial_end
+
+if TYPE_CHECKING:
+    from overlap_spec.grammar.spec import Grammar
+
+GAP = "\n"
+MOST_GAP = 2
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """Markers of a model's thinking.
+
+    Args:
+        begin: Opens it; in some models' prompt already.
+        end: Closes it.
+        opens_inside: Whether a reply without `begin` is inside the thinking from its first
+            character: the template has opened it, or the model always thinks. If not, a reply
+            thinks only if it starts with `begin`.
+    """
+
+    begin: str
+    end: str
+    opens_inside: bool
+
+
+FORMATS = {
+    "deepseek_r1": ReasoningFormat("<think>", "</think>", True),
+    "qwen3": ReasoningFormat("<think>", "</think>", False),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]", False),
+}
+
+
+def load_reasoning(name: str) -> ReasoningFormat:
+    """A format by its name (hyphen is underscore, case does not matter).
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = FORMATS.get(name.lower().replace("-", "_"))
+    if found is None:
+        raise ConfigError(f"unknown reasoning parser {name!r}; there are: {', '.join(FORMATS)}")
+    return found
+
+
+def opened_by(form: ReasoningFormat, prompt: str) -> bool | None:
+    """Whether a prompt leaves the thinking open (true), or has closed it or ruled it out (false);
+    None where it ends in neither marker, and the model decides.
+
+    Only the prompt's end counts: markers inside of messages are their own affair.
+    """
+    ending = prompt.rstrip()
+    if ending.endswith(form.end):
+        return False
+    return True if ending.endswith(form.begin) else None
+
+
+class ReasoningStream:
+    """Splits a reply into thinking and answer while its text comes, in pieces of any size.
+
+    Markers are in neither; nor are the line breaks, at most two, behind the end of the thinking.
+    A first `begin` is dropped also where the reply is inside the thinking already.
+
+    Args:
+        format: A name as for `load_reasoning`, or the format.
+        inside: Overrules `opens_inside`: true where the prompt has opened the thinking, false
+            where it has closed it (see `opened_by`).
+    """
+
+    def __init__(self, format: str | ReasoningFormat, inside: bool | None = None) -> None:
+        form = load_reasoning(format) if isinstance(format, str) else format
+        self._format = form
+        self._inside = form.opens_inside if inside is None else inside
+        self._held = ""
+        self._step: Callable[[str], tuple[str, str]] = self._begin
+
+    def push(self, text: str) -> tuple[str, str]:
+        """More of the thinking and more of the answer that the text makes known."""
+        return self._step(text)
+
+    def finish(self) -> tuple[str, str]:
+        """What was held back, at the end of the reply."""
+        held, self._held = self._held, ""
+        if self._step == self._gap:
+            return "", ""
+        thinking = self._step == self._think or self._inside
+        return (held, "") if thinking else ("", held)
+
+    def _begin(self, text: str) -> tuple[str, str]:
+        text, begin = self._held + text, self._format.begin
+        self._held = ""
+        if text.startswith(begin):
+            self._step = self._think
+            return self._think(text.removeprefix(begin))
+        if begin.startswith(text):
+            self._held = text
+            return "", ""
+        self._step = self._think if self._inside else self._answer
+        return self._step(text)
+
+    def _think(self, text: str) -> tuple[str, str]:
+        text, end = self._held + text, self._format.end
+        thought, found, rest = text.partition(end)
+        if found:
+            self._held, self._step = "", self._gap
+            return thought, self._gap(rest)[1]
+        keep = partial_end(text, (end,))
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], ""
+
+    def _gap(self, text: str) -> tuple[str, str]:
+        text = self._held + text
+        answer = without_gap(text)
+        gap = len(text) - len(answer)
+        if not answer and gap < MOST_GAP:
+            self._held = text
+            return "", ""
+        self._held, self._step = "", self._answer
+        return "", answer
+
+    def _answer(self, text: str) -> tuple[str, str]:
+        return "", text
+
+
+def without_gap(text: str) -> str:
+    """A text without the line breaks, at most two, that it begins with."""
+    return text[min(len(text) - len(text.lstrip(GAP)), MOST_GAP) :]
+
+
+def answer_of(grammar: Grammar, text: str) -> str:
+    """What comes after the thinking in an output of a grammar of kind `after_thinking`.
+
+    Raises:
+        ValueError: the thinking does not end.
+    """
+    source = json.loads(grammar.source)
+    if source["begin"] is not None and not text.startswith(source["begin"]):
+        return text
+    _, found, answer = text.partition(source["end"])
+    if not found:
+        raise ValueError(f"the thinking does not end: there is no {source['end']!r}")
+    return without_gap(answer)

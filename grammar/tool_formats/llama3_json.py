@@ -1,0 +1,14 @@
+"""Llama 3.1 and later: the reply is JSON objects and nothing else, parted by semicolons."""
+
+from overlap_spec.grammar.tools import ToolFormat
+
+FORMAT = ToolFormat(
+    starts=("{", "<|python_tag|>"),
+    anywhere=False,
+    begin='{"name": "',
+    middle='", "parameters": ',
+    end="}",
+    openings=("", "<|python_tag|>"),
+    separator="; ",
+    markers=("<|python_tag|>",),
+)

@@ -1,0 +1,16 @@
+"""Mistral before tokenizer version 11: one JSON list of calls behind a marker."""
+
+from overlap_spec.grammar.tools import ToolFormat
+
+FORMAT = ToolFormat(
+    starts=("[TOOL_CALLS]",),
+    anywhere=True,
+    begin='{"name": "',
+    middle='", "arguments": ',
+    end="}",
+    # With and without the space: the templates of the v3 and the Tekken tokenizers differ.
+    openings=("[TOOL_CALLS] [", "[TOOL_CALLS]["),
+    separator=", ",
+    close="]",
+    markers=("[TOOL_CALLS]",),
+)

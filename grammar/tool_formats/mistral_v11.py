@@ -1,0 +1,12 @@
+"""Mistral from tokenizer version 11 on: name and arguments behind markers of their own."""
+
+from overlap_spec.grammar.tools import ToolFormat
+
+FORMAT = ToolFormat(
+    starts=("[TOOL_CALLS]",),
+    anywhere=True,
+    begin="[TOOL_CALLS]",
+    middle="[ARGS]",
+    end="",
+    markers=("[TOOL_CALLS]", "[ARGS]"),
+)
