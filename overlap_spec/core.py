@@ -179,7 +179,9 @@ class Core:
     def _observe(self, result: StepResult, flight: Flight) -> None:
         """Tell the length policy what the step's trees got, and how long they took."""
         plan, trees = result.plan, len(result.plan.decode_rows)
-        self.policy.observe(trees, plan.tier, [r.accepted for r in result.rows[:trees] if r.tokens])
+        # Drafts of a request that takes none say nothing of acceptance.
+        told = [r for r in result.rows[:trees] if r.tokens and (r.drafted or not plan.tier.steps)]
+        self.policy.observe(trees, plan.tier, [r.accepted for r in told])
         last, self._last = self._last, flight
         if last is not None and last.plan.index == plan.index - 1 and not plan.chunks:
             self.policy.clock(trees, plan.tier, last.chosen.elapsed_ms(flight.chosen))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from overlap_spec.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+Origin = Literal["drafted", "bonus", "forced"]
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -43,6 +44,9 @@ class SamplingParams:
         seed: Coins depend on (seed, position) alone; None draws a seed.
         logprobs: None: none. n: the log-probability of each output token and of the n most
             probable ones, after mask and penalties and before temperature.
+        speculate: Whether drafts may be accepted; the text is the same either way.
+        origins: Whether to tell of each output token how it came: an accepted draft, the target's
+            own choice behind these (bonus), or the only token that the mask allowed (forced).
     """
 
     temperature: float | None = None
@@ -60,6 +64,8 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    speculate: bool = True
+    origins: bool = False
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest that names the first field out of its range."""
@@ -93,6 +99,9 @@ class SamplingParams:
             raise InvalidRequest(f"seed must be a 64-bit integer: {self.seed!r}", "seed")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens is over max_tokens", "min_tokens")
+        for name in ("ignore_eos", "speculate", "origins"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} must be true or false: {getattr(self, name)!r}", name)
         self._check_collections()
 
     def _check_collections(self) -> None:
@@ -282,6 +291,7 @@ class RowResult:
         logprobs: One entry a token, if asked for.
         error: Why the request must end, if it must.
         limited: The masks were late: only the root's row was used.
+        origins: One entry a token, if asked for.
     """
 
     tokens: tuple[int, ...]
@@ -290,6 +300,7 @@ class RowResult:
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: Exception | None = None
     limited: bool = False
+    origins: tuple[Origin, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -349,12 +360,16 @@ class RequestStats:
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of a streamed output; the last one has a ``finish_reason``."""
+    """A piece of a streamed output; the last one has a ``finish_reason``.
+
+    ``logprobs`` and ``origins``: one entry a token, if asked for.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+    origins: tuple[Origin, ...] = ()
 
 
 @dataclass(frozen=True)

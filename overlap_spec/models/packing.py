@@ -33,7 +33,7 @@ def pack(module: nn.Module) -> None:
     Where torch was built without oneDNN the layers stay as they are. An embedding that shares its
     weight with a layer keeps the plain one.
     """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():
         return
     for part in list(module.modules()):
         for name, child in part.named_children():

@@ -147,6 +147,7 @@ class Scheduler:
         tokens = row.tokens[: end.kept]
         sequence.output_ids += tokens
         sequence.logprobs += row.logprobs[: end.kept]
+        sequence.origins += row.origins[: end.kept]
         sequence.record_run(end.kept, row, verified)
         sequence.committed_tokens = sequence.total_tokens - 1
         if end.reason is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from overlap_spec.scheduler.prefix import Node
 from overlap_spec.scheduler.stops import TextBuffer
-from overlap_spec.types import FinishReason, Request, RequestStats, RowResult, TokenLogprobs
+from overlap_spec.types import FinishReason, Origin, Request, RequestStats, RowResult, TokenLogprobs
 
 
 @dataclass(eq=False)
@@ -35,6 +35,7 @@ class Sequence:
     path: list[Node] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_match: str | int | None = None
     error: Exception | None = None

@@ -121,6 +121,9 @@ class Passes:
         if masks is not None:
             apply_bitmask(logits, masks[0], masks[2])
             limits = masks[1][: batch.trees]
+        if needs.plain:
+            own = self.tables.depth_limit[batch.tree_rows]
+            limits = own if limits is None else torch.minimum(limits, own)
         nodes = self._nodes(batch, drafted)
         logits = self.sampler.process(logits, nodes, needs)
         choices = self.sampler.choose(logits, nodes, needs)

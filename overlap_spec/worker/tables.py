@@ -10,6 +10,9 @@ from torch import Tensor
 
 from overlap_spec.types import Request
 
+# More drafts than a run can have.
+DEEPEST = 2**31
+
 
 @dataclass(frozen=True)
 class Needs:
@@ -20,7 +23,9 @@ class Needs:
     penalised: bool
     biased: bool
     held_open: bool
+    plain: bool
     top_logprobs: int | None
+    origins: bool
 
 
 class RowTables:
@@ -40,6 +45,7 @@ class RowTables:
         self.pages = table(torch.int64, max_pages)
         self.temperature, self.top_p, self.min_p = (table(torch.float32) for _ in range(3))
         self.top_k, self.seed, self.min_position = (table(torch.int64) for _ in range(3))
+        self.depth_limit = table(torch.int64)
         self.repetition, self.presence, self.frequency = (table(torch.float32) for _ in range(3))
         self._wide: dict[str, Tensor] = {}
         self._max_rows = max_rows
@@ -74,7 +80,9 @@ class RowTables:
             penalised=any(penalties),
             biased=bool(s.logit_bias),
             held_open=s.min_tokens > 0,
+            plain=not s.speculate,
             top_logprobs=s.logprobs,
+            origins=s.origins,
         )
 
     def needs(self, rows: Iterable[int]) -> Needs:
@@ -87,12 +95,14 @@ class RowTables:
             penalised=any(n.penalised for n in each),
             biased=any(n.biased for n in each),
             held_open=any(n.held_open for n in each),
+            plain=any(n.plain for n in each),
             top_logprobs=max(tops) if tops else None,
+            origins=any(n.origins for n in each),
         )
 
-    def logprobs_of(self, row: int) -> int | None:
-        """How many best log-probabilities the row's request asks for, or None."""
-        return self._needs[row].top_logprobs
+    def needs_of(self, row: int) -> Needs:
+        """What the row's request asks for."""
+        return self._needs[row]
 
     def write(self, row: int, request: Request, output_ids: tuple[int, ...]) -> None:
         """Give ``row`` on the device to a request whose output so far is ``output_ids``."""
@@ -105,6 +115,7 @@ class RowTables:
         self.top_p[row] = top_p if top_p < 1.0 else 2.0
         self.top_k[row] = self.vocab_size if s.top_k in (None, -1) else s.top_k
         self.seed[row] = request.seed
+        self.depth_limit[row] = DEEPEST if s.speculate else 0
         self.repetition[row] = 1.0 if s.repetition_penalty is None else s.repetition_penalty
         self.presence[row], self.frequency[row] = s.presence_penalty, s.frequency_penalty
         self.min_position[row] = len(request.prompt_ids) + s.min_tokens

@@ -12,6 +12,7 @@ from overlap_spec.errors import NumericFault
 from overlap_spec.types import (
     HostTrees,
     Lane,
+    Origin,
     Request,
     RowResult,
     StepPlan,
@@ -20,6 +21,7 @@ from overlap_spec.types import (
     TokenLogprobs,
 )
 from overlap_spec.worker.batch import Buffers, TierState, upload
+from overlap_spec.worker.origins import token_origins
 from overlap_spec.worker.passes import Drafted, Emitted, Passes
 from overlap_spec.worker.sampler import token_logprobs
 from overlap_spec.worker.streams import Event, Record, Streams
@@ -147,15 +149,18 @@ class Worker:
                 error = NumericFault("the model's logits are not numbers: numeric fault")
             if tokens[-1] < 0:
                 tokens.pop()
-            top = self.tables.logprobs_of(row)
+            asked = self.tables.needs_of(row)
             logprobs: tuple[TokenLogprobs, ...] = ()
-            if top is not None and flight.logprobs:
+            if asked.top_logprobs is not None and flight.logprobs:
                 own, best, ids = (part[index, : len(tokens)] for part in flight.logprobs)
-                logprobs = token_logprobs(own, best, ids, top)
+                logprobs = token_logprobs(own, best, ids, asked.top_logprobs)
             limited = bool(flight.limits) and flight.limits[index] < plan.tier.steps
-            drafted = plan.tier.nodes - 1 if in_tree else 0
+            drafted = plan.tier.nodes - 1 if in_tree and not asked.plain else 0
+            origins = self._origins(flight, index, tokens, accepted) if asked.origins else ()
             rows.append(
-                RowResult(tuple(tokens), drafted, accepted, logprobs, error, in_tree and limited)
+                RowResult(
+                    tuple(tokens), drafted, accepted, logprobs, error, in_tree and limited, origins
+                )
             )
         exposed_ms = 0.0
         if flight.constrained:
@@ -166,6 +171,24 @@ class Worker:
                 self.record("compute", "exposed", start, end, plan.index)
         flight.result = StepResult(plan, tuple(rows), exposed_ms)
         return flight.result
+
+    def _origins(
+        self, flight: Flight, index: int, tokens: list[int], accepted: int
+    ) -> tuple[Origin, ...]:
+        """How each of a request's tokens came: its tree is walked again, along them."""
+        plan, buffers = flight.plan, flight.buffers
+        trees, nodes = len(plan.decode_rows), plan.tier.nodes
+        plain: tuple[Origin, ...] = tuple(
+            "drafted" if at < accepted else "bonus" for at in range(len(tokens))
+        )
+        if not plan.verified[index][2]:
+            return plain
+        if index >= trees:
+            rows = buffers.mask_rows(trees * nodes + index - trees + 1)[-1:]
+            return token_origins(tokens, plain, None, rows)
+        mine = slice(index * nodes, (index + 1) * nodes)
+        links = buffers.links[:, mine].numpy()
+        return token_origins(tokens, plain, links, buffers.mask_rows(mine.stop)[mine])
 
     @torch.inference_mode()
     def clear(self, pages: list[int]) -> None:

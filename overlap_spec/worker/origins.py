@@ -1,0 +1,40 @@
+"""How an output token came: drafted, chosen by the target, or forced by its mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from overlap_spec.types import Int32s, Int64s, Origin
+
+
+def token_origins(
+    tokens: Sequence[int], plain: Sequence[Origin], links: Int64s | None, rows: Int32s
+) -> tuple[Origin, ...]:
+    """``plain``, with `forced` where a token was the only one that its mask row allowed.
+
+    Args:
+        tokens: A request's accepted drafts, then the bonus.
+        plain: How each came as far as the drafts tell.
+        links: int64 ``(3, nodes)``: tokens, first children, next siblings of its tree; None for a
+            tree of one node.
+        rows: int32 ``(nodes, words)``: the mask row behind each node.
+    """
+    node, origins = 0, list(plain)
+    for index, token in enumerate(tokens):
+        if node < 0:
+            break
+        if np.bitwise_count(rows[node].view(np.uint32)).sum() == 1:
+            origins[index] = "forced"
+        node = -1 if links is None else _child(links, node, token)
+    return tuple(origins)
+
+
+def _child(links: Int64s, node: int, token: int) -> int:
+    """The child of ``node`` that drafts ``token``, or -1."""
+    drafted, first_child, next_sibling = links
+    child = int(first_child[node])
+    while child >= 0 and drafted[child] != token:
+        child = int(next_sibling[child])
+    return child
