@@ -57,6 +57,8 @@ from overlap_spec.grammar.spec import Grammar
 
 SETTINGS: dict[str, Any] = {
     "adaptive": "static",
+    # Whose masks cost enough to be worth hiding.
+    "grammar_backend": "xgrammar",
     "mask_deadline_ms": None,
     # A prompt must cost the same each time that it comes.
     "prefix_cache": False,

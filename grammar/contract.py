@@ -34,6 +34,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import numpy.typing as npt
 
+from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 
@@ -107,7 +108,15 @@ class Matcher(ABC):
 
 
 class CompiledGrammar(ABC):
-    """A grammar compiled against a vocabulary: immutable, shared by requests and threads."""
+    """A grammar compiled against a vocabulary: immutable, shared by requests and threads.
+
+    Attributes:
+        backend: Name of the backend that reads it.
+        reason: Why that backend, where there was a choice; empty where there was none.
+    """
+
+    backend: str = ""
+    reason: str = ""
 
     @property
     @abstractmethod
@@ -117,6 +126,13 @@ class CompiledGrammar(ABC):
     @abstractmethod
     def matcher(self) -> Matcher:
         """A new matcher at the start of the grammar."""
+
+    def serialize(self) -> bytes | None:
+        """What `Backend.deserialize` of the same library release makes this grammar of again.
+
+        None means that there is no such form, and that the receiver has to `rebuild`.
+        """
+        return None
 
 
 class Backend(ABC):
@@ -138,3 +154,40 @@ class Backend(ABC):
         Raises:
             GrammarError: the grammar is broken, or this backend cannot read it exactly.
         """
+
+    def compile_lowered(self, grammar: Grammar, ebnf: str) -> CompiledGrammar:  # noqa: ARG002
+        """`compile`, for who has the grammar's EBNF (`lowering.to_ebnf`) at hand."""
+        return self.compile(grammar)
+
+    def reads(self, grammar: Grammar) -> str | None:  # noqa: ARG002
+        """Why this backend cannot read a grammar exactly, or None where nothing speaks against it.
+
+        Cheap, and it compiles nothing: `compile` may still refuse.
+
+        Raises:
+            GrammarError: the grammar is broken, or none of its lowerings is exact.
+        """
+        return None
+
+    def deserialize(self, grammar: Grammar, data: bytes) -> CompiledGrammar:  # noqa: ARG002
+        """The grammar compiled elsewhere, from what its `serialize` gave.
+
+        Made for the process that must not stall: it takes milliseconds, or releases the
+        interpreter lock. Safe to call from several threads.
+
+        Args:
+            grammar: The grammar that was compiled.
+            data: Bytes of a trusted process that has the same vocabulary and library release.
+
+        Raises:
+            GrammarError: the bytes are not of such a grammar.
+        """
+        raise GrammarError(f"{self.name} has no serialised grammars", grammar.kind)
+
+    def rebuild(self, grammar: Grammar) -> CompiledGrammar:
+        """Compile a grammar again that compiled elsewhere but has no serialised form.
+
+        Raises:
+            GrammarError: as `compile`.
+        """
+        return self.compile(grammar)

@@ -10,6 +10,16 @@ import numpy as np
 from overlap_spec.grammar.contract import Links, Matcher, Row
 
 
+def check_row(row: Row, words: int) -> None:
+    """Hold one mask row to the contract's shape and dtype.
+
+    Raises:
+        ValueError: it is not int32 `(words,)`, C-contiguous.
+    """
+    if row.shape != (words,) or row.dtype != np.int32 or not row.flags.c_contiguous:
+        raise ValueError(f"a mask row must be int32 ({words},), C-contiguous")
+
+
 def check_tree(
     tokens: Links, first_child: Links, next_sibling: Links, rows: Row, words: int
 ) -> None:

@@ -31,7 +31,13 @@ class EngineConfig:
         adaptive: Length policy: ``guarded``, ``static`` (num_steps always), a published preset
             (``default``, ``aggressive``, ``with-off``), or the path of a JSON config file.
         overlap: How grammar work overlaps with verify.
-        grammar_backend: Library that makes the masks.
+        grammar_backend: Library that makes the masks; ``auto`` takes for each grammar the one
+            that is quickest with it.
+        grammar_isolated: Compile grammars in worker processes, under the two limits below; None
+            does where the system can (Linux).
+        grammar_compile_timeout_s: Seconds that compiling a grammar may take.
+        grammar_compile_memory_bytes: Memory that compiling a grammar may take.
+        grammar_cache_bytes: Memory of the cache of compiled grammars.
         dtype: ``auto`` is float32 on the CPU and the checkpoint's type on a GPU.
         device: ``auto`` is CUDA where there is one.
         context_length: Longest prompt + output; None is the checkpoint's.
@@ -55,7 +61,11 @@ class EngineConfig:
     num_draft_tokens: int | None = None
     adaptive: str = "guarded"
     overlap: str = "once-sync"
-    grammar_backend: str = "xgrammar"
+    grammar_backend: str = "auto"
+    grammar_isolated: bool | None = None
+    grammar_compile_timeout_s: float = 10.0
+    grammar_compile_memory_bytes: int = 2 * 2**30
+    grammar_cache_bytes: int = 256 * 2**20
     dtype: str = "auto"
     device: str = "auto"
     context_length: int | None = None
@@ -95,6 +105,8 @@ class EngineConfig:
             "chunked_prefill_size": 1,
             "page_size": 1,
             "lane_threads": 0,
+            "grammar_compile_memory_bytes": 1,
+            "grammar_cache_bytes": 0,
         }
         optional = ("num_draft_tokens", "context_length", "max_total_tokens", "lane_threads")
         for name, low in least.items():
@@ -105,8 +117,10 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be an integer >= {low}: {value!r}")
         if self.chunked_prefill_size < self.page_size:
             raise ConfigError("chunked_prefill_size must hold at least one page (page_size)")
-        if self.mask_deadline_ms is not None and self.mask_deadline_ms <= 0:
-            raise ConfigError(f"mask_deadline_ms must be over 0: {self.mask_deadline_ms!r}")
+        for name in ("mask_deadline_ms", "grammar_compile_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} must be over 0: {value!r}")
         fraction = self.mem_fraction_static
         if fraction is not None and not 0 < fraction < 1:
             raise ConfigError(f"mem_fraction_static must be between 0 and 1: {fraction!r}")

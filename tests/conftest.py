@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,14 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders of a random target and a random EAGLE-3 head for it, as Engine settings."""
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Engine settings: a random target and a random EAGLE-3 head for it, small grammars."""
     folder = tmp_path_factory.mktemp("tiny")
     checkpoints.write_target(folder / "target")
     checkpoints.write_head(folder / "eagle3")
-    return {"model": str(folder / "target"), "draft": str(folder / "eagle3")}
+    return {
+        "model": str(folder / "target"),
+        "draft": str(folder / "eagle3"),
+        # Each engine would start worker processes of its own; tests of these ask for them.
+        "grammar_isolated": False,
+    }

@@ -11,6 +11,7 @@ would obey and refuses read-only arrays, so both are checked or copied here.
 from __future__ import annotations
 
 import os
+import time
 
 import numpy as np
 import xgrammar as xgr
@@ -18,9 +19,18 @@ import xgrammar as xgr
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import walk
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
+from overlap_spec.grammar.expressions import Chain, Chars, Either, Expression, Ref
 from overlap_spec.grammar.lowering import to_ebnf
+from overlap_spec.grammar.lowering.charset import rule_class
+from overlap_spec.grammar.regular import NonEmpty
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.syntax import ForeignConstruct, read
 from overlap_spec.grammar.vocabulary import Vocabulary
+
+# A grammar that compiles quicker than this travels as text: writing and reading its compiled form
+# takes several times as long. The library releases the interpreter lock while it compiles.
+QUICK_COMPILE_S = 0.1
+SOURCE = b"ebnf\n"
 
 
 class XGrammarBackend(Backend):
@@ -31,7 +41,7 @@ class XGrammarBackend(Backend):
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         # An empty token is special to the library: never legal inside a grammar.
-        info = xgr.TokenizerInfo(
+        self._info = xgr.TokenizerInfo(
             list(vocabulary.text),
             xgr.VocabType.RAW,
             vocab_size=vocabulary.size,
@@ -39,21 +49,48 @@ class XGrammarBackend(Backend):
             add_prefix_space=False,
         )
         threads = max(1, min(8, (os.cpu_count() or 1) // 2))
-        self._compiler = xgr.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
+        self._compiler = xgr.GrammarCompiler(self._info, max_threads=threads, cache_enabled=False)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        ebnf = to_ebnf(grammar)
+        return self.compile_lowered(grammar, to_ebnf(grammar, linear=True))
+
+    def compile_lowered(self, grammar: Grammar, ebnf: str) -> CompiledGrammar:
+        return self._compile(grammar, _respelled(ebnf) if grammar.kind == "ebnf" else ebnf)
+
+    def _compile(self, grammar: Grammar, text: str) -> CompiledGrammar:
+        start = time.perf_counter()
         try:
-            return _Compiled(self._compiler.compile_grammar(ebnf), self.vocabulary)
+            compiled = self._compiler.compile_grammar(text)
         except RuntimeError as error:
             raise GrammarError(
                 f"{grammar.kind} grammar cannot be compiled: {_reason(error)}", grammar.kind
             ) from error
+        again = text if time.perf_counter() - start < QUICK_COMPILE_S else None
+        return _Compiled(compiled, self.vocabulary, again)
+
+    def deserialize(self, grammar: Grammar, data: bytes) -> CompiledGrammar:
+        if data.startswith(SOURCE):
+            return self._compile(grammar, data.removeprefix(SOURCE).decode())
+        try:
+            compiled = xgr.CompiledGrammar.deserialize_json(data.decode(), self._info)
+        except (RuntimeError, ValueError) as error:
+            raise GrammarError(
+                f"not a {grammar.kind} grammar that this xgrammar serialised: {_reason(error)}",
+                grammar.kind,
+            ) from error
+        return _Compiled(compiled, self.vocabulary, None)
 
 
 class _Compiled(CompiledGrammar):
-    def __init__(self, compiled: xgr.CompiledGrammar, vocabulary: Vocabulary) -> None:
-        self._compiled = compiled
+    """``again``: the text that it was compiled from, where that takes no longer than reading the
+    compiled form."""
+
+    backend = "xgrammar"
+
+    def __init__(
+        self, compiled: xgr.CompiledGrammar, vocabulary: Vocabulary, again: str | None
+    ) -> None:
+        self._compiled, self._again = compiled, again
         self._vocabulary = vocabulary
         self._memory_bytes = int(compiled.memory_size_bytes)
 
@@ -63,6 +100,11 @@ class _Compiled(CompiledGrammar):
 
     def matcher(self) -> Matcher:
         return _XGrammarMatcher(xgr.GrammarMatcher(self._compiled), self._vocabulary, [])
+
+    def serialize(self) -> bytes:
+        if self._again is not None:
+            return SOURCE + self._again.encode()
+        return self._compiled.serialize_json().encode()
 
 
 class _XGrammarMatcher(Matcher):
@@ -90,9 +132,7 @@ class _XGrammarMatcher(Matcher):
             del self._history[-count:]
 
     def fill(self, row: Row) -> None:
-        words = self.vocabulary.words
-        if row.shape != (words,) or row.dtype != np.int32 or not row.flags.c_contiguous:
-            raise ValueError(f"a mask row must be int32 ({words},), C-contiguous")
+        walk.check_row(row, self.vocabulary.words)
         if self.is_terminated:
             row.fill(0)
             return
@@ -145,11 +185,49 @@ class _XGrammarMatcher(Matcher):
                 raise RuntimeError(f"xgrammar rejected token {token} that it had accepted before")
 
 
+def _respelled(ebnf: str) -> str:
+    """A user's EBNF as every other backend reads it.
+
+    The library lets the bytes of lone surrogates into classes such as `[^"]`, reads some regular
+    expressions in `Regex("…")` wrongly, leads into rules that no finite text can finish, and
+    crashes the process where a rule may be empty and calls itself first (`x ::= x{0,2}`).
+    """
+    try:
+        grammar = NonEmpty(read(ebnf))
+    except ForeignConstruct:
+        return ebnf
+    if "root" not in grammar.rules:
+        return 'root ::= ""\n'
+    # Every rule gets a new name, so that a root that may be empty has one before it.
+    names = {name: f"r{i}" for i, name in enumerate(grammar.rules)}
+    lines = [f"{names[name]} ::= {_rule(body, names)}" for name, body in grammar.rules.items()]
+    start = f'{names["root"]} | ""' if grammar.root_nullable else names["root"]
+    return "\n".join([f"root ::= {start}", *lines]) + "\n"
+
+
+def _rule(expression: Expression, names: dict[str, str]) -> str:
+    if isinstance(expression, Chars):
+        return rule_class(expression.members)
+    if isinstance(expression, Ref):
+        return names[expression.name]
+    if isinstance(expression, Chain):
+        return " ".join(_rule(part, names) for part in expression.parts) or '""'
+    if isinstance(expression, Either):
+        return f"({' | '.join(_rule(way, names) for way in expression.ways)})"
+    least, most = expression.least, expression.most
+    if most == 0:
+        return '""'
+    body = f"({_rule(expression.body, names)})"
+    if most is None:
+        return body + ("*+"[least] if least < 2 else f"{{{least},}}")
+    return f"{body}{{{least},{most}}}"
+
+
 def _exportable(links: Links) -> Links:
     return np.require(links, np.int64, ("C", "W"))
 
 
-def _reason(error: RuntimeError) -> str:
+def _reason(error: Exception) -> str:
     text = str(error).strip()
     head, mark, tail = text.partition(": ")
     return tail if mark and head.startswith("[") else text

@@ -1,0 +1,298 @@
+"""The llguidance library behind the contract: Earley over lexemes, regular ones by derivatives.
+
+Grammars reach it as Lark of our own making, cut so that its greedy lexer reads them exactly. A
+regular grammar is one lexeme. It compiles within its parser limits and keeps no serialised form:
+the Lark text is what travels.
+
+Its calls release the GIL. A matcher that met an error stays in it, so nothing is fed that its
+mask forbids, and errors are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar import walk
+from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
+from overlap_spec.grammar.exclusion import excluded
+from overlap_spec.grammar.expressions import Chain, Expression, Ref, Repeat, parts_of, references
+from overlap_spec.grammar.lexemes import Lexemes, cut
+from overlap_spec.grammar.lowering import to_ebnf
+from overlap_spec.grammar.regular import NonEmpty, literal, to_regex
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.syntax import ForeignConstruct, read
+from overlap_spec.grammar.vocabulary import Vocabulary
+
+_DEEPEST = 5
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+
+
+class LLGuidanceBackend(Backend):
+    """Compiles Lark with llguidance against the exact bytes of a vocabulary."""
+
+    name = "llguidance"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        wrapper = TokenizerWrapper(_Tokenizer(vocabulary))
+        self._tokenizer = LLTokenizer(
+            wrapper, n_vocab=vocabulary.size, eos_token=list(vocabulary.stop_ids)
+        )
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        return self.compile_lowered(grammar, to_ebnf(grammar))
+
+    def compile_lowered(self, grammar: Grammar, ebnf: str) -> CompiledGrammar:
+        return self.deserialize(grammar, to_lark(ebnf).text.encode())
+
+    def reads(self, grammar: Grammar) -> str | None:
+        try:
+            read(to_ebnf(grammar))
+        except ForeignConstruct as error:
+            return str(error)
+        return None
+
+    def deserialize(self, grammar: Grammar, data: bytes) -> CompiledGrammar:
+        lark = data.decode()
+        library = LLMatcher(self._tokenizer, lark, log_level=0, limits=LLParserLimits())
+        if library.is_error():
+            raise GrammarError(
+                f"llguidance cannot compile this {grammar.kind} grammar: {_reason(library)}",
+                grammar.kind,
+            )
+        return _Compiled(library, self.vocabulary, data)
+
+
+class _Tokenizer:
+    """What the library asks of a tokenizer. It encodes only to force tokens, which is off."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.stop_ids[0]
+        self.tokens = list(vocabulary.text)
+        self.special_token_ids: list[int] = []
+
+    def __call__(self, text: bytes) -> list[int]:
+        raise NotImplementedError("tokens are never forced")
+
+
+class _Compiled(CompiledGrammar):
+    backend = "llguidance"
+
+    def __init__(self, library: LLMatcher, vocabulary: Vocabulary, lark: bytes) -> None:
+        self._library = library
+        self._vocabulary = vocabulary
+        self._lark = lark
+
+    @property
+    def memory_bytes(self) -> int:
+        # The library does not say. States of its lexer grow with use, to 1-2 kB each.
+        return 64 * 2**10 + 20 * len(self._lark)
+
+    def matcher(self) -> Matcher:
+        return _LLGuidanceMatcher(self._library, self._vocabulary, [], False)
+
+    def serialize(self) -> bytes:
+        return self._lark
+
+
+class _LLGuidanceMatcher(Matcher):
+    def __init__(
+        self, fresh: LLMatcher, vocabulary: Vocabulary, history: list[int], terminated: bool
+    ) -> None:
+        self.vocabulary = vocabulary
+        self._fresh = fresh
+        self._library = fresh.deep_copy()
+        self._history = history
+        # Stop tokens are counted here: the library takes one without moving.
+        self._terminated = terminated
+
+    def accept(self, token_id: int) -> bool:
+        if self._terminated or not 0 <= token_id < self.vocabulary.size:
+            return False
+        if token_id in self.vocabulary.stop_ids:
+            self._terminated = accepted = self.is_complete
+        elif self.vocabulary.text[token_id]:
+            accepted = self._library.try_consume_tokens([token_id]) == 1
+            self._check()
+        else:
+            accepted = False
+        if accepted:
+            self._history.append(token_id)
+        return accepted
+
+    def rollback(self, count: int) -> None:
+        if not 0 <= count <= len(self._history):
+            raise ValueError(f"cannot roll back {count} of {len(self._history)} tokens")
+        if not count:
+            return
+        fed = count - self._terminated
+        if fed and not self._library.rollback(fed):
+            self._check()
+        self._terminated = False
+        del self._history[-count:]
+
+    def fill(self, row: Row) -> None:
+        walk.check_row(row, self.vocabulary.words)
+        if self._terminated:
+            row.fill(0)
+            return
+        self._fill(row)
+
+    def fill_tree(self, tokens: Links, first_child: Links, next_sibling: Links, rows: Row) -> None:
+        walk.fill_tree(self, tokens, first_child, next_sibling, rows)
+
+    @property
+    def is_terminated(self) -> bool:
+        return self._terminated
+
+    @property
+    def is_complete(self) -> bool:
+        return self._terminated or bool(self._library.is_accepting())
+
+    @property
+    def accepted_tokens(self) -> int:
+        return len(self._history)
+
+    def fork(self) -> Matcher:
+        copy = _LLGuidanceMatcher(
+            self._fresh, self.vocabulary, self._history.copy(), self._terminated
+        )
+        copy._library = self._library.deep_copy()
+        return copy
+
+    def _fill(self, row: Row) -> None:
+        self._library.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._library.is_error():
+            self._recover(row)
+            return
+        row &= self.vocabulary.text_row
+        if self._library.is_accepting():
+            row |= self.vocabulary.stop_row
+
+    def _recover(self, row: Row) -> None:
+        # The library also fails for good where no token of the vocabulary goes on.
+        if not _reason(self._library).startswith("NoExtension"):
+            self._check()
+        row.fill(0)
+        self._library = self._fresh.deep_copy()
+        fed = self._history
+        if self._library.try_consume_tokens(fed) != len(fed):
+            raise RuntimeError("llguidance rejected tokens that it had accepted before")
+
+    def _check(self) -> None:
+        if self._library.is_error():
+            raise RuntimeError(f"llguidance failed: {_reason(self._library)}")
+
+
+@dataclass(frozen=True)
+class Lark:
+    """A grammar in llguidance's dialect of Lark.
+
+    Attributes:
+        text: The grammar.
+        by_characters: Whether its lexemes are single characters, which costs milliseconds a mask.
+    """
+
+    text: str
+    by_characters: bool = False
+
+
+@lru_cache(maxsize=4)
+def to_lark(ebnf: str) -> Lark:
+    """An EBNF text as Lark that means the same.
+
+    Raises:
+        GrammarError: the text is broken or too large.
+    """
+    syntax = read(ebnf)
+    grammar = NonEmpty(syntax)
+    if "root" not in grammar.rules:
+        return Lark(f'{_OPTIONS}start: ""\n')
+    lexemes = cut(grammar, syntax.recursive)
+    return Lark(_Spelling(lexemes, grammar.root_nullable).text, lexemes.by_characters)
+
+
+class _Spelling:
+    """Lark text of a grammar over lexemes: rules in lower case, lexemes in upper case."""
+
+    def __init__(self, lexemes: Lexemes, may_be_empty: bool) -> None:
+        self.names = {name: f"r{i}" for i, name in enumerate(lexemes.parsed)}
+        self.names |= {name: f"L{i}" for i, name in enumerate(lexemes.lexed)}
+        self.lines: list[str] = []
+        rules = {**lexemes.parsed, **lexemes.lexed}
+        used = {"root": None}
+        pending = ["root"]
+        while pending:
+            name = pending.pop()
+            spelled = self._but(rules[name], rules) if name in lexemes.lexed else None
+            spelled = spelled or self._of(self.names[name], rules[name], 0)
+            self.lines.append(f"{self.names[name]}: {spelled}")
+            new = sorted(references(rules[name]) - used.keys(), reverse=True)
+            used |= dict.fromkeys(new)
+            pending += new
+        start = f"start: {self.names['root']}" + (' | ""' if may_be_empty else "")
+        self.text = _OPTIONS + "\n".join([start, *self.lines]) + "\n"
+
+    def _but(self, expression: Expression, rules: dict[str, Expression]) -> str | None:
+        """A lexeme in quotes as "any text but a few", where it is that.
+
+        Said of the lexeme as a whole, quotes included, or the library does not profit.
+        """
+        parts = expression.parts if isinstance(expression, Chain) else ()
+        if len(parts) != 3 or references(parts[0]) or references(parts[2]):
+            return None
+        inside, may_be_empty = parts[1], False
+        if isinstance(inside, Repeat) and (inside.least, inside.most) == (0, 1):
+            inside, may_be_empty = inside.body, True
+        if isinstance(inside, Ref):
+            inside = rules[inside.name]
+        found = excluded(inside)
+        if found is None:
+            return None
+        base, texts = found
+        if may_be_empty:
+            base = Repeat(base.body, 0, None)
+        left, middle, right = (
+            to_regex(part, self.names.__getitem__) for part in (parts[0], base, parts[2])
+        )
+        if not texts:
+            return f"/{left}{middle}{right}/"
+        try:
+            names = "|".join(literal(text.decode()) for text in texts)
+        except UnicodeDecodeError:
+            return None
+        return f"/{left}{middle}{right}/ & ~/{left}(?:{names}){right}/"
+
+    def _of(self, owner: str, expression: Expression, depth: int) -> str:
+        if not references(expression):
+            return f"/{to_regex(expression, self.names.__getitem__)}/"
+        if isinstance(expression, Ref):
+            return self.names[expression.name]
+        if depth == _DEEPEST:
+            # The library does not read parentheses that are nested deep.
+            name = f"{owner}_{len(self.lines)}"
+            self.lines.append("")
+            at = len(self.lines) - 1
+            self.lines[at] = f"{name}: {self._of(name, expression, 0)}"
+            return name
+        if isinstance(expression, Repeat):
+            most = "" if expression.most is None else expression.most
+            body = self._of(owner, expression.body, depth + 1)
+            return f"({body}){{{expression.least},{most}}}"
+        mark = " " if isinstance(expression, Chain) else " | "
+        inside = mark.join(self._of(owner, p, depth + 1) for p in parts_of(expression))
+        return f"({inside})" if inside else '""'
+
+
+def _reason(library: LLMatcher) -> str:
+    return json.dumps(library.get_error().partition("\n")[0])[1:-1]
+
+
+BACKEND = LLGuidanceBackend

@@ -1,0 +1,230 @@
+"""The outlines-core library behind the contract: a table of states by tokens, made beforehand.
+
+It reads one regular expression, so grammars that nest without bound are refused. Three habits of
+its automaton are levelled here. It drops later alternatives where an earlier one is done (`a|ab`
+never matches "ab") unless the end of the text is asked for with `\\z`; then it has no start state
+for expressions that may be empty, so the empty text is taken out and put back. And it knows one
+stop token.
+
+Its guide raises on a wrong token and reserves rollback; states are kept here instead, and rows,
+which the library lists token by token, are made once a state.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+import numpy as np
+import outlines_core
+
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar import walk
+from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
+from overlap_spec.grammar.expressions import Expression, Ref, Repeat, parts_of
+from overlap_spec.grammar.lowering import to_ebnf
+from overlap_spec.grammar.regular import NonEmpty, to_regex
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.syntax import ForeignConstruct, Syntax, read
+from overlap_spec.grammar.vocabulary import Vocabulary
+
+# Beyond these the table takes minutes and gigabytes to make.
+_MOST_CLASSES = 5_000
+_ROW_CACHE_BYTES = 32 * 2**20
+
+
+class OutlinesBackend(Backend):
+    """Compiles regular grammars with outlines-core against the exact bytes of a vocabulary."""
+
+    name = "outlines"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        ids: dict[bytes, list[int]] = {}
+        for token, text in enumerate(vocabulary.text):
+            if text:
+                ids.setdefault(text, []).append(token)
+        self._table = outlines_core.Vocabulary(vocabulary.stop_ids[0], ids)
+
+    def reads(self, grammar: Grammar) -> str | None:
+        try:
+            return _refusal(read(to_ebnf(grammar)))
+        except ForeignConstruct as error:
+            return str(error)
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        return self.compile_lowered(grammar, to_ebnf(grammar))
+
+    def compile_lowered(self, grammar: Grammar, ebnf: str) -> CompiledGrammar:
+        syntax = read(ebnf)
+        refusal = _refusal(syntax)
+        if refusal:
+            raise GrammarError(
+                f"outlines cannot read this {grammar.kind} grammar: {refusal}", grammar.kind
+            )
+        plain = NonEmpty(syntax)
+        try:
+            index = outlines_core.Index(_whole(plain), self._table)
+        except ValueError as error:
+            raise GrammarError(
+                f"outlines cannot compile this {grammar.kind} grammar: {error}", grammar.kind
+            ) from error
+        return _Compiled(index, self.vocabulary, plain.root_nullable)
+
+    def deserialize(self, grammar: Grammar, data: bytes) -> CompiledGrammar:
+        try:
+            index = outlines_core.Index.from_binary(data[1:])
+        except (TypeError, ValueError) as error:
+            raise GrammarError(
+                f"not a {grammar.kind} grammar that this outlines-core serialised: {error}",
+                grammar.kind,
+            ) from error
+        return _Compiled(index, self.vocabulary, bool(data[0]))
+
+
+def _refusal(syntax: Syntax) -> str | None:
+    if "root" in syntax.recursive:
+        return "it nests without bound, and the library reads regular expressions only"
+    if "root" not in NonEmpty(syntax).rules:
+        return "it allows the empty text only"
+    counts: dict[str, int] = {}
+
+    def classes(expression: Expression) -> int:
+        if isinstance(expression, Ref):
+            name = expression.name
+            if name not in counts:
+                counts[name] = classes(syntax.rules[name])
+            return counts[name]
+        inner = sum(classes(part) for part in parts_of(expression))
+        if isinstance(expression, Repeat):
+            return inner * max(1, expression.least, expression.most or 0)
+        return inner if parts_of(expression) else 1
+
+    if classes(syntax.rules["root"]) > _MOST_CLASSES:
+        return f"spelled out it has more than {_MOST_CLASSES} characters"
+    return None
+
+
+def _whole(grammar: NonEmpty) -> str:
+    known: dict[str, str] = {}
+
+    def rule(name: str) -> str:
+        if name not in known:
+            known[name] = to_regex(grammar.rules[name], rule)
+        return known[name]
+
+    return f"(?:{rule('root')})\\z"
+
+
+class _Compiled(CompiledGrammar):
+    backend = "outlines"
+
+    def __init__(
+        self, index: outlines_core.Index, vocabulary: Vocabulary, may_be_empty: bool
+    ) -> None:
+        self.vocabulary = vocabulary
+        self._index = index
+        self._data = bytes([may_be_empty]) + index.__reduce__()[1][0]
+        self.start: int = index.get_initial_state()
+        self._may_be_empty = may_be_empty
+        self._lock = threading.Lock()
+        self._rows: OrderedDict[int, Row] = OrderedDict()
+        self._most_rows = max(16, _ROW_CACHE_BYTES // (4 * vocabulary.words))
+
+    @property
+    def memory_bytes(self) -> int:
+        return 6 * len(self._data) + _ROW_CACHE_BYTES
+
+    def matcher(self) -> Matcher:
+        return _OutlinesMatcher(self, [self.start])
+
+    def serialize(self) -> bytes:
+        return self._data
+
+    def after(self, state: int, token: int) -> int | None:
+        """The state after a text token, or None where it is not legal."""
+        found: int | None = self._index.get_next_state(state, token)
+        return found
+
+    def is_complete(self, state: int, at_start: bool) -> bool:
+        """Whether the text may end in a state.
+
+        The start state may be met again later on, where the empty text is no answer.
+        """
+        return (at_start and self._may_be_empty) or bool(self._index.is_final_state(state))
+
+    def row(self, state: int) -> Row:
+        """The text bits of a state's mask row; not to be written to."""
+        with self._lock:
+            if state in self._rows:
+                self._rows.move_to_end(state)
+                return self._rows[state]
+        flags = np.zeros(self.vocabulary.words * 32, np.uint8)
+        flags[self._index.get_allowed_tokens(state) or []] = 1
+        row = np.packbits(flags, bitorder="little").view(np.int32) & ~self.vocabulary.stop_row
+        with self._lock:
+            self._rows[state] = row
+            if len(self._rows) > self._most_rows:
+                self._rows.popitem(last=False)
+        return row
+
+
+class _OutlinesMatcher(Matcher):
+    def __init__(self, compiled: _Compiled, path: list[int | None]) -> None:
+        self.vocabulary = compiled.vocabulary
+        self._compiled = compiled
+        # The state after each token; None after a stop token.
+        self._path = path
+
+    def accept(self, token_id: int) -> bool:
+        here = self._path[-1]
+        if here is None or not 0 <= token_id < self.vocabulary.size:
+            return False
+        if token_id in self.vocabulary.stop_ids:
+            if not self.is_complete:
+                return False
+            self._path.append(None)
+            return True
+        after = self._compiled.after(here, token_id)
+        if after is None:
+            return False
+        self._path.append(after)
+        return True
+
+    def rollback(self, count: int) -> None:
+        if not 0 <= count <= self.accepted_tokens:
+            raise ValueError(f"cannot roll back {count} of {self.accepted_tokens} tokens")
+        if count:
+            del self._path[-count:]
+
+    def fill(self, row: Row) -> None:
+        walk.check_row(row, self.vocabulary.words)
+        here = self._path[-1]
+        if here is None:
+            row.fill(0)
+        else:
+            row[:] = self._compiled.row(here)
+            if self.is_complete:
+                row |= self.vocabulary.stop_row
+
+    def fill_tree(self, tokens: Links, first_child: Links, next_sibling: Links, rows: Row) -> None:
+        walk.fill_tree(self, tokens, first_child, next_sibling, rows)
+
+    @property
+    def is_terminated(self) -> bool:
+        return self._path[-1] is None
+
+    @property
+    def is_complete(self) -> bool:
+        here = self._path[-1]
+        return here is None or self._compiled.is_complete(here, len(self._path) == 1)
+
+    @property
+    def accepted_tokens(self) -> int:
+        return len(self._path) - 1
+
+    def fork(self) -> Matcher:
+        return _OutlinesMatcher(self._compiled, self._path.copy())
+
+
+BACKEND = OutlinesBackend

@@ -1,0 +1,360 @@
+"""All backends read the same grammar alike: masks equal to the reference's, on random grammars."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar import Grammar, Vocabulary, backends, walk
+from overlap_spec.grammar.contract import Backend, CompiledGrammar
+from overlap_spec.grammar.exclusion import excluded
+from overlap_spec.grammar.lexemes import conflict, cut
+from overlap_spec.grammar.network import utf8_spans
+from overlap_spec.grammar.regular import NonEmpty
+from overlap_spec.grammar.syntax import ForeignConstruct, read
+
+NONE = -1
+STOPS = (0, 41)
+OTHERS = [name for name in backends.names() if name != "reference"]
+few = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+@cache
+def vocabulary(size: int = 300) -> Vocabulary:
+    """Every byte, as tokenizers have them, and pieces that cross what a grammar tells apart."""
+    pieces = ["ab", "bc", "aab", '{"', '":', '"}', "],", "12", "true", "é", '"a"', ',"', "null"]
+    pieces += ["ab", "false", "\\u", '","', "-1", "0.5", "abc"]
+    texts = [bytes([byte]) for byte in range(256)] + [piece.encode() for piece in pieces]
+    for stop in STOPS:
+        texts.insert(stop, b"")
+    return Vocabulary(tuple(texts), size, STOPS)
+
+
+def token(text: bytes) -> int:
+    return vocabulary().tokens.index(text)
+
+
+@cache
+def backend(name: str, size: int = 300) -> Backend:
+    return backends.load(name)(vocabulary(size))
+
+
+def compiled(name: str, grammar: Grammar, size: int = 300) -> CompiledGrammar | None:
+    """The grammar by a backend, or None where the backend says that it does not read it."""
+    reason = backend(name, size).reads(grammar)
+    if reason is None:
+        return backend(name, size).compile(grammar)
+    with pytest.raises(GrammarError):
+        backend(name, size).compile(grammar)
+    assert name == "outlines", reason
+    return None
+
+
+def ids(row: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+
+
+def check_walks(grammar: Grammar, seed: int, walks: int = 2, length: int = 8) -> None:
+    """Random legal walks, with a wrong token and a rollback now and then."""
+    oracle = compiled("reference", grammar)
+    assert oracle is not None
+    others = {name: found for name in OTHERS if (found := compiled(name, grammar))}
+    assert {"xgrammar", "llguidance", "auto"} <= others.keys()
+    rng = random.Random(seed)
+    for _ in range(walks):
+        reference = oracle.matcher()
+        matchers = {name: found.matcher() for name, found in others.items()}
+        want, got = (np.zeros(vocabulary().words, np.int32) for _ in range(2))
+        for _ in range(length):
+            reference.fill(want)
+            for name, matcher in matchers.items():
+                matcher.fill(got)
+                assert ids(got) == ids(want), (name, grammar.source)
+                assert matcher.is_complete == reference.is_complete, (name, grammar.source)
+            legal = ids(want)
+            if not legal:
+                break
+            chosen = rng.choice(legal) if rng.random() < 0.85 else rng.randrange(vocabulary().size)
+            accepted = reference.accept(chosen)
+            assert accepted == (chosen in legal)
+            assert {m.accept(chosen) for m in matchers.values()} == {accepted}
+            if reference.is_terminated or (reference.accepted_tokens and rng.random() < 0.15):
+                count = rng.randint(1, reference.accepted_tokens)
+                for matcher in (reference, *matchers.values()):
+                    matcher.rollback(count)
+
+
+chars = st.sampled_from(["[ab]", "[^a]", "[a-c]", '"a"', '"b"', '"ab"', '"é"', '"\\"a"', "[0-2]"])
+
+
+@st.composite
+def bodies(draw: st.DrawFn, names: tuple[str, ...]) -> str:
+    inner = st.one_of(chars, st.sampled_from(names)) if names else chars
+
+    def grown(part: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+        return st.one_of(
+            st.lists(part, min_size=2, max_size=3).map(" ".join),
+            st.lists(part, min_size=2, max_size=3).map(lambda ways: f"({' | '.join(ways)})"),
+            st.tuples(part, st.sampled_from(["*", "+", "?", "{2}", "{0,2}", "{1,}"])).map(
+                lambda pair: f"({pair[0]}){pair[1]}"
+            ),
+            part.map(lambda one: f'({one} | "")'),
+        )
+
+    return draw(st.recursive(inner, grown, max_leaves=6))
+
+
+@st.composite
+def grammars(draw: st.DrawFn) -> Grammar:
+    names = ("root", "x", "y")[: draw(st.integers(1, 3))]
+    rules = [f"{name} ::= {draw(bodies(names))}" for name in names]
+    return Grammar.ebnf("\n".join(rules))
+
+
+@few
+@given(grammars(), st.integers(0, 2**16))
+def test_random_ebnf(grammar: Grammar, seed: int) -> None:
+    try:
+        read(grammar.source)
+    except GrammarError as error:
+        assume("no finite text" not in str(error))
+        raise
+    check_walks(grammar, seed)
+
+
+patterns = st.recursive(
+    st.sampled_from(["a", "b", "[ab]", "[^a]", "ab", "é", "c"]),
+    lambda part: st.one_of(
+        st.lists(part, min_size=2, max_size=3).map("".join),
+        st.lists(part, min_size=2, max_size=2).map(lambda ways: f"({'|'.join(ways)})"),
+        st.tuples(part, st.sampled_from(["*", "+", "?", "{2}", "{0,2}", "{2,}"])).map(
+            lambda pair: f"({pair[0]}){pair[1]}"
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@few
+@given(patterns, st.integers(0, 2**16))
+def test_random_regexes(pattern: str, seed: int) -> None:
+    check_walks(Grammar.regex(pattern), seed)
+
+
+scalars = st.sampled_from(
+    [
+        {"type": "string"},
+        {"type": "string", "maxLength": 2},
+        {"type": "string", "pattern": "^a*b$"},
+        {"type": "integer"},
+        {"type": "integer", "minimum": 5, "maximum": 120},
+        {"type": "number"},
+        {"type": "boolean"},
+        {"enum": ["a", 1, None]},
+        {"const": "ab"},
+        {},
+    ]
+)
+schemas = st.recursive(
+    scalars,
+    lambda part: st.one_of(
+        st.tuples(part, st.integers(0, 2)).map(
+            lambda pair: {"type": "array", "items": pair[0], "minItems": pair[1]}
+        ),
+        st.tuples(
+            st.dictionaries(st.sampled_from(["a", "b", "ab"]), part, max_size=2),
+            st.booleans(),
+            st.booleans(),
+        ).map(
+            lambda found: {
+                "type": "object",
+                "properties": found[0],
+                "required": list(found[0])[: int(found[1])],
+                "additionalProperties": found[2],
+            }
+        ),
+        st.lists(part, min_size=2, max_size=2).map(lambda ways: {"anyOf": ways}),
+    ),
+    max_leaves=3,
+)
+
+
+@few
+@given(schemas, st.integers(0, 2**16))
+def test_random_schemas(schema: dict[str, object], seed: int) -> None:
+    check_walks(Grammar.json_schema(schema), seed, length=16)
+
+
+def all_trees(nodes: int) -> list[tuple[list[int], list[int]]]:
+    """First child and next sibling of every ordered tree whose nodes are numbered in depth."""
+    found = []
+    for parents in itertools.product(*(range(node) for node in range(1, nodes))):
+        path = [0]
+        for node, parent in enumerate(parents, start=1):
+            if parent not in path:
+                break
+            path = [*path[: path.index(parent) + 1], node]
+        else:
+            found.append(_links([NONE, *parents]))
+    return found
+
+
+def _links(parents: list[int]) -> tuple[list[int], list[int]]:
+    first, sibling = [NONE] * len(parents), [NONE] * len(parents)
+    for node in range(len(parents) - 1, 0, -1):
+        first[parents[node]], sibling[node] = node, first[parents[node]]
+    return first, sibling
+
+
+def test_the_trees_are_all_of_their_size() -> None:
+    # Catalan numbers count ordered trees.
+    assert [len(all_trees(n)) for n in range(1, 9)] == [1, 1, 2, 5, 14, 42, 132, 429]
+
+
+@pytest.mark.parametrize("nodes", range(1, 9))
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_tree_has_the_masks_of_the_reference(name: str, nodes: int) -> None:
+    rng = random.Random(nodes)
+    grammar = Grammar.regex("(a|b|ab)*c?")
+    for tree in all_trees(nodes):
+        # Sizes of every remainder mod 32 turn up many times over.
+        size = 300 + rng.randrange(32)
+        tokens = [
+            rng.choice([*map(token, (b"a", b"a", b"b", b"c", b"ab", b"aab")), *STOPS, size])
+            for _ in range(nodes)
+        ]
+        links = [np.array(part, np.int64) for part in (tokens, *tree)]
+        rows = []
+        for backend_name in ("reference", name):
+            matcher = _compiled_once(backend_name, grammar, size).matcher()
+            assert matcher.accept(token(b"a"))
+            rows.append(np.full((nodes, vocabulary(size).words), -1, np.int32))
+            fill = matcher.fill_tree if backend_name == name else _walk(matcher)
+            fill(*links, rows[-1])
+            assert matcher.accepted_tokens == 1
+        np.testing.assert_array_equal(*rows)
+
+
+@cache
+def _compiled_once(name: str, grammar: Grammar, size: int) -> CompiledGrammar:
+    return backend(name, size).compile(grammar)
+
+
+def _walk(matcher):
+    return lambda *arrays: walk.fill_tree(matcher, *arrays)
+
+
+@pytest.mark.parametrize(
+    ("ebnf", "by_characters"),
+    [
+        (
+            'root ::= "{" (pair ("," pair)*)? "}"\n'
+            'pair ::= key ":" root\nkey ::= "\\"" [ab]* "\\""',
+            0,
+        ),
+        ('root ::= x "b" | "c"\nx ::= "a" root | [ab]*', 1),
+        ('root ::= [a]* "ab" root | "c"', 1),
+        ('root ::= "a" root "b" | "ab"', 0),
+    ],
+)
+def test_lexemes_are_proved_or_cut(ebnf: str, by_characters: int) -> None:
+    syntax = read(ebnf)
+    lexemes = cut(NonEmpty(syntax), syntax.recursive)
+    assert lexemes.by_characters == bool(by_characters)
+    assert not conflict(lexemes)
+    check_walks(Grammar.ebnf(ebnf), 1)
+
+
+def test_excluded_texts_are_found() -> None:
+    schema = {"type": "object", "properties": {"a": True, "ab": True}}
+    from overlap_spec.grammar.lowering import to_ebnf
+
+    rules = NonEmpty(read(to_ebnf(Grammar.json_schema(schema)))).rules.values()
+    found = [texts for rule in rules if (but := excluded(rule)) for texts in [but[1]]]
+    assert [b"a", b"ab"] in found
+    for pattern in ("(a|b)*", "(a|b(a|b)*)", "a*|b"):
+        syntax = NonEmpty(read(to_ebnf(Grammar.regex(pattern))))
+        for rule in syntax.rules.values():
+            assert excluded(rule) is None or not excluded(rule)[1]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 0x10FFFF), (0x7F, 0x800), (0xE9, 0x1F600)])
+def test_utf8_spans_hold_exactly_the_range(low: int, high: int) -> None:
+    spans = utf8_spans(low, high)
+    step = max(1, (high - low) // 5000)
+    for point in itertools.chain(range(low, high + 1, step), (low, high)):
+        if 0xD800 <= point <= 0xDFFF:
+            continue
+        held = [all(a <= b <= c for b, (a, c) in zip(chr(point).encode(), span, strict=False))
+                and len(span) == len(chr(point).encode()) for span in spans]  # fmt: skip
+        assert sum(held) == 1
+    total = sum(int(np.prod([b - a + 1 for a, b in span])) for span in spans)
+    assert total == high - low + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('root ::= "a" x', "rule x is not defined"),
+        ('roots ::= "a"', "no rule named root"),
+        ('root ::= "a"\nroot ::= "b"', "more than once"),
+        ('root ::= ("a"', "not finished"),
+        ('root ::= * "a"', "follows nothing"),
+        ('root ::= "a" & "b"', "line 1, column 14"),
+        ("root ::= [b-a]", "runs backwards"),
+        ('root ::= "a"{3,2}', "runs backwards"),
+        ('root ::= "a" root', "no finite text"),
+        ('root ::= []', "no finite text"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["auto", "llguidance", "outlines", "reference"])
+def test_broken_ebnf_is_refused_with_the_place(name: str, text: str, message: str) -> None:
+    with pytest.raises(GrammarError, match=message):
+        backend(name).compile(Grammar.ebnf(text))
+
+
+def test_ways_that_cannot_end_are_never_entered() -> None:
+    check_walks(Grammar.ebnf('root ::= "a" (x | "b") | [] "c"\nx ::= "c" x'), 0)
+
+
+@pytest.mark.parametrize("text", ['root ::= Regex("a.b")', 'root ::= "a" (= "b")'])
+def test_constructs_of_xgrammar_alone_are_told_apart(text: str) -> None:
+    with pytest.raises(ForeignConstruct):
+        read(text)
+
+
+@pytest.mark.parametrize("pattern", ["((a)*b)*", "(a|ab)", "(|a)b*", "a*(ab)?", "(ab|a)(bc|c)?"])
+def test_patterns_that_a_library_reads_otherwise(pattern: str) -> None:
+    check_walks(Grammar.regex(pattern), 5, walks=6)
+
+
+@pytest.mark.parametrize(
+    "ebnf",
+    ["root ::= root{0,2}", 'root ::= root root | "a" | ""', 'root ::= x | ""\nx ::= root | "b"'],
+)
+def test_rules_that_call_themselves_first(ebnf: str) -> None:
+    check_walks(Grammar.ebnf(ebnf), 7)
+
+
+def test_half_a_surrogate_is_no_character() -> None:
+    check_walks(Grammar.ebnf('root ::= [^"]*'), 3)
+    for name in backends.names():
+        found = compiled(name, Grammar.ebnf('root ::= [^"]*'))
+        assert found is not None
+        matcher = found.matcher()
+        assert matcher.accept(token(b"\xed"))
+        row = np.zeros(vocabulary().words, np.int32)
+        matcher.fill(row)
+        assert token(b"\xa0") not in ids(row)

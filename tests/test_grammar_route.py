@@ -1,0 +1,106 @@
+"""`auto`: which backend reads what, and that its choice travels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar import Grammar, Vocabulary, backends
+from overlap_spec.grammar.backends.auto import AutoBackend
+from overlap_spec.grammar.contract import Backend
+from overlap_spec.grammar.lowering import to_ebnf
+from overlap_spec.grammar.route import SMALL, longest_count, route
+from overlap_spec.grammar.syntax import read
+
+TOKENS = tuple(bytes([byte]) for byte in range(256))
+VOCABULARY = Vocabulary((*TOKENS, b""), 257, (256,))
+NAMED = {"type": "object", "properties": {"name": {"type": "integer"}}}
+AMBIGUOUS = 'root ::= x "b" | "c"\nx ::= "a" root | [ab]*'
+
+
+@pytest.fixture(scope="module")
+def auto() -> Backend:
+    return backends.load("auto")(VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "backend", "reason"),
+    [
+        (Grammar.regex("[a-z]+"), "xgrammar", "small"),
+        (Grammar.choice(["yes", "no"]), "xgrammar", "small"),
+        (Grammar.json_schema({"type": "boolean"}), "xgrammar", "small"),
+        (Grammar.json_schema({"type": "string", "maxLength": 400}), "llguidance", "counts to 400"),
+        (Grammar.json_schema(NAMED), "llguidance", "free keys"),
+        (Grammar.ebnf(
+            AMBIGUOUS.replace('| "c"', '| "c"{40}')), "xgrammar", "no lexemes"),
+        (Grammar.ebnf('root ::= "a" (= "b")'), "xgrammar", "xgrammar's own"),
+    ],
+)  # fmt: skip
+def test_routes(auto: Backend, grammar: Grammar, backend: str, reason: str) -> None:
+    compiled = auto.compile(grammar)
+    assert compiled.backend == backend
+    assert reason in compiled.reason
+
+
+def test_a_choice_travels(auto: Backend) -> None:
+    grammar = Grammar.json_schema(NAMED)
+    compiled = auto.compile(grammar)
+    data = compiled.serialize()
+    assert data is not None
+    again = backends.load("auto")(VOCABULARY).deserialize(grammar, data)
+    assert (again.backend, again.reason) == (compiled.backend, compiled.reason)
+    rows = np.zeros((2, VOCABULARY.words), np.int32)
+    for row, found in zip(rows, (compiled, again), strict=True):
+        matcher = found.matcher()
+        assert matcher.accept(ord("{"))
+        matcher.fill(row)
+    assert rows[0].any()
+    np.testing.assert_array_equal(*rows)
+
+
+def test_backends_are_built_when_needed() -> None:
+    auto = AutoBackend(VOCABULARY)
+    assert not auto._built
+    auto.compile(Grammar.regex("a"))
+    assert list(auto._built) == ["xgrammar"]
+
+
+def test_the_next_backend_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = AutoBackend(VOCABULARY)
+
+    def refuses(*_: object) -> None:
+        raise GrammarError("too much")
+
+    monkeypatch.setattr(auto._backend("xgrammar"), "compile_lowered", refuses)
+    compiled = auto.compile(Grammar.regex("ab*"))
+    assert compiled.backend == "llguidance"
+    assert "xgrammar refused" in compiled.reason
+    for name in SMALL.backends:
+        monkeypatch.setattr(auto._backend(name), "compile_lowered", refuses)
+    with pytest.raises(GrammarError, match=r"xgrammar: too much; llguidance: too much"):
+        auto.compile(Grammar.regex("ab*"))
+
+
+def test_a_fault_that_is_no_refusal_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = AutoBackend(VOCABULARY)
+
+    def dies(*_: object) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(auto._backend("xgrammar"), "compile_lowered", dies)
+    with pytest.raises(RuntimeError, match="a fault"):
+        auto.compile(Grammar.regex("ab*"))
+
+
+def test_what_no_lowering_holds_is_refused_by_name(auto: Backend) -> None:
+    schema = {"type": "string", "pattern": r"(a|b)\1"}
+    with pytest.raises(GrammarError, match="back-reference"):
+        auto.compile(Grammar.json_schema(schema))
+
+
+def test_counts_are_read_off_the_syntax() -> None:
+    text = to_ebnf(Grammar.json_schema({"type": "string", "maxLength": 300}))
+    assert max(longest_count(body) for body in read(text).rules.values()) == 300
+    assert route(read('root ::= "a"{300}')).backends[0] == "llguidance"
+    assert route(read('root ::= ("a")?')) is SMALL
