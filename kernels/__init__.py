@@ -1,7 +1,18 @@
-"""The operations of a step: each with one signature and a torch reference as its definition."""
+"""The operations of a step: each with one signature and a torch reference as its definition.
 
-from overlap_spec.kernels.attention import KeySpan, store_kv, tree_attention
-from overlap_spec.kernels.elementwise import apply_rope, rms_norm, silu_and_mul
+On CUDA a Triton kernel with the same signature runs instead (``kernels/dispatch.py``).
+"""
+
+from overlap_spec.kernels.attention import (
+    KeySpan,
+    move_kv,
+    pack_mask,
+    page_slots,
+    rotate_and_store,
+    store_kv,
+    tree_attention,
+)
+from overlap_spec.kernels.elementwise import add_rms_norm, apply_rope, rms_norm, silu_and_mul
 from overlap_spec.kernels.sampling import (
     apply_bitmask,
     apply_penalties,
@@ -9,6 +20,8 @@ from overlap_spec.kernels.sampling import (
     coins,
     filter_probs,
     inverse_cdf,
+    masked_choose,
+    top_candidates,
 )
 from overlap_spec.kernels.tree import Accepted, Tree, accept_path, build_chain, build_tree, rerank
 
@@ -17,6 +30,7 @@ __all__ = [
     "KeySpan",
     "Tree",
     "accept_path",
+    "add_rms_norm",
     "apply_bitmask",
     "apply_penalties",
     "apply_rope",
@@ -26,9 +40,15 @@ __all__ = [
     "coins",
     "filter_probs",
     "inverse_cdf",
+    "masked_choose",
+    "move_kv",
+    "pack_mask",
+    "page_slots",
     "rerank",
     "rms_norm",
+    "rotate_and_store",
     "silu_and_mul",
     "store_kv",
+    "top_candidates",
     "tree_attention",
 ]

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from overlap_spec.kernels.dispatch import operation
+from overlap_spec.kernels.elementwise import apply_rope, rms_norm
+
 
 @dataclass(frozen=True)
 class KeySpan:
@@ -62,6 +65,12 @@ class KeySpan:
     def _dense(self) -> dict[tuple[int, int | None, int], Tensor]:
         return {}
 
+    @cached_property
+    def packed(self) -> Tensor:
+        """:attr:`mask` as :func:`pack_mask` makes it, made once for all layers."""
+        assert self.mask is not None
+        return pack_mask(self.mask)
+
     def dense(self, page_size: int, window: int | None, group: int) -> Tensor:
         """:meth:`visible` repeated for ``group`` heads, computed once for all layers."""
         key = (page_size, window, group)
@@ -71,6 +80,18 @@ class KeySpan:
         return self._dense[key]
 
 
+@operation
+def pack_mask(mask: Tensor) -> Tensor:
+    """Bits of a mask: bool ``(..., W)`` → int64 ``(..., ceil(W / 64))``.
+
+    Bit ``w % 64`` of word ``w // 64`` is entry w; the bits behind W are 0.
+    """
+    width = mask.shape[-1]
+    words = F.pad(mask, (0, -width % 64)).unflatten(-1, (-1, 64)).long()
+    return (words << torch.arange(64, device=mask.device)).sum(-1)
+
+
+@operation
 def store_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Write new keys and values into their slots.
 
@@ -81,8 +102,69 @@ def store_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tens
     v_cache.flatten(0, 1).index_copy_(0, slots, v)
 
 
+@operation
+def rotate_and_store(
+    qkv: Tensor,
+    rotary: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    norm: tuple[Tensor, float] | None = None,
+) -> Tensor:
+    """:func:`apply_rope` of queries and keys, then :func:`store_kv`, in one pass.
+
+    Args:
+        qkv: ``(T, heads + 2 * kv_heads, D)``: queries, keys, values, neither normed nor rotated.
+        rotary: ``(T, 2, D)`` as in :func:`apply_rope`.
+        k_cache, v_cache, slots: As in :func:`store_kv`.
+        norm: Weight ``(heads + kv_heads, D)`` and eps of :func:`rms_norm` over each query's and
+            key's own head, before the rotation; None: there is none.
+
+    Returns:
+        The rotated queries ``(T, heads, D)``.
+    """
+    kv_heads = k_cache.shape[2]
+    rotated = qkv.shape[1] - kv_heads
+    qk = qkv[:, :rotated]
+    if norm is not None:
+        qk = rms_norm(qk, *norm)
+    qk = apply_rope(qk, rotary)
+    store_kv(k_cache, v_cache, slots, qk[:, rotated - kv_heads :], qkv[:, rotated:])
+    return qk[:, : rotated - kv_heads]
+
+
+@operation
+def page_slots(table: Tensor, rows: Tensor, logical: Tensor, page_size: int) -> Tensor:
+    """Physical slots of logical ones through the page table.
+
+    ``table`` int64 ``(R, P)``: pages of each row; ``rows`` int64 ``(B,)``; ``logical`` int64
+    ``(B, Q)`` below ``P * page_size`` → int64 ``(B, Q)``, slot = page * page_size + offset.
+    """
+    page = table[rows[:, None], logical // page_size]
+    return page * page_size + logical % page_size
+
+
+@operation
+def move_kv(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy slots ``source`` to slots ``target`` in every layer, all read before any is written.
+
+    ``k_cache, v_cache (layers, pages, page_size, kv_heads, D)``; ``source, target`` int64
+    ``(B, W)``; no row of ``source`` meets another row's ``target``, and targets are distinct.
+    """
+    source, target = source.flatten(), target.flatten()
+    for cache in (k_cache, v_cache):
+        flat = cache.flatten(1, 2)
+        flat[:, target] = flat[:, source]
+
+
+@operation
 def tree_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, span: KeySpan, window: int | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    span: KeySpan,
+    window: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attention of a rectangle of queries over paged keys, with grouped heads.
 
@@ -93,6 +175,7 @@ def tree_attention(
         span: Which keys are seen; every query must see at least one.
         window: Sliding window in tokens, the query's own position included, or None; longer
             than a tree is deep.
+        out: Contiguous ``(B, Q, heads * D)`` to write to; None: a new one.
 
     Returns:
         ``(B, Q, heads * D)``.
@@ -104,11 +187,12 @@ def tree_attention(
     values = v_cache[span.pages].flatten(1, 2).transpose(1, 2)
     # The heads of a group share their keys: they become more queries of one kv head.
     grouped = q.view(batch, queries, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
-    out = F.scaled_dot_product_attention(
+    mixed = F.scaled_dot_product_attention(
         grouped.reshape(batch, kv_heads, group * queries, dim),
         keys,
         values,
         attn_mask=span.dense(page_size, window, group),
     )
-    out = out.view(batch, kv_heads, group, queries, dim).permute(0, 3, 1, 2, 4)
-    return out.reshape(batch, queries, heads * dim)
+    mixed = mixed.view(batch, kv_heads, group, queries, dim).permute(0, 3, 1, 2, 4)
+    mixed = mixed.reshape(batch, queries, heads * dim)
+    return mixed if out is None else out.copy_(mixed)

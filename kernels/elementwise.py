@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from overlap_spec.kernels.dispatch import operation
 
+
+@operation
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, summed in float32.
 
@@ -19,6 +22,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide.to(x.dtype) * weight
 
 
+@operation
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """:func:`rms_norm` of ``x + residual``, and that sum.
+
+    ``x, residual (..., D)``, ``weight (D,)`` → two tensors ``(..., D)``.
+    """
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+@operation
 def apply_rope(x: Tensor, rotary: Tensor) -> Tensor:
     """Rotate the two halves of each head against each other.
 
@@ -29,6 +43,7 @@ def apply_rope(x: Tensor, rotary: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
+@operation
 def silu_and_mul(x: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``x (..., 2 * I)`` with the gate in its first half → ``(..., I)``."""
     gate, up = x.chunk(2, -1)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from overlap_spec.kernels.dispatch import operation
+
 
 class Tree(NamedTuple):
     """Trees of ``B`` requests with ``N`` nodes each, on the device.
@@ -26,6 +28,7 @@ class Tree(NamedTuple):
     ancestors: Tensor
 
 
+@operation
 def rerank(scores: Tensor, count: int) -> Tensor:
     """The ``count`` best candidates of each row, as ascending indices.
 
@@ -36,6 +39,7 @@ def rerank(scores: Tensor, count: int) -> Tensor:
     return order.sort(dim=-1).values
 
 
+@operation
 def build_tree(root: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Tree:
     """Links and ancestor mask of reranked candidates.
 
@@ -97,6 +101,7 @@ class Accepted(NamedTuple):
     bonus: Tensor
 
 
+@operation
 def accept_path(targets: Tensor, tree: Tree, width: int, limits: Tensor | None = None) -> Accepted:
     """Follow the target's own choices down each tree.
 

@@ -1,0 +1,259 @@
+"""The kernels' work in serving: Llama-3.1-8B's shapes, a few requests and many.
+
+Everything is drawn on the CPU first and at random: zeros would hide what is wrong, and run faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlap_spec import kernels
+from overlap_spec.kernels import KeySpan
+
+HIDDEN, INTERMEDIATE, LAYERS = 4096, 14336, 32
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+VOCAB, DRAFT_VOCAB = 128256, 32000
+PAGE, NODES, TOP_K, STEPS, CONTEXT = 16, 16, 8, 5, 4096
+LONG = torch.int64
+
+
+@dataclass(frozen=True)
+class Work:
+    """One operation on inputs of one size.
+
+    Attributes:
+        name: ``operation/what``.
+        operation: Of ``overlap_spec.kernels``.
+        draw: Makes the arguments.
+        bytes, flops: The least that must be moved and computed.
+        config: The entry of the tuning tables that rules it; None: there is none.
+    """
+
+    name: str
+    operation: Callable[..., Any]
+    draw: Callable[[], tuple[Any, ...]]
+    bytes: int
+    flops: int = 0
+    config: str | None = None
+
+
+class Draw:
+    """Random tensors on a device, in one floating type."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = LONG) -> Tensor:
+        return torch.randint(
+            low, high, shape, generator=self.generator, device=self.device, dtype=dtype
+        )
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, device=self.device)
+
+    def distinct(self, count: int, below: int) -> Tensor:
+        return torch.randperm(below, generator=self.generator, device=self.device)[:count]
+
+
+def works(draw: Draw, batches: tuple[int, ...] = (1, 32)) -> Iterator[Work]:
+    """All operations at each batch size, ``NODES`` nodes a request."""
+    for batch in batches:
+        yield from _elementwise(draw, batch)
+        yield from _cache(draw, batch)
+        yield from _choice(draw, batch)
+        yield from _tree(draw, batch)
+        yield attention(draw, batch, NODES, CONTEXT, tree=True)
+        yield attention(draw, batch, 1, CONTEXT)
+        yield attention(draw, batch, TOP_K, CONTEXT, tree=True, first=1)
+    yield attention(draw, 1, 2048, 0)
+    yield attention(draw, 1, 2048, 6144)
+
+
+def _elementwise(d: Draw, batch: int) -> Iterator[Work]:
+    rows, size, item = batch * NODES, HIDDEN, d.dtype.itemsize
+    x = rows * size * item
+    rope = rows * 2 * HEAD_DIM * item
+    qk = rows * (HEADS + KV_HEADS) * HEAD_DIM * item
+
+    def norm() -> tuple[Any, ...]:
+        return d.normal(rows, size), d.normal(size), 1e-5
+
+    def add_norm() -> tuple[Any, ...]:
+        return d.normal(rows, size), *norm()
+
+    def turn() -> tuple[Any, ...]:
+        both = d.normal(rows, HEADS + 2 * KV_HEADS, HEAD_DIM)
+        return both[:, : HEADS + KV_HEADS], d.normal(rows, 2, HEAD_DIM)
+
+    yield Work(f"rms_norm/{rows}", kernels.rms_norm, norm, 2 * x, config="rms_norm")
+    yield Work(f"add_rms_norm/{rows}", kernels.add_rms_norm, add_norm, 4 * x, config="rms_norm")
+    yield Work(f"apply_rope/{rows}", kernels.apply_rope, turn, 2 * qk + rope, config="rope")
+    yield Work(
+        f"silu_and_mul/{rows}",
+        kernels.silu_and_mul,
+        lambda: (d.normal(rows, 2 * INTERMEDIATE),),
+        3 * rows * INTERMEDIATE * item,
+        config="silu_and_mul",
+    )
+
+
+def _cache(d: Draw, batch: int) -> Iterator[Work]:
+    rows, item = batch * NODES, d.dtype.itemsize
+    pages = batch * CONTEXT // PAGE
+    kv = rows * KV_HEADS * HEAD_DIM * item
+    all_heads = HEADS + 2 * KV_HEADS
+
+    def caches(layers: int | None = None, pages: int = pages) -> list[Tensor]:
+        shape = (pages, PAGE, KV_HEADS, HEAD_DIM)
+        return [d.normal(*((layers,) if layers else ()), *shape) for _ in range(2)]
+
+    def rotate(norm: bool) -> tuple[Any, ...]:
+        weight = (d.normal(HEADS + KV_HEADS, HEAD_DIM), 1e-6) if norm else None
+        qkv, rotary = d.normal(rows, all_heads, HEAD_DIM), d.normal(rows, 2, HEAD_DIM)
+        return qkv, rotary, *caches(), d.distinct(rows, pages * PAGE), weight
+
+    def store() -> tuple[Any, ...]:
+        k, v = (d.normal(rows, KV_HEADS, HEAD_DIM) for _ in range(2))
+        return *caches(), d.distinct(rows, pages * PAGE), k, v
+
+    def slots() -> tuple[Any, ...]:
+        table = d.integers(0, 2**20, 64, CONTEXT // PAGE)
+        return table, d.integers(0, 64, batch), d.integers(0, CONTEXT, batch, NODES), PAGE
+
+    def move() -> tuple[Any, ...]:
+        # Few pages: all layers of a context would not fit many times.
+        slots = d.distinct(2 * batch * NODES, 2 * rows).view(batch, 2 * NODES)
+        k, v = caches(LAYERS, 2 * rows // PAGE)
+        return k, v, slots[:, 1 : 2 * STEPS : 2].contiguous(), slots[:, :STEPS].contiguous()
+
+    moved = 4 * LAYERS * batch * STEPS * KV_HEADS * HEAD_DIM * item
+    through = 2 * rows * all_heads * HEAD_DIM * item + rows * 2 * HEAD_DIM * item
+    for name, norm in (("", False), ("/norm", True)):
+        yield Work(
+            f"rotate_and_store/{rows}{name}",
+            kernels.rotate_and_store,
+            partial(rotate, norm),
+            through,
+            config="rope",
+        )
+    yield Work(f"store_kv/{rows}", kernels.store_kv, store, 4 * kv, config="store_kv")
+    yield Work(f"page_slots/{rows}", kernels.page_slots, slots, 24 * rows)
+    yield Work(f"move_kv/{batch}", kernels.move_kv, move, moved, config="move_kv")
+
+
+def _choice(d: Draw, batch: int) -> Iterator[Work]:
+    rows, item = batch * NODES, d.dtype.itemsize
+    words = -(-VOCAB // 32)
+    read = rows * VOCAB * item
+    masks = rows * words * 4
+
+    def masked() -> tuple[Any, ...]:
+        bits = d.integers(-(2**31), 2**31, rows, words, dtype=torch.int32)
+        return d.normal(rows, VOCAB), bits
+
+    def sampled() -> tuple[Any, ...]:
+        return *masked(), None, d.uniform(rows) + 0.5, d.uniform(rows)
+
+    def candidates() -> tuple[Any, ...]:
+        rows = batch * TOP_K
+        return d.normal(rows, DRAFT_VOCAB), TOP_K, d.integers(0, VOCAB // 2, DRAFT_VOCAB)
+
+    yield Work(
+        f"apply_bitmask/{rows}", kernels.apply_bitmask, masked, read + masks, config="apply_bitmask"
+    )
+    for name, inputs in (("greedy", masked), ("sampled", sampled)):
+        yield Work(
+            f"masked_choose/{rows}/{name}",
+            kernels.masked_choose,
+            inputs,
+            read + masks,
+            config="choose",
+        )
+    yield Work(
+        f"coins/{rows}",
+        kernels.coins,
+        lambda: (d.integers(0, 2**40, rows), d.integers(0, CONTEXT, rows)),
+        20 * rows,
+    )
+    yield Work(
+        f"top_candidates/{batch * TOP_K}",
+        kernels.top_candidates,
+        candidates,
+        batch * TOP_K * DRAFT_VOCAB * item,
+        config="top_candidates",
+    )
+
+
+def _tree(d: Draw, batch: int) -> Iterator[Work]:
+    candidates = TOP_K + (STEPS - 1) * TOP_K**2
+
+    def scores() -> tuple[Any, ...]:
+        return -d.uniform(batch, candidates), NODES - 1
+
+    def nodes() -> tuple[Any, ...]:
+        below = torch.arange(1, NODES, device=d.device)
+        parents = d.integers(0, NODES, batch, NODES - 1) % below
+        return d.integers(0, VOCAB, batch), d.integers(0, VOCAB, batch, NODES - 1), parents, STEPS
+
+    def accept() -> tuple[Any, ...]:
+        tree = kernels.build_tree(*nodes())
+        return tree.tokens.roll(-1, 1), tree, STEPS + 1
+
+    def mask() -> tuple[Any, ...]:
+        return (d.uniform(batch, NODES, NODES) < 0.5,)
+
+    square = batch * NODES * NODES
+    yield Work(f"rerank/{batch}", kernels.rerank, scores, batch * (4 * candidates + 8 * NODES))
+    yield Work(f"build_tree/{batch}", kernels.build_tree, nodes, 56 * batch * NODES + square)
+    yield Work(f"accept_path/{batch}", kernels.accept_path, accept, 40 * batch * NODES)
+    yield Work(f"pack_mask/{batch}", kernels.pack_mask, mask, square + 8 * batch * NODES)
+
+
+def attention(
+    d: Draw,
+    batch: int,
+    queries: int,
+    prefix: int,
+    tree: bool = False,
+    first: int = 0,
+    head_dim: int = HEAD_DIM,
+) -> Work:
+    """Queries of each request behind ``prefix`` keys: a tree's, or causal ones."""
+    keys, item = prefix + queries, d.dtype.itemsize
+    pages = -(-keys // PAGE)
+
+    def draw() -> tuple[Any, ...]:
+        k, v = (d.normal(batch * pages, PAGE, KV_HEADS, head_dim) for _ in range(2))
+        start = torch.full((batch,), prefix, device=d.device)
+        offset = torch.arange(queries, device=d.device)
+        mask = None
+        if tree:
+            mask = (d.uniform(batch, queries, queries) < 0.5) | (offset == offset[:, None])
+        places = d.distinct(batch * pages, batch * pages).view(batch, pages)
+        span = KeySpan(places, start, start[:, None] + offset, mask, first)
+        return d.normal(batch, queries, HEADS, head_dim), k, v, span
+
+    # What a query sees on average: the prefix, and of the window about half.
+    seen = prefix + queries / 2
+    size = max(16, 1 << (head_dim - 1).bit_length())
+    kind = "prefill" if queries * HEADS // KV_HEADS > 64 else "decode"
+    kv = 2 * batch * keys * KV_HEADS * head_dim * item
+    what = "draft" if first else "tree" if tree else "causal"
+    return Work(
+        f"attention/{batch}x{queries}@{prefix}/{what}/{head_dim}",
+        kernels.tree_attention,
+        draw,
+        kv + 2 * batch * queries * HEADS * head_dim * item,
+        int(4 * batch * queries * HEADS * head_dim * seen),
+        config=f"attention.{kind}/{8 * item}bit/{size}",
+    )

@@ -1,0 +1,247 @@
+"""Paged attention in one pass over the keys, which several programs may share (split-K).
+
+The heads of a group and the queries of a request are rows of one tile, so that a key is read once
+for all of them (as in FlashDecoding). Softmax runs online in float32 (arXiv 2205.14135), in base 2.
+"""
+
+# ruff: noqa: N803
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# A kernel's arguments are pointers and numbers, typed by Triton; its constants are upper case.
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overlap_spec.kernels.attention import KeySpan
+from overlap_spec.kernels.triton.bits import pack_mask
+from overlap_spec.kernels.triton.cache import move_kv, page_slots, rotate_and_store, store_kv
+from overlap_spec.kernels.triton.launch import launch, power_of_two, require_float
+from overlap_spec.kernels.tuning import Config, config, multiprocessors
+
+__all__ = [
+    "move_kv", "pack_mask", "page_slots", "rotate_and_store", "store_kv", "tree_attention",
+]  # fmt: skip
+
+LOG2_E = math.log2(math.e)
+# Rows (queries times heads of a group) beyond which a request is a prefill's.
+LONG_ROWS = 64
+
+
+@triton.jit
+def _window_bits(words, offset, live, WORDS: tl.constexpr):
+    """64 bits of each row's mask from window key ``offset`` on, which may lie outside of it.
+
+    A gather of the bool mask instead would take more registers than there are.
+    """
+    # Of a block that starts in the prefix the bits belong further up.
+    behind = tl.maximum(-offset, 0)
+    offset = tl.maximum(offset, 0)
+    word, shift = tl.where(live, offset // 64, WORDS), offset % 64
+    low = tl.load(words + word, mask=word < WORDS, other=0)
+    high = tl.load(words + word + 1, mask=word + 1 < WORDS, other=0)
+    # Shifts are kept under 64, beyond which they mean nothing; those of negative numbers copy
+    # the sign, which the mask takes away.
+    keep = (tl.full((), 1, tl.int64) << (63 - shift)) - 1
+    low = (low >> shift) & ((keep << 1) | 1)
+    high = tl.where(shift == 0, 0, high << ((64 - shift) % 64))
+    # 64 behind or more, no key of the block is the window's, and no bit is asked for.
+    return (low | high) << (behind % 64)
+
+
+@triton.jit
+def _sweep(
+    tile, best, total, mean, k_cache, v_cache, pages, low, high, start, query, position, live,
+    words, first, window, key_slot, scale,
+    MASKED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
+    DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    """Take keys ``low .. high - 1`` into the running softmax of a tile of rows."""
+    column = tl.arange(0, SIZE)
+    for begin in tl.range(low, high, KEYS):
+        key = begin + tl.arange(0, KEYS)
+        present = key < high
+        page = tl.load(pages + key // PAGE, mask=present, other=0)
+        slot = (page * PAGE + key % PAGE) * key_slot
+        inside = present[:, None] & (column < DIM)[None, :]
+        keys = tl.load(k_cache + slot[:, None] + column[None, :], mask=inside, other=0.0)
+        score = tl.dot(tile, tl.trans(keys), input_precision="ieee") * scale
+        if MASKED:
+            offset = key - start
+            if TREE:
+                bits = _window_bits(words, begin - start, live, WORDS)
+                bit = (bits[:, None] >> tl.arange(0, KEYS)[None, :]) & 1
+                seen = (bit != 0) | (offset < 0)[None, :]
+            else:
+                seen = offset[None, :] <= query[:, None]
+            seen = seen & (present & (key >= first))[None, :]
+            if WINDOW:
+                near = key[None, :] > position[:, None] - window
+                if TREE:
+                    near = near | (offset >= 0)[None, :]
+                seen = seen & near
+            score = tl.where(seen, score, -float("inf"))
+        new_best = tl.maximum(best, tl.max(score, 1))
+        # A row that has seen nothing yet: any finite number stands in for its maximum.
+        pivot = tl.where(new_best == -float("inf"), 0.0, new_best)
+        weight = tl.exp2(score - pivot[:, None])
+        fade = tl.exp2(best - pivot)
+        values = tl.load(v_cache + slot[:, None] + column[None, :], mask=inside, other=0.0)
+        total = total * fade + tl.sum(weight, 1)
+        mean = tl.dot(weight.to(values.dtype), values, mean * fade[:, None], input_precision="ieee")
+        best = new_best
+    return best, total, mean
+
+
+@triton.jit(do_not_specialize=["width", "queries", "window"])
+def _attend(
+    q, k_cache, v_cache, pages, prefix, positions, mask, out, part, log_sum,
+    queries, q_batch, q_query, q_head, pages_row, place_batch, place_query,
+    width, first, window, key_slot, key_head, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    TREE: tl.constexpr, WINDOW: tl.constexpr, OPEN: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows (query, head of the group) of one key head over one share of its keys."""
+    head = tl.program_id(1) % HEADS
+    split = tl.program_id(1) // HEADS
+    request = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    query, member = row // GROUP, row % GROUP
+    live = query < queries
+    column = tl.arange(0, SIZE)
+    own = live[:, None] & (column < DIM)[None, :]
+    q_row = request * q_batch + query.to(tl.int64) * q_query + (head * GROUP + member) * q_head
+    tile = tl.load(q + q_row[:, None] + column[None, :], mask=own, other=0.0)
+    start = tl.load(prefix + request).to(tl.int32)
+    place = positions + request * place_batch + query * place_query
+    position = tl.load(place, mask=live, other=2147483647).to(tl.int32)
+    if TREE:
+        end = start + width
+    else:
+        end = start + tl.minimum(queries, (tl.program_id(0) * ROWS + ROWS - 1) // GROUP + 1)
+    low = first
+    if WINDOW:
+        low = tl.maximum(low, tl.minimum(tl.min(position, 0) - window + 1, start))
+    low = low // KEYS * KEYS
+    share = tl.cdiv(tl.cdiv(end - low, KEYS), SPLITS) * KEYS
+    low = low + split * share
+    high = tl.minimum(low + share, end)
+    best = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mean = tl.zeros([ROWS, SIZE], tl.float32)
+    own_pages = pages + request * pages_row
+    words = mask + (request * queries + query) * WORDS
+    k_cache += head * key_head
+    v_cache += head * key_head
+    if OPEN:
+        # Whole blocks of the prefix, which every query sees.
+        open_end = tl.maximum(low, tl.minimum(high, start // KEYS * KEYS))
+        best, total, mean = _sweep(
+            tile, best, total, mean, k_cache, v_cache, own_pages, low, open_end, start,
+            query, position, live, words, first, window, key_slot, scale,
+            False, TREE, WINDOW, DIM, PAGE, KEYS, SIZE, WORDS,
+        )  # fmt: skip
+        low = open_end
+    best, total, mean = _sweep(
+        tile, best, total, mean, k_cache, v_cache, own_pages, low, high, start,
+        query, position, live, words, first, window, key_slot, scale,
+        True, TREE, WINDOW, DIM, PAGE, KEYS, SIZE, WORDS,
+    )  # fmt: skip
+    # A share may hold nothing that a row sees: its maximum is then -inf, and so is its weight.
+    total = tl.where(total == 0.0, 1.0, total)
+    mean = mean / total[:, None]
+    out_row = (request * queries + query) * (HEADS * GROUP) + head * GROUP + member
+    if SPLITS == 1:
+        tl.store(out + out_row[:, None] * DIM + column[None, :], mean.to(out.dtype.element_ty), own)
+    else:
+        part_row = out_row * SPLITS + split
+        tl.store(part + part_row[:, None] * DIM + column[None, :], mean, own)
+        tl.store(log_sum + part_row, best + tl.log2(total), live)
+
+
+@triton.jit
+def _merge(
+    part, log_sum, out,
+    DIM: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The mean of a row's shares, each by the weight of its keys."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, PARTS)
+    column = tl.arange(0, SIZE)
+    exists = split < SPLITS
+    weight = tl.load(log_sum + row * SPLITS + split, mask=exists, other=-float("inf"))
+    best = tl.max(weight, 0)
+    weight = tl.exp2(weight - tl.where(best == -float("inf"), 0.0, best))
+    inside = exists[:, None] & (column < DIM)[None, :]
+    flat = (row * SPLITS + split)[:, None] * DIM + column[None, :]
+    means = tl.load(part + flat, mask=inside, other=0.0)
+    total = tl.sum(weight, 0)
+    mean = tl.sum(means * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + row * DIM + column, mean.to(out.dtype.element_ty), mask=column < DIM)
+
+
+def _shares(tuned: Config, programs: int, keys: int, device: torch.device) -> int:
+    """Shares of the keys: enough programs to fill the device, none with too little to read."""
+    wanted = -(-tuned["waves"] * multiprocessors(device) // programs)
+    return max(1, min(wanted, keys // tuned["split_keys"], tuned["max_splits"]))
+
+
+def _blocks(rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Config:
+    """The table's entry, with no more rows a program than there are; tensor cores want 16."""
+    kind = "prefill" if rows > LONG_ROWS else "decode"
+    tuned = config(f"attention.{kind}/{8 * dtype.itemsize}bit/{dim}", device)
+    # A tree's bits are read 64 at a time.
+    least = max(16, power_of_two(rows))
+    return tuned | {"rows": min(tuned["rows"], least), "keys": min(tuned["keys"], 64)}
+
+
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    span: KeySpan,
+    window: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See :func:`overlap_spec.kernels.tree_attention`; a query that sees no key gets zeros."""
+    require_float("tree_attention", q, k_cache, v_cache)
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("tree_attention: the cache of a layer must be contiguous")
+    batch, queries, heads, dim = q.shape
+    page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    group, device, size = heads // kv_heads, q.device, max(16, power_of_two(dim))
+    tuned = _blocks(queries * group, size, q.dtype, device)
+    tiles = -(-queries * group // tuned["rows"])
+    pages, q = span.pages.contiguous(), q if q.stride(3) == 1 else q.contiguous()
+    tree = span.mask is not None
+    width = span.mask.shape[2] if span.mask is not None else queries
+    shares = _shares(tuned, tiles * kv_heads * batch, pages.shape[1] * page_size, device)
+    if out is None:
+        out = torch.empty(batch, queries, heads * dim, dtype=q.dtype, device=device)
+    part, log_sum = out, out
+    if shares > 1:
+        part = torch.empty(batch * queries * heads, shares, dim, dtype=torch.float32, device=device)
+        log_sum = torch.empty(part.shape[:2], dtype=torch.float32, device=device)
+    launch(
+        _attend, (tiles, kv_heads * shares, batch),
+        q, k_cache, v_cache, pages, span.prefix, span.positions,
+        span.packed if tree else pages, out, part, log_sum,
+        queries, *q.stride()[:3], pages.stride(0), *span.positions.stride(),
+        width, span.first, window or 0, kv_heads * dim, dim, LOG2_E / math.sqrt(dim),
+        HEADS=kv_heads, GROUP=group, DIM=dim, PAGE=page_size,
+        TREE=tree, WINDOW=window is not None, OPEN=window is None and span.first == 0,
+        SPLITS=shares, ROWS=tuned["rows"], KEYS=tuned["keys"], SIZE=size, WORDS=-(-width // 64),
+        num_warps=tuned["num_warps"], num_stages=tuned["num_stages"],
+    )  # fmt: skip
+    if shares > 1:
+        launch(
+            _merge, (batch * queries * heads,), part, log_sum, out,
+            DIM=dim, SPLITS=shares, PARTS=power_of_two(shares), SIZE=size, num_warps=4,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,42 @@
+"""Block sizes that fit every GPU from sm_80 on; where no measured table exists, these serve."""
+
+from __future__ import annotations
+
+TABLE: dict[str, dict[str, int]] = {
+    "rms_norm": {"elements": 4096, "num_warps": 8},
+    "rope": {"elements": 2048, "num_warps": 4},
+    "silu_and_mul": {"block": 1024, "num_warps": 4},
+    "store_kv": {"elements": 2048, "num_warps": 4},
+    "move_kv": {"elements": 4096, "num_warps": 4},
+    "apply_bitmask": {"block": 4096, "num_warps": 8},
+    "choose": {"block": 4096, "num_warps": 8},
+    "top_candidates": {"block": 4096, "num_warps": 8},
+}
+
+
+def attention(rows: int, keys: int, warps: int, stages: int, splits: int) -> dict[str, int]:
+    """``splits``: most shares of a request's keys, each of ``split_keys`` at least."""
+    return {
+        "rows": rows,
+        "keys": keys,
+        "waves": 2,
+        "split_keys": 256,
+        "max_splits": splits,
+        "num_warps": warps,
+        "num_stages": stages,
+    }
+
+
+# By head size: what a program holds must fit in registers and in shared memory.
+for _head, _decode, _prefill in (
+    (16, (64, 64, 4, 3), (128, 64, 4, 3)),
+    (32, (64, 64, 4, 3), (128, 64, 4, 3)),
+    (64, (64, 64, 4, 3), (128, 64, 4, 3)),
+    (128, (64, 64, 4, 2), (128, 64, 8, 2)),
+    (256, (32, 32, 4, 2), (64, 32, 8, 2)),
+):
+    TABLE[f"attention.decode/16bit/{_head}"] = attention(*_decode, splits=64)
+    TABLE[f"attention.prefill/16bit/{_head}"] = attention(*_prefill, splits=8)
+for _head, _keys, _rows in ((16, 64, 32), (32, 64, 32), (64, 32, 32), (128, 32, 16), (256, 16, 16)):
+    TABLE[f"attention.decode/32bit/{_head}"] = attention(_rows, _keys, 4, 2, splits=64)
+    TABLE[f"attention.prefill/32bit/{_head}"] = attention(_rows, _keys, 4, 2, splits=8)

@@ -1,0 +1,12 @@
+"""Block sizes for sm_80, chosen by what compiles without spilling registers; not measured yet."""
+
+from __future__ import annotations
+
+from overlap_spec.kernels.tuning.default import attention
+
+TABLE: dict[str, dict[str, int]] = {
+    "attention.decode/16bit/128": attention(64, 64, 8, 3, splits=64),
+    "attention.decode/16bit/256": attention(64, 32, 8, 3, splits=64),
+    "attention.prefill/16bit/128": attention(128, 64, 8, 3, splits=8),
+    "attention.prefill/16bit/256": attention(64, 64, 8, 2, splits=8),
+}

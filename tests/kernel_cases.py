@@ -1,0 +1,40 @@
+"""Each Triton kernel against its reference, on inputs that hypothesis draws.
+
+A case takes hypothesis's ``draw`` and a device. ``tests/test_kernel_triton.py`` runs the cases in
+Triton's interpreter, in a process of its own, and on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests import kernel_cases_choice, kernel_cases_layers
+from tests.kernel_harness import CASES, CLOSE, close, enter_interpreter
+
+__all__ = ["CASES", "CLOSE", "MODULES", "close", "enter_interpreter", "run_case"]
+
+# Importing a module of cases enters them.
+MODULES = (kernel_cases_layers, kernel_cases_choice)
+
+
+def run_case(name: str, examples: int, device: str) -> None:
+    """A case's examples, the same ones each time."""
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        # Shrinking a failure would take the interpreter minutes.
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data())
+    def examine(data: Any) -> None:
+        CASES[name](data.draw, torch.device(device))
+
+    examine()

@@ -1,0 +1,206 @@
+"""Masks, coins, choices, candidates, and trees."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from overlap_spec import kernels
+from tests.kernel_harness import Draw, Inputs, case, equal, reference, small, triton
+
+
+def _mask_rows(i: Inputs, rows: int, vocab: int) -> Tensor:
+    """Mask rows: full, half, nearly empty and empty ones."""
+    words = -(-vocab // 32)
+    drawn = i.integers(-(2**31), 2**31, rows, words)
+    sparse = drawn & i.integers(-(2**31), 2**31, rows, words) & (1 << 7)
+    kind = i.integers(0, 4, rows, 1)
+    some = torch.where(kind == 0, -1, torch.where(kind == 1, drawn, sparse))
+    return torch.where(kind == 3, 0, some).to(torch.int32)
+
+
+@case
+def apply_bitmask(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    count, vocab = i.size(1, 6), i.size(1, 150)
+    logits, rows = i.normal(count, vocab + 3)[:, :vocab], _mask_rows(i, count, vocab)
+    logits = torch.where(i.bools(0.01, count, vocab), torch.nan, logits)
+    index = None
+    if draw(st.booleans()):
+        index = i.distinct(i.size(0, count), count)
+    mine, theirs = logits.clone(), logits.clone()
+    with small("apply_bitmask"):
+        triton(kernels.apply_bitmask, mine, rows, index)
+    reference(kernels.apply_bitmask, theirs, rows, index)
+    assert torch.equal(mine.isnan(), theirs.isnan())
+    assert torch.equal(mine.nan_to_num(0.0, 1e4, -1e4), theirs.nan_to_num(0.0, 1e4, -1e4))
+
+
+@case
+def coins(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    count = i.size(1, 300)
+    args = i.integers(-(2**63), 2**63 - 1, count), i.integers(0, 2**40, count)
+    equal(triton(kernels.coins, *args), reference(kernels.coins, *args))
+
+
+def _right_draw(logits: Tensor, heat: float, coin: float, token: int) -> bool:
+    """Whether the coin falls on the token, or within rounding of it, and the token is possible."""
+    weights = ((logits.double() - logits.double().max()) / heat).exp()
+    share = weights / weights.sum()
+    end = float(share[: token + 1].sum())
+    return float(share[token]) > 0 and end - float(share[token]) - 2e-6 <= coin <= end + 2e-6
+
+
+def _choice(i: Inputs, sampled: bool) -> None:
+    """Exact where it is greedy, ties and all; a coin's up to the rounding of the sums."""
+    count, vocab = i.size(1, 4), i.size(1, 130)
+    logits = i.normal(count, vocab + 3)[:, :vocab] * 3
+    if i.one_of(True, False):
+        logits = logits.round()
+    logits = torch.where(i.bools(i.one_of(0.0, 0.02), count, vocab), torch.nan, logits)
+    kind = i.size(0, 2)
+    rows = _mask_rows(i, count, vocab) if kind else None
+    flags = i.bools(0.5, count) if kind == 2 else None
+    heat, coin = None, None
+    if sampled:
+        edges = i.integers(0, 2, count) * (1 - 2.0**-24)
+        heat = i.uniform(count) * i.integers(0, 4, count)
+        coin = torch.where(i.bools(0.4, count), edges, i.uniform(count))
+    with small("choose"):
+        got = triton(kernels.masked_choose, logits, rows, flags, heat, coin)
+        if rows is None:
+            equal(triton(kernels.choose, logits, heat, coin), got)
+    want = reference(kernels.masked_choose, logits, rows, flags, heat, coin)
+    masked = logits.clone()
+    if rows is not None:
+        index = None if flags is None else flags.nonzero()[:, 0]
+        reference(kernels.apply_bitmask, masked, rows, index)
+    for row, (mine, theirs) in enumerate(zip(got.tolist(), want.tolist(), strict=True)):
+        if theirs < 0 or heat is None or coin is None or heat[row] == 0:
+            # The reference may return any of several equal maxima; the kernel the first.
+            best = int((masked[row] == masked[row].max()).int().argmax())
+            assert mine == (theirs if theirs < 0 else best)
+        elif mine != theirs:
+            assert _right_draw(masked[row], float(heat[row]), float(coin[row]), mine)
+
+
+@case
+def greedy_choice(draw: Draw, device: torch.device) -> None:
+    _choice(Inputs(draw, device), sampled=False)
+
+
+@case
+def sampled_choice(draw: Draw, device: torch.device) -> None:
+    _choice(Inputs(draw, device), sampled=True)
+
+
+@case
+def coins_at_the_ends(draw: Draw, device: torch.device) -> None:
+    """No coin reaches past the possible tokens, which lie in some chunks and not in others."""
+    i = Inputs(draw, device)
+    logits, coin = i.normal(4, 200), torch.tensor([0.0, 1 - 2.0**-24] * 2, device=device)
+    count = i.one_of(3, 40)
+    allowed = i.distinct(count, 160).sort().values + 40
+    # A token whose probability is 0 in float32 is none.
+    logits[2:, allowed[0]] = -200.0
+    words = torch.zeros(4, 7 * 32, dtype=torch.int64, device=device)
+    words[:, allowed] = 1
+    shift = torch.arange(32, device=device)
+    rows = (words.view(4, 7, 32) << shift).sum(-1).to(torch.int32)
+    heat = torch.ones(4, device=device)
+    with small("choose"):
+        got = triton(kernels.masked_choose, logits, rows, None, heat, coin).tolist()
+    first, second, *_, last = allowed.tolist()
+    assert (got[0], got[2]) == (first, second)
+    # A sum that rounds below the coin's goal leaves the best token, as in the reference.
+    best = [allowed[each].item() for each in logits[:, allowed].argmax(1)]
+    assert got[1] == last or (count > 3 and got[1] == best[1])
+    assert got[3] == last or (count > 3 and got[3] == best[3])
+
+
+@case
+def top_candidates(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    rows, vocab = i.size(1, 5), i.size(9, 200)
+    count = i.size(1, 9)
+    logits = i.normal(rows, vocab + 1)[:, 1:] * 2
+    if draw(st.booleans()):
+        logits = logits.round()
+    offsets = i.integers(0, 1000, vocab) if draw(st.booleans()) else None
+    with small("top_candidates"):
+        scores, tokens = triton(kernels.top_candidates, logits, count, offsets)
+    want, _ = reference(kernels.top_candidates, logits, count, offsets)
+    torch.testing.assert_close(scores, want, rtol=2e-6, atol=2e-6)
+    log_probs = logits.float().log_softmax(-1)
+    targets = torch.arange(vocab, device=device) + (0 if offsets is None else offsets)
+    for row in range(rows):
+        # Ties are open: the tokens must have these scores, and be distinct ones.
+        found = set()
+        for score, token in zip(scores[row], tokens[row], strict=True):
+            ids = (targets == token).nonzero()[:, 0].tolist()
+            near = [t for t in ids if abs(log_probs[row, t] - score) < 1e-5 and t not in found]
+            assert near
+            found.add(near[0])
+
+
+@case
+def rerank(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    batch, candidates = i.size(1, 4), i.size(1, 90)
+    scores = -i.integers(0, i.one_of(2, 6, 10**6), batch, candidates).float()
+    count = i.size(1, candidates)
+    equal(triton(kernels.rerank, scores, count), reference(kernels.rerank, scores, count))
+
+
+def _trees(i: Inputs) -> kernels.Tree:
+    """Random trees, by the reference; few distinct tokens, so that paths are found."""
+    batch, drafted = i.size(1, 4), i.size(0, 40)
+    ceiling = torch.arange(1, drafted + 1)
+    near = i.one_of(1, 3, 1000)
+    parents = torch.stack(
+        [
+            (ceiling - 1 - i.integers(0, near, drafted).cpu() % ceiling).clamp(min=0)
+            for _ in range(batch)
+        ]
+    ).to(i.device)
+    # Siblings are distinct: a node's token is its rank among them, and some spread.
+    rank = (
+        torch.stack([(parents[:, :n] == parents[:, n : n + 1]).sum(1) for n in range(drafted)], 1)
+        if drafted
+        else parents
+    )
+    args = i.integers(0, 3, batch), rank, parents, drafted
+    want = reference(kernels.build_tree, *args)
+    got = triton(kernels.build_tree, *args)
+    for name, mine, theirs in zip(kernels.Tree._fields, got, want, strict=True):
+        assert torch.equal(mine, theirs), name
+    return got
+
+
+@case
+def build_tree(draw: Draw, device: torch.device) -> None:
+    _trees(Inputs(draw, device))
+
+
+@case
+def accept_path(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    if draw(st.booleans()):
+        tree = _trees(i)
+    else:
+        batch = i.size(1, 4)
+        tree = kernels.build_chain(i.integers(0, 2, batch), i.integers(0, 2, batch, i.size(0, 9)))
+    batch, nodes = tree.tokens.shape
+    targets = i.integers(-1, 2, batch, nodes)
+    limits = i.integers(0, 5, batch) if draw(st.booleans()) else None
+    width = nodes + i.size(0, 2)
+    got = triton(kernels.accept_path, targets, tree, width, limits)
+    want = reference(kernels.accept_path, targets, tree, nodes, limits)
+    equal(got.lengths, want.lengths)
+    equal(got.bonus, want.bonus)
+    assert got.path.shape == (batch, width)
+    assert ((got.path >= 0) & (got.path < nodes)).all()
+    for mine, theirs, length in zip(got.path, want.path, want.lengths.tolist(), strict=True):
+        equal(mine[: length + 1], theirs[: length + 1])

@@ -1,0 +1,197 @@
+"""Norms, rotation, activation, the paged cache and attention over it."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+from overlap_spec import kernels
+from overlap_spec.kernels import KeySpan
+from overlap_spec.kernels.tuning import trial
+from tests.kernel_harness import Draw, Inputs, case, close, equal, reference, triton
+
+
+@case
+def rms_norm(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    tokens, size = i.size(1, 9), i.size(1, 300)
+    if draw(st.booleans()):
+        heads, extra = i.size(1, 5), i.size(0, 2)
+        x, weight = i.normal(tokens, heads + extra, size)[:, :heads], i.normal(heads, size)
+    else:
+        x, weight = i.normal(tokens, size), i.normal(size)
+    close(triton(kernels.rms_norm, x, weight, 1e-5), reference(kernels.rms_norm, x, weight, 1e-5))
+
+
+@case
+def add_rms_norm(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    shape = (i.size(1, 9), i.size(1, 300))
+    args = i.normal(*shape), i.normal(*shape), i.normal(shape[1]), 1e-6
+    got, want = triton(kernels.add_rms_norm, *args), reference(kernels.add_rms_norm, *args)
+    close(got[0], want[0])
+    close(got[1], want[1])
+
+
+@case
+def silu_and_mul(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    x = i.normal(i.size(1, 5), 2 * i.size(1, 1500))
+    close(triton(kernels.silu_and_mul, x), reference(kernels.silu_and_mul, x))
+
+
+@case
+def apply_rope(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    tokens, heads, dim = i.size(1, 7), i.size(1, 7), 2 * i.size(8, 128)
+    x, rotary = i.normal(tokens, heads + 2, dim)[:, 1:-1], i.normal(tokens, 2, dim)
+    close(triton(kernels.apply_rope, x, rotary), reference(kernels.apply_rope, x, rotary))
+
+
+@case
+def store_kv(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    tokens, heads, dim, page = i.size(1, 9), i.size(1, 5), i.size(16, 256), i.size(1, 9)
+    caches = [i.normal(tokens + 2, page, heads, dim) for _ in range(2)]
+    both = i.normal(tokens, heads + 1, dim), i.normal(tokens, 2 * heads, dim)
+    slots = i.distinct(tokens, (tokens + 2) * page)
+    args = slots, both[0][:, 1:], both[1][:, :heads]
+    mine, theirs = [[each.clone() for each in caches] for _ in range(2)]
+    triton(kernels.store_kv, *mine, *args)
+    reference(kernels.store_kv, *theirs, *args)
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@case
+def rotate_and_store(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    tokens, kv_heads, group, dim = i.size(1, 6), i.size(1, 3), i.size(1, 5), 2 * i.size(8, 128)
+    heads, page = kv_heads * group, i.size(1, 9)
+    caches = [i.normal(tokens + 2, page, kv_heads, dim) for _ in range(2)]
+    qkv, rotary = i.normal(tokens, heads + 2 * kv_heads, dim), i.normal(tokens, 2, dim)
+    norm = (i.normal(heads + kv_heads, dim), 1e-6) if draw(st.booleans()) else None
+    slots = i.distinct(tokens, (tokens + 2) * page)
+    mine, theirs = [[each.clone() for each in caches] for _ in range(2)]
+    got = triton(kernels.rotate_and_store, qkv, rotary, *mine, slots, norm)
+    want = reference(kernels.rotate_and_store, qkv, rotary, *theirs, slots, norm)
+    close(got, want)
+    close(mine[0], theirs[0])
+    assert torch.equal(mine[1], theirs[1])
+
+
+@case
+def page_slots(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    page, pages, batch = i.size(1, 33), i.size(1, 9), i.size(1, 7)
+    args = (
+        i.integers(0, 2**33, 11, pages),
+        i.integers(0, 11, batch),
+        i.integers(0, page * pages, i.size(1, 40), batch).T,
+        page,
+    )
+    equal(triton(kernels.page_slots, *args), reference(kernels.page_slots, *args))
+
+
+@case
+def move_kv(draw: Draw, device: torch.device) -> None:
+    """Sources of one row overlap its targets, as an accepted path's do."""
+    i = Inputs(draw, device)
+    batch, width, nodes = i.size(1, 3), i.size(1, 7), i.size(7, 12)
+    shape = i.size(1, 3), batch * 3, i.size(4, 9), i.size(1, 3), i.size(16, 130)
+    caches = [i.normal(*shape) for _ in range(2)]
+    slots = i.distinct(batch * nodes, shape[1] * shape[2]).view(batch, nodes)
+    path = torch.stack([i.distinct(width, nodes) for _ in range(batch)])
+    args = slots.gather(1, path), slots[:, :width]
+    mine, theirs = [[each.clone() for each in caches] for _ in range(2)]
+    triton(kernels.move_kv, *mine, *args)
+    reference(kernels.move_kv, *theirs, *args)
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@case
+def pack_mask(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    mask = i.bools(0.5, i.size(1, 3), i.size(1, 40), i.size(1, 140))
+    equal(triton(kernels.pack_mask, mask), reference(kernels.pack_mask, mask))
+
+
+def _attention(i: Inputs, span: KeySpan, window: int | None) -> None:
+    """A rectangle behind prefixes that end anywhere, over few and over many shares of the keys."""
+    batch, queries = span.positions.shape
+    kv_heads, group, dim = i.size(1, 2), i.one_of(1, 2, 3, 7, 8), i.one_of(32, 64, 80, 128, 256)
+    page = PAGES[i.size(0, len(PAGES) - 1)]
+    ends = int(span.prefix.max()) + (queries if span.mask is None else span.mask.shape[2])
+    pages = -(-ends // page) + 1
+    places = i.distinct(batch * pages, batch * pages + 2).view(batch, pages)
+    span = KeySpan(places, span.prefix, span.positions, span.mask, span.first)
+    k, v = (i.normal(batch * pages + 2, page, kv_heads, dim) for _ in range(2))
+    # As a slice of what one product makes: neither heads nor queries lie end to end.
+    q = i.normal(batch, queries, kv_heads * group + 2, dim + 8)[:, :, 1:-1, :dim]
+    bits, size = 8 * q.element_size(), max(16, 1 << (dim - 1).bit_length())
+    blocks = {"rows": 64, "keys": i.one_of(64, 16), "num_warps": 4, "num_stages": 2}
+    if i.device.type == "cuda":
+        blocks |= {"rows": 16, "keys": 16}
+    blocks |= {"waves": i.one_of(1, 20), "split_keys": 16, "max_splits": 5}
+    names = [f"attention.{kind}__{bits}bit__{size}" for kind in ("decode", "prefill")]
+    out = torch.full((batch, queries, kv_heads * group * dim), torch.nan).to(q)
+    with trial(**dict.fromkeys(names, blocks)):
+        got = triton(kernels.tree_attention, q, k, v, span, window, out)
+    assert got is out
+    args = q.float(), k.float(), v.float(), span, window
+    close(got, reference(kernels.tree_attention, *args))
+
+
+PAGES = (4, 16, 1, 24)
+NO_PAGES = torch.empty(0)
+
+
+@case
+def causal_attention(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    batch, queries, window = i.size(1, 2), i.size(1, 9), i.one_of(3, None, 40)
+    prefix = i.integers(0, 90, batch)
+    position = prefix[:, None] + torch.arange(queries, device=device)
+    _attention(i, KeySpan(NO_PAGES, prefix, position), window)
+
+
+@case
+def tree_attention(draw: Draw, device: torch.device) -> None:
+    """Nodes share depths; the window of keys may be wider than the queries are many."""
+    i = Inputs(draw, device)
+    batch, queries, window = i.size(1, 2), i.size(1, 9), i.one_of(None, 3, 40)
+    prefix, offset = i.integers(0, 90, batch), torch.arange(queries, device=device)
+    mask = i.bools(0.5, batch, queries, queries + i.one_of(0, 70, 130))
+    # Every query sees a key, also where nothing else is near.
+    mask[:, offset, offset] = True
+    _attention(i, KeySpan(NO_PAGES, prefix, prefix[:, None] + offset // 2, mask), window)
+
+
+@case
+def draft_attention(draw: Draw, device: torch.device) -> None:
+    """A draft step's branches share one position, and slot 0 does not exist."""
+    i = Inputs(draw, device)
+    batch, queries, steps = i.size(1, 2), i.size(1, 5), i.size(1, 4)
+    prefix = i.integers(1, i.one_of(4, 90), batch)
+    mask = i.bools(0.3, batch, queries, queries * steps)
+    mask[:, :, -queries:] = torch.eye(queries, dtype=torch.bool)
+    position = (prefix + steps)[:, None].expand(batch, queries)
+    _attention(i, KeySpan(NO_PAGES, prefix, position, mask, first=1), i.one_of(None, 9))
+
+
+@case
+def prefill_attention(draw: Draw, device: torch.device) -> None:
+    """More rows than one program takes, at the committed block sizes."""
+    i = Inputs(draw, device)
+    group, queries, dim, page = i.one_of(1, 5), i.size(30, 150), i.one_of(32, 64, 72), 16
+    prefix, pages = i.integers(0, 70, 1), 15
+    span = KeySpan(
+        i.distinct(pages, 19)[None],
+        prefix,
+        prefix[:, None] + torch.arange(queries, device=device),
+    )
+    k, v = (i.normal(19, page, 1, dim) for _ in range(2))
+    q = i.normal(1, queries, group, dim)
+    window = i.one_of(None, 20)
+    got = triton(kernels.tree_attention, q, k, v, span, window)
+    args = q.float(), k.float(), v.float(), span, window
+    close(got, reference(kernels.tree_attention, *args))

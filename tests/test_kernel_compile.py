@@ -1,0 +1,135 @@
+"""Every kernel compiles for sm_80 and sm_90 as serving launches it, on a machine with no GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from bench.kernel_work import Draw, Work, attention, works
+from overlap_spec import kernels
+from overlap_spec.kernels import tuning
+from overlap_spec.kernels.dispatch import use
+from overlap_spec.kernels.triton.launch import Launch, compile_for, recorded
+from overlap_spec.kernels.tuning import Table
+
+# What a program may have of shared memory in bytes.
+SHARED = {80: 163 * 1024, 90: 227 * 1024}
+CPU = torch.device("cpu")
+
+
+def noted(work: Work, blocks: Table) -> list[Launch]:
+    """What a work launches, from inputs that have shapes only.
+
+    A shape-only tensor has no values: whatever waited for the device would raise here, and so
+    would a grid that depends on the device's data.
+    """
+    named = {name.replace("/", "__"): config for name, config in blocks.items()}
+    with FakeTensorMode(), tuning.trial(**named):
+        with use("reference"):
+            args = work.draw()
+        with torch.inference_mode(), use("triton"), recorded() as launches:
+            work.operation(*args)
+    return launches
+
+
+def all_works() -> list[Work]:
+    """Serving's works in bfloat16, and attention in the other types and head sizes."""
+    half, single = Draw(CPU, torch.bfloat16, 0), Draw(CPU, torch.float32, 0)
+    serving = list(works(half, (1,)))
+    more = [
+        attention(half, 1, 16, 512, tree=True, head_dim=64),
+        attention(half, 1, 16, 512, tree=True, head_dim=256),
+        attention(half, 1, 256, 512, head_dim=256),
+        attention(single, 1, 16, 512, tree=True, head_dim=128),
+        attention(single, 1, 256, 512, head_dim=64),
+    ]
+    assert len({work.name for work in serving}) == len(serving)
+    return serving + more
+
+
+def differing(launches: list[Launch]) -> list[Launch]:
+    """One launch of each kernel, type and set of constants."""
+    found = {}
+    for one in launches:
+        types = tuple(a.dtype if isinstance(a, torch.Tensor) else type(a) for a in one.args)
+        found[one.kernel.__name__, types, tuple(one.constants.items())] = one
+    return list(found.values())
+
+
+@cache
+def stack_tool() -> str:
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+
+
+def stack_bytes(compiled: Any, folder: Path) -> int:
+    """Bytes of local memory a thread: what does not fit in registers."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(compiled.asm["cubin"])
+    told = subprocess.run(
+        [stack_tool(), "-res-usage", str(file)], capture_output=True, text=True, check=True
+    )
+    return max(int(n) for n in re.findall(r"STACK:(\d+)", told.stdout))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_without_a_gpu(capability: int, tmp_path: Path) -> None:
+    launches = [n for w in all_works() for n in noted(w, tuning.table(f"sm_{capability}"))]
+    names = {one.kernel.__name__ for one in launches}
+    assert len(names) >= 19, sorted(names)
+    for one in differing(launches):
+        compiled = compile_for(one, capability)
+        where = one.kernel.__name__, one.constants
+        assert compiled.asm["cubin"][:4] == b"\x7fELF", where
+        assert compiled.metadata.shared <= SHARED[capability], where
+        types = {a.dtype for a in one.args if isinstance(a, torch.Tensor)}
+        if one.kernel.__name__ != "_attend" or torch.bfloat16 in types:
+            # Spilt registers cost more than any choice of blocks gains; float32 attention,
+            # which has no tensor cores, is there to be exact.
+            assert stack_bytes(compiled, tmp_path) <= 128, where
+
+
+def test_kernels_use_hoppers_matrix_instructions_where_rows_suffice() -> None:
+    prefill = attention(Draw(CPU, torch.bfloat16, 0), 1, 256, 512)
+    (launch,) = noted(prefill, tuning.table("sm_90"))
+    assert "wgmma.mma_async" in compile_for(launch, 90).asm["ptx"]
+    exact = attention(Draw(CPU, torch.float32, 0), 1, 256, 512)
+    (launch,) = noted(exact, tuning.table("sm_90"))
+    assert "tf32" not in compile_for(launch, 90).asm["ptx"]
+
+
+def test_kernels_never_ask_for_the_devices_data() -> None:
+    """On tensors of shapes alone a wait for a value raises, as does a grid made of one."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for work in works(Draw(CPU, dtype, 0), (3,)):
+            launches = noted(work, {})
+            assert launches, work.name
+            assert all(size > 0 for one in launches for size in one.grid), work.name
+    with FakeTensorMode(), use("reference"):
+        rows, flags = torch.ones(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.bool)
+        logits = torch.zeros(2, 9)
+        with pytest.raises(RuntimeError, match="nonzero"):
+            kernels.masked_choose(logits, rows, flags)
+
+
+def test_kernel_tables_name_what_serving_asks_for() -> None:
+    asked = {work.config for work in all_works()} - {None}
+    default = tuning.table("default")
+    for name in ("sm_80", "sm_90"):
+        own = tuning.own_table(name)
+        assert own
+        assert set(own) <= set(default)
+        assert asked <= set(tuning.table(name))
+        for entry, config in own.items():
+            assert set(config) == set(default[entry]), entry
+    assert tuning.table("sm_75") == default

@@ -1,0 +1,87 @@
+"""Every Triton kernel equals its reference: in the interpreter always, on a GPU where one is."""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+
+from overlap_spec import kernels
+from tests.kernel_cases import CASES, CLOSE, MODULES, close, enter_interpreter, run_case
+
+EXAMPLES = dict.fromkeys(CASES, 15) | {"prefill_attention": 4}
+EXAMPLES |= dict.fromkeys(["greedy_choice", "sampled_choice", "apply_bitmask"], 30)
+gpu = pytest.mark.gpu
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    """A process whose Triton interprets: the choice is one for a whole process."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, enter_interpreter) as pool:
+        yield pool
+
+
+def test_every_kernel_has_a_case() -> None:
+    text = "".join(inspect.getsource(module) for module in MODULES)
+    operations = [n for n in kernels.__all__ if hasattr(getattr(kernels, n), "__wrapped__")]
+    assert len(operations) == 18
+    assert [name for name in operations if f"triton(kernels.{name}, " not in text] == []
+    assert text.count("\n@case\n") == len(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_in_the_interpreter(name: str, interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(run_case, name, EXAMPLES[name], "cpu").result()
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_on_the_gpu(name: str) -> None:
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        run_case(name, 60, "cuda")
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+@gpu
+@needs_cuda
+def test_kernels_on_the_gpu_neither_wait_nor_leave_a_graph() -> None:
+    """Each operation's capture in a CUDA graph replays to what it computed outside, unwaited."""
+    from bench.kernel_work import Draw, works
+    from bench.kernels import tensors
+    from overlap_spec.kernels.dispatch import use
+
+    for work in works(Draw(torch.device("cuda"), torch.bfloat16, 1), (2,)):
+        args = work.draw()
+        with torch.inference_mode(), use("triton"):
+            want = [t.clone() for t in tensors(work.operation(*args))]
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    result = work.operation(*args)
+                graph.replay()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
+        got = list(tensors(result))
+        assert len(got) == len(want), work.name
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), work.name
+
+
+def test_kernel_comparison_fails_on_errors_and_nan() -> None:
+    want = torch.linspace(1, 2, 50)
+    close(want * (1 + CLOSE[torch.float32] / 4), want)
+    for wrong in (want * 1.0001, want.index_fill(0, torch.tensor([3]), torch.nan), want[:-1]):
+        with pytest.raises(AssertionError):
+            close(wrong, want)
