@@ -64,7 +64,8 @@ class InProcess(Executor):
         pass
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        # Idle threads end at once; a compile that hangs must not hang the caller too.
+        self._pool.shutdown(wait=not self._open, cancel_futures=True)
 
     def snapshot(self) -> dict[str, Any]:
         return {"isolated": False, "open": self._open}

@@ -1,0 +1,335 @@
+"""The playground in a real browser, against a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from browser import CHROMIUM, Browser
+from serving import Server, shared_server
+
+from overlap_spec.config import EMBEDDED
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "overlap_spec" / "server" / "playground.html"
+CTRL = 2
+IDLE = "!document.getElementById('run').disabled"
+
+needs_weights = pytest.mark.skipif(
+    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
+)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as made:
+        yield made
+
+
+@pytest.fixture
+def server() -> Server:
+    return shared_server()
+
+
+@pytest.fixture
+def page(browser: Browser, server: Server) -> Iterator[Browser]:
+    """The page, freshly opened; every request that it makes stays with the server."""
+    browser.events.clear()
+    browser.open(server.url + "/")
+    browser.wait("document.getElementById('server').textContent.includes('context')")
+    yield browser
+    browser.call("Emulation.clearDeviceMetricsOverride")
+    urls = [event["request"]["url"] for event in browser.told("Network.requestWillBeSent")]
+    assert urls
+    assert [url for url in urls if not url.startswith((server.url + "/", "data:"))] == []
+    assert browser.told("Runtime.exceptionThrown") == []
+
+
+def errors(page: Browser) -> list[str]:
+    """What the console shows as an error."""
+    entries = [event["entry"] for event in page.told("Log.entryAdded")]
+    logged = [e["text"] for e in entries if e["level"] == "error"]
+    calls = page.told("Runtime.consoleAPICalled")
+    return logged + [str(call["args"]) for call in calls if call["type"] == "error"]
+
+
+def text(page: Browser, name: str) -> str:
+    found: str = page.evaluate(f"document.getElementById('{name}').textContent")
+    return found
+
+
+def select(page: Browser, name: str, value: str) -> None:
+    """Choose an option, as a user's choice tells it."""
+    page.evaluate(
+        f"{{ const box = document.getElementById('{name}'); box.value = {json.dumps(value)};"
+        " box.dispatchEvent(new Event('change')) }"
+    )
+
+
+def write(page: Browser, name: str, content: str) -> None:
+    """Type into a field, in place of what is there."""
+    page.evaluate(f"document.getElementById('{name}').select()")
+    page.call("Input.insertText", text=content)
+
+
+def run(page: Browser) -> None:
+    """Ctrl+Enter, and wait for the end."""
+    page.press("Enter", 13, CTRL)
+    page.wait(IDLE)
+    page.wait("!document.getElementById('timeline-note').textContent.includes('after a run')")
+
+
+def test_page_asks_for_nothing_from_elsewhere() -> None:
+    source = PAGE.read_text()
+    assert set(re.findall(r"https?://[^\"' ]+", source)) == {"http://www.w3.org/2000/svg"}
+    assert re.findall(r"(?:src|href)=\"([^\"]*)\"", source) == ["data:,"]
+    assert not re.search(r"@import|url\(|innerHTML|import\s*\(|eval\(", source)
+    names = re.findall(r"<label for=\"([^\"]+)\"", source)
+    assert names
+    assert all(f'id="{name}"' in source for name in names)
+
+
+@needs_weights
+@needs_browser
+def test_a_schema_in_gives_valid_json_out(page: Browser, server: Server) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 30}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    select(page, "kind", "json_schema")
+    write(page, "prompt", "Anna Weber, a 29-year-old nurse from Graz, works for Alpine Care.")
+    write(page, "source", json.dumps(schema))
+    write(page, "seed", "7")
+    run(page)
+    jsonschema.validate(json.loads(text(page, "output")), schema)
+    assert text(page, "verdict") == "✓ whole JSON (finish_reason stop)"
+    assert json.loads(text(page, "parsed")) == json.loads(text(page, "output"))
+    assert int(page.evaluate("document.querySelector('dd').textContent")) > 5
+    assert re.search(r"exposed wait [\d.]+ ms · grammar [\d.]+ ms", text(page, "timeline-note"))
+    lanes = page.evaluate("[...document.querySelectorAll('#lanes div')].map(d => d.textContent)")
+    assert lanes == ["host", "plan", "compute", "copy", "lane"]
+    assert page.evaluate("document.querySelectorAll('#scroll rect.span').length") > 20
+    sent = [e["request"] for e in page.told("Network.requestWillBeSent")]
+    body = next(json.loads(r["postData"]) for r in sent if r["url"].endswith("completions"))
+    assert body["seed"] == 7
+    assert body["response_format"]["json_schema"]["schema"] == schema
+    classes = page.evaluate("[...document.querySelectorAll('#output span')].map(s => s.className)")
+    if server.get("/server_info").json().get("token_origins"):
+        assert set(classes) <= {"token drafted", "token bonus", "token forced"}
+        assert "token drafted" in classes
+    else:
+        assert text(page, "origins") == "origin unknown"
+    assert errors(page) == []
+    server.settle()
+
+
+@needs_weights
+@needs_browser
+def test_every_example_runs(page: Browser) -> None:
+    options = "[...document.getElementById('example').options].map(o => o.value)"
+    verdicts = {}
+    for name in page.evaluate(options):
+        select(page, "example", name)
+        run(page)
+        verdicts[name] = text(page, "verdict")
+        assert text(page, "error") == ""
+        assert text(page, "output")
+    assert len(verdicts) == 5
+    assert all(v.startswith(("✓", "done", "cut at")) for v in verdicts.values()), verdicts
+    assert verdicts["A person: JSON schema"].startswith("✓ whole JSON")
+    assert verdicts["A status: choice"].startswith("✓ one of the choices")
+    assert errors(page) == []
+
+
+@needs_weights
+@needs_browser
+def test_constraints_without_an_example(page: Browser) -> None:
+    select(page, "kind", "ebnf")
+    write(page, "source", 'root ::= ("ha "){1,3} "!"')
+    run(page)
+    assert re.fullmatch(r"(ha ){1,3}!", text(page, "output"))
+    select(page, "kind", "json_object")
+    assert page.evaluate("document.getElementById('source').offsetHeight") == 0
+    run(page)
+    assert isinstance(json.loads(text(page, "parsed")), dict)
+    assert errors(page) == []
+
+
+@needs_weights
+@needs_browser
+def test_stop_aborts_the_request(page: Browser, server: Server) -> None:
+    select(page, "kind", "regex")
+    write(page, "source", "[a-z]{3000}")
+    write(page, "max-tokens", "3500")
+    page.press("Enter", 13, CTRL)
+    page.wait("document.getElementById('output').textContent.length > 10")
+    assert page.evaluate("document.getElementById('run').disabled")
+    page.press("Escape", 27)
+    page.wait(IDLE)
+    assert text(page, "verdict") == "stopped"
+    server.settle()
+    assert len(text(page, "output")) < 3000
+    assert errors(page) == []
+
+
+@needs_weights
+@needs_browser
+def test_faults_are_told_beside_their_field(page: Browser, server: Server) -> None:
+    select(page, "kind", "json_schema")
+    write(page, "source", '{"type": ')
+    page.press("Enter", 13, CTRL)
+    assert text(page, "error").startswith("JSON schema: ")
+    assert page.evaluate("document.activeElement.id") == "source"
+    assert not [
+        e
+        for e in page.told("Network.requestWillBeSent")
+        if e["request"]["url"].endswith("completions")
+    ]
+    write(page, "source", '{"type": "integr"}')
+    run(page)
+    assert "integr" in text(page, "error")
+    assert text(page, "verdict") == "failed"
+    assert page.evaluate("document.getElementById('source').ariaInvalid") == "true"
+    write(page, "source", '{"type": "integer", "maximum": 9, "minimum": 1}')
+    write(page, "temperature", "-1")
+    page.press("Enter", 13, CTRL)
+    assert page.evaluate("document.activeElement.id") == "temperature"
+    write(page, "temperature", "0.5")
+    run(page)
+    assert text(page, "error") == ""
+    assert 1 <= int(text(page, "output")) <= 9
+    server.settle()
+
+
+@needs_weights
+@needs_browser
+def test_keyboard_reaches_every_control(page: Browser) -> None:
+    seen = []
+    for _ in range(16):
+        page.press("Tab", 9)
+        seen.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+    wanted = "example prompt kind source temperature max-tokens seed run output span-steps refresh"
+    assert [name for name in dict.fromkeys(seen) if name in wanted.split()] == wanted.split()
+
+
+@needs_weights
+@needs_browser
+@pytest.mark.parametrize("width", [360, 800])
+def test_page_fits_a_narrow_window(page: Browser, width: int) -> None:
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    page.call("Emulation.setDeviceMetricsOverride", **size)
+    run(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    tops = "['form', 'output'].map(i => document.getElementById(i).getBoundingClientRect().top)"
+    form, output = page.evaluate(tops)
+    assert output > form + 300
+
+
+def token(content: str, origin: str) -> dict[str, str]:
+    return {"text": content, "origin": origin}
+
+
+TIER = {"steps": 3, "top_k": 1, "nodes": 4}
+RUNS = [
+    [token('{"', "forced")],
+    [token("name", "forced"), token('":"', "forced"), token("An", "bonus")],
+    [token("na", "drafted"), token('"', "drafted"), token("}", "forced"), token("", "bonus")],
+]
+SPANS = [
+    ("host", "plan", 0, 1), ("compute", "draft", 1, 4), ("compute", "verify", 4, 9),
+    ("lane", "fill", 5, 11), ("compute", "exposed", 9, 11), ("compute", "accept", 11, 12),
+]  # fmt: skip
+
+
+def canned_stream() -> str:
+    head = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "m"}
+    chunks: list[dict[str, Any]] = []
+    for tokens in RUNS:
+        content = "".join(one["text"] for one in tokens)
+        choices = [{"index": 0, "delta": {"content": content}, "finish_reason": None}]
+        told = {"tokens": tokens, "tier": TIER, "accepted": len(tokens) - 1}
+        chunks.append({"choices": choices, "overlap_spec": told})
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    chunks.append({"choices": [], "usage": {"completion_tokens": 8}})
+    return "".join(f"data: {json.dumps(head | c)}\n\n" for c in chunks) + "data: [DONE]\n\n"
+
+
+# Answers in the server's place, and what was asked. (DevTools' interception of requests starts
+# some time after it has been asked for.)
+FETCH = """
+if (!window.realFetch) window.realFetch = fetch;
+window.asked = [];
+window.fetch = async (path, options) => {
+  const found = Object.entries(ANSWERS).find(([known]) => path.startsWith(known));
+  if (!found) return realFetch(path, options);
+  asked.push({ path, ...options });
+  return new Response(found[1][1], { status: found[1][0] });
+};
+"""
+
+
+def answer(page: Browser, answers: dict[str, tuple[int, str]]) -> list[dict[str, Any]]:
+    """Run with answers, status and body a path, in the server's place; what the page asked."""
+    page.evaluate(FETCH.replace("ANSWERS", json.dumps(answers)))
+    run(page)
+    asked: list[dict[str, Any]] = page.evaluate(
+        "asked.map(({ path, headers }) => ({ path, headers }))"
+    )
+    return asked
+
+
+@needs_weights
+@needs_browser
+def test_tokens_are_coloured_by_how_they_came(page: Browser) -> None:
+    spans = [
+        {"lane": lane, "name": name, "start_ns": start * 10**6, "end_ns": end * 10**6, "step": 4}
+        for lane, name, start, end in SPANS
+    ]
+    answer(
+        page,
+        {
+            "/v1/chat/completions": (200, canned_stream()),
+            "/timeline": (200, json.dumps({"spans": spans})),
+        },
+    )
+    page.wait("document.querySelector('#scroll rect.exposed')")
+    classes = "[...document.querySelectorAll('#output span')].map(s => s.className)"
+    assert page.evaluate(classes) == [f"token {one['origin']}" for run in RUNS for one in run]
+    assert text(page, "output") == '{"name":"Anna"}'
+    colours = page.evaluate(
+        "['drafted', 'bonus', 'forced'].map(n => getComputedStyle("
+        "document.querySelector('.token.' + n)).borderBottomColor)"
+    )
+    assert len(set(colours)) == 3
+    assert "drafted and accepted (2)" in text(page, "origins")
+    assert "mask allowed (4)" in text(page, "origins")
+    # The prefill's token is no verify's.
+    assert text(page, "accept-note") == "3.50 on average"
+    assert page.evaluate("document.querySelectorAll('#accept rect').length") == 7
+    assert text(page, "tier-note") == "3 steps × top 1, 4 nodes verified"
+    assert "exposed wait 2.00 ms · grammar 6.00 ms, 67% of it hidden" in text(page, "timeline-note")
+    red = "getComputedStyle(document.querySelector('rect.exposed')).fill"
+    assert page.evaluate(red) in ("rgb(214, 39, 40)", "rgb(240, 82, 79)")
+    assert errors(page) == []
+
+
+@needs_weights
+@needs_browser
+def test_a_key_is_asked_for_and_sent(page: Browser) -> None:
+    refusal = {"error": {"message": "no or a wrong API key", "param": None}}
+    answer(page, {"/v1/chat/completions": (401, json.dumps(refusal))})
+    assert text(page, "error") == "no or a wrong API key"
+    assert page.evaluate("document.getElementById('connection').open")
+    page.evaluate("document.getElementById('key').focus()")
+    page.call("Input.insertText", text="sesame")
+    asked = answer(page, {"/v1/chat/completions": (200, canned_stream())})
+    assert asked[0]["headers"]["Authorization"] == "Bearer sesame"
+    assert text(page, "error") == ""
