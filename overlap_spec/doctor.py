@@ -29,12 +29,14 @@ def examine(model: str | None, draft: str | None) -> list[Finding]:
 def _device() -> list[Finding]:
     import torch
 
+    kernels = "torch reference"
     if torch.cuda.is_available():
+        kernels = "Triton"
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
         device = f"cuda: {torch.cuda.get_device_name(0)}, {memory:.0f} GiB"
     else:
         device = f"cpu, {torch.get_num_threads()} threads (no CUDA device)"
-    return [("device", device, True), ("kernels", "torch reference", True)]
+    return [("device", device, True), ("kernels", kernels, True)]
 
 
 def _weights(model: str | None, draft: str | None) -> list[Finding]:

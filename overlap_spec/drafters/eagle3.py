@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.drafters.base import DraftCache, Drafter, Roots
-from overlap_spec.kernels import Tree, build_chain, build_tree, rerank
+from overlap_spec.kernels import Tree, build_chain, build_tree, rerank, top_candidates
 from overlap_spec.models.decoder import Attend, Decoder
 from overlap_spec.models.eagle3 import Eagle3Head, feature_layers
 from overlap_spec.types import Tier
@@ -75,9 +75,7 @@ class Eagle3Drafter(Drafter):
 
     def _candidates(self, state: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities and target ids of the k best next tokens: ``(T, H)`` → ``(T, k)``."""
-        log_probs = self.head.logits(state).float().log_softmax(-1)
-        best, ids = log_probs.topk(k)
-        return best, ids + self.head.d2t[ids]
+        return top_candidates(self.head.logits(state), k, self.head.d2t)
 
     def _advance(
         self, roots: Roots, token: Tensor, feature: Tensor, step: int, mask: Tensor | None

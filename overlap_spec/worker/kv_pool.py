@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from overlap_spec.kernels import KeySpan, store_kv, tree_attention
+from overlap_spec.kernels import KeySpan, move_kv, page_slots, store_kv, tree_attention
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.worker.tables import RowTables
 
@@ -51,8 +51,7 @@ class KVPool:
 
     def slots(self, rows: Tensor, logical: Tensor) -> Tensor:
         """Physical slots of ``logical (B, Q)`` slots of ``rows (B,)``."""
-        page = self.tables.pages[rows[:, None], logical // self.page_size]
-        return page * self.page_size + logical % self.page_size
+        return page_slots(self.tables.pages, rows, logical, self.page_size)
 
     def attend(
         self, rows: Tensor, slots: Tensor, prefix: Tensor, positions: Tensor, mask: Tensor | None
@@ -64,10 +63,7 @@ class KVPool:
 
     def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
         """Copy logical slots ``source (B, W)`` to ``target (B, W)`` in every layer."""
-        source, target = self.slots(rows, source).flatten(), self.slots(rows, target).flatten()
-        for cache in (self.k, self.v):
-            flat = cache.flatten(1, 2)
-            flat[:, target] = flat[:, source]
+        move_kv(self.k, self.v, self.slots(rows, source), self.slots(rows, target))
 
     def clear(self, pages: tuple[int, ...]) -> None:
         """Zero pages that may hold NaN before another request reads them masked."""
