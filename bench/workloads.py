@@ -199,7 +199,7 @@ def union_asks(count: int, max_tokens: int) -> list[Ask]:
     string, integer = {"type": "string"}, {"type": "integer"}
     ends = [(f"{event}_number", integer) for event in EVENTS]
     ends += [(f"{event}_date", string) for event in EVENTS]
-    alike = {name: string for name in ("name", "city", "day", "text")}
+    alike = dict.fromkeys(("name", "city", "day", "text"), string)
     kinds = [
         {
             "type": "object",

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from overlap_spec.async_engine import AsyncEngine
     from overlap_spec.config import EngineConfig
     from overlap_spec.engine import Engine
     from overlap_spec.errors import (
@@ -16,15 +17,18 @@ if TYPE_CHECKING:
         OverlapSpecError,
         RequestFailed,
     )
+    from overlap_spec.generator import Generator
     from overlap_spec.grammar.spec import Grammar
     from overlap_spec.types import Delta, Output, SamplingParams
 
 _HOMES = {
+    "AsyncEngine": "async_engine",
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "Delta": "types",
     "Engine": "engine",
     "EngineConfig": "config",
+    "Generator": "generator",
     "Grammar": "grammar.spec",
     "GrammarError": "errors",
     "InvalidRequest": "errors",
@@ -35,11 +39,13 @@ _HOMES = {
 }
 
 __all__ = [
+    "AsyncEngine",
     "CheckpointError",
     "ConfigError",
     "Delta",
     "Engine",
     "EngineConfig",
+    "Generator",
     "Grammar",
     "GrammarError",
     "InvalidRequest",

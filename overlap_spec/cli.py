@@ -1,15 +1,16 @@
-"""The command line: ``overlap-spec generate`` and ``overlap-spec doctor``."""
+"""The command line: ``overlap-spec generate``, ``serve`` and ``doctor``."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overlap_spec.errors import InvalidRequest, OverlapSpecError
+from overlap_spec.errors import ConfigError, InvalidRequest, OverlapSpecError
 
 if TYPE_CHECKING:
     from overlap_spec.grammar.spec import Grammar
@@ -67,6 +68,47 @@ PrefillOption = Annotated[
 ]
 
 
+def read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Make a file's values the defaults of the command's flags.
+
+    Raises:
+        ConfigError: a file that cannot be read, or a key that is no flag.
+    """
+    if path is not None:
+        context.default_map = config_values(path, context.command.params)
+    return path
+
+
+def config_values(path: Path, params: Sequence[Any]) -> dict[str, Any]:
+    """Values of a YAML or TOML file by the flags' parameters; keys are flags, dashes or not."""
+    import tomllib
+
+    import yaml
+
+    try:
+        text = path.read_text()
+        data = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except (OSError, UnicodeError, yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"--config {path}: a mapping of flags to values is expected")
+    names = {}
+    for param in params:
+        for flag in [param.name, *param.opts]:
+            names[flag.lstrip("-").replace("-", "_")] = param
+    values = {}
+    for key, value in data.items():
+        param = names.get(str(key).lstrip("-").replace("-", "_"))
+        if param is None or param.name in ("config", "help"):
+            raise ConfigError(f"--config {path}: unknown key {key!r}; keys are named as the flags")
+        if isinstance(value, list) != (param.multiple is True):
+            raise ConfigError(f"--config {path}: {key}: one value or a list, as the flag takes it")
+        values[param.name] = value
+    return values
+
+
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")] = "-",
@@ -97,7 +139,7 @@ def generate(
     num_draft_tokens: NodesOption = None,
     adaptive: AdaptiveOption = "guarded",
     overlap: OverlapOption = "once-sync",
-    grammar_backend: BackendOption = "xgrammar",
+    grammar_backend: BackendOption = "auto",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     context_length: ContextOption = None,
@@ -194,6 +236,84 @@ def build_grammar(
     if choice:
         return Grammar.choice(choice)
     return Grammar.json_object(whitespace=whitespace) if json_object else None
+
+
+@app.command()
+def serve(
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            callback=read_config,
+            is_eager=True,
+            help="YAML or TOML file of these flags, by their names; flags go before it.",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 30000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="OVERLAP_SPEC_API_KEY", help="Bearer token that clients must send."),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The model's name for clients.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja file to use instead of the checkpoint's template.")
+    ] = None,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="How the model spells tool calls: hermes, mistral, …")
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="How the model marks its thinking: deepseek_r1, qwen3, …")
+    ] = None,
+    whitespace: Annotated[
+        str, typer.Option(help="White space of JSON: compact, bounded, or the indent's width.")
+    ] = "compact",
+    best_effort: Annotated[
+        bool, typer.Option("--best-effort", help="Leave out schema keywords that nobody holds to.")
+    ] = False,
+    max_queued_requests: Annotated[int, typer.Option(help="Requests that may wait.")] = 1024,
+    request_timeout_s: Annotated[float, typer.Option(help="Time of one request.")] = 600.0,
+    drain_timeout_s: Annotated[float, typer.Option(help="Time to end after SIGTERM.")] = 30.0,
+    stall_timeout_s: Annotated[
+        float, typer.Option(help="A silent engine is started again after this time.")
+    ] = 300.0,
+    max_body_bytes: Annotated[int, typer.Option(help="Size of a request.")] = 8 * 2**20,
+    max_schema_bytes: Annotated[int, typer.Option(help="Size of a schema.")] = 512 * 2**10,
+    max_choices: Annotated[int, typer.Option(help="Outputs of one request.")] = 128,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin whose pages may call; repeat it.")
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    algorithm: AlgorithmOption = None,
+    num_steps: StepsOption = 5,
+    eagle_topk: TopKOption = 1,
+    num_draft_tokens: NodesOption = None,
+    adaptive: AdaptiveOption = "guarded",
+    overlap: OverlapOption = "once-sync",
+    grammar_backend: BackendOption = "auto",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    context_length: ContextOption = None,
+    mem_fraction_static: MemoryOption = None,
+    max_total_tokens: Annotated[
+        int | None, typer.Option(help="Tokens that the KV cache holds, if fewer than fit.")
+    ] = None,
+    max_running_requests: RunningOption = 32,
+    chunked_prefill_size: PrefillOption = 1024,
+    mask_deadline_ms: Annotated[
+        float, typer.Option(help="Time of one request's matcher a step; 0 waits for ever.")
+    ] = 50.0,
+) -> None:
+    """Serve the model over HTTP, in OpenAI's shapes; without a flag, the embedded one."""
+    given = dict(locals())
+    from overlap_spec.server.launch import launch
+
+    # The file's values have become the flags' defaults already.
+    del given["config"]
+    launch(**given)
 
 
 @app.command()

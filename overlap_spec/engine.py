@@ -3,39 +3,48 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, cast, overload
+from typing import Any, overload
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.core import Core
-from overlap_spec.errors import GrammarError, InvalidRequest, RequestFailed
+from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.compile import GrammarCompiler
+from overlap_spec.grammar.contract import CompiledGrammar
+from overlap_spec.grammar.isolation.limits import CompileLimits
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar_lane import StepFigures
+from overlap_spec.prepare import (
+    Limits,
+    Prepared,
+    Preparer,
+    Prompt,
+    Sampling,
+    as_prompts,
+    each,
+    parse_output,
+)
 from overlap_spec.scheduler.sequence import Sequence as Running
 from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.timeline import Timeline
-from overlap_spec.tokenizer import Message, Tokenizer
-from overlap_spec.types import Delta, Output, Request, SamplingParams
-
-Prompt = str | Sequence[Message]
-Sampling = SamplingParams | Mapping[str, Any] | None
+from overlap_spec.tokenizer import Tokenizer
+from overlap_spec.types import Delta, Output, Request
 
 
 @dataclass
 class Ticket:
-    """A submitted request on its way: pieces not yet read, and its end."""
+    """A submitted request on its way: pieces not yet read, its end, and what ended it wrongly."""
 
     request: Request
     deltas: deque[Delta] = field(default_factory=deque)
     output: Output | None = None
+    error: Exception | None = None
     pushed_tokens: int = 0
 
 
@@ -57,8 +66,18 @@ class Engine:
         shape = self.core.worker.passes.target.config
         self.context_length = shape.max_position
         self.tokenizer = Tokenizer(self.config.target_path, shape.vocab_size)
+        limits = Limits(self.context_length, self.core.scheduler.longest)
+        self.preparer = Preparer(self.tokenizer, limits)
         backend = load(self.config.grammar_backend)
-        self.compiler = GrammarCompiler(backend(self.tokenizer.vocabulary))
+        self.compiler = GrammarCompiler(
+            backend(self.tokenizer.vocabulary),
+            self.config.grammar_cache_bytes,
+            isolated=self.config.grammar_isolated,
+            limits=CompileLimits(
+                time_s=self.config.grammar_compile_timeout_s,
+                memory_bytes=self.config.grammar_compile_memory_bytes,
+            ),
+        )
         self._ids = itertools.count()
         self._tickets: dict[int, Ticket] = {}
         self._lock = threading.RLock()
@@ -114,7 +133,8 @@ class Engine:
         """Generate for one prompt, or for a list of prompts at once.
 
         Args:
-            prompt: Text (one user turn), a list of messages (a chat), or a list of either.
+            prompt: Text (one user turn), a list of messages (a chat), token ids, or a list of
+                these.
             grammar: What the output must be; one for all prompts, or one each.
             sampling: As SamplingParams or its fields; one for all prompts, or one each.
             raw: Take text as it is, without the chat template.
@@ -129,11 +149,11 @@ class Engine:
             InvalidRequest: a prompt, grammar or sampling field that cannot be served; nothing
                 has been generated then.
         """
-        prompts, single = _as_prompts(prompt)
-        grammars = _each("grammar", grammar, len(prompts))
-        samplings = _each("sampling", sampling, len(prompts))
+        prompts, single = as_prompts(prompt)
+        grammars = each("grammar", grammar, len(prompts))
+        samplings = each("sampling", sampling, len(prompts))
         prepared = [
-            self._prepare(p, cast("Grammar | None", g), cast("Sampling", s), raw, tools, priority)
+            self._prepare(p, g, s, raw=raw, tools=tools, priority=priority)
             for p, g, s in zip(prompts, grammars, samplings, strict=True)
         ]
         tickets = [self._enqueue(sequence) for sequence in prepared]
@@ -180,7 +200,23 @@ class Engine:
         Raises:
             InvalidRequest: as for :meth:`generate`.
         """
-        return self._enqueue(self._prepare(prompt, grammar, sampling, raw, tools, priority))
+        more: dict[str, Any] = {"raw": raw, "tools": tools, "priority": priority}
+        return self._enqueue(self._prepare(prompt, grammar, sampling, **more))
+
+    def admit(
+        self,
+        prepared: Prepared,
+        arrival_ns: int,
+        compiled: CompiledGrammar | None = None,
+        compile_ms: float = 0.0,
+    ) -> Ticket:
+        """Queue a request that was prepared and compiled elsewhere; otherwise as :meth:`submit`.
+
+        Args:
+            arrival_ns: When it came, on ``time.perf_counter_ns()``'s clock.
+            compiled: Of ``prepared.grammar``.
+        """
+        return self._enqueue(self._sequence(prepared, arrival_ns, compiled, compile_ms))
 
     def abort(self, ticket: Ticket) -> None:
         """End a request now; what it has so far is its output, at once."""
@@ -230,6 +266,7 @@ class Engine:
         """Abort what runs and end the lane's threads."""
         with self._lock:
             self.release(list(self._tickets.values()))
+        self.compiler.close()
         self.core.close()
 
     def __enter__(self) -> Engine:
@@ -243,102 +280,40 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _prepare(
-        self,
-        prompt: Prompt,
-        grammar: Grammar | None,
-        sampling: Sampling,
-        raw: bool,
-        tools: Sequence[Any] | None,
-        priority: int,
-    ) -> Running:
+    def _prepare(self, prompt: Prompt, grammar: Any, sampling: Any, **more: Any) -> Running:
         """Check and compile everything that can be wrong with a request before it is queued."""
         arrival_ns = time.perf_counter_ns()
-        params = self._sampling(sampling)
-        ids = self._prompt_ids(prompt, raw, tools)
-        max_tokens = self._max_tokens(params, len(ids))
-        if grammar is not None and not isinstance(grammar, Grammar):
-            raise GrammarError(
-                f"grammar must be made by Grammar.json_schema() and its like: {grammar!r}",
-                "grammar",
-            )
+        prepared = self.preparer.prepare(prompt, grammar, sampling, **more)
+        if prepared.grammar is None:
+            return self._sequence(prepared, arrival_ns, None, 0.0)
         compile_start_ns = time.perf_counter_ns()
-        compiled = self.compiler.compile(grammar) if grammar is not None else None
+        compiled = self.compiler.compile(prepared.grammar)
         compile_ms = (time.perf_counter_ns() - compile_start_ns) / 1e6
-        # Under a grammar an end-of-text token is allowed where the grammar may end, and ends it.
-        ignore = params.ignore_eos and grammar is None
-        eos = frozenset() if ignore else self.tokenizer.eos_ids
+        return self._sequence(prepared, arrival_ns, compiled, compile_ms)
+
+    def _sequence(
+        self,
+        prepared: Prepared,
+        arrival_ns: int,
+        compiled: CompiledGrammar | None,
+        compile_ms: float,
+    ) -> Running:
         request = Request(
             id=next(self._ids),
-            prompt_ids=tuple(ids),
-            sampling=params,
-            grammar=grammar,
-            max_tokens=max_tokens,
-            stop_ids=eos | frozenset(params.stop_token_ids),
-            seed=params.seed if params.seed is not None else secrets.randbits(62),
+            prompt_ids=prepared.prompt_ids,
+            sampling=prepared.sampling,
+            grammar=prepared.grammar,
+            max_tokens=prepared.max_tokens,
+            stop_ids=prepared.stop_ids,
+            seed=prepared.seed,
             arrival_ns=arrival_ns,
-            priority=priority,
+            priority=prepared.priority,
         )
-        buffer = TextBuffer(self.tokenizer.detokenizer(), tuple(params.stop))
+        buffer = TextBuffer(self.tokenizer.detokenizer(), tuple(prepared.sampling.stop))
         sequence = Running(request, buffer, compiled.matcher() if compiled else None)
-        sequence.stats.prompt_tokens = len(ids)
-        sequence.stats.grammar_compile_ms = compile_ms if compiled else 0.0
+        sequence.stats.prompt_tokens = len(prepared.prompt_ids)
+        sequence.stats.grammar_compile_ms = compile_ms
         return sequence
-
-    def _max_tokens(self, params: SamplingParams, prompt_tokens: int) -> int:
-        """Output tokens that a request may have; InvalidRequest where there is no room for it."""
-        room = self.context_length - prompt_tokens
-        if room < 1:
-            raise InvalidRequest(
-                f"the prompt has {prompt_tokens} tokens; the context of {self.context_length} "
-                "leaves no room for output: shorten the prompt",
-                "prompt",
-            )
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise InvalidRequest(
-                f"max_tokens {params.max_tokens} and the prompt's {prompt_tokens} tokens "
-                f"exceed the context of {self.context_length}",
-                "max_tokens",
-            )
-        space = self.core.scheduler.longest - prompt_tokens
-        max_tokens = params.max_tokens if params.max_tokens is not None else min(room, space)
-        if max_tokens < 1 or max_tokens > space:
-            raise InvalidRequest(
-                f"{prompt_tokens + max(max_tokens, 1)} tokens of prompt and output exceed the "
-                "whole KV cache: lower max_tokens, or raise mem_fraction_static or "
-                "max_total_tokens",
-                "max_tokens",
-            )
-        return max_tokens
-
-    def _sampling(self, sampling: Sampling) -> SamplingParams:
-        if sampling is None:
-            sampling = SamplingParams()
-        elif isinstance(sampling, Mapping):
-            sampling = SamplingParams.from_mapping(sampling)
-        elif not isinstance(sampling, SamplingParams):
-            raise InvalidRequest(f"sampling must be SamplingParams: {sampling!r}", "sampling")
-        for name in ("logit_bias", "stop_token_ids"):
-            for token in getattr(sampling, name):
-                if token >= self.tokenizer.vocab_size:
-                    raise InvalidRequest(
-                        f"{name}: token {token} is outside the vocabulary of "
-                        f"{self.tokenizer.vocab_size}",
-                        name,
-                    )
-        return self.tokenizer.sampling_defaults(sampling)
-
-    def _prompt_ids(self, prompt: Prompt, raw: bool, tools: Sequence[Any] | None) -> list[int]:
-        if isinstance(prompt, str):
-            if raw:
-                ids = self.tokenizer.encode(prompt, special=True)
-            else:
-                ids = self.tokenizer.chat([{"role": "user", "content": prompt}], tools)
-        else:
-            ids = self.tokenizer.chat(prompt, tools)
-        if not ids:
-            raise InvalidRequest("the prompt is empty", "prompt")
-        return ids
 
     def _enqueue(self, sequence: Running) -> Ticket:
         ticket = Ticket(sequence.request)
@@ -354,8 +329,13 @@ class Engine:
 
     def _push(self, sequence: Running, run: Sequence[int]) -> None:
         text = sequence.buffer.release(finished=False)
-        logprobs = tuple(sequence.logprobs[len(sequence.logprobs) - len(run) :])
-        delta = Delta(text, tuple(run), logprobs if sequence.logprobs else ())
+        new = slice(len(sequence.output_ids) - len(run), None)
+        delta = Delta(
+            text,
+            tuple(run),
+            tuple(sequence.logprobs[new]),
+            origins=tuple(sequence.origins[new]),
+        )
         ticket = self._tickets[sequence.request.id]
         ticket.deltas.append(delta)
         ticket.pushed_tokens += len(run)
@@ -366,14 +346,23 @@ class Engine:
         ticket = self._tickets[request.id]
         assert reason is not None
         text, parsed, error = sequence.buffer.text, None, None
+        ticket.error = sequence.error
         if sequence.error is not None:
             error = str(sequence.error) or type(sequence.error).__name__
         elif reason == "stop" and request.grammar is not None:
-            parsed = _parse(request.grammar, text)
+            parsed = parse_output(request.grammar, text)
         new = slice(ticket.pushed_tokens, None)
         logprobs = tuple(sequence.logprobs)
         last = sequence.buffer.release(finished=True)
-        ticket.deltas.append(Delta(last, tuple(sequence.output_ids[new]), logprobs[new], reason))
+        ticket.deltas.append(
+            Delta(
+                last,
+                tuple(sequence.output_ids[new]),
+                logprobs[new],
+                reason,
+                tuple(sequence.origins[new]),
+            )
+        )
         ticket.output = Output(
             text=text,
             token_ids=tuple(sequence.output_ids),
@@ -384,36 +373,3 @@ class Engine:
             stop_match=sequence.stop_match,
             error=error,
         )
-
-
-def _as_prompts(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """The prompts of a call, and whether it was a single one."""
-    if isinstance(prompt, str):
-        return [prompt], True
-    if not isinstance(prompt, Sequence):
-        raise InvalidRequest(f"prompt must be text, messages, or a list: {prompt!r}", "prompt")
-    if prompt and all(isinstance(part, Mapping) for part in prompt):
-        return [cast("Sequence[Message]", prompt)], True
-    for part in prompt:
-        if not isinstance(part, str) and not (
-            isinstance(part, Sequence) and part and all(isinstance(m, Mapping) for m in part)
-        ):
-            raise InvalidRequest(f"a prompt must be text or a list of messages: {part!r}", "prompt")
-    return [cast("Prompt", part) for part in prompt], False
-
-
-def _each(name: str, value: Any, count: int) -> list[Any]:
-    """``value`` for each of ``count`` prompts, or the values if it is a list of them."""
-    if isinstance(value, list | tuple):
-        if len(value) != count:
-            raise InvalidRequest(f"{len(value)} values of {name} for {count} prompts", name)
-        return list(value)
-    return [value] * count
-
-
-def _parse(grammar: Grammar, text: str) -> Any:
-    """The parsed output; None where a stop string of the caller's cut it short."""
-    try:
-        return grammar.parse(text)
-    except ValueError:
-        return None

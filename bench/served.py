@@ -1,0 +1,114 @@
+"""A server for benchmarks over HTTP: one of our own on a free port, or somebody else's."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from overlap_spec.errors import ConfigError
+
+START_S = 180.0
+LISTENS = re.compile(r"serving on (http://\S+)")
+
+
+class Served:
+    """``overlap-spec serve`` with some flags; a context manager.
+
+    Raises:
+        ConfigError: it ended before it listened; has what it said.
+    """
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        self._log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115, closed on exit
+        command = [sys.executable, "-m", "overlap_spec", "serve", "--port", "0", *flags]
+        self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+        try:
+            self.url = self._wait()
+        except BaseException:
+            self.process.kill()
+            raise
+
+    def _wait(self) -> str:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if found := LISTENS.search(self.log()):
+                return found[1]
+            time.sleep(0.05)
+        raise ConfigError(f"the server did not start: {self.log()[-2000:]}")
+
+    def log(self) -> str:
+        """What it has written so far."""
+        self._log.seek(0)
+        return self._log.read()
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._log.close()
+
+
+def rss_mib(pid: int) -> float:
+    """Resident memory of a process in MiB; 0 where it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    except OSError:
+        return 0.0
+
+
+def read_metrics(client: httpx.Client, url: str) -> dict[str, float]:
+    """A server's Prometheus metrics without their labels, summed; empty where it has none."""
+    reply = client.get(f"{url}/metrics")
+    if reply.status_code != 200:
+        return {}
+    found: dict[str, float] = {}
+    for line in reply.text.splitlines():
+        name, _, value = line.rpartition(" ")
+        if line and not line.startswith("#"):
+            bare = name.partition("{")[0]
+            found[bare] = found.get(bare, 0.0) + float(value)
+    return found
+
+
+def accept_length(before: dict[str, float], after: dict[str, float]) -> float | None:
+    """Tokens that a verify gave on average between two readings; None of a server that does not
+    say."""
+    name = "overlap_spec:spec_accept_length"
+    if f"{name}_count" not in after:
+        return None
+    count = after[f"{name}_count"] - before.get(f"{name}_count", 0.0)
+    return (after[f"{name}_sum"] - before.get(f"{name}_sum", 0.0)) / count if count else None
+
+
+def served_model(client: httpx.Client, url: str) -> str:
+    """The first model that a server lists.
+
+    Raises:
+        ConfigError: it lists none.
+    """
+    reply = client.get(f"{url}/v1/models")
+    data: list[dict[str, Any]] = reply.json().get("data", []) if reply.status_code == 200 else []
+    if not data:
+        raise ConfigError(f"{url}/v1/models lists no model: {reply.status_code}")
+    return str(data[0]["id"])

@@ -1,0 +1,252 @@
+"""The engine for asyncio: in a process of its own, which is started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any, overload
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.errors import RequestFailed
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.link import messages as m
+from overlap_spec.link.front import Front, Health
+from overlap_spec.link.reply import EngineUnavailable, QueueFull, Reply
+from overlap_spec.prepare import Prepared, Preparer, Prompt, Sampling, as_prompts, each
+from overlap_spec.tokenizer import Tokenizer
+from overlap_spec.types import Delta, Output
+
+__all__ = ["AsyncEngine", "EngineUnavailable", "QueueFull", "Reply"]
+
+# Prompts longer than this are tokenised beside the loop, characters.
+LONG_PROMPT = 16384
+
+
+class AsyncEngine:
+    """An engine for asyncio.
+
+    The model runs in a process of its own: a step is never late because of the caller's loop.
+    If that process dies, the requests under way fail with :class:`EngineUnavailable`, and it is
+    started again.
+
+    Args:
+        model: Folder of a checkpoint; None is the embedded model and its draft head.
+        chat_template: Jinja text to use instead of the checkpoint's.
+        max_queued_requests: Requests that may wait beside those that run.
+        stall_timeout_s: An engine that owes an answer and says nothing for so long is killed.
+        settings: Fields of :class:`overlap_spec.config.EngineConfig`.
+
+    Raises:
+        ConfigError: a setting that cannot be.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        chat_template: str | None = None,
+        max_queued_requests: int = 1024,
+        stall_timeout_s: float = 300.0,
+        **settings: Any,
+    ) -> None:
+        self.config = EngineConfig.build(model=model, **settings)
+        self._chat_template = chat_template
+        self._max_queued_requests = max_queued_requests
+        self._preparer: Preparer | None = None
+        self.front = Front({"model": model, **settings}, stall_timeout_s, self._welcome)
+
+    @property
+    def health(self) -> Health:
+        """``ready`` is the only state in which requests are taken."""
+        return self.front.health
+
+    @property
+    def restarts(self) -> int:
+        """How often the engine's process has died and was started again."""
+        return self.front.restarts
+
+    @property
+    def preparer(self) -> Preparer:
+        """What checks and tokenises requests; there once the engine has started."""
+        if self._preparer is None:
+            raise EngineUnavailable("the engine has not started: `async with engine:` starts it")
+        return self._preparer
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; there once the engine has started."""
+        return self.preparer.tokenizer
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that wait, compile or run."""
+        return len(self.front.open)
+
+    async def start(self) -> None:
+        """Start the engine's process, and wait until it is loaded.
+
+        Raises:
+            ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
+            EngineUnavailable: the process died while it loaded.
+        """
+        await self.front.start()
+
+    async def close(self) -> None:
+        """End the process; requests under way fail."""
+        await self.front.close()
+
+    async def __aenter__(self) -> AsyncEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @overload
+    async def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        grammar: Grammar | None = None,
+        sampling: Sampling = None,
+        *,
+        raw: bool = False,
+        tools: Sequence[Any] | None = None,
+        priority: int = 0,
+    ) -> Output: ...
+
+    @overload
+    async def generate(
+        self,
+        prompt: Sequence[Prompt],
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
+        sampling: Sampling | Sequence[Sampling] = None,
+        *,
+        raw: bool = False,
+        tools: Sequence[Any] | None = None,
+        priority: int = 0,
+    ) -> list[Output]: ...
+
+    async def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
+        sampling: Sampling | Sequence[Sampling] = None,
+        *,
+        raw: bool = False,
+        tools: Sequence[Any] | None = None,
+        priority: int = 0,
+    ) -> Output | list[Output]:
+        """As :meth:`overlap_spec.engine.Engine.generate`; cancelling it aborts the requests.
+
+        Raises:
+            InvalidRequest: a field that cannot be served; no prompt of the call is generated for.
+            QueueFull, EngineUnavailable: nothing is wrong with the request.
+        """
+        prompts, single = as_prompts(prompt)
+        grammars = each("grammar", grammar, len(prompts))
+        samplings = each("sampling", sampling, len(prompts))
+        replies: list[Reply] = []
+        more: dict[str, Any] = {"raw": raw, "tools": tools, "priority": priority}
+        try:
+            for p, g, s in zip(prompts, grammars, samplings, strict=True):
+                replies.append(self.send(await self.prepare(p, g, s, **more)))
+            for reply in replies:
+                await reply.accepted()
+            outputs = [await reply.finish() for reply in replies]
+        finally:
+            for reply in replies:
+                reply.abort()
+        return outputs[0] if single else outputs
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        grammar: Grammar | None = None,
+        sampling: Sampling = None,
+        *,
+        raw: bool = False,
+        tools: Sequence[Any] | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[Delta]:
+        """Generate for one prompt, piece by piece; leaving the loop aborts the request.
+
+        Raises:
+            InvalidRequest, QueueFull, EngineUnavailable: as :meth:`generate`.
+            RequestFailed: the request ended with an error, after its last piece.
+        """
+        more: dict[str, Any] = {"raw": raw, "tools": tools, "priority": priority}
+        reply = await self.submit(await self.prepare(prompt, grammar, sampling, **more))
+        try:
+            async for delta in reply:
+                yield delta
+            assert reply.output is not None
+            if reply.output.error is not None:
+                raise RequestFailed(reply.output.error)
+        finally:
+            reply.abort()
+
+    async def prepare(
+        self, prompt: Prompt, grammar: Grammar | None = None, sampling: Sampling = None, **more: Any
+    ) -> Prepared:
+        """Check and tokenise, as :meth:`overlap_spec.prepare.Preparer.prepare`; a long prompt
+        does so in a thread, so that the loop goes on."""
+        preparer = self.preparer
+        size = len(prompt) if isinstance(prompt, str) else _characters(prompt)
+        if size <= LONG_PROMPT:
+            return preparer.prepare(prompt, grammar, sampling, **more)
+        return await asyncio.to_thread(preparer.prepare, prompt, grammar, sampling, **more)
+
+    async def submit(self, prepared: Prepared) -> Reply:
+        """Send a request, and wait until its grammar is compiled and it is queued.
+
+        Raises:
+            InvalidRequest: the grammar cannot be compiled.
+            QueueFull, EngineUnavailable: nothing is wrong with the request.
+        """
+        reply = self.send(prepared)
+        try:
+            await reply.accepted()
+        except BaseException:
+            reply.abort()
+            raise
+        return reply
+
+    def send(self, prepared: Prepared) -> Reply:
+        """Send a request; :meth:`Reply.accepted` tells whether it was taken.
+
+        Raises:
+            QueueFull, EngineUnavailable: nothing is wrong with the request.
+        """
+        return self.front.send(prepared)
+
+    async def snapshot(self) -> dict[str, Any]:
+        """The engine's state as plain data, as of now."""
+        return await self.front.ask("snapshot")
+
+    async def timeline(self, steps: int) -> list[dict[str, Any]]:
+        """Spans of the last steps: ``lane``, ``name``, ``start_ns``, ``end_ns``, ``step``,
+        ``args``."""
+        spans: list[dict[str, Any]] = (await self.front.ask("timeline", steps))["spans"]
+        return spans
+
+    def _welcome(self, hello: m.Hello) -> None:
+        self.config = EngineConfig(**hello.config)
+        self.front.most_open = self.config.max_running_requests + self._max_queued_requests
+        if self._preparer is None:
+            tokenizer = Tokenizer(self.config.target_path, hello.vocab_size)
+            if self._chat_template is not None:
+                tokenizer._template_text = self._chat_template
+            self._preparer = Preparer(tokenizer, hello.limits)
+
+
+def _characters(prompt: Any) -> int:
+    """Rough size of a chat or of token ids."""
+    if not isinstance(prompt, Sequence):
+        return 0
+    return sum(len(str(p.get("content", ""))) if isinstance(p, dict) else 1 for p in prompt)

@@ -1,0 +1,81 @@
+"""An engine and an output type, made once and called often."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from overlap_spec.async_engine import AsyncEngine
+from overlap_spec.errors import RequestFailed
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.prepare import Prompt, Sampling, as_prompts
+from overlap_spec.types import Output
+
+if TYPE_CHECKING:
+    from overlap_spec.engine import Engine
+
+
+class Generator:
+    """Calls an engine for values of one type.
+
+    ``Generator(engine, Person)("Maria is 34.")`` is a ``Person``; with an :class:`AsyncEngine`
+    the call is awaited. The grammar is made once; an :class:`Engine` compiles it at once.
+
+    Args:
+        engine: Runs the requests; stays the caller's to close.
+        output_type: As :meth:`Grammar.of` reads it: a pydantic model, dataclass, TypedDict,
+            ``Literal``, Enum, ``int``, ``list[…]``, a compiled pattern, a schema, or a Grammar;
+            ``str`` is free text.
+        sampling: Defaults of every call.
+
+    Raises:
+        GrammarError: there is no grammar for the type, or it cannot be compiled.
+    """
+
+    def __init__(
+        self, engine: Engine | AsyncEngine, output_type: Any, sampling: Sampling = None
+    ) -> None:
+        self.engine, self.sampling = engine, sampling
+        self.grammar = None if output_type is str else Grammar.of(output_type)
+        if not isinstance(engine, AsyncEngine) and self.grammar is not None:
+            engine.compiler.compile(self.grammar)
+
+    def __call__(
+        self, prompt: Prompt | Sequence[Prompt], sampling: Sampling = None, **more: Any
+    ) -> Any:
+        """The value for a prompt, or a list of values for a list of prompts.
+
+        Args:
+            prompt: As :meth:`Engine.generate` takes it.
+            sampling: Instead of the generator's own.
+            more: ``raw``, ``tools`` and ``priority`` of :meth:`Engine.generate`.
+
+        Raises:
+            RequestFailed: an output is no whole value: it failed, or was cut by ``max_tokens`` or
+                a stop string.
+        """
+        _, single = as_prompts(prompt)
+        chosen = self.sampling if sampling is None else sampling
+        if isinstance(self.engine, AsyncEngine):
+            return self._later(prompt, chosen, single, more)
+        outputs = cast("Any", self.engine.generate(prompt, self.grammar, chosen, **more))
+        return self._value(outputs) if single else [self._value(output) for output in outputs]
+
+    async def _later(
+        self, prompt: Any, sampling: Sampling, single: bool, more: dict[str, Any]
+    ) -> Any:
+        engine = cast("AsyncEngine", self.engine)
+        outputs: Any = await engine.generate(prompt, self.grammar, sampling, **more)
+        return self._value(outputs) if single else [self._value(output) for output in outputs]
+
+    def _value(self, output: Output) -> Any:
+        if output.error is not None:
+            raise RequestFailed(output.error)
+        if self.grammar is None:
+            return output.text
+        if output.finish_reason != "stop" or (output.parsed is None and output.text != "null"):
+            raise RequestFailed(
+                f"the output is no whole value (finish_reason {output.finish_reason!r}): "
+                f"{output.text[-80:]!r}; raise max_tokens"
+            )
+        return output.parsed

@@ -1,0 +1,127 @@
+"""The application: routes, errors and limits around one engine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import FastAPI, Query, Request
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from overlap_spec.async_engine import AsyncEngine
+from overlap_spec.server import native, system
+from overlap_spec.server.chat import chat_completions
+from overlap_spec.server.completions import completions
+from overlap_spec.server.constraints import Constraints
+from overlap_spec.server.errors import add_handlers
+from overlap_spec.server.guard import Guard
+from overlap_spec.server.metrics import Metrics
+from overlap_spec.server.openapi import describe
+from overlap_spec.server.service import ClientGone, Service
+from overlap_spec.server.settings import ServerSettings
+from overlap_spec.server.wire.chat import ChatBody
+from overlap_spec.server.wire.text import (
+    AbortBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    TokenizeBody,
+)
+
+# Nginx's number for a client that closed its connection; nobody reads it.
+CLIENT_CLOSED_REQUEST = 499
+
+
+def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
+    """The ASGI application around an engine that the caller starts and closes."""
+    service = Service(engine, settings, Metrics(), Constraints(settings))
+
+    app = FastAPI(title="overlap-spec", docs_url=None, redoc_url=None)
+    app.state.service = service
+    add_handlers(app)
+
+    async def gone(_: Request, __: Exception) -> Response:
+        service.metrics.gone.inc()
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    app.add_exception_handler(ClientGone, gone)
+    _add_generation(app, service)
+    _add_tokens(app, service)
+    _add_state(app, service)
+    app.add_middleware(
+        Guard,
+        settings=settings,
+        rejected=lambda status: service.metrics.rejected.labels(str(status)).inc(),
+    )
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+        )
+    describe(app)
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions")
+    async def _chat(body: ChatBody, request: Request) -> Response:
+        return await chat_completions(service, body, request)
+
+    @app.post("/v1/completions")
+    async def _completions(body: CompletionBody, request: Request) -> Response:
+        return await completions(service, body, request)
+
+    @app.post("/generate")
+    async def _generate(body: GenerateBody, request: Request) -> Response:
+        return await native.generate(service, body, request)
+
+    @app.post("/abort_request")
+    async def _abort(body: AbortBody) -> Response:
+        return await native.abort_request(service, body)
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models")
+    async def _models() -> Response:
+        return system.models(service)
+
+    @app.get("/v1/models/{model:path}")
+    async def _model(model: str) -> Response:
+        service.check_model(model)
+        return system.Json(system.model_card(service))
+
+    @app.post("/tokenize")
+    async def _tokenize(body: TokenizeBody) -> Response:
+        return await system.tokenize(service, body)
+
+    @app.post("/detokenize")
+    async def _detokenize(body: DetokenizeBody) -> Response:
+        return system.detokenize(service, body)
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def _health() -> Response:
+        return system.health(service)
+
+    @app.get("/health_generate")
+    async def _health_generate(request: Request) -> Response:
+        return await system.health_generate(service, request)
+
+    @app.get("/metrics")
+    async def _metrics() -> Response:
+        return await system.prometheus(service)
+
+    @app.get("/server_info")
+    async def _server_info() -> Response:
+        return await system.server_info(service)
+
+    @app.get("/timeline")
+    async def _timeline(steps: Annotated[int, Query(ge=1, le=200)] = 20) -> Response:
+        return await system.timeline(service, steps)
+
+    @app.get("/", include_in_schema=False)
+    async def _page() -> Response:
+        return system.page()

@@ -1,0 +1,156 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from overlap_spec.async_engine import Reply
+from overlap_spec.grammar.reasoning import ReasoningStream, load_reasoning
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.tool_stream import CallStream
+from overlap_spec.prepare import Prepared
+from overlap_spec.server.answer import Answer
+from overlap_spec.server.errors import Json
+from overlap_spec.server.logprobs import chat_logprobs
+from overlap_spec.server.service import (
+    Job,
+    Service,
+    fan_out,
+    interleaved,
+    new_id,
+    stop_reason,
+    usage,
+)
+from overlap_spec.server.wire.chat import ChatBody
+from overlap_spec.types import Delta, Output, TokenLogprobs
+
+
+async def chat_completions(service: Service, body: ChatBody, request: Request) -> Response:
+    """Answer a chat, whole or as a stream."""
+    chat = Chat(service, body, new_id("chatcmpl"), service.check_model(body.model))
+    prepared, field = await chat.prepare()
+    job = Job(chat.id, fan_out([prepared], body.n or 1), field)
+    with_usage = body.include_usage
+    if body.stream:
+        return await service.stream(request, job, lambda replies: chat.events(replies, with_usage))
+    outputs = await service.outputs(request, job)
+    return Json(chat.whole(outputs, prepared))
+
+
+@dataclass
+class Chat:
+    """One request for a chat."""
+
+    service: Service
+    body: ChatBody
+    id: str
+    model: str
+
+    async def prepare(self) -> tuple[Prepared, str | None]:
+        """The request, checked and tokenised, and the field that its grammar comes from."""
+        body, service = self.body, self.service
+        asked = await service.constraints.tools(body, await service.constraints.of(body))
+        prepared = await service.engine.prepare(
+            body.template_messages(),
+            self._behind_thinking(asked.grammar),
+            body.sampling(),
+            tools=body.tools,
+            priority=body.priority or 0,
+        )
+        return prepared, asked.field
+
+    def whole(self, outputs: Sequence[Output], prepared: Prepared) -> dict[str, Any]:
+        """The answer in one piece."""
+        choices = []
+        for index, output in enumerate(outputs):
+            answer = self._answer()
+            answer.push(output.text)
+            answer.finish()
+            reason = answer.finish_reason(output.finish_reason)
+            ids, logprobs = _without_stop(output)
+            choice = self._choice(index, {"message": answer.message()}, ids, logprobs, reason)
+            eos_ids = self.service.engine.tokenizer.eos_ids
+            choices.append(choice | {"stop_reason": stop_reason(output, eos_ids)})
+        head = self._head("chat.completion")
+        return head | {"choices": choices, "usage": usage(outputs, [prepared])}
+
+    async def events(self, replies: Sequence[Reply], with_usage: bool) -> AsyncIterator[Any]:
+        """The answer in chunks: the role first, then deltas, then why it ended."""
+        head = self._head("chat.completion.chunk")
+        if with_usage:
+            head["usage"] = None
+        answers = [self._answer() for _ in replies]
+        for index in range(len(replies)):
+            first = {"role": "assistant", "content": ""}
+            yield head | {"choices": [self._choice(index, {"delta": first})]}
+        async for index, delta in interleaved(replies):
+            answer, ended = answers[index], delta.finish_reason is not None
+            pieces = answer.push(delta.text) + (answer.finish() if ended else [])
+            ids, logprobs = _cut_stop(replies[index].prepared, delta)
+            if not pieces and logprobs:
+                pieces = [{"content": ""}]
+            for number, piece in enumerate(pieces):
+                # Log-probabilities are of the run of tokens, and go with its first piece.
+                mine = (ids, logprobs) if number == 0 else ((), ())
+                yield head | {"choices": [self._choice(index, {"delta": piece}, *mine)]}
+            if delta.finish_reason is not None and delta.finish_reason != "error":
+                reason = answer.finish_reason(delta.finish_reason)
+                yield head | {"choices": [self._choice(index, {"delta": {}}, reason=reason)]}
+        if with_usage:
+            outputs = [reply.output for reply in replies if reply.output is not None]
+            yield head | {"choices": [], "usage": usage(outputs, [replies[0].prepared])}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        created = int(time.time())
+        return {"id": self.id, "object": kind, "created": created, "model": self.model}
+
+    def _choice(
+        self,
+        index: int,
+        inside: dict[str, Any],
+        ids: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprobs] = (),
+        reason: str | None = None,
+    ) -> dict[str, Any]:
+        shown = None
+        if self.body.logprobs and (logprobs or "message" in inside):
+            shown = chat_logprobs(self.service.engine.tokenizer, ids, logprobs)
+        return {"index": index, **inside, "logprobs": shown, "finish_reason": reason}
+
+    def _answer(self) -> Answer:
+        settings, body = self.service.settings, self.body
+        reasoning = settings.reasoning_parser
+        with_calls = bool(body.tools) and body.tool_choice != "none"
+        return Answer(
+            ReasoningStream(reasoning) if reasoning is not None else None,
+            CallStream(settings.tool_call_parser)
+            if with_calls and settings.tool_call_parser
+            else None,
+        )
+
+    def _behind_thinking(self, grammar: Grammar | None) -> Grammar | None:
+        parser = self.service.settings.reasoning_parser
+        if grammar is None or parser is None:
+            return grammar
+        form = load_reasoning(parser)
+        return grammar.after_thinking(form.end, None if form.opens_inside else form.begin)
+
+
+def _without_stop(output: Output) -> tuple[Sequence[int], Sequence[TokenLogprobs]]:
+    """Tokens of an output without the stop token that ended it."""
+    end = -1 if isinstance(output.stop_match, int) else None
+    return output.token_ids[:end], output.logprobs[:end]
+
+
+def _cut_stop(prepared: Prepared, delta: Delta) -> tuple[Sequence[int], Sequence[TokenLogprobs]]:
+    """Tokens of a piece without the stop token that ended the output."""
+    ids = delta.token_ids
+    stopped = delta.finish_reason == "stop" and ids and ids[-1] in prepared.stop_ids
+    end = -1 if stopped else None
+    return ids[:end], delta.logprobs[:end]

@@ -1,0 +1,103 @@
+"""``/v1/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from overlap_spec.async_engine import Reply
+from overlap_spec.prepare import Prepared
+from overlap_spec.server.errors import Json
+from overlap_spec.server.logprobs import text_logprobs
+from overlap_spec.server.service import (
+    Job,
+    Service,
+    fan_out,
+    interleaved,
+    new_id,
+    stop_reason,
+    usage,
+)
+from overlap_spec.server.wire.text import CompletionBody, each_prompt
+from overlap_spec.tokenizer import Tokenizer
+
+
+async def completions(service: Service, body: CompletionBody, request: Request) -> Response:
+    """Complete texts, whole or as a stream."""
+    model, label = service.check_model(body.model), new_id("cmpl")
+    asked, sampling = await service.constraints.of(body), body.sampling()
+    prompts = each_prompt(body.prompt)
+    prepared = [
+        await service.engine.prepare(
+            prompt, asked.grammar, sampling, raw=True, priority=body.priority or 0
+        )
+        for prompt in prompts[: service.settings.max_choices + 1]
+    ]
+    count = body.n or 1
+    tokenizer = service.engine.tokenizer
+    echoes = [_echo(tokenizer, body, prompt) for prompt in prompts for _ in range(count)]
+    head = {"id": label, "object": "text_completion", "created": int(time.time()), "model": model}
+    with_usage = body.include_usage
+    job = Job(label, fan_out(prepared, count), asked.field)
+    if body.stream:
+
+        def events(replies: Sequence[Reply]) -> AsyncIterator[Any]:
+            return _events(tokenizer, replies, head, echoes, prepared if with_usage else None)
+
+        return await service.stream(request, job, events)
+    outputs = await service.outputs(request, job)
+    choices = []
+    for index, output in enumerate(outputs):
+        shown = None
+        if body.logprobs is not None:
+            shown = text_logprobs(tokenizer, output.token_ids, output.logprobs, 0)
+        choices.append(
+            {
+                "index": index,
+                "text": echoes[index] + output.text,
+                "logprobs": shown,
+                "finish_reason": output.finish_reason,
+                "stop_reason": stop_reason(output, tokenizer.eos_ids),
+            }
+        )
+    return Json(head | {"choices": choices, "usage": usage(outputs, prepared)})
+
+
+def _echo(tokenizer: Tokenizer, body: CompletionBody, prompt: str | list[int]) -> str:
+    if not body.echo:
+        return ""
+    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+
+
+async def _events(
+    tokenizer: Tokenizer,
+    replies: Sequence[Reply],
+    head: dict[str, Any],
+    echoes: Sequence[str],
+    counted: Sequence[Prepared] | None,
+) -> AsyncIterator[Any]:
+    if counted is not None:
+        head = head | {"usage": None}
+    offsets = [0] * len(replies)
+    for index, text in enumerate(echoes):
+        if text:
+            yield head | {"choices": [_piece(index, text, None, None)]}
+    async for index, delta in interleaved(replies):
+        shown = None
+        if delta.logprobs:
+            shown = text_logprobs(tokenizer, delta.token_ids, delta.logprobs, offsets[index])
+            offsets[index] += sum(map(len, shown["tokens"]))
+        reason = delta.finish_reason
+        if reason != "error" and (delta.text or shown or reason):
+            yield head | {"choices": [_piece(index, delta.text, shown, reason)]}
+    if counted is not None:
+        outputs = [reply.output for reply in replies if reply.output is not None]
+        yield head | {"choices": [], "usage": usage(outputs, counted)}
+
+
+def _piece(index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -1,0 +1,191 @@
+"""From a body's fields to the one grammar that they ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from overlap_spec.errors import GrammarError, InvalidRequest
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.server.settings import ServerSettings
+from overlap_spec.server.wire.base import Constraint, OpenAIBody, StructuredOutputs
+from overlap_spec.server.wire.chat import (
+    ChatBody,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    StructuralTagFormat,
+)
+from overlap_spec.server.wire.text import CompletionBody
+
+# Text of a constraint that is read beside the loop, in characters: reading it takes a while.
+LONG_SOURCE = 4096
+Wish = tuple[str, Any, Callable[[], Grammar]]
+
+
+class Asked(NamedTuple):
+    """The grammar that a body asks for (None: free text), and the field that says so."""
+
+    grammar: Grammar | None = None
+    field: str | None = None
+
+
+class Constraints:
+    """Reads constraints under the server's limits and defaults."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        # A schema of half a megabyte takes seconds to read; many at once would hold up the loop.
+        self._one_long = asyncio.Semaphore(1)
+
+    async def of(self, body: Constraint) -> Asked:
+        """The grammar that a body asks for.
+
+        Raises:
+            InvalidRequest: more than one, or one that is too large or broken; names the field.
+        """
+        wishes = self._wishes(body)
+        if len(wishes) > 1:
+            names = " and ".join(name for name, _, _ in wishes)
+            raise InvalidRequest(f"{names}: send one constraint", wishes[1][0])
+        if not wishes:
+            return Asked()
+        return Asked(await self._read(*wishes[0]), wishes[0][0])
+
+    async def tools(self, body: ChatBody, otherwise: Asked) -> Asked:
+        """The grammar of a body with tools; ``otherwise`` is what it says without a call."""
+        tools, choice = body.tools, body.tool_choice
+        if not tools:
+            for name in ("tool_choice", "parallel_tool_calls"):
+                if getattr(body, name) not in (None, "none"):
+                    raise InvalidRequest(f"{name} goes with tools", name)
+            return otherwise
+        parser = self.settings.tool_call_parser
+        if parser is None:
+            raise InvalidRequest(
+                "this server has no tool_call_parser for its model: start it with "
+                "--tool-call-parser",
+                "tools",
+            )
+        choice = "auto" if choice is None else choice
+
+        def make() -> Grammar:
+            return Grammar.tools(
+                tools,
+                choice=choice,
+                parallel=body.parallel_tool_calls is not False,
+                format=parser,
+                otherwise=otherwise.grammar if choice == "auto" else None,
+                whitespace=self.settings.whitespace,
+            )
+
+        made = await self._read("tools", tools, make)
+        return otherwise if choice == "none" and otherwise.grammar else Asked(made, "tools")
+
+    async def _read(self, name: str, source: Any, make: Callable[[], Grammar]) -> Grammar:
+        size = _size(name, source)
+        limit = self.settings.max_schema_bytes
+        if size > limit:
+            raise GrammarError(
+                f"the constraint has {size} bytes; {limit} are allowed (max_schema_bytes)", name
+            )
+        try:
+            if size > LONG_SOURCE:
+                async with self._one_long:
+                    grammar = await asyncio.to_thread(make)
+            else:
+                grammar = make()
+            grammar.source.encode()
+            return grammar
+        except RecursionError:
+            raise GrammarError("the constraint is nested too deeply", name) from None
+        except UnicodeError as error:
+            raise GrammarError(f"the constraint is not valid Unicode: {error}", name) from None
+        except GrammarError as error:
+            inside = error.param or ""
+            param = inside if inside.startswith(("tools", "tool_choice")) else name
+            raise GrammarError(str(error), param) from None
+
+    def _wishes(self, body: Constraint) -> list[Wish]:
+        settings = self.settings
+        wishes = self._plain(body)
+        if isinstance(body, OpenAIBody) and body.structured_outputs is not None:
+            wishes.append(self._structured(body.structured_outputs))
+        form = body.response_format if isinstance(body, ChatBody | CompletionBody) else None
+        name = "response_format"
+        if isinstance(form, JsonObjectFormat) and form.schema_ is not None:
+            given = form.schema_
+            wishes.append((name, given, partial(self._schema, given)))
+        elif isinstance(form, JsonObjectFormat):
+            whitespace = settings.whitespace
+            wishes.append((name, "", partial(Grammar.json_object, whitespace=whitespace)))
+        elif isinstance(form, JsonSchemaFormat):
+            schema, strict = form.json_schema.schema_, form.json_schema.strict
+            best_effort = settings.best_effort if strict is None else not strict
+            wishes.append((name, schema, partial(self._schema, schema, best_effort)))
+        elif isinstance(form, StructuralTagFormat):
+            tag = form.model_dump(exclude_none=True)
+            wishes.append((name, tag, partial(self._tag, tag)))
+        return wishes
+
+    def _plain(self, body: Constraint) -> list[Wish]:
+        """SGLang's names."""
+        makers: dict[str, Callable[[Any], Grammar]] = {
+            "json_schema": self._schema,
+            "regex": Grammar.regex,
+            "ebnf": Grammar.ebnf,
+            "structural_tag": self._tag,
+        }
+        given = [(name, getattr(body, name), make) for name, make in makers.items()]
+        return [
+            (name, value, partial(make, value)) for name, value, make in given if value is not None
+        ]
+
+    def _structured(self, asked: StructuredOutputs) -> Wish:
+        """vLLM's ``structured_outputs``."""
+        whitespace = self.settings.whitespace
+        if asked.disable_any_whitespace is not None:
+            whitespace = "compact" if asked.disable_any_whitespace else "bounded"
+        makers: dict[str, Callable[[Any], Grammar]] = {
+            "json": lambda v: self._schema(v, whitespace=whitespace),
+            "regex": Grammar.regex,
+            "choice": Grammar.choice,
+            "grammar": Grammar.ebnf,
+            "json_object": lambda _: Grammar.json_object(whitespace=whitespace),
+            "structural_tag": self._tag,
+        }
+        values = {kind: getattr(asked, kind if kind != "json" else "json_") for kind in makers}
+        kinds = [kind for kind, value in values.items() if value is not None and value is not False]
+        if len(kinds) != 1:
+            raise InvalidRequest(
+                f"structured_outputs needs exactly one of {', '.join(makers)}; "
+                f"it has {', '.join(kinds) or 'none'}",
+                "structured_outputs",
+            )
+        kind = kinds[0]
+        return f"structured_outputs.{kind}", values[kind], partial(makers[kind], values[kind])
+
+    def _schema(
+        self, schema: Any, best_effort: bool | None = None, whitespace: Any = None
+    ) -> Grammar:
+        return Grammar.json_schema(
+            schema,
+            whitespace=self.settings.whitespace if whitespace is None else whitespace,
+            best_effort=self.settings.best_effort if best_effort is None else best_effort,
+        )
+
+    def _tag(self, tag: Any) -> Grammar:
+        return Grammar.structural_tag(tag, whitespace=self.settings.whitespace)
+
+
+def _size(name: str, source: Any) -> int:
+    """Bytes of a constraint's text; GrammarError where it has none."""
+    try:
+        text = source if isinstance(source, str) else json.dumps(source, ensure_ascii=False)
+        return len(text.encode())
+    except RecursionError:
+        raise GrammarError("the constraint is nested too deeply", name) from None
+    except (UnicodeError, ValueError) as error:
+        raise GrammarError(f"the constraint is not valid text: {error}", name) from None

@@ -1,0 +1,149 @@
+"""Every error of the server in OpenAI's form: ``{"error": {message, type, param, code}}``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from overlap_spec.async_engine import EngineUnavailable, QueueFull
+from overlap_spec.errors import InvalidRequest, OverlapSpecError
+from overlap_spec.grammar.isolation.limits import CompileFailure
+
+RETRY_AFTER_S = 1
+# What a request's own grammar may do to it while it runs; anything else is the server's fault.
+OWN_FAULTS = ("RequestFailed",)
+
+
+class ApiError(OverlapSpecError):
+    """An answer that is not 200."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+
+    def body(self) -> dict[str, Any]:
+        """The error as plain data."""
+        text = str(self)
+        if self.param and not text.startswith(self.param):
+            text = f"{self.param}: {text}"
+        return {
+            "error": {"message": text, "type": self.kind, "param": self.param, "code": self.code}
+        }
+
+
+class Json(Response):
+    """Plain data as JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """One document; floats that JSON has not become null."""
+        return msgspec.json.encode(content)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of any error."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, CompileFailure):
+        return _compile_failure(error)
+    if isinstance(error, InvalidRequest):
+        return ApiError(400, str(error), error.param)
+    if isinstance(error, QueueFull):
+        return ApiError(429, str(error), code="queue_full", kind="rate_limit_error")
+    if isinstance(error, EngineUnavailable):
+        return ApiError(503, str(error), code="engine_unavailable", kind="service_unavailable")
+    if isinstance(error, TimeoutError):
+        message = "the request took longer than request_timeout_s, and was aborted"
+        return ApiError(504, message, code="timeout", kind="timeout_error")
+    return ApiError(500, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
+def _compile_failure(error: CompileFailure) -> ApiError:
+    if error.kind == "busy":
+        return ApiError(429, str(error), code="queue_full", kind="rate_limit_error")
+    if error.kind == "closed":
+        return ApiError(503, str(error), code="engine_unavailable", kind="service_unavailable")
+    # Too long, too large, or more than a library can read: the grammar's fault.
+    return ApiError(400, str(error), error.param, code=f"grammar_{error.kind}")
+
+
+def error_response(error: ApiError) -> Json:
+    """An error as a response; those that pass by themselves say when to try again."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else None
+    if error.status == 401:
+        headers = {"WWW-Authenticate": "Bearer"}
+    return Json(error.body(), error.status, headers)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Let every exception of a route become an error in OpenAI's form."""
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(from_validation(error))
+
+    async def http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = "there is no such route"
+        return error_response(ApiError(error.status_code, message))
+
+    async def other(_: Request, error: Exception) -> Response:
+        return error_response(as_api_error(error))
+
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    for kind in (OverlapSpecError, TimeoutError, Exception):
+        app.add_exception_handler(kind, other)
+
+
+def from_validation(error: RequestValidationError) -> ApiError:
+    """The error of the place deepest in the body: of a union, the member that came closest."""
+    items = error.errors()
+    found = [(place(i["loc"][1:], error.body, i["type"] == "missing"), i) for i in items]
+    where, item = max(found, key=lambda pair: pair[0].count(".") + pair[0].count("["))
+    own = item.get("ctx", {}).get("error")
+    if isinstance(own, InvalidRequest):
+        param = ".".join(part for part in (where, own.param) if part)
+        return ApiError(400, str(own), param or None)
+    message = item["msg"]
+    if item["type"] == "extra_forbidden":
+        message = "unknown field"
+    elif item["type"] == "missing":
+        message = "the field is required" if where else "the body must be a JSON object"
+    elif item["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {item['ctx']['error']}")
+    elif item["type"] in ("model_attributes_type", "model_type") and not where:
+        message = "the body must be a JSON object (Content-Type: application/json)"
+    return ApiError(400, message, where or None)
+
+
+def place(loc: tuple[int | str, ...], body: Any, missing: bool) -> str:
+    """A path like ``messages[0].content``, without the names that pydantic gives to the members
+    of unions, which are found by looking into the body. Where the last part is ``missing``, it is
+    in the path all the same."""
+    path = ""
+    for index, part in enumerate(loc):
+        last = missing and index == len(loc) - 1
+        if isinstance(body, list) and isinstance(part, int):
+            path += f"[{part}]"
+            body = body[part] if part < len(body) else None
+        elif isinstance(body, dict) and (part in body or last) and isinstance(part, str):
+            path += f".{part}" if path else part
+            body = body.get(part)
+    return path

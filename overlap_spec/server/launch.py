@@ -1,0 +1,76 @@
+"""From the flags of ``overlap-spec serve`` to a running server."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from overlap_spec.async_engine import AsyncEngine
+from overlap_spec.config import EngineConfig
+from overlap_spec.errors import ConfigError
+from overlap_spec.server.run import serve
+from overlap_spec.server.settings import ServerSettings
+
+LEVELS = ("debug", "info", "warning", "error")
+# How the embedded model spells its calls.
+EMBEDDED_CALLS = "embedded"
+
+
+def launch(
+    *,
+    chat_template: Path | None,
+    stall_timeout_s: float,
+    log_level: str,
+    cors_origin: list[str] | None,
+    mask_deadline_ms: float,
+    served_model_name: str | None,
+    tool_call_parser: str | None,
+    whitespace: str,
+    **flags: Any,
+) -> None:
+    """Serve with the flags of the command line; see ``overlap_spec.cli.serve``.
+
+    Raises:
+        ConfigError: names the flag at fault.
+    """
+    if log_level not in LEVELS:
+        raise ConfigError(f"log_level must be one of {', '.join(LEVELS)}: {log_level!r}")
+    model = flags["model"]
+    if tool_call_parser is None and model is None:
+        tool_call_parser = EMBEDDED_CALLS
+    known = {field.name for field in fields(EngineConfig)}
+    server = {name: value for name, value in flags.items() if name not in known}
+    settings = ServerSettings(
+        **server,
+        served_model_name=served_model_name or (Path(model).name if model else "overlap-spec"),
+        tool_call_parser=tool_call_parser,
+        whitespace=read_whitespace(whitespace),
+        cors_origins=tuple(cors_origin or ()),
+    )
+    engine = AsyncEngine(
+        chat_template=_read(chat_template),
+        max_queued_requests=settings.max_queued_requests,
+        stall_timeout_s=stall_timeout_s,
+        mask_deadline_ms=mask_deadline_ms or None,
+        **{name: value for name, value in flags.items() if name in known},
+    )
+    serve(engine, settings, log_level)
+
+
+def read_whitespace(text: str) -> Any:
+    """``compact``, ``bounded`` or an indent."""
+    if text in ("compact", "bounded"):
+        return text
+    if text.isdigit() and int(text) <= 8:
+        return int(text)
+    raise ConfigError(f"whitespace must be compact, bounded or an indent up to 8: {text!r}")
+
+
+def _read(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--chat-template {path}: {error}") from None

@@ -1,0 +1,161 @@
+"""Prometheus metrics: requests as they end, and the engine's state when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from overlap_spec.async_engine import Reply
+
+PREFIX = "overlap_spec:"
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+
+
+class Metrics:
+    """All metrics of one server."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.engine = EngineCollector()
+        self._verified_tokens = self._verifies = 0
+        self.registry.register(self.engine)
+        self.ttft = self._histogram("time_to_first_token_seconds", "Until the first token.")
+        self.itl = self._histogram("inter_token_latency_seconds", "Between runs of tokens.")
+        self.tpot = self._histogram("time_per_output_token_seconds", "After the first token.")
+        self.whole = self._histogram("e2e_request_latency_seconds", "Until the last token.")
+        self.compiling = self._histogram(
+            "grammar_compile_seconds", "Until a request's grammar was there."
+        )
+        self.lengths = self._histogram(
+            "spec_accept_length", "Tokens that a verify gave, bonus included.", LENGTHS
+        )
+        self.prompt = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.cached = self._counter("cached_tokens", "Tokens of prompts found in the cache.")
+        self.output = self._counter("generation_tokens", "Tokens generated.")
+        self.drafted = self._counter("spec_draft_tokens", "Tokens drafted and verified.")
+        self.accepted = self._counter("spec_accepted_tokens", "Drafted tokens accepted.")
+        self.verifies = self._counter("spec_verifies", "Verify passes of requests.")
+        self.requests = self._counter("requests", "Requests ended.", ("finish_reason",))
+        self.rejected = self._counter("requests_rejected", "HTTP requests refused.", ("status",))
+        self.gone = self._counter("client_disconnects", "Clients that left before the end.")
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens that a verify gave on average so far; None before the first."""
+        return self._verified_tokens / self._verifies if self._verifies else None
+
+    def note(self, reply: Reply) -> None:
+        """Enter a request that has ended, or that nobody waits for any more."""
+        output = reply.output
+        if output is None:
+            self.requests.labels("abort").inc()
+            return
+        stats = output.stats
+        self.requests.labels(output.finish_reason).inc()
+        self.prompt.inc(stats.prompt_tokens)
+        self.cached.inc(stats.cached_tokens)
+        self.output.inc(stats.output_tokens)
+        self.drafted.inc(stats.drafted_tokens)
+        self.accepted.inc(stats.accepted_drafts)
+        self.verifies.inc(stats.verifies)
+        self._verified_tokens += stats.verified_tokens
+        self._verifies += stats.verifies
+        if reply.prepared.grammar is not None:
+            self.compiling.observe(stats.grammar_compile_ms / 1e3)
+        if stats.output_tokens:
+            self.ttft.observe(stats.ttft_ms / 1e3)
+            self.whole.observe(stats.end_to_end_ms / 1e3)
+        if stats.output_tokens > 1:
+            self.tpot.observe(stats.tpot_ms / 1e3)
+        for gap_ms in stats.itl_ms:
+            self.itl.observe(gap_ms / 1e3)
+        for drafts, count in enumerate(stats.accept_histogram):
+            for _ in range(count):
+                self.lengths.observe(drafts + 1)
+
+    def render(self, snapshot: dict[str, Any] | None, restarts: int) -> bytes:
+        """The text that Prometheus reads; ``snapshot`` is None where the engine is not there."""
+        self.engine.snapshot, self.engine.restarts = snapshot, restarts
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, about: str, buckets: Iterable[float] = SECONDS) -> Histogram:
+        return Histogram(PREFIX + name, about, registry=self.registry, buckets=tuple(buckets))
+
+    def _counter(self, name: str, about: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(PREFIX + name, about, labels, registry=self.registry)
+
+
+class EngineCollector(Collector):
+    """The engine's own figures, as they were when it was asked last. Its counters start again
+    with a restarted engine, which Prometheus expects of counters."""
+
+    def __init__(self) -> None:
+        self.snapshot: dict[str, Any] | None = None
+        self.restarts = 0
+
+    def collect(self) -> Iterable[Metric]:
+        """See prometheus_client."""
+        state = self.snapshot
+        yield _gauge("engine_up", "Whether the engine takes requests.", float(state is not None))
+        yield _count("engine_restarts", "Times that the engine was started again.", self.restarts)
+        if state is None:
+            return
+        gauges = {
+            "num_requests_running": ("running", "Requests that run."),
+            "num_requests_waiting": ("waiting", "Requests that wait for a row or pages."),
+            "num_requests_compiling": ("compiling", "Requests whose grammar is compiled."),
+            "kv_pages_in_use": ("pages_in_use", "Pages of the KV cache in use."),
+            "kv_pages": ("pages", "Pages of the KV cache."),
+            "engine_resident_bytes": ("rss_bytes", "Resident memory of the engine's process."),
+        }
+        for name, (key, about) in gauges.items():
+            yield _gauge(name, about, float(state[key]))
+        usage = state["pages_in_use"] / state["pages"]
+        yield _gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", usage)
+        if state["hidden_fraction"] is not None:
+            about = "Share of grammar time that ran beside verify, 0 to 1."
+            yield _gauge("grammar_hidden_fraction", about, state["hidden_fraction"])
+        yield _count("steps", "Steps of the engine.", state["steps"])
+        yield _count("preemptions", "Requests that gave up their pages.", state["preemptions"])
+        yield _count("grammar_seconds", "Time of masks and accepts.", state["grammar_ms"] / 1e3)
+        yield _count(
+            "grammar_exposed_seconds", "Time compute waited for masks.", state["exposed_ms"] / 1e3
+        )
+        yield from _compiles(state["compiler"])
+        yield from _tiers(state["speculation"])
+
+
+def _compiles(compiler: dict[str, Any]) -> Iterable[Metric]:
+    about = "Bytes of compiled grammars in the cache."
+    yield _gauge("grammar_cache_bytes", about, compiler["cache_bytes"])
+    yield _count("grammar_compiles", "Grammars that were compiled.", compiler["compiles"])
+    yield _count("grammar_cache_hits", "Grammars found in the cache.", compiler["hits"])
+    failures = CounterMetricFamily(
+        f"{PREFIX}grammar_failures", "Grammars that did not compile.", labels=["kind"]
+    )
+    for kind, count in compiler["failures"].items():
+        failures.add_metric([kind], float(count))
+    yield failures
+
+
+def _tiers(speculation: dict[str, Any]) -> Iterable[Metric]:
+    steps = GaugeMetricFamily(
+        f"{PREFIX}spec_num_steps", "Draft steps by least batch size.", labels=["min_batch_size"]
+    )
+    for slot in speculation.get("slots", []):
+        steps.add_metric([str(slot["min_batch_size"])], float(slot["steps"]))
+    yield steps
+    yield _count("spec_tier_switches", "Changes of the draft length.", speculation["switches"])
+
+
+def _gauge(name: str, about: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, about, value=value)
+
+
+def _count(name: str, about: str, value: float) -> Metric:
+    return CounterMetricFamily(PREFIX + name, about, value=value)

@@ -1,0 +1,74 @@
+"""The server's OpenAPI document: what FastAPI derives, with our errors in place of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+STATUSES = {
+    "400": "The request is wrong; `param` names the field.",
+    "401": "No or a wrong API key.",
+    "404": "No such route or model.",
+    "413": "The body is too large.",
+    "429": "Too many requests wait; `Retry-After` says when to try again.",
+    "500": "A fault of the server.",
+    "503": "The engine is not there; `Retry-After` says when to try again.",
+    "504": "The request took too long.",
+}
+
+
+def describe(app: FastAPI) -> None:
+    """Let ``app`` serve the document at ``/openapi.json``."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    whole = get_openapi(title=app.title, version="1", routes=app.routes)
+    schemas = whole["components"]["schemas"]
+    schemas["Error"] = ERROR
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    for path, operations in whole["paths"].items():
+        for operation in operations.values():
+            responses = operation["responses"]
+            responses.pop("422", None)
+            responses["200"] = _good(path)
+            for status, about in STATUSES.items():
+                responses[status] = {"description": about, "content": content}
+            if path == "/health":
+                responses["503"] = _good(path) | {"description": "Not ready."}
+    return whole
+
+
+def _good(path: str) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {"schema": {}}}
+    if path in ("/v1/chat/completions", "/v1/completions", "/generate"):
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    if path == "/metrics":
+        content = {"text/plain": {"schema": {"type": "string"}}}
+    return {"description": "Done.", "content": content}

@@ -1,0 +1,299 @@
+"""What the routes share: the engine, and the way of one HTTP request through it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from overlap_spec.async_engine import AsyncEngine, Reply
+from overlap_spec.errors import GrammarError, InvalidRequest
+from overlap_spec.prepare import Prepared
+from overlap_spec.server.constraints import Constraints
+from overlap_spec.server.errors import OWN_FAULTS, ApiError, as_api_error
+from overlap_spec.server.metrics import Metrics
+from overlap_spec.server.settings import ServerSettings
+from overlap_spec.types import Delta, Output
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one HTTP request asks of the engine.
+
+    Attributes:
+        label: Its id for the client.
+        requests: Its outputs.
+        field: The field of the body that its grammars come from.
+    """
+
+    label: str
+    requests: Sequence[Prepared]
+    field: str | None = None
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):
+    """The client has closed its connection; nobody reads the answer."""
+
+
+@dataclass
+class Service:
+    """One server's parts."""
+
+    engine: AsyncEngine
+    settings: ServerSettings
+    metrics: Metrics
+    constraints: Constraints
+    created: int = field(default_factory=lambda: int(time.time()))
+    # Requests under way by the id that their client knows.
+    named: dict[str, list[Reply]] = field(default_factory=dict)
+
+    def check_model(self, model: str | None) -> str:
+        """The served model's name; 404 for any other."""
+        name = self.settings.served_model_name
+        if model is not None and model != name:
+            raise ApiError(
+                404, f"there is no model {model!r}: this server has {name!r}", "model",
+                "model_not_found",
+            )  # fmt: skip
+        return name
+
+    async def start(self, job: Job) -> list[Reply]:
+        """Send all requests of one body and wait until all are queued; all or none.
+
+        Raises:
+            InvalidRequest, QueueFull, EngineUnavailable: as :meth:`AsyncEngine.submit`.
+        """
+        if len(job.requests) > self.settings.max_choices:
+            raise InvalidRequest(
+                f"{len(job.requests)} outputs in one request; {self.settings.max_choices} are "
+                "allowed (max_choices)",
+                "n",
+            )
+        replies: list[Reply] = []
+        try:
+            for request in job.requests:
+                replies.append(self.engine.send(request))
+            for reply in replies:
+                await reply.accepted()
+        except BaseException as error:
+            for reply in replies:
+                reply.abort()
+            if isinstance(error, GrammarError) and job.field is not None:
+                error.param = job.field
+            raise
+        self.named[job.label] = replies
+        return replies
+
+    def finish(self, replies: Sequence[Reply], label: str) -> None:
+        """Abort what still runs, and enter the rest into the metrics."""
+        if self.named.get(label) is replies:
+            del self.named[label]
+        for reply in replies:
+            reply.abort()
+            self.metrics.note(reply)
+
+    async def outputs(self, request: Request, job: Job) -> list[Output]:
+        """The whole outputs of requests; they are aborted where the client goes away.
+
+        Raises:
+            ApiError: one of them failed.
+        """
+        outputs: list[Output] = await self.attended(request, self._outputs(job))
+        return outputs
+
+    async def _outputs(self, job: Job) -> list[Output]:
+        replies = await self.start(job)
+        try:
+            outputs = [await reply.finish() for reply in replies]
+            for reply in replies:
+                check_output(reply)
+            return outputs
+        finally:
+            self.finish(replies, job.label)
+
+    async def attended(self, request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of ``work``, which is cancelled when the client goes or the time is over."""
+        task = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(_disconnect(request))
+        limit = self.settings.request_timeout_s
+        try:
+            await asyncio.wait({task, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if gone.done():
+                raise ClientGone
+            raise TimeoutError
+        finally:
+            for each in (task, gone):
+                each.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
+
+    async def stream(
+        self,
+        request: Request,
+        job: Job,
+        events: Callable[[Sequence[Reply]], AsyncIterator[Any]],
+    ) -> Response:
+        """Server-sent events of requests: nothing is sent before all of them are queued, so that
+        a refusal still has its status.
+
+        Args:
+            events: Makes the events, as plain data, from the replies.
+        """
+        started = asyncio.get_running_loop().time()
+        replies = await self.attended(request, self.start(job))
+        deadline = started + self.settings.request_timeout_s
+
+        async def lines() -> AsyncIterator[bytes]:
+            pieces = events(replies)
+            try:
+                while True:
+                    async with asyncio.timeout_at(deadline):
+                        event = await anext(pieces)
+                    yield sse(event)
+            except StopAsyncIteration:
+                pass
+            except Exception as error:
+                yield sse(as_api_error(error).body())
+            yield DONE
+
+        def end(whole: bool) -> None:
+            self.finish(replies, job.label)
+            if not whole:
+                self.metrics.gone.inc()
+
+        return Events(lines(), end)
+
+
+class Events(StreamingResponse):
+    """A stream of server-sent events.
+
+    Args:
+        end: Called once, however it ends, also where the client leaves before its first event;
+            with whether all was sent.
+    """
+
+    def __init__(self, lines: AsyncIterator[bytes], end: Callable[[bool], None]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(lines, media_type="text/event-stream", headers=headers)
+        self._end, self._whole = end, False
+
+    async def stream_response(self, send: Send) -> None:
+        """See starlette."""
+        await super().stream_response(send)
+        self._whole = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end(self._whole)
+
+
+def fan_out(prepared: Sequence[Prepared], count: int) -> list[Prepared]:
+    """``count`` requests of each, with seeds that follow one another."""
+    return [
+        replace(one, seed=wrapped(one.seed + number)) for one in prepared for number in range(count)
+    ]
+
+
+def wrapped(seed: int) -> int:
+    """A seed as a signed 64-bit integer."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def check_output(reply: Reply) -> None:
+    """Raises ApiError where a reply has ended with an error."""
+    output = reply.output
+    assert output is not None
+    if output.error is not None:
+        own = reply.fault in OWN_FAULTS
+        code = "grammar_failed" if own else "generation_failed"
+        raise ApiError(400 if own else 500, output.error, code=code)
+
+
+async def interleaved(replies: Sequence[Reply]) -> AsyncIterator[tuple[int, Delta]]:
+    """The pieces of several replies as they come, each with its reply's place.
+
+    Raises:
+        ApiError: a reply has ended with an error.
+    """
+    if len(replies) == 1:
+        async for delta in replies[0]:
+            yield 0, delta
+        check_output(replies[0])
+        return
+    queue: asyncio.Queue[tuple[int, Delta | None]] = asyncio.Queue()
+
+    async def pump(index: int) -> None:
+        try:
+            async for delta in replies[index]:
+                queue.put_nowait((index, delta))
+        finally:
+            queue.put_nowait((index, None))
+
+    with pumping([asyncio.ensure_future(pump(i)) for i in range(len(replies))]) as pumps:
+        left = len(replies)
+        while left:
+            index, piece = await queue.get()
+            if piece is not None:
+                yield index, piece
+                continue
+            left -= 1
+            await pumps[index]
+            check_output(replies[index])
+
+
+@contextlib.contextmanager
+def pumping(tasks: list[asyncio.Task[None]]) -> Iterator[list[asyncio.Task[None]]]:
+    """Tasks that end with the block."""
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def stop_reason(output: Output, eos_ids: frozenset[int]) -> str | int | None:
+    """What of the caller's own ended an output: a stop string or token, as vLLM tells it."""
+    return None if output.stop_match in eos_ids else output.stop_match
+
+
+def new_id(prefix: str) -> str:
+    """An id that nobody can guess."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def usage(outputs: Sequence[Output], prompts: Sequence[Prepared]) -> dict[str, Any]:
+    """OpenAI's usage: a prompt with several outputs counts once."""
+    prompt_tokens = sum(len(prompt.prompt_ids) for prompt in prompts)
+    output_tokens = sum(output.stats.output_tokens for output in outputs)
+    cached = sum(output.stats.cached_tokens for output in outputs)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": min(cached, prompt_tokens)},
+    }
+
+
+def sse(data: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue

@@ -1,0 +1,97 @@
+"""Real server processes for tests."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+START_S = 90.0
+LISTENS = re.compile(rb"serving on (http://\S+)")
+
+
+class Server:
+    """``overlap-spec serve`` on a free port.
+
+    Attributes:
+        url: Where it listens.
+        headers: Sent with every request.
+        log: What it has written so far.
+    """
+
+    def __init__(self, *flags: str) -> None:
+        command = [sys.executable, "-m", "overlap_spec", "serve", "--port", "0", *flags]
+        # A matcher that a busy machine delays must not fail a test.
+        command += ["--mask-deadline-ms", "5000"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        )
+        self.log = b""
+        self.headers: dict[str, str] = {}
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        wait_for(lambda: LISTENS.search(self.log) or self.process.poll() is not None, START_S)
+        found = LISTENS.search(self.log)
+        assert found, self.log.decode()
+        self.url = found[1].decode()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        while chunk := self.process.stderr.readline():
+            self.log += chunk
+
+    def get(self, path: str, **more: Any) -> httpx.Response:
+        """A GET of a route."""
+        return httpx.get(self.url + path, timeout=60, headers=self.headers, **more)
+
+    def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
+        """A POST of plain data."""
+        return httpx.post(self.url + path, json=body, timeout=60, headers=self.headers, **more)
+
+    def state(self) -> dict[str, Any]:
+        """The engine's state as of now."""
+        state: dict[str, Any] = self.get("/server_info").json()["state"]
+        return state
+
+    def settle(self) -> None:
+        """Wait until nothing runs, and check that no page is left over."""
+        wait_for(lambda: self.state()["open"] == 0 and self.state()["running"] == 0, 20)
+        assert self.state()["pages_in_use"] == 0
+        assert self.state()["matchers"] == 0
+
+    def terminate(self) -> int:
+        """SIGTERM; the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+    def kill(self) -> None:
+        """End it without a word."""
+        self.process.kill()
+        self.process.wait()
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float) -> None:
+    """Wait until a condition holds; AssertionError where it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+@functools.cache
+def shared_server() -> Server:
+    """One server of the embedded model for all tests that only use it."""
+    server = Server()
+    atexit.register(server.kill)
+    return server

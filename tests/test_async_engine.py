@@ -1,0 +1,258 @@
+"""The asyncio face: the engine in a process of its own gives what the engine in this one gives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import pytest
+import zmq
+from pydantic import BaseModel
+
+from overlap_spec import AsyncEngine, Engine, Grammar, SamplingParams
+from overlap_spec.async_engine import EngineUnavailable, QueueFull
+from overlap_spec.errors import ConfigError, GrammarError, InvalidRequest
+from overlap_spec.link import child, messages
+from overlap_spec.prepare import Prepared
+
+DATE = Grammar.regex(r"\d{4}-\d\d-\d\d")
+LONG = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
+
+
+class Digit(BaseModel):
+    digit: int
+
+
+ONE = Grammar.json_schema(Digit)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: dict[str, str], runner: asyncio.Runner) -> Iterator[AsyncEngine]:
+    made = AsyncEngine(
+        **tiny, context_length=200, num_steps=3, max_running_requests=4, max_queued_requests=4,
+        mask_deadline_ms=5000.0,
+    )  # fmt: skip
+    runner.run(made.start())
+    yield made
+    runner.run(made.close())
+
+
+def run(runner: asyncio.Runner, work: Coroutine[Any, Any, Any]) -> Any:
+    return runner.run(asyncio.wait_for(work, 90))
+
+
+async def idle(engine: AsyncEngine) -> dict[str, Any]:
+    """The engine's state, once nothing is left of any request."""
+    while True:
+        state = await engine.snapshot()
+        if not (state["open"] or state["running"] or state["waiting"]):
+            return state
+        await asyncio.sleep(0.01)
+
+
+async def check_idle(engine: AsyncEngine) -> None:
+    state = await idle(engine)
+    assert (state["pages_in_use"], state["matchers"], engine.open_requests) == (0, 0, 0)
+
+
+def test_it_gives_what_the_engine_gives(
+    engine: AsyncEngine, runner: asyncio.Runner, tiny: dict[str, str]
+) -> None:
+    prompts = ["when", "who", [{"role": "user", "content": "count"}]]
+    grammars = [DATE, None, Grammar.choice(["me", "you"])]
+    samplings = [None, SamplingParams(max_tokens=30, logprobs=2), {"temperature": 0.9, "seed": 5}]
+    with Engine(**tiny, context_length=200, num_steps=3) as here:
+        want = here.generate(prompts, grammars, samplings)
+        ids = here.tokenizer.encode("raw text")
+        raw = [here.generate(p, DATE, raw=True).text for p in ("raw text", ids)]
+    got = run(runner, engine.generate(prompts, grammars, samplings))
+    for a, b in zip(got, want, strict=True):
+        assert (a.text, a.token_ids, a.finish_reason) == (b.text, b.token_ids, b.finish_reason)
+        assert (a.parsed, a.stop_match, len(a.logprobs)) == (
+            b.parsed, b.stop_match, len(b.logprobs),
+        )  # fmt: skip
+    assert raw == [run(runner, engine.generate(p, DATE, raw=True)).text for p in ("raw text", ids)]
+    run(runner, check_idle(engine))
+
+
+def test_streams_run_side_by_side(engine: AsyncEngine, runner: asyncio.Runner) -> None:
+    async def one(prompt: str) -> list[Any]:
+        return [delta async for delta in engine.stream(prompt, None, LONG)]
+
+    async def all_of_them() -> list[list[Any]]:
+        return await asyncio.gather(*[one("a"), one("b"), one("a")])
+
+    first, second, third = run(runner, all_of_them())
+    texts = ["".join(delta.text for delta in deltas) for deltas in (first, second, third)]
+    assert texts[0] == texts[2] != texts[1]
+    assert len(first) > 10
+    assert [delta.finish_reason for delta in first[-2:]] == [None, "length"]
+    assert sum(len(delta.token_ids) for delta in second) == 150
+
+
+def test_leaving_or_cancelling_aborts(engine: AsyncEngine, runner: asyncio.Runner) -> None:
+    async def leave() -> None:
+        async for _ in engine.stream("go", None, LONG):
+            break
+        await check_idle(engine)
+
+    async def cancel() -> None:
+        tasks = [asyncio.create_task(engine.generate("go", g, LONG)) for g in (None, None, ONE)]
+        await asyncio.sleep(0.05)
+        for task in tasks:
+            task.cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(d, asyncio.CancelledError) for d in done[:2])
+        steps = (await engine.snapshot())["steps"]
+        await check_idle(engine)
+        # What was under way when the word came, and one step behind it; not what was left to do.
+        assert (await engine.snapshot())["steps"] - steps <= 4
+
+    run(runner, leave())
+    run(runner, cancel())
+
+
+def test_aborting_gives_what_there_is(engine: AsyncEngine, runner: asyncio.Runner) -> None:
+    async def work() -> None:
+        reply = await engine.submit(await engine.prepare("go", None, LONG))
+        await anext(reply)
+        reply.abort()
+        output = await reply.finish()
+        assert output.finish_reason == "abort"
+        assert 1 <= len(output.token_ids) < 150
+        reply.abort()
+        await check_idle(engine)
+
+    run(runner, work())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"prompt": "x" * 500}, InvalidRequest, "leaves no room"),
+        ({"prompt": "x", "sampling": {"tempo": 1}}, InvalidRequest, "unknown sampling field"),
+        ({"prompt": "x", "grammar": "text"}, GrammarError, "json_schema"),
+        ({"prompt": "x", "grammar": Grammar.ebnf("root ::= (")}, GrammarError, "root|EBNF|ebnf"),
+        ({"prompt": [5000]}, InvalidRequest, "outside the vocabulary"),
+        ({"prompt": "\ud800"}, InvalidRequest, "not valid Unicode"),
+        ({"prompt": ["x", "y"], "grammar": [DATE]}, InvalidRequest, "1 values"),
+    ],
+)
+def test_bad_requests_are_refused_here_and_there(
+    engine: AsyncEngine,
+    runner: asyncio.Runner,
+    arguments: dict[str, Any],
+    kind: type[Exception],
+    words: str,
+) -> None:
+    with pytest.raises(kind, match=words):
+        run(runner, engine.generate(**arguments))
+    assert run(runner, engine.generate("next", DATE)).finish_reason == "stop"
+    run(runner, check_idle(engine))
+
+
+def test_the_queue_has_an_end(engine: AsyncEngine, runner: asyncio.Runner) -> None:
+    async def work() -> None:
+        prepared = await engine.prepare("go", None, LONG)
+        replies = [engine.send(prepared) for _ in range(8)]
+        with pytest.raises(QueueFull, match="8 requests are open"):
+            engine.send(prepared)
+        for reply in replies:
+            await reply.accepted()
+        assert (await engine.snapshot())["open"] == 8
+        for reply in replies:
+            reply.abort()
+        await check_idle(engine)
+        (await engine.submit(prepared)).abort()
+        await check_idle(engine)
+
+    run(runner, work())
+
+
+def test_a_dead_process_fails_its_requests_and_comes_back(
+    engine: AsyncEngine, runner: asyncio.Runner
+) -> None:
+    async def work() -> None:
+        pid = (await engine.snapshot())["pid"]
+        task = asyncio.create_task(engine.generate(["go", "on"], None, LONG))
+        asked = asyncio.create_task(engine.snapshot())
+        while engine.open_requests < 2:
+            await asyncio.sleep(0)
+        os.kill(pid, signal.SIGKILL)
+        done = await asyncio.gather(task, asked, return_exceptions=True)
+        assert isinstance(done[0], EngineUnavailable)
+        assert engine.health == "restarting"
+        with pytest.raises(EngineUnavailable, match="restarting"):
+            await engine.generate("x")
+        while engine.health != "ready":
+            await asyncio.sleep(0.05)
+        assert engine.restarts == 1
+        assert (await engine.generate("when", DATE)).finish_reason == "stop"
+        await check_idle(engine)
+
+    run(runner, work())
+
+
+def test_an_engine_that_stalls_is_started_again(
+    engine: AsyncEngine, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        pid = (await engine.snapshot())["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(EngineUnavailable, match="stopped while"):
+            await engine.generate("x", None, LONG)
+        monkeypatch.undo()
+        while engine.health != "ready":
+            await asyncio.sleep(0.05)
+        assert (await engine.snapshot())["pid"] != pid
+
+    monkeypatch.setattr(engine.front, "_stall_timeout_s", 0.5)
+    # Let the wait that began under the longer time end first.
+    run(runner, engine.generate("x", None, {"max_tokens": 2}))
+    run(runner, work())
+
+
+def test_what_cannot_start_says_why(runner: asyncio.Runner) -> None:
+    with pytest.raises(ConfigError, match="unknown setting 'speed'"):
+        AsyncEngine(speed=9)
+    with pytest.raises(EngineUnavailable, match="async with"):
+        run(runner, AsyncEngine().generate("x"))
+
+
+def test_a_link_without_unix_sockets(
+    tiny: dict[str, str], runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "LONGEST_PATH", 0)
+
+    async def work() -> None:
+        async with AsyncEngine(**tiny, context_length=200) as engine:
+            assert (await engine.generate("when", DATE)).finish_reason == "stop"
+            link = engine.front._child
+            assert link is not None
+            address = link._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            assert address.startswith("tcp://127.0.0.1:")
+            # A stranger who knows the port but not the key is not heard.
+            with zmq.Context() as context, context.socket(zmq.PAIR) as stranger:
+                stranger.linger = 0
+                stranger.connect(address)
+                stranger.send(messages.encode(messages.Quit()))
+                await asyncio.sleep(0.2)
+            assert (await engine.generate("when", DATE)).finish_reason == "stop"
+
+    run(runner, work())
+
+
+def test_messages_come_back_as_they_were() -> None:
+    sampling = SamplingParams(logit_bias={3: 1.0}, stop=["a"], top_k=3, seed=-(2**63))
+    prepared = Prepared((1, 2), sampling, DATE, 5, frozenset([1]), 2**61)
+    start = messages.Start(1, prepared)
+    assert messages.decode_to_engine(messages.encode(start)) == start

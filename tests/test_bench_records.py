@@ -1,0 +1,311 @@
+"""GSM8K, JSON and peers: their records, what they catch, the report, and the check."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+from xml.dom import minidom
+
+import pytest
+
+from bench import all as everything
+from bench import check, gsm8k, json_schema, peers, report
+from bench.backends.base import Batch, Reply, figures, tpot_ms
+from bench.common import rounded, samples_path
+from overlap_spec.errors import ConfigError
+
+RUNS: dict[str, tuple[Any, list[str]]] = {
+    "gsm8k": (gsm8k, ["--num-questions", "4", "--num-shots", "2", "--parallel", "2",
+                      "--max-new-tokens", "24"]),
+    "json_schema": (json_schema, ["--rows", "2", "--parallel", "2", "--max-tokens", "64",
+                                  "--backend", "xgrammar", "--backend", "llguidance"]),
+    "peers": (peers, ["--repetitions", "1", "--cases", "2", "--max-tokens", "48"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records of a small run of each benchmark, with the embedded model."""
+    pytest.importorskip("transformers")
+    made = tmp_path_factory.mktemp("records")
+    for name, (module, words) in RUNS.items():
+        module.main(["--quick", "--json", str(made / f"{name}.json"), *words])
+    return made
+
+
+def read(folder: Path, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A record and its raw samples."""
+    path = folder / f"{name}.json"
+    lines = samples_path(path).read_text().splitlines()
+    return json.loads(path.read_text()), [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_record_can_be_made_again_from_its_lines(folder: Path, name: str) -> None:
+    record, samples = read(folder, name)
+    module, _ = RUNS[name]
+    again = rounded(module.summary(samples))
+    if name == "peers":
+        compiled = again.pop("compile_ms")
+        assert {n: s["compile_ms"] for n, s in record["systems"].items()} == compiled
+    assert {key: record[key] for key in again} == again
+    assert record["samples"] == len(samples)
+
+
+def test_gsm8k_finds_both_sides_alike(folder: Path) -> None:
+    record, samples = read(folder, "gsm8k")
+    assert record["equal"] == 1.0
+    on, off = record["sides"]["once-sync"], record["sides"]["none"]
+    assert on["output_tokens"] == off["output_tokens"] > 4
+    assert on["accept_length"] == off["accept_length"] > 1
+    assert on["requests"] == 4
+    # Who begins changes with every chunk.
+    assert [s["side"] for s in samples] == ["once-sync", "none", "none", "once-sync"]
+    replies = [reply for s in samples if s["side"] == "none" for reply in s["replies"]]
+    tokens = sum(reply["tokens"] for reply in replies)
+    seconds = sum(s["seconds"] for s in samples if s["side"] == "none")
+    assert off["tokens_per_second"] == pytest.approx(tokens / seconds, rel=1e-4)
+    assert [reply["shot"] for reply in replies] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("It is 3 + 4 = 7.", 7),
+        ("#### 1,234", 1234),
+        ("$18.00 a day", 18),
+        ("down to -5 degrees", -5),
+        ("no idea", None),
+        ("", None),
+    ],
+)
+def test_an_answer_is_the_last_number(text: str, number: float | None) -> None:
+    assert gsm8k.last_number(text) == number
+
+
+def test_gsm8k_prompts_hold_shots_and_question() -> None:
+    rows = [gsm8k.Row(f"q{i}", f"a{i} #### {i}") for i in range(3)]
+    options = Namespace(num_shots=2, max_new_tokens=9, chat=False)
+    tasks = gsm8k.make_tasks(rows, 3, options)
+    head = "Question: q0\nAnswer: a0 #### 0\n\nQuestion: q1\nAnswer: a1 #### 1\n\n"
+    assert [task.prompt for task in tasks] == [f"{head}Question: q{i}\nAnswer:" for i in range(3)]
+    assert all(task.raw and task.max_tokens == 9 for task in tasks)
+    with pytest.raises(ConfigError, match="3 rows"):
+        gsm8k.make_tasks(rows, 4, options)
+
+
+def test_gsm8k_scores() -> None:
+    replies = [
+        {"text": text, "label": 7.0, "shot": shot}
+        for text, shot in (("is 7", True), ("is 8", False), ("none", False), ("7.0", False))
+    ]
+    found = gsm8k.scores([{"replies": replies}])
+    assert found == {"accuracy": 0.5, "accuracy_unseen": pytest.approx(1 / 3), "invalid": 0.25}
+
+
+def test_gsm8k_names_what_differs() -> None:
+    same = Reply(text="7", token_ids=(1, 2), finish_reason="stop", verifies=2, verified_tokens=4)
+    tokens = Reply(text="7", token_ids=(3,), finish_reason="stop", verifies=2, verified_tokens=4)
+    slower = Reply(text="7", token_ids=(1, 2), finish_reason="stop", verifies=3, verified_tokens=4)
+    for other, words in ((same, []), (tokens, ["says"]), (slower, ["accept length"])):
+        done = {"once-sync": Batch(1, [same]), "none": Batch(1, [other])}
+        found = list(gsm8k.differences(done, 5))
+        assert len(found) == len(words)
+        assert all(
+            "question 5" in line and word in line for line, word in zip(found, words, strict=True)
+        )
+
+
+def test_figures_leave_out_what_is_not_there() -> None:
+    ok = Reply("ab", 3, "stop", 10.0, 30.0, verifies=1, verified_tokens=2).raw()
+    cut = Reply("", 0, "error", None, 5.0, error="gone").raw()
+    assert tpot_ms(ok) == 10.0
+    assert tpot_ms(cut) is None
+    found = figures([{"seconds": 2.0, "replies": [ok, cut]}])
+    assert (found["failed"], found["finished"], found["tokens_per_second"]) == (1, 1, 1.5)
+    assert found["accept_length"] == 2.0
+    assert found["ttft_ms"]["p99"] == 10.0
+    nothing = figures([{"seconds": 2.0, "replies": [cut]}])
+    assert nothing["accept_length"] is None
+    assert nothing["ttft_ms"] is None
+
+
+def test_json_record_counts_validity(folder: Path) -> None:
+    record, samples = read(folder, "json_schema")
+    for name in ("xgrammar", "llguidance"):
+        entry = record["backends"][name]
+        assert (entry["taken"], entry["refused"]) == (2, 0)
+        replies = [
+            reply
+            for s in samples
+            if s["kind"] == "answers" and s["backend"] == name and s["constrained"]
+            for reply in s["replies"]
+        ]
+        ended = [reply for reply in replies if reply["finish_reason"] == "stop"]
+        assert all(reply["valid"] for reply in ended)
+        assert entry["constrained"]["finished"] == len(ended)
+        assert 0 <= entry["constrained"]["hidden_fraction"] <= 1
+        assert "hidden_fraction" not in entry["unconstrained"]
+    assert record["equal"] == 1.0
+
+
+def test_json_validity_is_jsonschemas() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    assert json_schema.is_valid('{"a":1}', schema)
+    assert not json_schema.is_valid('{"a":"1"}', schema)
+    assert not json_schema.is_valid('{"a":1', schema)
+    assert json_schema.keys_of('{"b":1,"a":2}') == ["a", "b"]
+    assert json_schema.keys_of("[1]") is None
+
+
+def test_an_invalid_constrained_output_is_a_fault(folder: Path) -> None:
+    record, samples = read(folder, "json_schema")
+    assert json_schema.faults(record) == []
+    for sample in samples:
+        for reply in sample.get("replies", ()) if sample.get("constrained") else ():
+            reply["finish_reason"], reply["valid"] = "stop", False
+    found = json_schema.faults(json_schema.summary(samples))
+    assert any("xgrammar" in line and "valid" in line for line in found)
+
+
+def test_peers_say_the_same_and_missing_ones_are_named(folder: Path) -> None:
+    record, _ = read(folder, "peers")
+    for workload in ("batch 1", "batch 16"):
+        systems = record["workloads"][workload]
+        assert {"overlap-spec", "transformers + xgrammar", "transformers assisted"} <= set(systems)
+        for name, side in systems.items():
+            assert side["requests"] == 2, name
+            assert side["valid_share"] in (None, 1.0), name
+            assert side["same_text"] == 1.0, name
+            assert side["tokens_per_second"] > 0
+        assert systems["overlap-spec"]["ratio"] is None
+        assert systems["overlap-spec"]["busy_ms_per_step"]["compute: verify"] > 0
+    for name in ("vllm", "sglang", "llama.cpp"):
+        assert "no server" in record["missing"][name]
+        assert name not in record["workloads"]["batch 1"]
+
+
+def test_peers_wants_servers_with_names() -> None:
+    with pytest.raises(ConfigError, match="NAME=URL"):
+        peers._server("http://localhost:1")
+    assert peers._server("vllm=http://h:1/v1") == ("vllm", "http://h:1/v1")
+
+
+def test_differing_texts_are_a_fault_of_ours(folder: Path) -> None:
+    record, samples = read(folder, "peers")
+    assert peers.faults(record) == []
+    for sample in samples:
+        if sample["kind"] == "answers" and sample["system"] == "overlap-spec plain":
+            sample["replies"][0]["text"] = "other"
+    found = peers.faults(peers.summary(samples))
+    assert [line.partition(":")[0] for line in found] == [
+        "batch 1, overlap-spec plain", "batch 16, overlap-spec plain",
+    ]  # fmt: skip
+
+
+def test_the_report_is_one_file_that_needs_nothing_else(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    report.main([str(folder), "--out", str(out)])
+    page = out.read_text()
+    for name in RUNS:
+        assert f">{name}</h2>" in page
+    assert "shown as it is" not in page
+    assert "All 4 answers are the same" in page
+    urls = set(re.findall(r'https?://[^"<\s]*', page))
+    assert urls <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert not re.search(r"<(script|link|img|iframe)|\bsrc=|@import", page)
+    drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(drawings) >= 4
+    for drawing in drawings:
+        minidom.parseString(drawing)
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    used = re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', page)
+    assert {a or b for a, b in used} <= set(ids)
+
+
+def test_the_report_shows_a_failed_check_and_unknown_benchmarks(
+    folder: Path, tmp_path: Path
+) -> None:
+    record, _ = read(folder, "gsm8k")
+    (tmp_path / "a.json").write_text(json.dumps(record | {"equal": 0.5}))
+    other = {key: record[key] for key in ("date", "command", "machine", "versions", "commit")}
+    other |= {"bench": "new", "repetitions": 1, "figure": {"of <b>": [1.5, 2]}}
+    (tmp_path / "b.json").write_text(json.dumps(other))
+    page = report.render(tmp_path)
+    assert '<p class="bad">Only 0.500 of the answers' in page
+    assert "figure › of &lt;b&gt;" in page
+    (tmp_path / "c.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"c\.json"):
+        report.render(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("expected", "error", "warning", "skipped"),
+    [
+        ({"path": ["a", "b"], "equals": 1.0}, False, False, False),
+        ({"path": ["a", "b"], "equals": 0.5}, True, False, False),
+        ({"path": ["a", "c"], "equals": 1.0}, True, False, False),
+        ({"path": ["a", "b"], "between": [0.5, 2]}, False, False, False),
+        ({"path": ["a", "b"], "between": [2, 3]}, False, True, False),
+        ({"path": ["a", "none"], "between": [2, 3]}, False, True, False),
+        ({"path": ["a", "b"], "equals": 5, "sizes": "quick"}, False, False, True),
+        ({"path": ["x"], "equals": 5, "bench": "absent"}, False, False, True),
+    ],
+)
+def test_an_expectation(
+    expected: dict[str, Any], error: bool, warning: bool, skipped: bool
+) -> None:
+    records = {"t": {"a": {"b": 1.0, "none": None}}}
+    found = check.compare({"bench": "t"} | expected, records, "ci")
+    assert (bool(found.error), bool(found.warning), found.skipped) == (error, warning, skipped)
+
+
+def test_the_check_fails_on_a_change_of_correctness(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, _ = read(folder, "gsm8k")
+    # The sizes of this file's runs are no expectation's; what holds for all sizes is held.
+    (tmp_path / "gsm8k.json").write_text(json.dumps(record | {"quick": False}))
+    check.main(["--records", str(tmp_path)])
+    assert "error" not in capsys.readouterr().err
+    (tmp_path / "gsm8k.json").write_text(json.dumps(record | {"quick": False, "equal": 0.9}))
+    with pytest.raises(SystemExit) as ended:
+        check.main(["--records", str(tmp_path)])
+    assert ended.value.code == 1
+    assert "gsm8k: equal is 0.9, not 1.0" in capsys.readouterr().err
+
+
+def test_committed_expectations_are_well_formed() -> None:
+    known = set(everything.USUAL)
+    for expected in json.loads(check.EXPECTED.read_text()):
+        assert expected["bench"] in known
+        assert expected["path"]
+        assert ("equals" in expected) != ("between" in expected)
+        assert expected.get("sizes", "ci") in ("ci", "quick", "full")
+
+
+def test_all_goes_on_where_it_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    def fake(words: list[str], **_: Any) -> Namespace:
+        ran.append(words[2].removeprefix("bench."))
+        return Namespace(returncode=int(ran[-1] == "soak"))
+
+    monkeypatch.setattr(everything.subprocess, "run", fake)
+    (tmp_path / "overlap.json").write_text("{}")
+    options = Namespace(folder=tmp_path, full=False, only=None, resume=True, seed=3,
+                        gsm8k=Path("/g"), schemas=None)  # fmt: skip
+    assert everything.run_all(options) == ["soak (exit status 1)"]
+    assert ran == list(everything.USUAL[1:])
+    words = everything.command("gsm8k", options)
+    assert words[-2:] == ["--data", "/g"]
+    assert "--quick" in words
+    options.resume = False
+    everything.run_all(options)
+    assert not (tmp_path / "overlap.json").exists()

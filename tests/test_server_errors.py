@@ -1,0 +1,206 @@
+"""Wrong requests: 400 in OpenAI's form that names the field, and a server that goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from serving import Server, shared_server
+
+from overlap_spec.config import EMBEDDED
+from overlap_spec.server import system
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+pytestmark = pytest.mark.skipif(
+    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Server:
+    return shared_server()
+
+
+def error_of(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert reply.status_code == status, reply.text
+    assert reply.headers["content-type"] == "application/json"
+    error: dict[str, Any] = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+def schema(text: Any, **more: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": text, **more}}}
+
+
+CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
+    (CHAT, {"messages": []}, "messages", "at least 1"),
+    (CHAT, {"messages": None}, "messages", "valid list"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "required"),
+    (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "string"),
+    (CHAT, {"messages": [{"role": "robot", "content": ""}]}, "messages[0]", "'robot'"),
+    (CHAT, {"messages": [{"role": "assistant"}]}, "messages", "content or tool_calls"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type",
+        "'text'",
+    ),
+    (CHAT, {"temprature": 1}, "temprature", "unknown field"),
+    (CHAT, {"temperature": "1"}, "temperature", "valid number"),
+    (CHAT, {"temperature": -1}, "temperature", "temperature must be"),
+    (CHAT, {"temperature": 1e300}, "temperature", "less than"),
+    (CHAT, {"top_p": 0}, "top_p", "over 0"),
+    (CHAT, {"top_k": 0}, "top_k", "-1 or"),
+    (CHAT, {"n": 0}, "n", "greater than"),
+    (CHAT, {"n": True}, "n", "valid integer"),
+    (CHAT, {"max_tokens": 0}, "max_tokens", "greater than"),
+    (CHAT, {"max_tokens": 10**6}, "max_tokens", "exceed the context of 4096"),
+    (CHAT, {"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "differ"),
+    (CHAT, {"messages": [{"role": "user", "content": "x " * 9000}]}, "prompt", "shorten"),
+    (CHAT, {"seed": 2**63}, "seed", "less than"),
+    (CHAT, {"stop": [""]}, "stop", "non-empty"),
+    (CHAT, {"stop": 7}, "stop", "valid"),
+    (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "'x' is not a token id"),
+    (CHAT, {"logit_bias": {"9999": 1}}, "logit_bias", "outside the vocabulary"),
+    (CHAT, {"logit_bias": {"1": 101}}, "logit_bias", "between -100 and 100"),
+    (CHAT, {"stop_token_ids": [9999]}, "stop_token_ids", "outside the vocabulary"),
+    (CHAT, {"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than"),
+    (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+    (CHAT, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
+    (CHAT, {"functions": []}, "functions", "send tools"),
+    (CHAT, {"store": True}, "store", "False"),
+    (CHAT, {"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+    (CHAT, {"guided_json": {}}, "guided_json", "send structured_outputs.json instead"),
+    (TEXT, {"prompt": "x", "guided_regex": "a"}, "guided_regex", "structured_outputs.regex"),
+    (CHAT, {"response_format": {"type": "xml"}}, "response_format", "'xml'"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+    (CHAT, schema({"type": "objekt"}), "response_format", "objekt"),
+    (CHAT, schema([]), "response_format.json_schema.schema", "valid"),
+    (CHAT, schema({"$ref": "#/nowhere"}), "response_format", "nowhere"),
+    (CHAT, schema({"$ref": "http://example.com/x"}), "response_format", "example.com"),
+    (CHAT, {"regex": "(a"}, "regex", ""),
+    (CHAT, {"regex": "a", "ebnf": 'root ::= "a"'}, "ebnf", "send one constraint"),
+    (CHAT, {"regex": "a", "response_format": {"type": "json_object"}}, "response_format", "one"),
+    (CHAT, {"ebnf": "no grammar"}, "ebnf", ""),
+    (CHAT, {"json_schema": "{broken"}, "json_schema", "not JSON"),
+    (CHAT, {"json_schema": {"type": "object"}}, "json_schema", "valid string"),
+    (CHAT, {"structural_tag": "{}"}, "structural_tag", ""),
+    (CHAT, {"structured_outputs": {}}, "structured_outputs", "exactly one"),
+    (CHAT, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one"),
+    (CHAT, {"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one"),
+    (
+        CHAT,
+        {"structured_outputs": {"json_object": True, "whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern",
+        "compact",
+    ),
+    (CHAT, {"tool_choice": "auto"}, "tool_choice", "goes with tools"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools", "function"),
+    (
+        CHAT,
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "maybe"},
+        "tool_choice",
+        "",
+    ),
+    (TEXT, {}, "prompt", "required"),
+    (TEXT, {"prompt": []}, "prompt", ""),
+    (TEXT, {"prompt": [9999]}, "prompt", "outside the vocabulary"),
+    (TEXT, {"prompt": ["a", 7]}, "prompt[0]", ""),
+    (TEXT, {"prompt": ["a"] * 200}, "n", "max_choices"),
+    (TEXT, {"prompt": "a", "best_of": 3}, "best_of", "not supported"),
+    (TEXT, {"prompt": "a", "suffix": "b"}, "suffix", ""),
+    (TEXT, {"prompt": "a", "echo": True, "logprobs": 1}, "echo", "one of them"),
+    ("/generate", {}, "text", "either text or input_ids"),
+    ("/generate", {"text": "a", "input_ids": [1]}, "text", "either"),
+    (
+        "/generate",
+        {"text": "a", "sampling_params": {"max_tokens": 1}},
+        "sampling_params.max_tokens",
+        "max_new_tokens",
+    ),
+    ("/generate", {"text": ["a"], "sampling_params": [{}, {}]}, "sampling_params", "2 values"),
+    ("/generate", {"text": "a", "lora_path": "x"}, "lora_path", "no adapters"),
+    ("/abort_request", {}, "rid", "abort_all"),
+    ("/tokenize", {}, "prompt", "either"),
+    ("/detokenize", {"tokens": [-1]}, "tokens[0]", "greater"),
+    ("/detokenize", {"tokens": [5000]}, "tokens", "outside the vocabulary"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "words"), CASES)
+def test_wrong_requests_name_the_field(
+    server: Server, path: str, body: dict[str, Any], param: str | None, words: str
+) -> None:
+    if path == CHAT:
+        body = {"messages": HI} | body
+    error = error_of(server.post(path, body))
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param, error
+    assert words in error["message"]
+
+
+def test_bodies_that_are_no_json_objects(server: Server) -> None:
+    url = server.url + CHAT
+    kind = {"content-type": "application/json"}
+    for content in (b"", b"{", b"[]", b"7", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000):
+        error_of(httpx.post(url, content=content, headers=kind))
+    error_of(httpx.post(url, content=b'{"messages":[]}'))
+    deep = '{"messages":[{"role":"user","content":"x"}],"tools":' + "[" * 9000 + "]" * 9000 + "}"
+    error_of(httpx.post(url, content=deep, headers=kind))
+    lone = '{"messages":[{"role":"user","content":"\\ud800"}]}'
+    assert "not valid Unicode" in error_of(httpx.post(url, content=lone, headers=kind))["message"]
+    lone = (
+        '{"messages":[{"role":"user","content":"x"}],"json_schema":"{\\"const\\":\\"\\\\ud800\\"}"}'
+    )
+    error_of(httpx.post(url, content=lone, headers=kind))
+    number = '{"messages":[{"role":"user","content":"x"}],"seed":1' + "0" * 5000 + "}"
+    error_of(httpx.post(url, content=number, headers=kind))
+    nan = '{"messages":[{"role":"user","content":"x"}],"temperature":NaN}'
+    assert error_of(httpx.post(url, content=nan, headers=kind))["param"] == "temperature"
+
+
+def test_limits_of_size(server: Server) -> None:
+    large = {"messages": [{"role": "user", "content": "x" * (9 * 2**20)}]}
+    assert "max_body_bytes" in error_of(server.post(CHAT, large), 413)["message"]
+    enum = {"enum": [f"{i:064}" for i in range(2**14)]}
+    error = error_of(server.post(CHAT, {"messages": HI} | schema(enum)))
+    assert error["param"] == "response_format"
+    assert "max_schema_bytes" in error["message"]
+    deep: dict[str, Any] = {}
+    for _ in range(400):
+        deep = {"properties": {"a": deep}}
+    text = json.dumps({"messages": HI, "max_tokens": 5} | schema(deep))
+    reply = httpx.post(
+        server.url + CHAT, content=text, headers={"content-type": "application/json"}, timeout=60
+    )
+    assert reply.status_code in (200, 400)
+
+
+def test_no_such_route_method_or_model(server: Server) -> None:
+    assert "route" in error_of(server.get("/v2/models"), 404)["message"]
+    error_of(server.get(CHAT), 405)
+    error = error_of(server.post(CHAT, {"messages": HI, "model": "gpt-5"}), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert server.get("/").status_code == (200 if system.PAGE.is_file() else 404)
+
+
+def test_a_refusal_of_a_stream_has_its_status(server: Server) -> None:
+    body = {"messages": HI, "stream": True, "ebnf": "root ::= nonesuch"}
+    assert error_of(server.post(CHAT, body))["param"] == "ebnf"
+
+
+def test_the_server_goes_on(server: Server) -> None:
+    reply = server.post(CHAT, {"messages": HI, "max_tokens": 3})
+    assert reply.status_code == 200
+    rejected = [
+        line for line in server.get("/metrics").text.splitlines() if "rejected_total" in line
+    ]
+    assert any('status="400"' in line for line in rejected)
+    assert 'overlap_spec:grammar_failures_total{kind="refused"}' in server.get("/metrics").text
+    server.settle()

@@ -1,0 +1,93 @@
+"""The server against what its own OpenAPI document allows and forbids: never a 5xx."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from serving import Server, shared_server
+
+from overlap_spec.config import EMBEDDED
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+pytestmark = pytest.mark.skipif(
+    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
+)
+
+
+def fuzz(server: Server, examples: int, short: bool) -> int:
+    """Call every route with so many cases of each mode; how many calls that made."""
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    cases: list[Any] = []
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        for mode in MODES:
+            strategy = operation.as_strategy(generation_mode=mode)
+            _run(strategy, examples, short, cases)
+    return len(cases)
+
+
+def _run(strategy: st.SearchStrategy[Any], examples: int, short: bool, cases: list[Any]) -> None:
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=strategy)
+    def check(case: Any) -> None:
+        if short and isinstance(case.body, dict):
+            case.body.setdefault("max_tokens", 3)
+        response = case.call(timeout=60)
+        case.validate_response(response, checks=CHECKS)
+        if response.status_code >= 400:
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        cases.append(response.status_code)
+
+    # A route without parameters has no wrong cases.
+    with contextlib.suppress(Unsatisfiable):
+        check()
+
+
+def test_a_few_cases_of_every_route() -> None:
+    server = shared_server()
+    calls = fuzz(server, 8, short=True)
+    assert calls >= 100
+    server.settle()
+
+
+@pytest.fixture
+def small() -> Iterator[Server]:
+    """Outputs end by themselves soon."""
+    server = Server("--context-length", "96", "--max-body-bytes", "100000")
+    yield server
+    server.kill()
+
+
+@pytest.mark.slow
+def test_two_thousand_cases(small: Server) -> None:
+    calls = fuzz(small, 150, short=False)
+    assert calls >= 2000
+    small.settle()
+    assert small.get("/health").json() == {"status": "ready", "restarts": 0}

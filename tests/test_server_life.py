@@ -1,0 +1,273 @@
+"""A server's life: limits, clients that leave, a killed engine, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import typer.main
+from serving import Server, wait_for
+
+from overlap_spec import cli
+from overlap_spec.cli import app, config_values
+from overlap_spec.config import EMBEDDED
+from overlap_spec.errors import ConfigError
+from overlap_spec.link.child import Child
+
+CHAT = "/v1/chat/completions"
+KEY = {"Authorization": "Bearer secret"}
+HI = [{"role": "user", "content": "hi"}]
+# Runs until somebody ends it.
+ENDLESS: dict[str, Any] = {"messages": HI, "max_tokens": 4000, "ignore_eos": True}
+pytestmark = pytest.mark.skipif(
+    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("config")
+    config, template = folder / "serve.yaml", folder / "chat.jinja"
+    template.write_text("<|user|>{{ messages[-1].content }}!<|end|><|assistant|>")
+    config.write_text(
+        "served-model-name: from-the-file\nmax_running_requests: 2\nmax_queued_requests: 2\n"
+        "cors_origin: ['http://page.example']\ndrain_timeout_s: 20\nport: 1\n"
+        f"reasoning-parser: qwen3\nchat-template: {template}\n"
+    )
+    made = Server("--config", str(config), "--api-key", "secret")
+    made.headers = KEY
+    yield made
+    made.kill()
+
+
+def test_the_file_and_the_flags_are_both_heard(server: Server) -> None:
+    (model,) = server.get("/v1/models").json()["data"]
+    assert model["id"] == "from-the-file"
+    info = server.get("/server_info").json()
+    assert info["engine"]["max_running_requests"] == 2
+    assert info["server"]["api_key"] == "set"
+    assert info["speculative_algorithm"] == "eagle3"
+    tokens = server.post("/tokenize", {"messages": HI}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": tokens}).json()["text"] == "hi!"
+
+
+def test_an_answer_behind_thinking_keeps_to_its_grammar(server: Server) -> None:
+    body = {"messages": HI, "structured_outputs": {"choice": ["left", "right"]}}
+    (choice,) = server.post(CHAT, body).json()["choices"]
+    assert choice["message"]["content"] in ("left", "right")
+    assert choice["message"]["reasoning_content"] is None
+
+
+def test_the_key_is_needed(server: Server) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
+        reply = httpx.post(server.url + CHAT, json={"messages": HI}, headers=headers)
+        assert reply.status_code == 401
+        assert reply.json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(server.url + "/health").status_code == 200
+    assert server.post(CHAT, {"messages": HI, "max_tokens": 1}).status_code == 200
+
+
+def test_only_the_origins_that_were_named_may_call(server: Server) -> None:
+    for origin, allowed in (("http://page.example", True), ("http://evil.example", False)):
+        ask = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        reply = httpx.options(server.url + CHAT, headers=ask)
+        assert ("access-control-allow-origin" in reply.headers) == allowed
+
+
+@contextlib.contextmanager
+def streams(server: Server, count: int) -> Iterator[list[Iterator[str]]]:
+    """Endless streams, each of which has begun."""
+    with contextlib.ExitStack() as stack:
+        lines = []
+        for _ in range(count):
+            body = ENDLESS | {"stream": True}
+            reply = stack.enter_context(
+                httpx.stream("POST", server.url + CHAT, json=body, headers=KEY, timeout=60)
+            )
+            assert reply.status_code == 200
+            lines.append(line for line in reply.iter_lines() if line)
+            next(lines[-1])
+        yield lines
+
+
+def test_clients_that_leave_free_their_pages(server: Server) -> None:
+    with streams(server, 2):
+        wait_for(lambda: server.state()["running"] == 2, 20)
+        assert server.state()["pages_in_use"] > 0
+    server.settle()
+    # Also one that waits for a whole answer.
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + CHAT, json=ENDLESS, headers=KEY, timeout=0.5)
+    server.settle()
+    metrics = server.get("/metrics").text
+    assert 'overlap_spec:requests_total{finish_reason="abort"}' in metrics
+    assert "overlap_spec:client_disconnects_total" in metrics
+
+
+def test_a_full_queue_is_429(server: Server) -> None:
+    with streams(server, 4):
+        reply = server.post(CHAT, {"messages": HI})
+        assert reply.status_code == 429
+        assert reply.json()["error"]["code"] == "queue_full"
+        assert int(reply.headers["retry-after"]) >= 1
+        assert server.get("/health").status_code == 200
+        assert server.state()["waiting"] == 2
+    server.settle()
+    assert server.post(CHAT, {"messages": HI, "max_tokens": 1}).status_code == 200
+    reply = server.post(CHAT, {"messages": HI, "n": 5, "max_tokens": 1})
+    assert reply.status_code == 429
+    server.settle()
+
+
+def test_abort_request_ends_one_of_them(server: Server) -> None:
+    body = {
+        "text": "go", "rid": "mine",
+        "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True},
+    }  # fmt: skip
+    replies: list[Any] = []
+    thread = threading.Thread(target=lambda: replies.append(server.post("/generate", body).json()))
+    thread.start()
+    wait_for(lambda: server.state()["running"] == 1, 20)
+    assert server.post("/abort_request", {"rid": "nobody"}).json() == {"aborted": 0}
+    assert server.post("/abort_request", {"rid": "mine"}).json() == {"aborted": 1}
+    thread.join(20)
+    (reply,) = replies
+    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    server.settle()
+
+
+def test_a_killed_engine_is_503_and_comes_back(server: Server) -> None:
+    pid = server.state()["pid"]
+    replies: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: replies.append(server.post(CHAT, ENDLESS)))
+    thread.start()
+    with streams(server, 1) as (lines,):
+        wait_for(lambda: server.state()["running"] == 2, 20)
+        os.kill(pid, signal.SIGKILL)
+        rest = list(lines)
+    assert "engine_unavailable" in rest[-2]
+    assert rest[-1] == "data: [DONE]"
+    thread.join(20)
+    assert replies[0].status_code == 503
+    assert replies[0].json()["error"]["code"] == "engine_unavailable"
+    assert "send the request again" in replies[0].json()["error"]["message"]
+    health = server.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "restarting")
+    refused = server.post(CHAT, {"messages": HI})
+    assert refused.status_code == 503
+    assert "retry-after" in refused.headers
+    assert "overlap_spec:engine_up 0.0" in server.get("/metrics").text
+    assert server.get("/server_info").json()["state"] is None
+    wait_for(lambda: server.get("/health").status_code == 200, 90)
+    assert server.state()["pid"] != pid
+    assert server.get("/health").json()["restarts"] == 1
+    assert server.post(CHAT, {"messages": HI, "max_tokens": 3}).status_code == 200
+    assert server.get("/health_generate").status_code == 200
+    server.settle()
+
+
+def test_sigterm_lets_what_runs_end(server: Server) -> None:
+    pid = server.state()["pid"]
+    folders = set(Path(tempfile.gettempdir()).glob("overlap-spec-*"))
+    body = ENDLESS | {"max_tokens": 300, "stream": True}
+    with httpx.stream("POST", server.url + CHAT, json=body, headers=KEY, timeout=60) as reply:
+        lines = (line for line in reply.iter_lines() if line)
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(httpx.ConnectError):
+            server.get("/health")
+        rest = list(lines)
+    assert '"finish_reason":"length"' in rest[-2]
+    assert rest[-1] == "data: [DONE]"
+    assert server.process.wait(30) == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert len(set(Path(tempfile.gettempdir()).glob("overlap-spec-*")) & folders) < len(folders)
+
+
+def test_sigterm_while_the_engine_loads() -> None:
+    command = [sys.executable, "-m", "overlap_spec", "serve", "--port", "0"]
+    temporary = Path(tempfile.gettempdir())
+    before = set(temporary.glob("overlap-spec-*"))
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    wait_for(lambda: set(temporary.glob("overlap-spec-*")) - before, 60)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert b"Traceback" not in errors
+
+
+async def _ends_with_its_front() -> None:
+    child = await Child.start({})
+    assert child.process.stdin is not None
+    assert child._folder.is_dir()
+    child.process.stdin.close()
+    await asyncio.wait_for(child.process.wait(), 60)
+    assert not child._folder.exists()
+    await child.end()
+
+
+def test_an_engine_whose_front_is_gone_ends() -> None:
+    asyncio.run(_ends_with_its_front())
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--prot", "1"], "No such option"),
+        (["--port", "99999"], "port must be between"),
+        (["--config", "/nonexistent.yaml"], "nonexistent.yaml"),
+        (["--tool-call-parser", "nonesuch"], "nonesuch"),
+        (["--reasoning-parser", "nonesuch"], "nonesuch"),
+        (["--whitespace", "lots"], "whitespace"),
+        (["--model", "/nonexistent"], "config.json is missing"),
+        (["--max-running-requests", "0"], "max_running_requests"),
+        (["--log-level", "loud"], "log_level"),
+    ],
+)
+def test_wrong_flags_end_in_one_line(
+    flags: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["overlap-spec", "serve", *flags])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "prot: 1", "unknown key 'prot'"),
+        ("a.toml", "host = [1]", "one value or a list"),
+        ("a.toml", "host = ", "Invalid value"),
+        ("a.yaml", "- host", "a mapping"),
+    ],
+)
+def test_wrong_files_name_the_key(tmp_path: Path, name: str, text: str, words: str) -> None:
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        config_values(tmp_path / name, command.params)
+    (tmp_path / "good.toml").write_text('host = "0.0.0.0"\nspeculative-num-steps = 3\ndraft = "x"')
+    assert config_values(tmp_path / "good.toml", command.params) == {
+        "host": "0.0.0.0", "num_steps": 3, "draft": "x",
+    }  # fmt: skip
