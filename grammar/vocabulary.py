@@ -49,6 +49,10 @@ class Vocabulary:
             if not 0 <= token < self.size:
                 raise ValueError(f"token {token} is outside the vocabulary of {self.size}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without what is cached: another thread may be adding to it meanwhile.
+        return Vocabulary, (self.tokens, self.size, self.stop_ids, self.special_ids)
+
     @property
     def words(self) -> int:
         """int32 words of a mask row: `ceil(size / 32)`."""

@@ -335,6 +335,7 @@ class Engine:
             tuple(run),
             tuple(sequence.logprobs[new]),
             origins=tuple(sequence.origins[new]),
+            tier=sequence.tier,
         )
         ticket = self._tickets[sequence.request.id]
         ticket.deltas.append(delta)
@@ -361,6 +362,7 @@ class Engine:
                 logprobs[new],
                 reason,
                 tuple(sequence.origins[new]),
+                sequence.tier,
             )
         )
         ticket.output = Output(

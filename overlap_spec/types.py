@@ -362,7 +362,8 @@ class RequestStats:
 class Delta:
     """A piece of a streamed output; the last one has a ``finish_reason``.
 
-    ``logprobs`` and ``origins``: one entry a token, if asked for.
+    ``logprobs`` and ``origins``: one entry a token, if asked for. ``tier``: of the step that it
+    comes from, with ``origins``.
     """
 
     text: str
@@ -370,6 +371,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     origins: tuple[Origin, ...] = ()
+    tier: Tier | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,12 @@ def test_fingerprints_tell_vocabularies_apart() -> None:
 def test_broken_vocabularies_are_refused(args, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Vocabulary(*args)
+
+
+def test_pickled_without_what_is_cached() -> None:
+    """Another thread may fill a cached row while the vocabulary is sent to a worker."""
+    vocabulary = Vocabulary((b"a", b"", b"<s>"), 40, (1,), frozenset({2}))
+    bare = pickle.dumps(vocabulary)
+    _ = vocabulary.text_row, vocabulary.stop_row, vocabulary.fingerprint
+    assert pickle.dumps(vocabulary) == bare
+    assert pickle.loads(bare) == vocabulary

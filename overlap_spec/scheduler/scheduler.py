@@ -132,6 +132,7 @@ class Scheduler:
         for (request_id, row, _), got in zip(plan.verified, result.rows, strict=True):
             sequence = by_id[request_id]
             if sequence.finish_reason is None:
+                sequence.tier = plan.tier
                 kept.append((sequence, self._take(sequence, got, verified=row in trees)))
         return kept
 

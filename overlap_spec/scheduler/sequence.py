@@ -9,7 +9,15 @@ from typing import Any
 
 from overlap_spec.scheduler.prefix import Node
 from overlap_spec.scheduler.stops import TextBuffer
-from overlap_spec.types import FinishReason, Origin, Request, RequestStats, RowResult, TokenLogprobs
+from overlap_spec.types import (
+    FinishReason,
+    Origin,
+    Request,
+    RequestStats,
+    RowResult,
+    Tier,
+    TokenLogprobs,
+)
 
 
 @dataclass(eq=False)
@@ -36,6 +44,7 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
+    tier: Tier | None = None
     finish_reason: FinishReason | None = None
     stop_match: str | int | None = None
     error: Exception | None = None

@@ -18,6 +18,7 @@ from overlap_spec.prepare import Prepared
 from overlap_spec.server.answer import Answer
 from overlap_spec.server.errors import Json
 from overlap_spec.server.logprobs import chat_logprobs
+from overlap_spec.server.origins import TokenOrigins
 from overlap_spec.server.service import (
     Job,
     Service,
@@ -86,6 +87,7 @@ class Chat:
         if with_usage:
             head["usage"] = None
         answers = [self._answer() for _ in replies]
+        decoders = [TokenOrigins(self.service.engine.tokenizer) for _ in replies]
         for index in range(len(replies)):
             first = {"role": "assistant", "content": ""}
             yield head | {"choices": [self._choice(index, {"delta": first})]}
@@ -93,12 +95,14 @@ class Chat:
             answer, ended = answers[index], delta.finish_reason is not None
             pieces = answer.push(delta.text) + (answer.finish() if ended else [])
             ids, logprobs = _cut_stop(replies[index].prepared, delta)
-            if not pieces and logprobs:
+            told = decoders[index].told(delta)
+            if not pieces and (logprobs or told):
                 pieces = [{"content": ""}]
             for number, piece in enumerate(pieces):
                 # Log-probabilities are of the run of tokens, and go with its first piece.
                 mine = (ids, logprobs) if number == 0 else ((), ())
-                yield head | {"choices": [self._choice(index, {"delta": piece}, *mine)]}
+                choice = self._choice(index, {"delta": piece}, *mine)
+                yield head | {"choices": [choice]} | (told if number == 0 else {})
             if delta.finish_reason is not None and delta.finish_reason != "error":
                 reason = answer.finish_reason(delta.finish_reason)
                 yield head | {"choices": [self._choice(index, {"delta": {}}, reason=reason)]}

@@ -13,6 +13,7 @@ from overlap_spec.async_engine import Reply
 from overlap_spec.prepare import Prepared
 from overlap_spec.server.errors import Json
 from overlap_spec.server.logprobs import text_logprobs
+from overlap_spec.server.origins import TokenOrigins
 from overlap_spec.server.service import (
     Job,
     Service,
@@ -83,6 +84,7 @@ async def _events(
     if counted is not None:
         head = head | {"usage": None}
     offsets = [0] * len(replies)
+    decoders = [TokenOrigins(tokenizer) for _ in replies]
     for index, text in enumerate(echoes):
         if text:
             yield head | {"choices": [_piece(index, text, None, None)]}
@@ -92,8 +94,9 @@ async def _events(
             shown = text_logprobs(tokenizer, delta.token_ids, delta.logprobs, offsets[index])
             offsets[index] += sum(map(len, shown["tokens"]))
         reason = delta.finish_reason
-        if reason != "error" and (delta.text or shown or reason):
-            yield head | {"choices": [_piece(index, delta.text, shown, reason)]}
+        told = decoders[index].told(delta)
+        if reason != "error" and (delta.text or shown or reason or told):
+            yield head | {"choices": [_piece(index, delta.text, shown, reason)]} | told
     if counted is not None:
         outputs = [reply.output for reply in replies if reply.output is not None]
         yield head | {"choices": [], "usage": usage(outputs, counted)}

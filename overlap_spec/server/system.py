@@ -119,6 +119,7 @@ async def server_info(service: Service) -> Response:
             "avg_spec_accept_length": service.metrics.accept_length,
             "hidden_fraction": state["hidden_fraction"] if state else None,
             "open_requests": engine.open_requests,
+            "token_origins": True,
             "engine": config,
             "server": settings,
             "state": state,

@@ -87,6 +87,7 @@ class Sampling(Strict):
     min_tokens: Count | None = None
     stop_token_ids: Annotated[list[Count], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
+    speculate: bool | None = Field(None, description="False: take no drafts for this request.")
 
     def parameters(self, **more: Any) -> SamplingParams:
         """As the engine takes them; None is the default."""
@@ -109,6 +110,9 @@ class StreamOptions(Strict):
     include_usage: bool | None = None
     # Padding against readers of packet sizes, which a server on one's own machine need not add.
     include_obfuscation: bool | None = None
+    include_token_origins: bool | None = Field(
+        None, description="How each token came: drafted, bonus or forced; in `overlap_spec`."
+    )
 
 
 class OpenAIBody(Body, Sampling, Constraint):
@@ -138,6 +142,12 @@ class OpenAIBody(Body, Sampling, Constraint):
         if options is not None and not self.stream:
             raise InvalidRequest("stream_options goes with stream: true", "stream_options")
         return options is not None and options.include_usage is True
+
+    @property
+    def with_origins(self) -> bool:
+        """Whether the stream tells how each token came."""
+        options = self.stream_options
+        return bool(options is not None and options.include_token_origins)
 
     def bias(self) -> dict[int, float] | None:
         """``logit_bias`` by token id."""

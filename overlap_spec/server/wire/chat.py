@@ -179,6 +179,7 @@ class ChatBody(OpenAIBody):
             seed=self.seed,
             logit_bias=self.bias(),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            origins=self.with_origins or None,
         )
 
     def template_messages(self) -> list[dict[str, Any]]:

@@ -54,6 +54,7 @@ class CompletionBody(OpenAIBody):
             seed=self.seed,
             logit_bias=self.bias(),
             logprobs=self.logprobs,
+            origins=self.with_origins or None,
         )
 
 
