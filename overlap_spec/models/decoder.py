@@ -100,6 +100,11 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def embedding(rows: int, width: int) -> nn.Embedding:
+    """A table without values: drawing some on the meta device would load torch's compiler."""
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
+
+
 class Decoder(nn.Module):
     """Embedding, layers, final norm and head of a Llama-family model."""
 
@@ -108,7 +113,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.config import ModelConfig, field, llama_family, read_json
-from overlap_spec.models.decoder import MLP, Attend, Attention, RMSNorm
+from overlap_spec.models.decoder import MLP, Attend, Attention, RMSNorm, embedding
 from overlap_spec.models.rope import rope_table
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3",)
@@ -102,7 +102,7 @@ class Eagle3Head(nn.Module):
         self.config = config
         layer = config.layer
         if own_embedding:
-            self.embed_tokens = nn.Embedding(layer.vocab_size, layer.hidden_size)
+            self.embed_tokens = embedding(layer.vocab_size, layer.hidden_size)
         self.fc = nn.Linear(3 * config.target_hidden_size, layer.hidden_size, bias=False)
         self.midlayer = Midlayer(layer)
         self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
