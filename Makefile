@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow lint bench check soak clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -13,6 +13,15 @@ test: $(STAMP) lint
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+bench: $(STAMP)
+	$(BIN)/python -m bench.all
+
+check: $(STAMP)
+	$(BIN)/python -m bench.check --ci
+
+soak: $(STAMP)
+	$(BIN)/python -m bench.serving_soak
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

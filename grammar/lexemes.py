@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from overlap_spec.grammar.exclusion import shape
 from overlap_spec.grammar.expressions import (
     Chain,
     Chars,
@@ -70,7 +71,7 @@ def cut(grammar: NonEmpty, recursive: frozenset[str]) -> Lexemes:
         shapes: dict[object, int] = {}
         for name, at in against.items():
             if at and isinstance(made.lexed[name], Chain):
-                shapes[_shape(made.lexed[name])] = at
+                shapes[shape(made.lexed[name])] = at
         if not shapes:
             break
         split |= shapes
@@ -180,7 +181,7 @@ class _Cutter:
             return Repeat(self._lexeme(Repeat(expression.body, 1, expression.most)), 0, 1)
         if isinstance(expression, Ref) and expression.name in self.grammar.plain:
             return Repeat(self._lexeme(Ref(self.grammar.plain[expression.name])), 0, 1)
-        key = _shape(expression)
+        key = shape(expression)
         if key in self.split:
             parts, at = parts_of(expression), self.split[key]
             joined = self._joined(list(parts[:at])) + self._joined(list(parts[at:]))
@@ -198,18 +199,6 @@ def _is_quote(part: Expression) -> bool:
 
 def _has_quote(expression: Expression) -> bool:
     return _is_quote(expression) or any(_has_quote(part) for part in parts_of(expression))
-
-
-def _shape(expression: Expression) -> object:
-    """Equal for expressions that are written alike."""
-    if isinstance(expression, Chars):
-        return expression.members
-    if isinstance(expression, Ref):
-        return expression.name
-    inner = tuple(_shape(part) for part in parts_of(expression))
-    if isinstance(expression, Repeat):
-        return (expression.least, expression.most, inner)
-    return (isinstance(expression, Chain), inner)
 
 
 def conflict(lexemes: Lexemes) -> dict[str, int]:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
+import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +22,7 @@ from overlap_spec.config import EMBEDDED
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 COMMANDS = [c for c in re.findall(r"`(overlap-spec [^`]+)`", README) if "FOLDER" not in c]
+SERVES = [b for b in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) if " serve " in b]
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 pytestmark = pytest.mark.skipif(
     not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
@@ -48,6 +54,31 @@ def test_command(
 def test_python_block(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+@pytest.mark.parametrize("block", SERVES, ids=lambda b: b.splitlines()[0])
+def test_served_block(block: str) -> None:
+    """As it stands, but for the port; the answer is what the last command prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        block = block.replace("30000", str(free.getsockname()[1]))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shell = subprocess.Popen(
+        ["bash", "-c", block],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert shell.stdout is not None
+    try:
+        answer = json.loads(shell.stdout.readline())
+        content = json.loads(answer["choices"][0]["message"]["content"])
+        assert content in ({"answer": "yes"}, {"answer": "no"})
+    finally:
+        os.killpg(shell.pid, signal.SIGTERM)
+        shell.wait(60)
 
 
 def test_first_commands_are_the_makefiles() -> None:

@@ -232,9 +232,10 @@ class _Spelling:
         while pending:
             name = pending.pop()
             spelled = self._but(rules[name], rules) if name in lexemes.lexed else None
+            inner = set() if spelled else references(rules[name])
             spelled = spelled or self._of(self.names[name], rules[name], 0)
             self.lines.append(f"{self.names[name]}: {spelled}")
-            new = sorted(references(rules[name]) - used.keys(), reverse=True)
+            new = sorted(inner - used.keys(), reverse=True)
             used |= dict.fromkeys(new)
             pending += new
         start = f"start: {self.names['root']}" + (' | ""' if may_be_empty else "")
@@ -264,10 +265,7 @@ class _Spelling:
         )
         if not texts:
             return f"/{left}{middle}{right}/"
-        try:
-            names = "|".join(literal(text.decode()) for text in texts)
-        except UnicodeDecodeError:
-            return None
+        names = "|".join(map(literal, texts))
         return f"/{left}{middle}{right}/ & ~/{left}(?:{names}){right}/"
 
     def _of(self, owner: str, expression: Expression, depth: int) -> str:

@@ -1,0 +1,106 @@
+"""overlap-spec in this process: ``submit`` and ``step``."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+from bench.backends.base import Batch, Reply, Task
+from overlap_spec.engine import Engine, Ticket
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.timeline import hidden_fraction, union_ms
+
+
+class EngineSystem:
+    """An engine that keeps up to ``parallel`` requests on their way.
+
+    Args:
+        engine: Closed by :meth:`close`.
+        how: See :class:`bench.backends.base.System`.
+    """
+
+    def __init__(self, engine: Engine, how: str) -> None:
+        self.engine, self.how = engine, how
+
+    def run(self, tasks: Sequence[Task], parallel: int) -> Batch:
+        """See :class:`bench.backends.base.System`. Grammars should have been compiled before."""
+        waiting = deque(enumerate(tasks))
+        open_tickets: dict[int, Ticket] = {}
+        replies = [Reply() for _ in tasks]
+        before, start_ns = copy(self.engine.figures), time.perf_counter_ns()
+        while waiting or open_tickets:
+            while waiting and len(open_tickets) < parallel:
+                number, task = waiting.popleft()
+                open_tickets[number] = self._submit(task)
+            self.engine.step()
+            for number, ticket in list(open_tickets.items()):
+                if ticket.output is not None:
+                    self.engine.release([open_tickets.pop(number)])
+                    replies[number] = _reply(ticket)
+        seconds = (time.perf_counter_ns() - start_ns) / 1e9
+        return Batch(seconds, replies, self._more(before, start_ns))
+
+    def compile_ms(self, schema: dict[str, Any]) -> float:
+        """Time to the compiled grammar; next to nothing where it is cached.
+
+        Raises:
+            GrammarError: the engine's backend does not take the schema.
+        """
+        start = time.perf_counter()
+        self.engine.compiler.compile(Grammar.json_schema(schema))
+        return (time.perf_counter() - start) * 1e3
+
+    def close(self) -> None:
+        """See :class:`bench.backends.base.System`."""
+        self.engine.close()
+
+    def _submit(self, task: Task) -> Ticket:
+        grammar = Grammar.json_schema(task.schema) if task.schema is not None else None
+        sampling = {"temperature": 0.0, "max_tokens": task.max_tokens, "stop": task.stop}
+        return self.engine.submit(task.prompt, grammar, sampling, raw=task.raw)
+
+    def _more(self, before: Any, start_ns: int) -> dict[str, Any]:
+        """What the grammar cost, and where the time went: busy time by span, in ms."""
+        after = self.engine.figures
+        grammar_ms = after.grammar_ms - before.grammar_ms
+        exposed_ms = after.exposed_ms - before.exposed_ms
+        spans: dict[str, list[Any]] = {}
+        for span in self.engine.timeline.spans():
+            if span.start_ns >= start_ns:
+                spans.setdefault(f"{span.lane}: {span.name}", []).append(span)
+        return {
+            "steps": after.steps - before.steps,
+            "grammar_ms": grammar_ms,
+            "exposed_ms": exposed_ms,
+            "hidden_fraction": hidden_fraction([exposed_ms], [grammar_ms]),
+            "busy_ms": {name: union_ms(found) for name, found in sorted(spans.items())},
+        }
+
+
+def takes(system: EngineSystem, schema: dict[str, Any]) -> tuple[float | None, str | None]:
+    """(compile time in ms, None), or (None, why the backend does not take the schema)."""
+    try:
+        return system.compile_ms(schema), None
+    except GrammarError as error:
+        return None, str(error)
+
+
+def _reply(ticket: Ticket) -> Reply:
+    output = ticket.output
+    assert output is not None
+    stats = output.stats
+    return Reply(
+        text=output.text,
+        tokens=stats.output_tokens,
+        finish_reason=output.finish_reason,
+        ttft_ms=stats.ttft_ms if stats.output_tokens else None,
+        end_to_end_ms=stats.end_to_end_ms,
+        verifies=stats.verifies if stats.drafted_tokens else None,
+        verified_tokens=stats.verified_tokens if stats.drafted_tokens else None,
+        error=output.error,
+        token_ids=output.token_ids,
+    )

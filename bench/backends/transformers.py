@@ -1,0 +1,277 @@
+"""``transformers``' own ``generate``, with the logits processors that its users put into it.
+
+One checkpoint and one tokenizer for all of them, float32, greedy. Prompts come as the same token
+ids as everybody else's; a batch is padded on the left. A processor of another library than
+``transformers`` is taken as that library ships it, where it can do the work; what this file adds
+is said in each system's ``how``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.backends.base import Batch, Reply, Task
+
+Encode = Callable[[Task], list[int]]
+LOOKUP_TOKENS = 5
+
+
+class Checkpoint:
+    """A model in ``transformers``, shared by its systems.
+
+    Args:
+        path: Folder of the checkpoint.
+        encode: Prompt tokens of a task.
+    """
+
+    def __init__(self, path: Path, encode: Encode) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        self.encode = encode
+        self.tokenizer = AutoTokenizer.from_pretrained(str(path), padding_side="left")
+        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+        self.model: Any = model.eval()
+        eos = self.model.generation_config.eos_token_id
+        self.eos_ids = set(eos if isinstance(eos, list) else [eos])
+        pad = self.model.generation_config.pad_token_id
+        self.pad_id: int = pad if pad is not None else next(iter(self.eos_ids))
+
+
+class Watch:
+    """A stopping criterion that stops nothing: it notes when each length was reached."""
+
+    def __init__(self) -> None:
+        self.times: list[tuple[int, float]] = []
+
+    def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        self.times.append((input_ids.shape[1], time.perf_counter()))
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    def at(self, length: int) -> float:
+        """When ``length`` tokens, the prompt's included, were there."""
+        return next(when for reached, when in self.times if reached >= length)
+
+
+class TransformersSystem:
+    """``generate`` with a processor a batch; see :class:`bench.backends.base.System`.
+
+    A subclass says how schemas are held to.
+    """
+
+    how = "transformers generate, no grammar"
+    batches = True
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+
+    def processors(self, tasks: Sequence[Task]) -> list[Any]:
+        """Logits processors of one batch."""
+        if any(task.schema is not None for task in tasks):
+            raise NotImplementedError(f"{self.how}: no schemas")
+        return []
+
+    def compile_ms(self, schema: dict[str, Any]) -> float:
+        """Time to the compiled grammar, which is kept."""
+        raise NotImplementedError(f"{self.how}: no schemas for {schema}")
+
+    def options(self) -> dict[str, Any]:
+        """More arguments of ``generate``."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is held but the shared checkpoint."""
+
+    def run(self, tasks: Sequence[Task], parallel: int) -> Batch:
+        """Batches of ``parallel``, or one task after another where the system takes no batch: then
+        the later ones of those that were handed over together wait, and their times say so."""
+        start, replies = time.perf_counter(), list[Reply]()
+        size = parallel if self.batches else 1
+        for first in range(0, len(tasks), parallel):
+            together, handed = tasks[first : first + parallel], time.perf_counter()
+            for each in range(0, len(together), size):
+                replies += self._batch(together[each : each + size], handed)
+        return Batch(time.perf_counter() - start, replies)
+
+    def _batch(self, tasks: Sequence[Task], start: float) -> list[Reply]:
+        from transformers import LogitsProcessorList, StoppingCriteriaList
+
+        prompts, watch = [self.checkpoint.encode(task) for task in tasks], Watch()
+        longest = max(map(len, prompts))
+        pad = self.checkpoint.pad_id
+        ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        if len({task.max_tokens for task in tasks}) != 1 or any(task.stop for task in tasks):
+            raise NotImplementedError("one limit a batch, and no stop strings")
+        with torch.inference_mode():
+            out = self.checkpoint.model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=tasks[0].max_tokens,
+                do_sample=False,
+                logits_processor=LogitsProcessorList(self.processors(tasks)),
+                stopping_criteria=StoppingCriteriaList([watch]),
+                **self.options(),
+            )
+        return [self._reply(row[longest:].tolist(), longest, watch, start) for row in out]
+
+    def _reply(self, ids: list[int], prompt: int, watch: Watch, start: float) -> Reply:
+        """A row's reply; it ends when its own last token was there, not when the batch does."""
+        eos = self.checkpoint.eos_ids
+        end = next((i + 1 for i, token in enumerate(ids) if token in eos), None)
+        kept = ids[:end]
+        text = self.checkpoint.tokenizer.decode(
+            [token for token in kept if token not in eos], clean_up_tokenization_spaces=False
+        )
+        return Reply(
+            text=text,
+            tokens=len(kept),
+            finish_reason="stop" if end is not None else "length",
+            ttft_ms=(watch.at(prompt + 1) - start) * 1e3,
+            end_to_end_ms=(watch.at(prompt + len(kept)) - start) * 1e3,
+            token_ids=tuple(kept),
+        )
+
+
+class XGrammarSystem(TransformersSystem):
+    """With xgrammar's own logits processor."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        import xgrammar as xgr
+
+        super().__init__(checkpoint)
+        self.how = "transformers generate, xgrammar.contrib.hf.LogitsProcessor"
+        size = checkpoint.model.config.vocab_size
+        info = xgr.TokenizerInfo.from_huggingface(checkpoint.tokenizer, vocab_size=size)
+        self.compiler = xgr.GrammarCompiler(info)
+        self.compiled: dict[str, Any] = {}
+
+    def compile_ms(self, schema: dict[str, Any]) -> float:
+        """See :class:`TransformersSystem`."""
+        start, text = time.perf_counter(), json.dumps(schema)
+        if text not in self.compiled:
+            self.compiled[text] = self.compiler.compile_json_schema(
+                text, any_whitespace=False, separators=(",", ":")
+            )
+        return (time.perf_counter() - start) * 1e3
+
+    def processors(self, tasks: Sequence[Task]) -> list[Any]:
+        """See :class:`TransformersSystem`."""
+        from xgrammar.contrib.hf import LogitsProcessor
+
+        return [LogitsProcessor([self.compiled[json.dumps(task.schema)] for task in tasks])]
+
+
+class AssistedSystem(XGrammarSystem):
+    """Prompt-lookup decoding, which drafts by n-grams of the prompt, one request at a time."""
+
+    batches = False
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self.how = (
+            f"transformers assisted generation, prompt lookup of {LOOKUP_TOKENS} tokens, xgrammar "
+            "matchers through a processor of ours that rolls back rejected drafts (xgrammar's "
+            "own cannot); takes one request at a time"
+        )
+
+    def options(self) -> dict[str, Any]:
+        """See :class:`TransformersSystem`."""
+        return {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
+
+    def processors(self, tasks: Sequence[Task]) -> list[Any]:
+        """See :class:`TransformersSystem`."""
+        (task,) = tasks
+        compiled = self.compiled[json.dumps(task.schema)]
+        return [Resynchronised(compiled, len(self.checkpoint.encode(task)))]
+
+
+class Resynchronised:
+    """A logits processor that follows drafts: it takes its matcher to whatever text it is asked
+    about, back and forth. A text that the grammar forbids gets no mask: it is never accepted.
+
+    Args:
+        compiled: xgrammar's compiled grammar.
+        prompt_tokens: Tokens before the output.
+    """
+
+    def __init__(self, compiled: Any, prompt_tokens: int) -> None:
+        import xgrammar as xgr
+
+        self.matcher = xgr.GrammarMatcher(compiled)
+        self.row = xgr.allocate_token_bitmask(1, compiled.tokenizer_info.vocab_size)
+        self.apply = xgr.apply_token_bitmask_inplace
+        self.prompt_tokens = prompt_tokens
+        self.said: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        wanted = input_ids[0, self.prompt_tokens :].tolist()
+        pairs = zip(self.said, wanted, strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if same is None:
+            same = min(len(self.said), len(wanted))
+        if len(self.said) > same:
+            self.matcher.rollback(len(self.said) - same)
+            del self.said[same:]
+        for token in wanted[same:]:
+            if self.matcher.is_terminated() or not self.matcher.accept_token(token):
+                return scores
+            self.said.append(token)
+        if not self.matcher.is_terminated():
+            self.matcher.fill_next_token_bitmask(self.row)
+            self.apply(scores, self.row)
+        return scores
+
+
+class OutlinesSystem(TransformersSystem):
+    """With the logits processor of ``outlines``, one a row: it takes one schema a batch."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        # Imported by name: it is no dependency, so that there may be no types of it.
+        outlines: Any = import_module("outlines")
+        super().__init__(checkpoint)
+        self.outlines = outlines
+        self.how = (
+            f"outlines {importlib.metadata.version('outlines')} (outlines-core) logits processors "
+            "in transformers generate, one a row, since one takes a single schema"
+        )
+        self.model = outlines.from_transformers(checkpoint.model, checkpoint.tokenizer)
+        self.compiled: dict[str, Any] = {}
+
+    def compile_ms(self, schema: dict[str, Any]) -> float:
+        """See :class:`TransformersSystem`."""
+        start, text = time.perf_counter(), json.dumps(schema)
+        if text not in self.compiled:
+            kind = self.outlines.types.JsonSchema(schema, whitespace_pattern="", ensure_ascii=False)
+            self.compiled[text] = self.outlines.Generator(self.model, kind).logits_processor
+        return (time.perf_counter() - start) * 1e3
+
+    def processors(self, tasks: Sequence[Task]) -> list[Any]:
+        """See :class:`TransformersSystem`."""
+        made = []
+        for task in tasks:
+            kept = self.compiled[json.dumps(task.schema)]
+            # A row's own state over the shared index.
+            made.append(type(kept)(kept.index, kept.tensor_library_name))
+        return [_by_row(made)]
+
+
+def _by_row(processors: Sequence[Any]) -> Any:
+    def apply(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        rows = [
+            processor(input_ids[i : i + 1], scores[i : i + 1])
+            for i, processor in enumerate(processors)
+        ]
+        return torch.cat(rows)
+
+    return apply
