@@ -199,6 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = {"overlap": options.overlap, "context_length": 1024, "mask_deadline_ms": None}
     try:
         with Engine(options.model, draft=options.draft, **settings) as engine:
+            # The system gives memory to a page of the caches when it is first written.
+            engine.core.worker.clear(list(range(engine.snapshot()["pages"] + 1)))
             reasons = soak(engine, run, options.requests, options.seed)
             last = held(engine, 0.0)
     except OverlapSpecError as error:

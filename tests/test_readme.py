@@ -59,13 +59,13 @@ def test_python_block(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
 @pytest.mark.parametrize("block", SERVES, ids=lambda b: b.splitlines()[0])
 def test_served_block(block: str) -> None:
-    """As it stands, but for the port; the answer is what the last command prints."""
+    """As it stands, but for the port and the end of a line, which curl leaves to the prompt."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         block = block.replace("30000", str(free.getsockname()[1]))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     shell = subprocess.Popen(
-        ["bash", "-c", block],
+        ["bash", "-c", f"{block.rstrip()}; echo"],
         cwd=ROOT,
         env={**os.environ, "PATH": path},
         stdout=subprocess.PIPE,

@@ -29,6 +29,18 @@ from overlap_spec.grammar.syntax import ForeignConstruct, read
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 _DEEPEST = 5
+_LOWER, _WORD = "[a-z]", "[A-Za-z0-9]"
+# A pattern's dot leaves out the two line ends of Unicode.
+_INSIDE = r'[^"\\\x00-\x1f\x7f\u2028\u2029]'
+# The library allows all tokens of a slice at once where it can show that the lexeme goes on with
+# any of them, and walks the others. A token is in the first slice that it matches: narrow
+# characters serve names and patterns, and short texts serve the last characters of a count.
+_SLICES = [
+    *(f"{chars}{{1,{most}}}" for most in (6, 10) for chars in (_LOWER, _WORD, _INSIDE)),
+    f"{_WORD}{{1,16}}",
+    f"{_INSIDE}{{1,16}}",
+    f"{_INSIDE}+",
+]
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 
 
@@ -41,7 +53,10 @@ class LLGuidanceBackend(Backend):
         self.vocabulary = vocabulary
         wrapper = TokenizerWrapper(_Tokenizer(vocabulary))
         self._tokenizer = LLTokenizer(
-            wrapper, n_vocab=vocabulary.size, eos_token=list(vocabulary.stop_ids)
+            wrapper,
+            n_vocab=vocabulary.size,
+            eos_token=list(vocabulary.stop_ids),
+            slices=_SLICES,
         )
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:

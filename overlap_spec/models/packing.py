@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -22,9 +23,19 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., in_features)`` → ``(..., out_features)``."""
+        """``(T, in_features)`` → ``(T, out_features)``."""
+        rows = len(x)
+        more = rounded_rows(rows) - rows
+        if more:
+            x = F.pad(x, (0, 0, 0, more))
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return out
+        return out[:rows] if more else out
+
+
+def rounded_rows(rows: int) -> int:
+    """Rows that a product is computed with: oneDNN makes, and keeps, code for each number."""
+    step = 1 if rows <= 8 else 4 if rows <= 64 else 32 if rows <= 256 else 128
+    return -(-rows // step) * step
 
 
 def pack(module: nn.Module) -> None:

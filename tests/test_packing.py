@@ -1,0 +1,32 @@
+"""Packed layers compute what plain ones do, for any number of rows, with few sizes of kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from overlap_spec.models.packing import PackedLinear, pack, rounded_rows
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 63, 65, 300])
+def test_packed_equals_plain(rows: int, bias: bool) -> None:
+    torch.manual_seed(rows)
+    plain = nn.Sequential(nn.Linear(40, 24, bias=bias), nn.Linear(24, 56, bias=bias))
+    x = torch.randn(rows, 40)
+    with torch.inference_mode():
+        want = plain(x)
+        pack(plain)
+        assert all(isinstance(part, PackedLinear) for part in plain)
+        got = plain(x)
+    assert got.shape == (rows, 56)
+    torch.testing.assert_close(got, want)
+
+
+def test_rows_are_rounded_to_few_sizes() -> None:
+    sizes = [rounded_rows(rows) for rows in range(1, 1025)]
+    assert all(size >= rows for rows, size in enumerate(sizes, 1))
+    assert all(size <= max(rows * 1.5, rows + 3) for rows, size in enumerate(sizes, 1))
+    assert len(set(sizes)) <= 40
