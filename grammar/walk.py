@@ -80,7 +80,7 @@ def _descend(
             node = next_sibling[done]
             continue
         token = tokens[node]
-        if not _allowed(rows[path[-1]], token):
+        if not allowed(rows[path[-1]], token):
             node = next_sibling[node]
             continue
         if not matcher.accept(token):
@@ -94,7 +94,8 @@ def _descend(
         node = first_child[node]
 
 
-def _allowed(row: Row, token: int) -> bool:
+def allowed(row: Row, token: int) -> bool:
+    """Whether a mask row has the token's bit; no token outside the row is allowed."""
     if not 0 <= token < len(row) * 32:
         return False
     return bool((int(row[token >> 5]) >> (token & 31)) & 1)

@@ -20,24 +20,35 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import walk
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
 from overlap_spec.grammar.exclusion import excluded
-from overlap_spec.grammar.expressions import Chain, Expression, Ref, Repeat, parts_of, references
+from overlap_spec.grammar.expressions import (
+    Chain,
+    Chars,
+    Either,
+    Expression,
+    Ref,
+    Repeat,
+    parts_of,
+    references,
+)
 from overlap_spec.grammar.lexemes import Lexemes, cut
 from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.regular import NonEmpty, literal, to_regex
+from overlap_spec.grammar.lowering.charset import intersect, negate
+from overlap_spec.grammar.regular import NonEmpty, chain, literal, to_regex
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.syntax import ForeignConstruct, read
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 _DEEPEST = 5
-_LOWER, _WORD = "[a-z]", "[A-Za-z0-9]"
+_ASCII_LETTERS = ((0x41, 0x5A), (0x61, 0x7A))
+_LOWER, _LETTERS = "[a-z]", "[A-Za-z]"
 # A pattern's dot leaves out the two line ends of Unicode.
 _INSIDE = r'[^"\\\x00-\x1f\x7f\u2028\u2029]'
 # The library allows all tokens of a slice at once where it can show that the lexeme goes on with
 # any of them, and walks the others. A token is in the first slice that it matches: narrow
 # characters serve names and patterns, and short texts serve the last characters of a count.
 _SLICES = [
-    *(f"{chars}{{1,{most}}}" for most in (6, 10) for chars in (_LOWER, _WORD, _INSIDE)),
-    f"{_WORD}{{1,16}}",
+    *(f"{chars}{{1,{most}}}" for most in (6, 10) for chars in (_LOWER, _LETTERS, _INSIDE)),
+    f"{_LETTERS}{{1,16}}",
     f"{_INSIDE}{{1,16}}",
     f"{_INSIDE}+",
 ]
@@ -147,11 +158,9 @@ class _LLGuidanceMatcher(Matcher):
             raise ValueError(f"cannot roll back {count} of {len(self._history)} tokens")
         if not count:
             return
-        fed = count - self._terminated
-        if fed and not self._library.rollback(fed):
-            self._check()
         self._terminated = False
         del self._history[-count:]
+        self._library = self._again()
 
     def fill(self, row: Row) -> None:
         walk.check_row(row, self.vocabulary.words)
@@ -161,7 +170,26 @@ class _LLGuidanceMatcher(Matcher):
         self._fill(row)
 
     def fill_tree(self, tokens: Links, first_child: Links, next_sibling: Links, rows: Row) -> None:
-        walk.fill_tree(self, tokens, first_child, next_sibling, rows)
+        walk.check_tree(tokens, first_child, next_sibling, rows, self.vocabulary.words)
+        rows.fill(0)
+        if self._terminated:
+            return
+        self._fill(rows[0])
+        drafted, child, sibling = tokens.tolist(), first_child.tolist(), next_sibling.tolist()
+        open_nodes = [(child[0], 0, self._library)]
+        while open_nodes:
+            node, parent, library = open_nodes.pop()
+            if node == -1:
+                continue
+            open_nodes.append((sibling[node], parent, library))
+            token = drafted[node]
+            if not walk.allowed(rows[parent], token) or token in self.vocabulary.stop_ids:
+                continue
+            own = library.deep_copy()
+            if own.try_consume_tokens([token]) != 1:
+                raise RuntimeError(f"token {token} is allowed by its mask row but was rejected")
+            self._mask(own, rows[node])
+            open_nodes.append((child[node], node, own))
 
     @property
     def is_terminated(self) -> bool:
@@ -183,23 +211,33 @@ class _LLGuidanceMatcher(Matcher):
         return copy
 
     def _fill(self, row: Row) -> None:
-        self._library.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if self._library.is_error():
-            self._recover(row)
-            return
-        row &= self.vocabulary.text_row
-        if self._library.is_accepting():
-            row |= self.vocabulary.stop_row
+        if not self._mask(self._library, row):
+            self._library = self._again()
 
-    def _recover(self, row: Row) -> None:
-        # The library also fails for good where no token of the vocabulary goes on.
-        if not _reason(self._library).startswith("NoExtension"):
-            self._check()
-        row.fill(0)
-        self._library = self._fresh.deep_copy()
-        fed = self._history
-        if self._library.try_consume_tokens(fed) != len(fed):
+    def _mask(self, library: LLMatcher, row: Row) -> bool:
+        """Write the mask of a state; False where the library fails for good, as it does where no
+        token of the vocabulary goes on."""
+        library.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if library.is_error():
+            if not _reason(library).startswith("NoExtension"):
+                raise RuntimeError(f"llguidance failed: {_reason(library)}")
+            row.fill(0)
+            return False
+        row &= self.vocabulary.text_row
+        if library.is_accepting():
+            row |= self.vocabulary.stop_row
+        return True
+
+    def _again(self) -> LLMatcher:
+        """The library at this position, from the start.
+
+        Its own rollback is not exact: with lexemes open, masks differ afterwards from those of a
+        state that only went forward. A copy costs 1.5 µs, and a token half of that.
+        """
+        library = self._fresh.deep_copy()
+        if library.try_consume_tokens(self._history) != len(self._history):
             raise RuntimeError("llguidance rejected tokens that it had accepted before")
+        return library
 
     def _check(self) -> None:
         if self._library.is_error():
@@ -285,7 +323,7 @@ class _Spelling:
 
     def _of(self, owner: str, expression: Expression, depth: int) -> str:
         if not references(expression):
-            return f"/{to_regex(expression, self.names.__getitem__)}/"
+            return f"/{to_regex(_letters_first(expression), self.names.__getitem__)}/"
         if isinstance(expression, Ref):
             return self.names[expression.name]
         if depth == _DEEPEST:
@@ -302,6 +340,54 @@ class _Spelling:
         mark = " " if isinstance(expression, Chain) else " | "
         inside = mark.join(self._of(owner, p, depth + 1) for p in parts_of(expression))
         return f"({inside})" if inside else '""'
+
+
+def _letters_first(expression: Expression) -> Expression:
+    """The same language, with loops of letters where names begin.
+
+    The library shows that a lexeme goes on with a slice only where it goes on with a loop. Names
+    are often a letter and a loop of more, `ab*`, which is `a+([b-a]b*)?`, and labels of hosts are
+    `a(-*a)*`, which is `a+(-+a+)*`.
+    """
+    if isinstance(expression, Either):
+        return Either(tuple(map(_letters_first, expression.ways)))
+    if isinstance(expression, Repeat):
+        return Repeat(_letters_first(expression.body), expression.least, expression.most)
+    if not isinstance(expression, Chain):
+        return expression
+    found: list[Expression] = []
+    for part in expression.parts:
+        head = found[-1] if found else None
+        if isinstance(head, Chars) and isinstance(part, Repeat):
+            made = _loop_first(head, part)
+            found[-1:] = made or [head, part]
+        else:
+            found.append(_letters_first(part))
+    return chain(found)
+
+
+def _loop_first(head: Chars, rest: Repeat) -> list[Expression] | None:
+    if intersect(head.members, _ASCII_LETTERS) != _ASCII_LETTERS:
+        return None
+    if (rest.least, rest.most) != (0, None):
+        return None
+    heads, body = Repeat(head, 1, None), rest.body
+    if isinstance(body, Chars):
+        others = intersect(body.members, negate(head.members))
+        if intersect(body.members, head.members) != head.members:
+            return None
+        return [heads, Repeat(Chain((Chars(others), rest)), 0, 1)] if others else [heads]
+    if isinstance(body, Chain) and len(body.parts) == 2:
+        between, again = body.parts
+        if (
+            isinstance(between, Repeat)
+            and (between.least, between.most) == (0, None)
+            and isinstance(again, Chars)
+            and again.members == head.members
+        ):
+            more = Chain((Repeat(between.body, 1, None), heads))
+            return [heads, Repeat(more, 0, None)]
+    return None
 
 
 def _reason(library: LLMatcher) -> str:
