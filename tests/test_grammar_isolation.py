@@ -167,7 +167,7 @@ def test_a_long_one_has_less_priority(compiler: GrammarCompiler) -> None:
 def test_a_long_one_that_waited_starts_again() -> None:
     limits = CompileLimits(time_s=5, fast_s=0.2, fast_running=1, long_running=1, nice=0)
     with GrammarCompiler(hostile.Hostile(hostile.VOCABULARY), limits=limits) as compiler:
-        futures = [compiler.submit(job(f"slow 0.6 {i}")) for i in range(3)]
+        futures = [compiler.submit(job(f"slow 1.2 {i}")) for i in range(3)]
         assert [future.result(20).memory_bytes for future in futures] == [10] * 3
         assert compiler.snapshot()["executor"]["workers_killed"] == 2
 

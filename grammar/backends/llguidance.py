@@ -22,8 +22,6 @@ from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Match
 from overlap_spec.grammar.exclusion import excluded
 from overlap_spec.grammar.expressions import (
     Chain,
-    Chars,
-    Either,
     Expression,
     Ref,
     Repeat,
@@ -31,15 +29,14 @@ from overlap_spec.grammar.expressions import (
     references,
 )
 from overlap_spec.grammar.lexemes import Lexemes, cut
+from overlap_spec.grammar.loops import later, letters_first
 from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.lowering.charset import intersect, negate
-from overlap_spec.grammar.regular import NonEmpty, chain, literal, to_regex
+from overlap_spec.grammar.regular import NonEmpty, literal, to_regex
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.syntax import ForeignConstruct, read
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 _DEEPEST = 5
-_ASCII_LETTERS = ((0x41, 0x5A), (0x61, 0x7A))
 _LOWER, _LETTERS = "[a-z]", "[A-Za-z]"
 # A pattern's dot leaves out the two line ends of Unicode.
 _INSIDE = r'[^"\\\x00-\x1f\x7f\u2028\u2029]'
@@ -280,19 +277,31 @@ class _Spelling:
         self.names |= {name: f"L{i}" for i, name in enumerate(lexemes.lexed)}
         self.lines: list[str] = []
         rules = {**lexemes.parsed, **lexemes.lexed}
+        for name in lexemes.names:
+            self._beside(name, rules)
         used = {"root": None}
         pending = ["root"]
         while pending:
             name = pending.pop()
+            own = self.names[name].replace("either_", "")
             spelled = self._but(rules[name], rules) if name in lexemes.lexed else None
             inner = set() if spelled else references(rules[name])
-            spelled = spelled or self._of(self.names[name], rules[name], 0)
-            self.lines.append(f"{self.names[name]}: {spelled}")
+            spelled = spelled or self._of(own, rules[name], 0)
+            self.lines.append(f"{own}: {spelled}")
             new = sorted(inner - used.keys(), reverse=True)
             used |= dict.fromkeys(new)
             pending += new
         start = f"start: {self.names['root']}" + (' | ""' if may_be_empty else "")
         self.text = _OPTIONS + "\n".join([start, *self.lines]) + "\n"
+
+    def _beside(self, lexeme: str, rules: dict[str, Expression]) -> None:
+        """Puts a lexeme for some of the same texts beside one; the rules then take either."""
+        found = later(rules[lexeme], rules)
+        if found is not None:
+            own = self.names[lexeme]
+            self.lines.append(f"LATER_{own}: {self._of(f'LATER_{own}', found, 0)}")
+            self.lines.append(f"either_{own}: {own} | LATER_{own}")
+            self.names[lexeme] = f"either_{own}"
 
     def _but(self, expression: Expression, rules: dict[str, Expression]) -> str | None:
         """A lexeme in quotes as "any text but a few", where it is that.
@@ -323,7 +332,7 @@ class _Spelling:
 
     def _of(self, owner: str, expression: Expression, depth: int) -> str:
         if not references(expression):
-            return f"/{to_regex(_letters_first(expression), self.names.__getitem__)}/"
+            return f"/{to_regex(letters_first(expression), self.names.__getitem__)}/"
         if isinstance(expression, Ref):
             return self.names[expression.name]
         if depth == _DEEPEST:
@@ -340,54 +349,6 @@ class _Spelling:
         mark = " " if isinstance(expression, Chain) else " | "
         inside = mark.join(self._of(owner, p, depth + 1) for p in parts_of(expression))
         return f"({inside})" if inside else '""'
-
-
-def _letters_first(expression: Expression) -> Expression:
-    """The same language, with loops of letters where names begin.
-
-    The library shows that a lexeme goes on with a slice only where it goes on with a loop. Names
-    are often a letter and a loop of more, `ab*`, which is `a+([b-a]b*)?`, and labels of hosts are
-    `a(-*a)*`, which is `a+(-+a+)*`.
-    """
-    if isinstance(expression, Either):
-        return Either(tuple(map(_letters_first, expression.ways)))
-    if isinstance(expression, Repeat):
-        return Repeat(_letters_first(expression.body), expression.least, expression.most)
-    if not isinstance(expression, Chain):
-        return expression
-    found: list[Expression] = []
-    for part in expression.parts:
-        head = found[-1] if found else None
-        if isinstance(head, Chars) and isinstance(part, Repeat):
-            made = _loop_first(head, part)
-            found[-1:] = made or [head, part]
-        else:
-            found.append(_letters_first(part))
-    return chain(found)
-
-
-def _loop_first(head: Chars, rest: Repeat) -> list[Expression] | None:
-    if intersect(head.members, _ASCII_LETTERS) != _ASCII_LETTERS:
-        return None
-    if (rest.least, rest.most) != (0, None):
-        return None
-    heads, body = Repeat(head, 1, None), rest.body
-    if isinstance(body, Chars):
-        others = intersect(body.members, negate(head.members))
-        if intersect(body.members, head.members) != head.members:
-            return None
-        return [heads, Repeat(Chain((Chars(others), rest)), 0, 1)] if others else [heads]
-    if isinstance(body, Chain) and len(body.parts) == 2:
-        between, again = body.parts
-        if (
-            isinstance(between, Repeat)
-            and (between.least, between.most) == (0, None)
-            and isinstance(again, Chars)
-            and again.members == head.members
-        ):
-            more = Chain((Repeat(between.body, 1, None), heads))
-            return [heads, Repeat(more, 0, None)]
-    return None
 
 
 def _reason(library: LLMatcher) -> str:
