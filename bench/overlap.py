@@ -93,7 +93,7 @@ class Size:
 
 FULL = Size(16, 160, 32, {1: 96, 4: 96, 16: 96, 32: 96}, {JUDGED: 9, "JSON union": 9, "else": 5})
 QUICK = Size(
-    8, 20, 10, {1: 20, 4: 20, 16: 6, 32: 4}, {JUDGED: 3, "JSON union": 3, "else": 1}
+    8, 20, 10, {1: 20, 4: 20, 16: 12, 32: 10}, {JUDGED: 3, "JSON union": 3, "else": 1}
 )  # fmt: skip
 
 Results = dict[str, dict[str, list[Measured]]]
