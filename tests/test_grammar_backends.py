@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, Vocabulary, backends, walk
+from overlap_spec.grammar.backends.llguidance import to_lark
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
 from overlap_spec.grammar.exclusion import excluded
 from overlap_spec.grammar.lexemes import conflict, cut
+from overlap_spec.grammar.lowering import to_ebnf
 from overlap_spec.grammar.network import utf8_spans
 from overlap_spec.grammar.regular import NonEmpty
 from overlap_spec.grammar.syntax import ForeignConstruct, read
@@ -279,8 +281,6 @@ def test_lexemes_are_proved_or_cut(ebnf: str, by_characters: int) -> None:
 
 def test_excluded_texts_are_found() -> None:
     schema = {"type": "object", "properties": {"a": True, "ab": True}}
-    from overlap_spec.grammar.lowering import to_ebnf
-
     rules = NonEmpty(read(to_ebnf(Grammar.json_schema(schema)))).rules.values()
     found = [texts for rule in rules if (but := excluded(rule)) for texts in [but[1]]]
     assert ["a", "ab"] in found
@@ -288,6 +288,26 @@ def test_excluded_texts_are_found() -> None:
         syntax = NonEmpty(read(to_ebnf(Grammar.regex(pattern))))
         for rule in syntax.rules.values():
             assert excluded(rule) is None or not excluded(rule)[1]
+
+
+def test_many_and_long_excluded_texts_are_found() -> None:
+    names = [f"{'long-key-' * 5}{i}é" for i in range(60)]
+    schema = {"type": "object", "properties": dict.fromkeys(names, True)}
+    rules = NonEmpty(read(to_ebnf(Grammar.json_schema(schema)))).rules.values()
+    assert sorted(names) in [but[1] for rule in rules if (but := excluded(rule))]
+    # Said with one word, not as a tree of all that differs.
+    assert len(to_lark(to_ebnf(Grammar.json_schema(schema))).text) < 20_000
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["ab", "[0-9]{2}a", "^a|b1", "^a.*b", "^[a-z]", "^[A-Za-z][A-Za-z0-9_]*$", "^a.+$",
+     "^[A-Za-z](-*[A-Za-z])*@[A-Za-z]*$"],
+)  # fmt: skip
+def test_patterns_that_are_spelled_with_more_loops(pattern: str) -> None:
+    for seed in range(3):
+        grammar = Grammar.json_schema({"type": "array", "items": {"pattern": pattern}})
+        check_walks(grammar, seed, walks=2, length=12)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 0x10FFFF), (0x7F, 0x800), (0xE9, 0x1F600)])

@@ -275,6 +275,7 @@ class _Spelling:
     def __init__(self, lexemes: Lexemes, may_be_empty: bool) -> None:
         self.names = {name: f"r{i}" for i, name in enumerate(lexemes.parsed)}
         self.names |= {name: f"L{i}" for i, name in enumerate(lexemes.lexed)}
+        own_names = self.names.copy()
         self.lines: list[str] = []
         rules = {**lexemes.parsed, **lexemes.lexed}
         for name in lexemes.names:
@@ -283,7 +284,7 @@ class _Spelling:
         pending = ["root"]
         while pending:
             name = pending.pop()
-            own = self.names[name].replace("either_", "")
+            own = own_names[name]
             spelled = self._but(rules[name], rules) if name in lexemes.lexed else None
             inner = set() if spelled else references(rules[name])
             spelled = spelled or self._of(own, rules[name], 0)
@@ -300,8 +301,8 @@ class _Spelling:
         if found is not None:
             own = self.names[lexeme]
             self.lines.append(f"LATER_{own}: {self._of(f'LATER_{own}', found, 0)}")
-            self.lines.append(f"either_{own}: {own} | LATER_{own}")
-            self.names[lexeme] = f"either_{own}"
+            self.names[lexeme] = f"either_{own.lower()}"
+            self.lines.append(f"{self.names[lexeme]}: {own} | LATER_{own}")
 
     def _but(self, expression: Expression, rules: dict[str, Expression]) -> str | None:
         """A lexeme in quotes as "any text but a few", where it is that.

@@ -276,7 +276,9 @@ class GuardedSlot(Slot):
         failed = self._rose and not rises and self._since < settings.proven_batches
         if clear and not failed:
             self._slow.restart(self._quick, FADED)
-            self._hold = max(settings.hold_batches, self._hold // settings.hold_growth)
+            # Probes that failed, failed in another world.
+            if rises:
+                self._hold = settings.hold_batches
         elif not rises:
             self._hold = min(settings.hold_most, self._hold * settings.hold_growth)
         if self.steps == 0:
