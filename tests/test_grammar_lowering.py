@@ -268,3 +268,11 @@ def test_schemas_in_the_wild() -> None:
             check = validators.validator_for(schema, validators.Draft202012Validator)
             check(schema).validate(json.loads(text))
     assert refused <= len(entries) // 20
+
+
+@pytest.mark.parametrize("length", [200, 2000])
+def test_a_name_too_long_to_be_excluded_is_refused(length: int) -> None:
+    schema = {"type": "object", "properties": {"a" * length: {"type": "integer"}}}
+    with pytest.raises(GrammarError, match="too deep"):
+        to_ebnf(Grammar.json_schema(schema))
+    assert to_ebnf(Grammar.json_schema({**schema, "additionalProperties": False}))

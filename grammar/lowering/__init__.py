@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 
+from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.lowering.ebnf import Rules, choice, literal
 from overlap_spec.grammar.lowering.regex import parse
 from overlap_spec.grammar.lowering.schema import SchemaLowering
@@ -36,4 +37,12 @@ def to_ebnf(grammar: Grammar, linear: bool = False) -> str:
     if grammar.kind == "choice":
         return Rules().text(choice([literal(text) for text in json.loads(grammar.source)]))
     schema = {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.source)
-    return SchemaLowering(schema, grammar.whitespace, grammar.best_effort, Rules(linear)).text()
+    lowering = SchemaLowering(schema, grammar.whitespace, grammar.best_effort, Rules(linear))
+    try:
+        return lowering.text()
+    except RecursionError as error:
+        raise GrammarError(
+            "the schema is too deep: it nests too far, or has a name of some hundred characters "
+            'beside free keys ("additionalProperties": false would do without these)',
+            "schema",
+        ) from error
