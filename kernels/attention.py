@@ -62,7 +62,7 @@ class KeySpan:
         return seen
 
     @cached_property
-    def _dense(self) -> dict[tuple[int, int | None, int], Tensor]:
+    def _dense(self) -> dict[tuple[int, int | None, int, torch.dtype], Tensor]:
         return {}
 
     @cached_property
@@ -71,12 +71,16 @@ class KeySpan:
         assert self.mask is not None
         return pack_mask(self.mask)
 
-    def dense(self, page_size: int, window: int | None, group: int) -> Tensor:
-        """:meth:`visible` repeated for ``group`` heads, computed once for all layers."""
-        key = (page_size, window, group)
+    def dense(self, page_size: int, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
+        """:meth:`visible` repeated for ``group`` heads, as what is added to scores: 0 or -inf.
+
+        Computed once for all layers.
+        """
+        key = (page_size, window, group, dtype)
         if key not in self._dense:
             seen = self.visible(page_size, window)
-            self._dense[key] = seen.repeat(1, group, 1)[:, None]
+            added = torch.where(seen, 0.0, -torch.inf).to(dtype)
+            self._dense[key] = added.repeat(1, group, 1)[:, None]
         return self._dense[key]
 
 
@@ -134,14 +138,13 @@ def rotate_and_store(
 
 
 @operation
-def page_slots(table: Tensor, rows: Tensor, logical: Tensor, page_size: int) -> Tensor:
-    """Physical slots of logical ones through the page table.
+def page_slots(pages: Tensor, logical: Tensor, page_size: int) -> Tensor:
+    """Physical slots of logical ones.
 
-    ``table`` int64 ``(R, P)``: pages of each row; ``rows`` int64 ``(B,)``; ``logical`` int64
-    ``(B, Q)`` below ``P * page_size`` → int64 ``(B, Q)``, slot = page * page_size + offset.
+    ``pages`` int64 ``(B, P)``: each request's pages; ``logical`` int64 ``(B, Q)`` below
+    ``P * page_size`` → int64 ``(B, Q)``, slot = page * page_size + offset.
     """
-    page = table[rows[:, None], logical // page_size]
-    return page * page_size + logical % page_size
+    return pages.gather(1, logical // page_size) * page_size + logical % page_size
 
 
 @operation
@@ -183,15 +186,19 @@ def tree_attention(
     batch, queries, heads, dim = q.shape
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     group = heads // kv_heads
-    keys = k_cache[span.pages].flatten(1, 2).transpose(1, 2)
-    values = v_cache[span.pages].flatten(1, 2).transpose(1, 2)
+    # Whole pages are copied, which indexing by a matrix of them would do number by number.
+    pages = span.pages.flatten()
+    keys, values = (
+        cache.index_select(0, pages).view(batch, -1, kv_heads, dim).transpose(1, 2)
+        for cache in (k_cache, v_cache)
+    )
     # The heads of a group share their keys: they become more queries of one kv head.
     grouped = q.view(batch, queries, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
     mixed = F.scaled_dot_product_attention(
         grouped.reshape(batch, kv_heads, group * queries, dim),
         keys,
         values,
-        attn_mask=span.dense(page_size, window, group),
+        attn_mask=span.dense(page_size, window, group, q.dtype),
     )
     mixed = mixed.view(batch, kv_heads, group, queries, dim).permute(0, 3, 1, 2, 4)
     mixed = mixed.reshape(batch, queries, heads * dim)

@@ -47,6 +47,8 @@ class EngineConfig:
         chunked_prefill_size: Prompt tokens that a step computes at most.
         page_size: Tokens of a cache page.
         prefix_cache: Keep computed pages for prompts that start alike.
+        graphs: Record the passes of a decode step and replay them: as CUDA graphs on a GPU (one for
+            each tier and size of batch, at start-up), as TorchScript on the CPU.
         lane_threads: Threads of the grammar lane; 0 runs it in the step's own thread. None is half
             the cores, or 0 in the serial mode.
         mask_deadline_ms: Time that one request's matcher may take a step; later ones cost that
@@ -75,6 +77,7 @@ class EngineConfig:
     chunked_prefill_size: int = 1024
     page_size: int = 16
     prefix_cache: bool = True
+    graphs: bool = True
     lane_threads: int | None = None
     mask_deadline_ms: float | None = 50.0
 

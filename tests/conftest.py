@@ -29,3 +29,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         # Each engine would start worker processes of its own; tests of these ask for them.
         "grammar_isolated": False,
     }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a GPU skip by themselves where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -84,8 +84,7 @@ def page_slots(draw: Draw, device: torch.device) -> None:
     i = Inputs(draw, device)
     page, pages, batch = i.size(1, 33), i.size(1, 9), i.size(1, 7)
     args = (
-        i.integers(0, 2**33, 11, pages),
-        i.integers(0, 11, batch),
+        i.integers(0, 2**33, batch, pages),
         i.integers(0, page * pages, i.size(1, 40), batch).T,
         page,
     )

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.kernels import KeySpan, store_kv, tree_attention
-from overlap_spec.models.decoder import Decoder
+from overlap_spec.models.decoder import Decoder, Heads
 from overlap_spec.models.weights import export_state, load_decoder
 
 SMALL = {
@@ -106,7 +106,8 @@ class Cache:
         span = KeySpan(self.table[None], torch.tensor([start]), positions[None], mask)
         config = self.decoder.config
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(layer: int, heads: Heads) -> torch.Tensor:
+            q, k, v = heads.rotated()
             store_kv(self.k[layer], self.v[layer], slots, k, v)
             return tree_attention(
                 q[None], self.k[layer], self.v[layer], span, config.window(layer)

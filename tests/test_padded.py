@@ -23,7 +23,7 @@ from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import KeySpan, store_kv, tree_attention
 from overlap_spec.models.config import ModelConfig, read_config
-from overlap_spec.models.decoder import Decoder
+from overlap_spec.models.decoder import Decoder, Heads
 from overlap_spec.models.eagle3 import feature_layers
 from overlap_spec.models.weights import load_decoder, load_eagle3
 from overlap_spec.tokenizer import Tokenizer
@@ -63,7 +63,8 @@ def attention(config: ModelConfig, tokens: int) -> Any:
     span = KeySpan(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long),
                    torch.arange(tokens)[None])  # fmt: skip
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, heads: Heads) -> Tensor:
+        q, k, v = heads.rotated()
         store_kv(cache[0, layer], cache[1, layer], torch.arange(tokens), k, v)
         return tree_attention(q[None], cache[0, layer], cache[1, layer], span)[0]
 
@@ -270,7 +271,8 @@ def test_bfloat16_keeps_what_it_would_round(hidden: int, kept: torch.dtype, tmp_
     half = load_decoder(tmp_path / "target", torch.bfloat16, CPU)
     positions = torch.arange(5)
 
-    def first_value(_: int, q: Tensor, __: Tensor, v: Tensor) -> Tensor:
+    def first_value(__: int, heads: Heads) -> Tensor:
+        q, _, v = heads.rotated()
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1).flatten(1)
 
     logits = half.logits(half(prompt()[:5], positions, first_value)[0])

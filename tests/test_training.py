@@ -247,7 +247,8 @@ def test_draft_chain_equals_one_row_at_a_time(tokenizer, tiny_config):
         for step in range(4):
             assert torch.allclose(out[0], chained[step][slot - 1], atol=1e-5), step
 
-            def one_more(_layer, q, k, v):
+            def one_more(_layer, heads):
+                q, k, v = heads.rotated()
                 nonlocal keys, values
                 keys = torch.cat([keys, k.transpose(0, 1)[None]], 2)
                 values = torch.cat([values, v.transpose(0, 1)[None]], 2)

@@ -121,26 +121,23 @@ def rotate_and_store(
 
 
 @triton.jit
-def _page_slots(table, rows, logical, out, count, width, table_row, logical_row, logical_column,
+def _page_slots(pages, logical, out, count, width, pages_row, logical_row, logical_column,
                 PAGE: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = index < count
-    request, column = index // width, index % width
-    row = tl.load(rows + request, mask=inside, other=0)
-    key = tl.load(
-        logical + request.to(tl.int64) * logical_row + column * logical_column, mask=inside, other=0
-    )
-    page = tl.load(table + row * table_row + key // PAGE, mask=inside, other=0)
+    request, column = (index // width).to(tl.int64), index % width
+    key = tl.load(logical + request * logical_row + column * logical_column, mask=inside, other=0)
+    page = tl.load(pages + request * pages_row + key // PAGE, mask=inside, other=0)
     tl.store(out + index, page * PAGE + key % PAGE, mask=inside)
 
 
-def page_slots(table: Tensor, rows: Tensor, logical: Tensor, page_size: int) -> Tensor:
+def page_slots(pages: Tensor, logical: Tensor, page_size: int) -> Tensor:
     """See :func:`overlap_spec.kernels.page_slots`."""
-    out = torch.empty(logical.shape, dtype=torch.int64, device=table.device)
+    out = torch.empty(logical.shape, dtype=torch.int64, device=pages.device)
     launch(
         _page_slots, (-(-out.numel() // 128),),
-        table, rows.contiguous(), logical, out, out.numel(), out.shape[1],
-        table.stride(0), *logical.stride(), PAGE=page_size, SIZE=128, num_warps=4,
+        pages, logical, out, out.numel(), out.shape[1],
+        pages.stride(0), *logical.stride(), PAGE=page_size, SIZE=128, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from overlap_spec.kernels import Tree
 from overlap_spec.models.decoder import Attend
@@ -21,12 +21,12 @@ class DraftCache(Protocol):
     """
 
     def attend(
-        self, rows: Tensor, slots: Tensor, prefix: Tensor, positions: Tensor, mask: Tensor | None
+        self, pages: Tensor, slots: Tensor, prefix: Tensor, positions: Tensor, mask: Tensor | None
     ) -> Attend:
         """Attention of one rectangle of queries.
 
         Args:
-            rows: int64 ``(B,)``.
+            pages: int64 ``(B, P)``: :attr:`Roots.pages`.
             slots: int64 ``(B, Q)``: logical slots into which the queries' own keys go.
             prefix, positions, mask: As in :class:`overlap_spec.kernels.KeySpan`.
         """
@@ -34,15 +34,21 @@ class DraftCache(Protocol):
 
 @dataclass(frozen=True)
 class Roots:
-    """The trees' roots: ``rows (B,)``, last committed ``tokens (B,)``, their ``positions (B,)``."""
+    """The trees' roots, int64: ``rows (B,)`` and their ``pages (B, P)``, last committed
+    ``tokens (B,)`` and their ``positions (B,)``."""
 
     rows: Tensor
+    pages: Tensor
     tokens: Tensor
     positions: Tensor
 
 
-class Drafter(ABC):
+class Drafter(nn.Module, ABC):
     """Proposes a tree behind each root; learns what was accepted.
+
+    Both are recorded once and replayed for batches of other sizes: what they do depends on shapes
+    and on the tier alone, sizes are taken from ``tensor.shape``, no result is read on the host,
+    and what they keep between calls is a registered buffer, written in place.
 
     ``feature_layers``: layers of the target whose inputs :meth:`extend` receives.
     """

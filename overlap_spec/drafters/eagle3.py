@@ -19,13 +19,17 @@ class Eagle3Drafter(Drafter):
     candidates come. Scores are summed log-probabilities, so a child never outranks its parent.
     """
 
-    def __init__(self, head: Eagle3Head, target: Decoder, cache: DraftCache, max_rows: int) -> None:
+    root_state: Tensor
+
+    def __init__(self, head: Eagle3Head, target: Decoder, cache: DraftCache, rows: int) -> None:
+        super().__init__()
         self.feature_layers = feature_layers(head.config, target.config)
         self.head = head
         self.embed_tokens = getattr(head, "embed_tokens", target.embed_tokens)
         self.cache = cache
         self.last_position = head.config.layer.max_position - 1
-        self.root_state = self.embed_tokens.weight.new_zeros(max_rows, head.fc.out_features)
+        state = self.embed_tokens.weight.new_zeros(rows, head.fc.out_features)
+        self.register_buffer("root_state", state)
 
     def extend(
         self,
@@ -38,10 +42,10 @@ class Eagle3Drafter(Drafter):
     ) -> None:
         fused = self.head.fuse(features)
         state = self.head(self.embed_tokens(tokens), fused, positions, attend)
-        self.root_state[rows] = state[last]
+        self.root_state.index_copy_(0, rows, state[last])
 
     def draft(self, roots: Roots, tier: Tier) -> Tree:
-        batch, k = len(roots.rows), tier.top_k
+        batch, k = roots.rows.shape[0], tier.top_k
         device = roots.rows.device
         state = self.root_state[roots.rows]
         score, token = self._candidates(state, k)
@@ -87,7 +91,7 @@ class Eagle3Drafter(Drafter):
         slots = roots.positions[:, None] + offset
         positions = (roots.positions + step).clamp(max=self.last_position)
         positions = positions[:, None].expand(batch, k)
-        attend = self.cache.attend(roots.rows, slots, prefix, positions, mask)
+        attend = self.cache.attend(roots.pages, slots, prefix, positions, mask)
         out: Tensor = self.head(
             self.embed_tokens(token.flatten()), feature.flatten(0, 1), positions.flatten(), attend
         )

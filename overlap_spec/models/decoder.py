@@ -1,26 +1,50 @@
 """The decoder that every architecture shares; attention over the cache is the caller's.
 
 The same module trains and serves: it turns tokens into queries, keys and values and hands them
-to ``attend``, which stores keys and values where it wants and returns the attended values.
+to ``attend``, which rotates them, stores keys and values where it wants and returns the attended
+values: on a GPU the rotation and the store are one kernel.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from overlap_spec.kernels import apply_rope, rms_norm, silu_and_mul
+from overlap_spec.kernels import add_rms_norm, apply_rope, rms_norm, silu_and_mul
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.models.rope import rope_table
+
+
+class Heads(NamedTuple):
+    """One layer's queries, keys and values, neither normed nor rotated.
+
+    ``qkv (T, heads + 2 * kv_heads, D)``; ``rotary (T, 2, D)`` as in
+    :func:`overlap_spec.kernels.apply_rope`; ``norm``: weight ``(heads + kv_heads, D)`` and eps of
+    the norm over each query's and key's own head, None where the architecture has none.
+    """
+
+    qkv: Tensor
+    rotary: Tensor
+    kv_heads: int
+    norm: tuple[Tensor, float] | None
+
+    def rotated(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``q (T, heads, D)`` and ``k, v (T, kv_heads, D)``, normed and rotated."""
+        both = self.qkv.shape[1] - self.kv_heads
+        qk = self.qkv[:, :both]
+        if self.norm is not None:
+            qk = rms_norm(qk, *self.norm)
+        qk = apply_rope(qk, self.rotary)
+        return qk[:, : both - self.kv_heads], qk[:, both - self.kv_heads :], self.qkv[:, both:]
 
 
 class Attend(Protocol):
     """Attention of one layer over what is cached and what is new."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``q (T, heads, D)``, ``k, v (T, kv_heads, D)``, rotated → ``(T, heads * D)``."""
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
+        """``T`` tokens' heads → ``(T, heads * D)``."""
 
 
 class RMSNorm(nn.Module):
@@ -34,9 +58,13 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
+    def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of ``x + delta``, and that sum."""
+        return add_rms_norm(delta, x, self.weight, self.eps)
+
 
 class Attention(nn.Module):
-    """Query, key and value in one product; rotation; the caller's attention; output product.
+    """Query, key and value in one product; the caller's attention; output product.
 
     ``input_size`` differs from the hidden size in EAGLE-3's layer, which reads two vectors.
     """
@@ -61,12 +89,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Tensor, attend: Attend, layer: int) -> Tensor:
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        rotated = self.heads + self.kv_heads
-        qk, v = qkv[:, :rotated], qkv[:, rotated:]
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        qk = apply_rope(qk, rotary)
-        return self.o_proj(attend(layer, qk[:, : self.heads], qk[:, self.heads :], v))
+        norm = None if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
+        return self.o_proj(attend(layer, Heads(qkv, rotary, self.kv_heads, norm)))
 
 
 class MLP(nn.Module):
@@ -86,7 +110,10 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and MLP, each with its residual."""
+    """Pre-norm attention and MLP, each with its residual.
+
+    What the MLP adds to the stream is handed on beside it: the next norm adds it up.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -95,9 +122,15 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotary: Tensor, attend: Attend, layer: int) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotary, attend, layer)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self, x: Tensor, normed: Tensor, rotary: Tensor, attend: Attend, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """The stream ``x`` behind the attention, and what the MLP adds to it; ``normed``: of
+        ``x`` by ``input_layernorm``."""
+        normed, x = self.post_attention_layernorm.add(
+            x, self.self_attn(normed, rotary, attend, layer)
+        )
+        return x, self.mlp(normed)
 
 
 def embedding(rows: int, width: int) -> nn.Embedding:
@@ -146,13 +179,14 @@ class Decoder(nn.Module):
         """
         x = self.embed_tokens(tokens)
         rotary = self.rope[positions].to(x.dtype)
-        kept: dict[int, Tensor] = {}
+        norms: list[Any] = [*(layer.input_layernorm for layer in self.layers), self.norm]
+        normed, kept = norms[0](x), [x]
         for index, layer in enumerate(self.layers):
-            kept[index] = x
-            x = layer(x, rotary, attend, index)
-        kept[len(self.layers)] = x
+            x, delta = layer(x, normed, rotary, attend, index)
+            normed, x = norms[index + 1].add(x, delta)
+            kept.append(x)
         features = torch.cat([kept[i] for i in feature_layers], -1) if feature_layers else None
-        return self.norm(x), features
+        return normed, features
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``(T, hidden)`` → ``(T, vocab_size)``."""

@@ -81,8 +81,9 @@ class Midlayer(nn.Module):
 
     def forward(self, embeds: Tensor, feature: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
         both = torch.cat([self.input_layernorm(embeds), self.hidden_norm(feature)], -1)
-        x = feature + self.self_attn(both, rotary, attend, 0)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attended = self.self_attn(both, rotary, attend, 0)
+        normed, x = self.post_attention_layernorm.add(feature, attended)
+        return x + self.mlp(normed)
 
 
 class Eagle3Head(nn.Module):

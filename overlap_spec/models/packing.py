@@ -1,6 +1,11 @@
 """Weights in the order in which the CPU's matrix kernels read them."""
 
-from __future__ import annotations
+# mypy: disable-error-code="no-any-return"
+# TorchScript reads the annotations of a function as they are, and knows no newer spelling.
+
+import warnings
+from functools import cache
+from typing import Any, List, Optional, Union  # noqa: UP035
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +21,39 @@ class PackedLinear(nn.Module):
     12 rows at the embedded model's sizes.
     """
 
+    packed: Tensor
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.data)
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.data)
+        self.register_buffer("packed", packed, persistent=False)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """``(T, in_features)`` → ``(T, out_features)``."""
+        if torch.jit.is_tracing():
+            # A recorded pass has few sizes of its own (``worker/graphs.py``), and no branches.
+            return packed_linear()(x, self.packed, self.bias)
         rows = len(x)
         more = rounded_rows(rows) - rows
         if more:
             x = F.pad(x, (0, 0, 0, more))
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return out[:rows] if more else out
+
+
+@cache
+def packed_linear() -> Any:
+    """oneDNN's product in TorchScript: its list of optional numbers cannot be traced."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(_packed_linear)
+
+
+def _packed_linear(x: Tensor, packed: Tensor, bias: Optional[Tensor]) -> Tensor:  # noqa: UP045
+    none: List[Optional[Union[int, float, complex]]] = []  # noqa: UP006, UP007, UP045
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", none, "")
 
 
 def rounded_rows(rows: int) -> int:

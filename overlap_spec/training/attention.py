@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from overlap_spec.models.decoder import Heads
+
 # Up to this width the plain products beat the fused kernel, whose backward pass on the CPU costs
 # several times its forward pass.
 SHORT = 320
@@ -31,7 +33,11 @@ class CausalRows:
         self.rows = rows
         self.width = width
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
+    def __call__(self, layer: int, heads: Heads) -> Tensor:  # noqa: ARG002
+        """Heads of ``B·W`` tokens → ``(B·W, heads · D)``."""
+        return self.attend(*heads.rotated())
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``q (B·W, heads, D)``, ``k, v (B·W, kv_heads, D)`` → ``(B·W, heads · D)``."""
         groups = q.shape[1] // k.shape[1]
         # Under autocast the rotation leaves float32 beside a bfloat16 v.
@@ -51,10 +57,10 @@ class FirstRows(CausalRows):
 
     kept: tuple[Tensor, Tensor]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Shapes as for :class:`CausalRows`."""
         self.kept = self.split(k.to(v.dtype)), self.split(v)
-        return super().__call__(layer, q, k, v)
+        return super().attend(q, k, v)
 
 
 class ChainRows(CausalRows):
@@ -83,7 +89,7 @@ class ChainRows(CausalRows):
         super().__init__(rows, width)
         self.shared, self.own, self.used = shared, own, used
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Shapes as for :class:`CausalRows`."""
         groups, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5
         self.kept = self.split(k.to(v.dtype)), self.split(v)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from overlap_spec.models.decoder import Decoder
+from overlap_spec.models.decoder import Decoder, Heads
 
 # Changes the logits (rows, vocab) in place, given the indices of the prompts still running.
 Mask = Callable[[list[int], Tensor], None]
@@ -41,7 +41,8 @@ class CachedRows:
         slots = torch.arange(self.begin, self.end, device=self.start.device)
         return (slots - self.start[:, None]).clamp(min=0)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
+        q, k, v = heads.rotated()
         rows, new = len(self.start), self.end - self.begin
         q, k, v = (x.view(rows, new, x.shape[1], -1).transpose(1, 2) for x in (q, k, v))
         self.cache[layer, 0, :, :, self.begin : self.end] = k

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from overlap_spec.types import StepPlan, Tier
+from overlap_spec.worker.graphs import padded_size
 from overlap_spec.worker.streams import Event, Streams
 
 
@@ -20,6 +21,7 @@ class Batch:
 
     Attributes:
         rows: ``(B + F,)``: rows of the trees, then of the final chunks, the verified requests.
+        tree_rows: ``(S,)``: rows of the trees, then nobody's row up to a recorded size.
         chunk_rows, chunk_starts, chunk_sizes, chunk_pages: ``(C,)``: each chunk's row, start,
             tokens, and the page before it.
         tokens, positions, token_rows: ``(T,)``: all chunks' tokens, end to end.
@@ -34,6 +36,7 @@ class Batch:
 
     plan: StepPlan
     rows: Tensor
+    tree_rows: Tensor
     chunk_rows: Tensor
     chunk_starts: Tensor
     chunk_sizes: Tensor
@@ -54,15 +57,11 @@ class Batch:
         return len(self.plan.decode_rows)
 
     @property
-    def tree_rows(self) -> Tensor:
-        return self.rows[: self.trees]
-
-    @property
     def final_rows(self) -> Tensor:
         return self.rows[self.trees :]
 
 
-def upload(plan: StepPlan, max_pages: int, device: torch.device) -> Batch:
+def upload(plan: StepPlan, max_pages: int, nobody: int, device: torch.device) -> Batch:
     """Pack the plan's numbers, and bring them to the device in one copy."""
     chunks = plan.chunks
     sizes = np.array([len(c.tokens) for c in chunks], np.int64)
@@ -77,8 +76,11 @@ def upload(plan: StepPlan, max_pages: int, device: torch.device) -> Batch:
         np.concatenate([[c], len(chunks) + first[c] + np.arange(extended[c] - 1)])
         for c in range(len(chunks))
     ]
+    trees = len(plan.decode_rows)
+    size = trees if chunks else padded_size(trees)
     parts: list[list[Any]] = [
         [*plan.decode_rows, *rows[final]],
+        [*plan.decode_rows, *[nobody] * (size - trees)],
         [rows],
         [starts],
         [sizes],

@@ -62,14 +62,15 @@ def build_worker(
         device,
     )
     shapes = [target.config] + ([head.config.layer] if head else [])
-    pages = count_pages(config, shapes, tables.pages.numel(), dtype, device)
-    pool = KVPool(target.config, pages, config.page_size, tables, dtype)
+    wanted = rows * tables.pages.shape[1]
+    pages = count_pages(config, shapes, wanted, dtype, device)
+    pool = KVPool(target.config, pages, config.page_size, dtype, device)
     drafter: Drafter | None = None
     draft_pool = None
     if head is not None:
-        draft_pool = KVPool(head.config.layer, pages, config.page_size, tables, dtype, first=1)
-        drafter = Eagle3Drafter(head, target, draft_pool, rows)
-    passes = Passes(target, drafter, tables, pool, draft_pool)
+        draft_pool = KVPool(head.config.layer, pages, config.page_size, dtype, device, first=1)
+        drafter = Eagle3Drafter(head, target, draft_pool, len(tables.roots))
+    passes = Passes(target, drafter, tables, pool, draft_pool, config.graphs)
     return Worker(passes, streams, config.overlap, tiers, rows, record)
 
 

@@ -5,38 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from overlap_spec.kernels import KeySpan, move_kv, page_slots, store_kv, tree_attention
+from overlap_spec.kernels import KeySpan, move_kv, page_slots, rotate_and_store, tree_attention
 from overlap_spec.models.config import ModelConfig
-from overlap_spec.worker.tables import RowTables
+from overlap_spec.models.decoder import Heads
 
 
-class KVPool:
-    """Keys and values of ``layers`` layers in pages of ``page_size`` slots.
+class KVPool(nn.Module):
+    """Keys ``k`` and values ``v`` of all layers in pages: ``(layers, pages, page_size, heads, D)``.
 
     Page 0 belongs to no request: rows without pages point there. Pages start as zeros, since a
     masked key still meets a weight of zero, which a NaN would survive.
 
     Args:
         config: Shape of the layers.
+        page_size: Slots of a page, in tokens.
         first: First slot of a sequence that exists (1 in a draft cache).
     """
+
+    k: Tensor
+    v: Tensor
 
     def __init__(
         self,
         config: ModelConfig,
         pages: int,
         page_size: int,
-        tables: RowTables,
         dtype: torch.dtype,
+        device: torch.device,
         first: int = 0,
     ) -> None:
+        super().__init__()
         shape = (config.num_layers, pages, page_size, config.num_kv_heads, config.head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=tables.device)
-        self.v = torch.zeros(shape, dtype=dtype, device=tables.device)
-        self.config, self.page_size, self.tables, self.first = config, page_size, tables, first
-        self.visible_pages = 1
+        self.register_buffer("k", torch.zeros(shape, dtype=dtype, device=device))
+        self.register_buffer("v", torch.zeros(shape, dtype=dtype, device=device))
+        self.config, self.page_size, self.first = config, page_size, first
 
     @staticmethod
     def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
@@ -44,26 +48,17 @@ class KVPool:
         heads = config.num_layers * config.num_kv_heads * config.head_dim
         return 2 * heads * page_size * dtype.itemsize
 
-    def see(self, max_tokens: int) -> None:
-        """Let attention read the first ``max_tokens`` slots of every row: this step's bound."""
-        needed = -(-max_tokens // self.page_size)
-        self.visible_pages = min(needed, self.tables.pages.shape[1])
-
-    def slots(self, rows: Tensor, logical: Tensor) -> Tensor:
-        """Physical slots of ``logical (B, Q)`` slots of ``rows (B,)``."""
-        return page_slots(self.tables.pages, rows, logical, self.page_size)
-
     def attend(
-        self, rows: Tensor, slots: Tensor, prefix: Tensor, positions: Tensor, mask: Tensor | None
+        self, pages: Tensor, slots: Tensor, prefix: Tensor, positions: Tensor, mask: Tensor | None
     ) -> PagedAttend:
         """See :class:`overlap_spec.drafters.base.DraftCache`."""
-        pages = self.tables.pages[rows, : self.visible_pages]
         span = KeySpan(pages, prefix, positions, mask, self.first)
-        return PagedAttend(self, self.slots(rows, slots).flatten(), (span,))
+        return PagedAttend(self, page_slots(pages, slots, self.page_size).flatten(), (span,))
 
-    def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
+    def move(self, pages: Tensor, source: Tensor, target: Tensor) -> None:
         """Copy logical slots ``source (B, W)`` to ``target (B, W)`` in every layer."""
-        move_kv(self.k, self.v, self.slots(rows, source), self.slots(rows, target))
+        come, go = (page_slots(pages, slots, self.page_size) for slots in (source, target))
+        move_kv(self.k, self.v, come, go)
 
     def clear(self, pages: tuple[int, ...]) -> None:
         """Zero pages that may hold NaN before another request reads them masked."""
@@ -83,17 +78,21 @@ class PagedAttend:
     slots: Tensor
     spans: tuple[KeySpan, ...]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
         keys, values = self.pool.k[layer], self.pool.v[layer]
-        store_kv(keys, values, self.slots, k, v)
+        q = rotate_and_store(heads.qkv, heads.rotary, keys, values, self.slots, heads.norm)
         window = self.pool.config.window(layer)
-        outputs, start = [], 0
+        if len(self.spans) == 1:
+            (span,) = self.spans
+            rectangle = q.view(*span.positions.shape, *q.shape[1:])
+            return tree_attention(rectangle, keys, values, span, window).flatten(0, 1)
+        out, start = q.new_empty(len(q), q.shape[1] * q.shape[2]), 0
         for span in self.spans:
-            batch, queries = span.positions.shape
-            part = q[start : start + batch * queries].reshape(batch, queries, *q.shape[1:])
-            outputs.append(tree_attention(part, keys, values, span, window).flatten(0, 1))
-            start += batch * queries
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            here = slice(start, start := start + span.positions.numel())
+            rectangle = q[here].view(*span.positions.shape, *q.shape[1:])
+            part = out[here].view(*span.positions.shape, -1)
+            tree_attention(rectangle, keys, values, span, window, part)
+        return out
 
 
 def join(parts: list[PagedAttend]) -> PagedAttend:

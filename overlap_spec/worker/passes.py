@@ -5,22 +5,37 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from overlap_spec.drafters.base import Drafter, Roots
 from overlap_spec.kernels import Tree, accept_path, apply_bitmask, build_chain
 from overlap_spec.models.decoder import Decoder
+from overlap_spec.types import StepPlan, Tier
 from overlap_spec.worker.batch import Batch
+from overlap_spec.worker.graphs import Tensors, padded
 from overlap_spec.worker.kv_pool import KVPool, PagedAttend, join
+from overlap_spec.worker.replay import Replay, Replays, read_inputs
 from overlap_spec.worker.sampler import Nodes, Sampler
 from overlap_spec.worker.tables import Needs, RowTables
 
 
 class Drafted(NamedTuple):
-    """Trees behind the roots, or none where a step only prefills."""
+    """Trees behind the roots, or none where a step only prefills.
+
+    Both have the rows of ``batch.tree_rows``, the last of which may be nobody's. ``replay``: the
+    recorded passes with which the step goes on, if there are any.
+    """
 
     roots: Roots
     tree: Tree | None
+    replay: Replay | None
+
+    def first(self, count: int) -> Drafted:
+        """The first ``count`` trees alone."""
+        if self.tree is None or count == len(self.roots.rows):
+            return self
+        roots = Roots(*(x[:count] for x in vars(self.roots).values()))
+        return Drafted(roots, Tree(*(x[:count] for x in self.tree)), None)
 
 
 class Verified(NamedTuple):
@@ -45,8 +60,25 @@ class Emitted(NamedTuple):
     logprobs: tuple[Tensor, Tensor, Tensor] | None
 
 
-class Passes:
-    """The models of a worker and what is computed with them."""
+class Lesson(NamedTuple):
+    """What :meth:`Drafter.extend` takes in of some requests; ``rows`` and ``last`` are roots."""
+
+    tokens: Tensor
+    features: Tensor
+    positions: Tensor
+    attend: PagedAttend
+    rows: Tensor
+    last: Tensor
+
+
+class Passes(nn.Module):
+    """The models of a worker and what is computed with them.
+
+    Args:
+        record: Whether passes are recorded and replayed where a step only decodes.
+    """
+
+    page_features: Tensor
 
     def __init__(
         self,
@@ -55,52 +87,89 @@ class Passes:
         tables: RowTables,
         pool: KVPool,
         draft_pool: KVPool | None,
+        record: bool,
     ) -> None:
+        super().__init__()
         self.target, self.drafter, self.tables = target, drafter, tables
         self.pool, self.draft_pool = pool, draft_pool
         self.sampler = Sampler(tables)
         self.device = tables.device
         self.last_position = target.config.max_position - 1
+        self.replays = Replays(self, record)
         if drafter is not None:
             # One feature a page, so that a prefix can be reused with the drafter's cache.
             width = len(drafter.feature_layers) * target.config.hidden_size
-            self.page_features = pool.k.new_zeros(pool.k.shape[1], width)
+            features = pool.k.new_zeros(pool.k.shape[1], width)
+            self.register_buffer("page_features", features)
 
     def draft(self, batch: Batch) -> Drafted:
         """Enter the plan's pages, then grow the trees."""
-        plan, tables = batch.plan, self.tables
+        plan, tables, rows = batch.plan, self.tables, batch.tree_rows
         tables.pages.view(-1)[batch.page_index] = batch.page_values
-        for pool in (self.pool, self.draft_pool):
-            if pool is not None:
-                pool.see(plan.max_keys)
-        rows = batch.tree_rows
-        roots = Roots(rows, tables.roots[rows], tables.committed[rows])
+        pages = tables.pages[rows, : self._visible(plan)]
         if not batch.trees:
-            return Drafted(roots, None)
-        if self.drafter is None or plan.tier.steps == 0:
-            nothing = roots.tokens.new_zeros(batch.trees, 0)
-            return Drafted(roots, build_chain(roots.tokens, nothing))
-        return Drafted(roots, self.drafter.draft(roots, plan.tier))
+            return Drafted(Roots(rows, pages, rows, rows), None, None)
+        replay = self.replays.find(plan, len(rows))
+        if replay is None:
+            tokens, positions, *tree = self.grow(plan.tier, rows, pages)
+        else:
+            tokens, positions, *tree = replay.draft(rows, pages)
+        return Drafted(Roots(rows, pages, tokens, positions), Tree(*tree), replay)
+
+    def grow(self, tier: Tier, rows: Tensor, pages: Tensor) -> Tensors:
+        """The roots' tokens and positions, and the tensors of the trees behind them."""
+        roots = Roots(rows, pages, self.tables.roots[rows], self.tables.committed[rows])
+        if self.drafter is None or tier.steps == 0:
+            tree = build_chain(roots.tokens, roots.tokens[:, None][:, :0])
+        else:
+            tree = self.drafter.draft(roots, tier)
+        return roots.tokens, roots.positions, *tree
 
     def verify(self, batch: Batch, drafted: Drafted) -> Verified:
         """The target over all nodes and all chunks in one pass."""
-        roots, tree = drafted
+        roots, tree, replay = drafted
+        if tree is not None and replay is not None:
+            hidden, *rest = replay.verify(*read_inputs(roots, tree))
+            hidden = hidden[: batch.trees * tree.tokens.shape[1]]
+            return Verified(self.target.logits(hidden), rest[0] if rest else None)
         tokens, positions, parts = [batch.tokens], [batch.positions], []
         nodes = 0
         if tree is not None:
             nodes = tree.tokens.numel()
-            place = self._within(roots.positions[:, None] + tree.depths)
-            slots = roots.positions[:, None] + self._count(tree.tokens.shape[1])
+            place, part = self._tree_part(batch.plan.tier, *read_inputs(roots, tree))
             tokens.insert(0, tree.tokens.flatten())
-            positions.insert(0, place.flatten())
-            mask = tree.ancestors if batch.plan.tier.top_k > 1 else None
-            parts.append(self.pool.attend(roots.rows, slots, roots.positions, place, mask))
+            positions.insert(0, place)
+            parts.append(part)
         parts += self._chunk_parts(batch, self.pool)
-        layers = self.drafter.feature_layers if self.drafter is not None else ()
-        hidden, features = self.target(torch.cat(tokens), torch.cat(positions), join(parts), layers)
+        hidden, features = self.target(
+            torch.cat(tokens), torch.cat(positions), join(parts), self._feature_layers
+        )
         if batch.plan.chunks:
             hidden = hidden[torch.cat([self._count(nodes), batch.last + nodes])]
         return Verified(self.target.logits(hidden), features)
+
+    def read(self, tier: Tier, *inputs: Tensor) -> Tensors:
+        """The target over trees alone, as :func:`read_inputs`: hidden states, and features."""
+        place, part = self._tree_part(tier, *inputs)
+        tokens = inputs[3].flatten()
+        hidden, features = self.target(tokens, place, part, self._feature_layers)
+        return (hidden,) if features is None else (hidden, features)
+
+    def _tree_part(
+        self,
+        tier: Tier,
+        rows: Tensor,  # noqa: ARG002
+        pages: Tensor,
+        roots: Tensor,
+        tokens: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
+    ) -> tuple[Tensor, PagedAttend]:
+        """Positions ``(B * N,)`` of the trees' nodes, and their attention."""
+        place = self._within(roots[:, None] + depths)
+        slots = roots[:, None] + self._count(tokens.shape[1])
+        mask = ancestors if tier.top_k > 1 else None
+        return place.flatten(), self.pool.attend(pages, slots, roots, place, mask)
 
     def choose(
         self,
@@ -116,13 +185,14 @@ class Passes:
             masks: Mask rows int32 ``(L, words)``, depth limits int64 ``(R,)`` and the rows to
                 which masks apply; None where no request has a grammar.
         """
+        drafted = drafted.first(batch.trees)
         logits, tree = verified.logits, drafted.tree
         limits = None
         if masks is not None:
             apply_bitmask(logits, masks[0], masks[2])
             limits = masks[1][: batch.trees]
         if needs.plain:
-            own = self.tables.depth_limit[batch.tree_rows]
+            own = self.tables.depth_limit[drafted.roots.rows]
             limits = own if limits is None else torch.minimum(limits, own)
         nodes = self._nodes(batch, drafted)
         logits = self.sampler.process(logits, nodes, needs)
@@ -143,7 +213,7 @@ class Passes:
     def _accept(
         self, batch: Batch, drafted: Drafted, choices: Tensor, limits: Tensor | None
     ) -> Emitted:
-        tables, (roots, tree), plan = self.tables, drafted, batch.plan
+        tables, (roots, tree, _), plan = self.tables, drafted, batch.plan
         singles = choices[len(choices) - len(batch.final_rows) :]
         tokens, lengths, path = singles[:, None], torch.zeros_like(singles), None
         tables.committed[batch.chunk_rows] = batch.chunk_starts + batch.chunk_sizes
@@ -158,49 +228,83 @@ class Passes:
             lengths = torch.cat([accepted.lengths, lengths])
             if plan.tier.top_k > 1:
                 base = roots.positions[:, None]
-                self.pool.move(roots.rows, base + path, base + self._count(width))
+                self.pool.move(roots.pages, base + path, base + self._count(width))
             tables.committed[roots.rows] += accepted.lengths + 1
         tables.roots[batch.rows] = tokens.gather(1, lengths[:, None])[:, 0].clamp(min=0)
         return Emitted(lengths, tokens, path, None)
 
     def extend(self, batch: Batch, drafted: Drafted, verified: Verified, emitted: Emitted) -> None:
         """Feed the drafter what was committed: each token with the feature before it."""
-        pool, features, roots = self.draft_pool, verified.features, drafted.roots
-        if self.drafter is None or features is None or pool is None:
+        (roots, tree, replay), features = drafted, verified.features
+        if features is None:
             return
-        chosen = emitted.tokens.clamp(min=0)
-        own = features[len(features) - len(batch.tokens) :]
+        trees, chosen = batch.trees, emitted.tokens.clamp(min=0)
+        lessons, nodes = [], 0
+        if tree is not None and emitted.path is not None:
+            inputs = [chosen[:trees], emitted.path, emitted.lengths[:trees]]
+            if replay is not None and replay.extend is not None:
+                inputs = [padded(x, len(roots.rows)) for x in inputs]
+                replay.extend(roots.rows, roots.pages, roots.positions, features, *inputs)
+                return
+            nodes = tree.tokens.numel()
+            known = roots.rows, roots.pages, roots.positions, features
+            lessons.append(self._tree_lesson(batch.plan.tier, *known, *inputs))
+        if batch.plan.chunks:
+            lessons.append(self._chunk_lesson(batch, features[nodes:], chosen[trees:, 0]))
+        self._teach(lessons)
+
+    def learn(self, tier: Tier, *inputs: Tensor) -> Tensors:
+        """:meth:`extend` over trees alone; a trace wants an output."""
+        self._teach([self._tree_lesson(tier, *inputs)])
+        return inputs[:1]
+
+    def _teach(self, lessons: list[Lesson]) -> None:
+        assert self.drafter is not None
+        lesson = lessons[0]
+        for behind in lessons[1:]:
+            lesson = Lesson(
+                torch.cat([lesson.tokens, behind.tokens]),
+                torch.cat([lesson.features, behind.features]),
+                torch.cat([lesson.positions, behind.positions]),
+                join([lesson.attend, behind.attend]),
+                torch.cat([lesson.rows, behind.rows]),
+                torch.cat([lesson.last, behind.last + len(lesson.tokens)]),
+            )
+        self.drafter.extend(*lesson)
+
+    def _tree_lesson(
+        self,
+        tier: Tier,
+        rows: Tensor,
+        pages: Tensor,
+        roots: Tensor,
+        features: Tensor,
+        tokens: Tensor,
+        path: Tensor,
+        lengths: Tensor,
+    ) -> Lesson:
+        """What the trees committed: ``tokens``, ``path`` and ``lengths`` as in :class:`Emitted`."""
+        assert self.draft_pool is not None
+        batch, width = tokens.shape
+        slots = roots[:, None] + 1 + self._count(width)
+        place = self._within(slots)
+        each = self._count(batch)[:, None]
+        along = features[(each * tier.nodes + path).flatten()]
+        self._keep_features(rows[:, None].expand(-1, width).flatten(), (slots - 1).flatten(), along)
+        attend = self.draft_pool.attend(pages, slots, slots[:, 0], place, None)
+        last = each[:, 0] * width + lengths
+        return Lesson(tokens.flatten(), along, place.flatten(), attend, rows, last)
+
+    def _chunk_lesson(self, batch: Batch, own: Tensor, chosen: Tensor) -> Lesson:
+        """What the chunks committed; ``own``: their features, ``chosen``: their first tokens."""
+        assert self.draft_pool is not None
         following = batch.extend_tokens.clone()
-        following[batch.chosen] = chosen[batch.trees :, 0]
+        following[batch.chosen] = chosen
         before = torch.cat([self.page_features[batch.chunk_pages], own])[batch.extend_features]
-        tokens, positions, parts = [following], [self._within(batch.extend_positions)], []
-        last, kept = [batch.chosen], [before]
         self._keep_features(batch.token_rows, batch.positions, own)
-        if drafted.tree is not None and emitted.path is not None:
-            width, nodes = chosen.shape[1], drafted.tree.tokens.shape[1]
-            each = self._count(batch.trees)[:, None]
-            slots = roots.positions[:, None] + 1 + self._count(width)
-            place = self._within(slots)
-            along = features[(each * nodes + emitted.path).flatten()]
-            tokens.insert(0, chosen[: batch.trees].flatten())
-            positions.insert(0, place.flatten())
-            parts.append(pool.attend(roots.rows, slots, slots[:, 0], place, None))
-            last = [
-                each[:, 0] * width + emitted.lengths[: batch.trees],
-                batch.chosen + batch.trees * width,
-            ]
-            kept.insert(0, along)
-            rows = roots.rows[:, None].expand(-1, width).flatten()
-            self._keep_features(rows, (slots - 1).flatten(), along)
-        parts += self._chunk_parts(batch, pool, chosen=True)
-        self.drafter.extend(
-            torch.cat(tokens),
-            torch.cat(kept),
-            torch.cat(positions),
-            join(parts),
-            batch.rows,
-            torch.cat(last),
-        )
+        positions = self._within(batch.extend_positions)
+        attend = join(self._chunk_parts(batch, self.draft_pool, chosen=True))
+        return Lesson(following, before, positions, attend, batch.final_rows, batch.chosen)
 
     def _keep_features(self, rows: Tensor, positions: Tensor, features: Tensor) -> None:
         """Keep the feature of every page's last token, for who starts behind that page.
@@ -230,11 +334,12 @@ class Passes:
         """Causal attention of each chunk; ``chosen``: with the token to be chosen behind it."""
         parts, first = [], 0
         slots = batch.extend_positions if chosen else batch.positions
+        pages = self.tables.pages[batch.chunk_rows, : self._visible(batch.plan)]
         for index, chunk in enumerate(batch.plan.chunks):
             here = slice(first, first + len(chunk.tokens) + (chosen and chunk.final))
             parts.append(
                 pool.attend(
-                    batch.chunk_rows[index : index + 1],
+                    pages[index : index + 1],
                     slots[None, here],
                     batch.chunk_starts[index : index + 1],
                     self._within(slots[None, here]),
@@ -243,6 +348,17 @@ class Passes:
             )
             first = here.stop
         return parts
+
+    def _visible(self, plan: StepPlan) -> int:
+        """Columns of the page tables that a step reads: all of them where shapes are recorded."""
+        columns = self.tables.pages.shape[1]
+        if self.device.type == "cuda":
+            return columns
+        return min(-(-plan.max_keys // self.pool.page_size), columns)
+
+    @property
+    def _feature_layers(self) -> tuple[int, ...]:
+        return self.drafter.feature_layers if self.drafter is not None else ()
 
     def _within(self, positions: Tensor) -> Tensor:
         """Positions inside the context; what lies behind it is drafted in vain."""

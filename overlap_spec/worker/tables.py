@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from overlap_spec.types import Request
 
@@ -28,33 +28,46 @@ class Needs:
     origins: bool
 
 
-class RowTables:
+class RowTables(nn.Module):
     """Committed lengths, roots, page tables and sampling settings of ``max_rows`` rows.
 
     ``committed`` int64 ``(R,)``: tokens whose target keys are cached, which is the root's position.
     ``roots`` int64 ``(R,)``: last committed tokens. ``pages`` int64 ``(R, P)``. What only some
     requests need over the whole vocabulary (counts, bias, stop masks) is allocated on first use.
+
+    R is ``max_rows + 1``: row :attr:`nobody` belongs to no request, and its pages are page 0. It
+    fills batches up to a size that is recorded.
     """
+
+    committed: Tensor
+    roots: Tensor
+    pages: Tensor
 
     def __init__(self, max_rows: int, max_pages: int, vocab_size: int, device: torch.device):
         def table(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.zeros(max_rows, *shape, dtype=dtype, device=device)
+            return torch.zeros(max_rows + 1, *shape, dtype=dtype, device=device)
 
-        self.device, self.vocab_size = device, vocab_size
-        self.committed, self.roots = table(torch.int64), table(torch.int64)
-        self.pages = table(torch.int64, max_pages)
+        super().__init__()
+        self.device, self.vocab_size, self.nobody = device, vocab_size, max_rows
+        self.register_buffer("committed", table(torch.int64))
+        self.register_buffer("roots", table(torch.int64))
+        self.register_buffer("pages", table(torch.int64, max_pages))
         self.temperature, self.top_p, self.min_p = (table(torch.float32) for _ in range(3))
         self.top_k, self.seed, self.min_position = (table(torch.int64) for _ in range(3))
         self.depth_limit = table(torch.int64)
         self.repetition, self.presence, self.frequency = (table(torch.float32) for _ in range(3))
         self._wide: dict[str, Tensor] = {}
-        self._max_rows = max_rows
         self._needs: dict[int, Needs] = {}
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Columns of the page tables, and the row that is nobody's."""
+        return self.pages.shape[1], self.nobody
 
     def wide(self, name: str, dtype: torch.dtype) -> Tensor:
         """A ``(R, vocab)`` table, made on first use."""
         if name not in self._wide:
-            shape = (self._max_rows, self.vocab_size)
+            shape = (self.nobody, self.vocab_size)
             self._wide[name] = torch.zeros(shape, dtype=dtype, device=self.device)
         return self._wide[name]
 

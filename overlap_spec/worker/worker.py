@@ -72,6 +72,14 @@ class Worker:
         words = -(-passes.tables.vocab_size // 32)
         device = passes.device
         self.states = {tier: TierState(tier, rows, words, streams, device) for tier in tiers}
+        self._record_passes(rows)
+
+    @torch.inference_mode()
+    def _record_passes(self, rows: int) -> None:
+        """Queue the recording of all tiers' passes, ahead of the first step."""
+        for tier in self.states:
+            for size in self.passes.replays.sizes(rows):
+                self.streams.compute.run("record", self.passes.replays.record, tier, size)
 
     @torch.inference_mode()
     def assign(self, row: int, request: Request, output_ids: list[int]) -> None:
@@ -91,7 +99,7 @@ class Worker:
         needs = self.tables.needs(row for _, row, _ in plan.verified)
 
         self.streams.begin(plan.index)
-        batch = planner.run("upload", upload, plan, self.tables.pages.shape[1], passes.device)
+        batch = planner.run("upload", upload, plan, *self.tables.extent, passes.device)
         planner.record(flight.planned)
         compute.wait(flight.planned)
         # The wait is for tokens of the step before, whose draft extend still keeps compute busy.
@@ -103,7 +111,7 @@ class Worker:
         if flight.constrained:
             compute.record(flight.drafted)
             copy.wait(flight.drafted)
-            copy.run("tree", _copy_tree, drafted, buffers)
+            copy.run("tree", _copy_tree, drafted, buffers, plan)
             copy.record(flight.copied)
             if serial:
                 flight.copied.synchronize()
@@ -239,12 +247,13 @@ class Worker:
         return tuple(limits.tolist())
 
 
-def _copy_tree(drafted: Drafted, buffers: Buffers) -> None:
+def _copy_tree(drafted: Drafted, buffers: Buffers, plan: StepPlan) -> None:
     if drafted.tree is not None:
-        count = drafted.tree.tokens.numel()
+        trees = len(plan.decode_rows)
+        count = trees * plan.tier.nodes
         links = (drafted.tree.tokens, drafted.tree.first_child, drafted.tree.next_sibling)
         for host, link in zip(buffers.links, links, strict=True):
-            host[:count].copy_(link.flatten(), non_blocking=True)
+            host[:count].copy_(link[:trees].flatten(), non_blocking=True)
 
 
 def _upload_masks(buffers: Buffers, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor | None]:
