@@ -126,6 +126,7 @@ class Core:
             "pages_in_use": allocator.in_use,
             "pages": allocator.total,
             "matchers": len(self.lane.matchers),
+            "graph_bytes": self.worker.passes.replays.bytes,
             "preemptions": self.scheduler.preemptions,
             "steps": figures.steps,
             "grammar_ms": figures.grammar_ms,

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from overlap_spec.drafters.base import Roots
 from overlap_spec.engine import Engine
-from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import Tree
-from overlap_spec.types import SamplingParams
 from overlap_spec.worker.graphs import padded, padded_size
 from overlap_spec.worker.passes import Passes
 from overlap_spec.worker.replay import read_inputs
@@ -97,30 +95,3 @@ def test_nothing_is_recorded_where_it_is_switched_off(tiny: dict[str, Any], over
             outputs.append(engine.generate(["one", "two", "three"], None, {"max_tokens": 20}))
             assert bool(engine.core.worker.passes.replays._found) == graphs
     assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
-
-
-@pytest.mark.gpu
-def test_a_step_never_waits_for_the_device(tiny: dict[str, Any]) -> None:
-    """But for the tree, which is an event's: whatever a step asks for."""
-    grammar = Grammar.regex(r"[a-f]{3}-\d{1,9}")
-    samplings = [
-        {"temperature": 0.0},
-        {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 3},
-        {"temperature": 0.0, "presence_penalty": 1.0, "logit_bias": {5: 2.0}, "min_tokens": 2},
-        {"temperature": 0.0, "logprobs": 3},
-    ]
-    asks = [
-        (f"prompt {number}", grammar if number % 2 else None, SamplingParams(max_tokens=24, **s))
-        for number, s in enumerate([*samplings, *samplings])
-    ]
-    with Engine(**tiny, device="cuda", adaptive="static", num_steps=3) as engine:
-        for rehearsal in (True, False):
-            tickets = [engine.submit(*ask) for ask in asks]
-            torch.cuda.set_sync_debug_mode("default" if rehearsal else "error")
-            try:
-                while any(ticket.output is None for ticket in tickets):
-                    engine.step()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            assert all(ticket.output and ticket.output.error is None for ticket in tickets)
-            engine.release(tickets)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from overlap_spec.worker.cuda import CudaStreams
 from overlap_spec.worker.streams import (
     ChaosStream,
-    CudaStreams,
     InlineStreams,
     Streams,
     ThreadStream,

@@ -14,10 +14,10 @@ from overlap_spec.models.config import ModelConfig, read_json
 from overlap_spec.models.packing import pack
 from overlap_spec.models.weights import load_decoder, load_eagle3
 from overlap_spec.types import Tier
+from overlap_spec.worker.cuda import CudaStreams
 from overlap_spec.worker.kv_pool import KVPool
 from overlap_spec.worker.passes import Passes
 from overlap_spec.worker.streams import (
-    CudaStreams,
     InlineStreams,
     Record,
     Streams,
@@ -78,7 +78,7 @@ def build_streams(config: EngineConfig, record: Record) -> Streams:
     """CUDA's streams on a GPU; on the CPU threads, or none of them in the serial mode."""
     device = pick_device(config.device)
     if device.type == "cuda":
-        return CudaStreams(device)
+        return CudaStreams(device, record)
     if config.overlap == "none":
         return InlineStreams(record)
     return ThreadStreams(lambda name: ThreadStream(name, record))

@@ -1,4 +1,4 @@
-"""Streams and events: CUDA's, and the same contract on CPU threads.
+"""Streams and events: the contract, and CPU threads behind it (CUDA's: ``worker/cuda.py``).
 
 A stream runs what it is given in order, beside the other streams and the host. The scheduler's
 code is one for all kinds, so that its races are there, and tested, without a GPU.
@@ -61,8 +61,8 @@ class Event(ABC):
 
     @property
     @abstractmethod
-    def time_ns(self) -> int | None:
-        """When it passed, on the host's clock; None where only the device knows."""
+    def time_ns(self) -> int:
+        """When it passed, on the host's clock."""
 
 
 class Stream(ABC):
@@ -107,11 +107,16 @@ class Streams(ABC):
         """A new event of this kind of streams."""
 
     @abstractmethod
+    def note(self) -> None:
+        """Record the spans of what has passed by now, where a stream does not by itself."""
+
+    @abstractmethod
     def close(self) -> None:
         """End all threads, after what is queued."""
 
 
-def _call(work: Callable[..., T], args: tuple[Any, ...]) -> T:
+def call(work: Callable[..., T], args: tuple[Any, ...]) -> T:
+    """``work`` with what the Values among ``args`` hold."""
     return work(*(arg.get() if isinstance(arg, Value) else arg for arg in args))
 
 
@@ -146,7 +151,7 @@ class HostEvent(Event):
         return (later.captured().time_ns - self.captured().time_ns) / 1e6
 
     @property
-    def time_ns(self) -> int | None:
+    def time_ns(self) -> int:
         return self.captured().time_ns
 
 
@@ -159,7 +164,7 @@ class InlineStream(Stream):
     def run(self, label: str, work: Callable[..., T], *args: Any) -> Value[T]:
         value: Value[T] = Value()
         start = time.perf_counter_ns()
-        value.set(_call(work, args))
+        value.set(call(work, args))
         if self._record is not None:
             self._record(self.name, label, start, time.perf_counter_ns(), self.step)
         return value
@@ -194,7 +199,7 @@ class ThreadStream(Stream):
                 return
             start = time.perf_counter_ns()
             try:
-                value.set(_call(work, args))
+                value.set(call(work, args))
             except BaseException as error:
                 self._error = error
             if self._record is not None:
@@ -271,6 +276,9 @@ class InlineStreams(Streams):
     def event(self) -> Event:
         return HostEvent()
 
+    def note(self) -> None:
+        """Spans are recorded as they end."""
+
     def close(self) -> None:
         """Nothing to end."""
 
@@ -285,69 +293,9 @@ class ThreadStreams(Streams):
     def event(self) -> Event:
         return HostEvent()
 
+    def note(self) -> None:
+        """Spans are recorded as they end."""
+
     def close(self) -> None:
         for stream in self._all:
             stream.close()
-
-
-class CudaEvent(Event):
-    """A CUDA event with a clock."""
-
-    def __init__(self) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
-        self.recorded = False
-
-    def captured(self) -> torch.cuda.Event:
-        if not self.recorded:
-            raise RuntimeError("waiting on an event that was never recorded")
-        return self.event
-
-    def synchronize(self) -> None:
-        self.captured().synchronize()
-
-    def elapsed_ms(self, later: Event) -> float:
-        assert isinstance(later, CudaEvent)
-        milliseconds: float = self.captured().elapsed_time(later.captured())
-        return milliseconds
-
-    @property
-    def time_ns(self) -> int | None:
-        return None
-
-
-class CudaStream(Stream):
-    """A CUDA stream: work is launched at once and runs in order on the device."""
-
-    def __init__(self, name: str, device: torch.device) -> None:
-        self.name = name
-        self._stream = torch.cuda.Stream(device)
-
-    def run(self, label: str, work: Callable[..., T], *args: Any) -> Value[T]:
-        value: Value[T] = Value()
-        with torch.cuda.stream(self._stream), torch.cuda.nvtx.range(label):
-            value.set(_call(work, args))
-        return value
-
-    def record(self, event: Event) -> None:
-        assert isinstance(event, CudaEvent)
-        event.event.record(self._stream)
-        event.recorded = True
-
-    def wait(self, event: Event) -> None:
-        assert isinstance(event, CudaEvent)
-        self._stream.wait_event(event.captured())
-
-
-class CudaStreams(Streams):
-    """The streams of a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.compute = CudaStream("compute", device)
-        self.plan = CudaStream("plan", device)
-        self.copy = CudaStream("copy", device)
-
-    def event(self) -> Event:
-        return CudaEvent()
-
-    def close(self) -> None:
-        """The driver frees its streams."""

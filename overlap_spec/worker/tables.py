@@ -140,17 +140,19 @@ class RowTables(nn.Module):
             counts, prompt = self.output_counts[row].zero_(), self.in_prompt[row].zero_()
             ones = torch.ones(len(output_ids), dtype=counts.dtype, device=self.device)
             counts.index_add_(0, self._ids(output_ids), ones)
-            prompt[self._ids(request.prompt_ids)] = True
+            prompt.index_fill_(0, self._ids(request.prompt_ids), True)
         if needs.biased:
             bias = self.wide("bias", torch.float32)[row].zero_()
             for token, value in request.sampling.logit_bias.items():
                 bias[token] = value
         if needs.held_open:
             stops = self.wide("stops", torch.bool)[row].zero_()
-            stops[self._ids(sorted(request.stop_ids))] = True
+            stops.index_fill_(0, self._ids(sorted(request.stop_ids)), True)
 
     def _ids(self, ids: Sequence[int]) -> Tensor:
-        return torch.tensor(ids, dtype=torch.int64, device=self.device)
+        pinned = self.device.type == "cuda"
+        found = torch.tensor(ids, dtype=torch.int64, pin_memory=pinned)
+        return found.to(self.device, non_blocking=True)
 
     def count_output(self, rows: Tensor, emitted: Tensor, lengths: Tensor) -> None:
         """Add ``emitted[b, :lengths[b] + 1]`` to the output of ``rows[b]``; negatives are none."""

@@ -173,10 +173,11 @@ class Worker:
         exposed_ms = 0.0
         if flight.constrained:
             exposed_ms = max(0.0, flight.verified.elapsed_ms(flight.masked))
-            start = flight.verified.time_ns
-            if exposed_ms and start is not None:
+            if exposed_ms:
+                start = flight.verified.time_ns
                 end = start + int(exposed_ms * 1e6)
                 self.record("compute", "exposed", start, end, plan.index)
+        self.streams.note()
         flight.result = StepResult(plan, tuple(rows), exposed_ms)
         return flight.result
 
@@ -278,7 +279,10 @@ def _copy_results(emitted: Emitted, flight: Flight) -> None:
     results[:count, 0].copy_(emitted.lengths, non_blocking=True)
     results[:count, 1 : width + 1].copy_(emitted.tokens, non_blocking=True)
     if emitted.logprobs is not None:
-        pinned = [torch.empty_like(part, device="cpu") for part in emitted.logprobs]
+        pinned = [
+            torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+            for part in emitted.logprobs
+        ]
         flight.logprobs = tuple(
             host.copy_(part, non_blocking=True)
             for host, part in zip(pinned, emitted.logprobs, strict=True)
