@@ -1,0 +1,128 @@
+"""Parts of a long run in a process of their own.
+
+A part may hang, or leave the device in a state that no later call of its process survives. Then the
+process is killed with all that it started, and the next part begins in a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+from bench.gpu_setup import Result, Setup, Shop
+
+LONGEST_MESSAGE = 2000
+
+
+class PartFailed(Exception):
+    """A part raised an error, took too long, or ended its process."""
+
+
+class Child:
+    """Runs parts in one process, which keeps a :class:`Shop` for them until it is closed.
+
+    Args:
+        setup: What the shop is made of.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self._process: BaseProcess | None = None
+        self._pipe: Connection | None = None
+
+    def call(self, work: str, limit_s: float, tell: Callable[[], None] = lambda: None) -> Result:
+        """What the function ``work`` (``module:name``) returns for the shop.
+
+        Args:
+            tell: Called about once a second meanwhile.
+
+        Raises:
+            PartFailed: it raised, or was not done within ``limit_s``; the process has ended.
+        """
+        try:
+            return self._answer(work, limit_s, tell)
+        except BaseException:
+            self.close()
+            raise
+
+    def _answer(self, work: str, limit_s: float, tell: Callable[[], None]) -> Result:
+        pipe, end = self._open(), time.monotonic() + limit_s
+        try:
+            pipe.send(work)
+            while not pipe.poll(min(1.0, max(0.0, end - time.monotonic()))):
+                if time.monotonic() >= end:
+                    raise PartFailed(f"not done within {limit_s:.0f} s")
+                tell()
+            result, error = pipe.recv()
+        except (EOFError, ConnectionError):
+            raise PartFailed(f"its process ended with exit status {self._status()}") from None
+        if error is not None:
+            raise PartFailed(error)
+        return result
+
+    def close(self) -> None:
+        """End the process and all that it started."""
+        process, self._process = self._process, None
+        if process is None or self._pipe is None:
+            return
+        assert process.pid is not None
+        self._pipe.close()
+        # It leads a group of its own from its first line on; before that it has started nothing.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+    def _open(self) -> Connection:
+        if self._process is None or self._pipe is None:
+            # A fork would share what is open on the device.
+            spawn = multiprocessing.get_context("spawn")
+            self._pipe, far = spawn.Pipe()
+            self._process = spawn.Process(target=_serve, args=(far, self.setup))
+            self._process.start()
+            far.close()
+        return self._pipe
+
+    def _status(self) -> int | None:
+        assert self._process is not None
+        self._process.join(5)
+        return self._process.exitcode
+
+
+def _serve(pipe: Connection, setup: Setup) -> None:
+    os.setsid()
+    # Standard output is the record's.
+    os.dup2(2, 1)
+    shop = Shop(setup)
+    while True:
+        try:
+            module, _, name = pipe.recv().partition(":")
+        except EOFError:
+            return
+        result, wrong = None, None
+        try:
+            result = getattr(import_module(module), name)(shop)
+        except BaseException as error:
+            # ``fail`` of another benchmark ends in SystemExit.
+            traceback.print_exc()
+            wrong = describe(error)
+        pipe.send((result, wrong))
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line or a few, for a record."""
+    if isinstance(error, ImportError):
+        text = f"not installed: {error}"
+    elif isinstance(error, SystemExit):
+        text = f"ended with exit status {error.code}"
+    else:
+        text = f"{type(error).__name__}: {error}"
+    return text[:LONGEST_MESSAGE]
