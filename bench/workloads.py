@@ -193,13 +193,14 @@ def json_asks(
 def union_asks(count: int, max_tokens: int) -> list[Ask]:
     """``count`` requests for one of 48 kinds of records that begin alike.
 
-    The kind shows only behind four texts, so that up to there all are possible and the matcher
-    follows them all: the mask where a text begins costs some hundred times a plain string's.
+    The kind shows only behind three texts, so that up to there all are possible and the matcher
+    follows them all: the mask where a text begins costs some hundred times a plain string's. The
+    requests' leading numbers differ in length, so that their texts do not all begin in one step.
     """
     string, integer = {"type": "string"}, {"type": "integer"}
     ends = [(f"{event}_number", integer) for event in EVENTS]
     ends += [(f"{event}_date", string) for event in EVENTS]
-    alike = dict.fromkeys(("name", "city", "day", "text"), string)
+    alike = {"id": integer} | dict.fromkeys(("name", "city", "text"), string)
     kinds = [
         {
             "type": "object",
@@ -213,7 +214,8 @@ def union_asks(count: int, max_tokens: int) -> list[Ask]:
     asks = []
     for n in range(count):
         event, said = EVENTS[n % len(EVENTS)], QUESTIONS[n % len(QUESTIONS)].partition(".")[0]
-        said = f"name: {NAMES[n % 8]}, city: {CITIES[n % 8]}, day: Monday, text: {said}"
+        number = "7041392658137"[: 1 + 4 * (n % 4)]
+        said = f"id: {number}, name: {NAMES[n % 8]}, city: {CITIES[n % 8]}, text: {said}"
         keys = f"{', '.join(alike)}, {event} number"
         prompt = f"Extract {keys}: {said}, {event} number: {1000 + 37 * n}."
         asks.append(Ask(prompt, grammar, max_tokens))
