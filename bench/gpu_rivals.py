@@ -212,62 +212,6 @@ def eagle3(shop: Shop) -> Result:
     )
 
 
-class DeviceModel:
-    """A model of ``transformers`` on a device, for systems that hand over prompts on the host.
-
-    Args:
-        model: Already on its device.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    def generate(
-        self,
-        ids: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor,
-        stopping_criteria: Any,
-        **more: Any,
-    ) -> torch.Tensor:
-        """As ``transformers``'; the result is on the host."""
-
-        from transformers import StoppingCriteriaList
-
-        def moved(criterion: Any) -> Any:
-            return lambda ids, *rest, **named: criterion(ids, *rest, **named).to(ids.device)
-
-        out: torch.Tensor = self.model.generate(
-            ids.to(self.model.device),
-            attention_mask=attention_mask.to(self.model.device),
-            stopping_criteria=StoppingCriteriaList(map(moved, stopping_criteria)),
-            **more,
-        )
-        return out.cpu()
-
-
-class DeviceCheckpoint(hf.Checkpoint):
-    """The checkpoint in ``transformers``, in the engine's own type and on its device."""
-
-    def __init__(self, shop: Shop, encode: hf.Encode) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
-        path, rehearse = str(shop.setup.target), shop.setup.rehearse
-        kind, device = (torch.float32, "cpu") if rehearse else (torch.bfloat16, "cuda")
-        self.encode = encode
-        self.tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=kind).to(device)
-        self.model = DeviceModel(model.eval())
-        self.eos_ids = {model.generation_config.eos_token_id}
-        self.pad_id = model.generation_config.pad_token_id
-
-
 def transformers(shop: Shop) -> Result:
     """The engine against ``transformers``' ``generate`` with xgrammar's own logits processor."""
     chain, tree = shop.engines("chain", "tree")
@@ -275,7 +219,9 @@ def transformers(shop: Shop) -> Result:
     def encode(task: Task) -> list[int]:
         return list(chain.preparer.prompt_ids(task.prompt, task.raw))
 
-    systems = drafting(chain, tree) | {OTHER: hf.XGrammarSystem(DeviceCheckpoint(shop, encode))}
+    kind, device = (torch.float32, "cpu") if shop.setup.rehearse else (torch.bfloat16, "cuda")
+    checkpoint = hf.Checkpoint(shop.setup.target, encode, kind, device)
+    systems = drafting(chain, tree) | {OTHER: hf.XGrammarSystem(checkpoint)}
     contest = compete(shop, systems, min(3, shop.size.repetitions))
     speedup, ratios = contest.speedup(OTHER, 5.0)
     details = {"ratios": ratios} | peers.summary(contest.run.samples)

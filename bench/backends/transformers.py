@@ -30,9 +30,16 @@ class Checkpoint:
     Args:
         path: Folder of the checkpoint.
         encode: Prompt tokens of a task.
+        dtype, device: Of the model.
     """
 
-    def __init__(self, path: Path, encode: Encode) -> None:
+    def __init__(
+        self,
+        path: Path,
+        encode: Encode,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
 
@@ -40,8 +47,8 @@ class Checkpoint:
         logging.set_verbosity_error()
         self.encode = encode
         self.tokenizer = AutoTokenizer.from_pretrained(str(path), padding_side="left")
-        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
-        self.model: Any = model.eval()
+        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
+        self.model: Any = model.eval().to(device)
         eos = self.model.generation_config.eos_token_id
         self.eos_ids = set(eos if isinstance(eos, list) else [eos])
         pad = self.model.generation_config.pad_token_id
@@ -56,7 +63,7 @@ class Watch:
 
     def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         self.times.append((input_ids.shape[1], time.perf_counter()))
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def at(self, length: int) -> float:
         """When ``length`` tokens, the prompt's included, were there."""
@@ -114,9 +121,10 @@ class TransformersSystem:
         if len({task.max_tokens for task in tasks}) != 1 or any(task.stop for task in tasks):
             raise NotImplementedError("one limit a batch, and no stop strings")
         with torch.inference_mode():
-            out = self.checkpoint.model.generate(
-                ids,
-                attention_mask=mask,
+            model = self.checkpoint.model
+            out = model.generate(
+                ids.to(model.device),
+                attention_mask=mask.to(model.device),
                 max_new_tokens=tasks[0].max_tokens,
                 do_sample=False,
                 logits_processor=LogitsProcessorList(self.processors(tasks)),
