@@ -19,6 +19,7 @@ import numpy as np
 from overlap_spec.errors import ConfigError, GrammarError
 from overlap_spec.grammar import gate
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
+from overlap_spec.grammar.isolation.check import is_best_effort
 from overlap_spec.grammar.isolation.executor import Executor, InProcess
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.grammar.isolation.pool import Pool
@@ -124,14 +125,35 @@ class GrammarCompiler:
             waiter.set_exception(known)
         return waiter
 
+    def check(self, grammar: Grammar, text: str) -> Future[str | None] | None:
+        """Validate a finished output of a best-effort grammar under its whole schema.
+
+        It happens in a worker process, under the limits of a compile: Python's patterns and deep
+        schemas may take for ever.
+
+        Returns:
+            Why the text is not valid, or None, as a future that raises :class:`CompileFailure`
+            where that cannot be told; no future where the grammar held the text to everything.
+        """
+        return self._executor.check(grammar, text) if is_best_effort(grammar) else None
+
     def warm(self) -> None:
         """Start the workers now, so that the first grammar does not wait for them."""
         self._executor.warm()
 
     def close(self) -> None:
-        """End threads and processes; grammars under way fail, and later ones too."""
+        """End threads and processes, unless other compilers share them; grammars under way fail,
+        and later ones too."""
         self._finalizer.detach()
         self._executor.close()
+        with self._lock:
+            flights = list(self._flights.values())
+        for flight in flights:
+            closed: Future[CompiledGrammar] = Future()
+            closed.set_exception(CompileFailure("the engine was closed", "closed"))
+            self._land(flight, closed)
+            if flight.inner is not None:
+                flight.inner.cancel()
 
     def __enter__(self) -> GrammarCompiler:
         return self
@@ -268,7 +290,9 @@ def _executor(backend: Backend, isolated: bool | None, limits: CompileLimits) ->
             f"grammars cannot be compiled in worker processes on {sys.platform}: "
             "compile in this process (isolated=False)"
         )
-    return Pool(backend, limits) if isolated or (isolated is None and can) else InProcess(backend)
+    if isolated or (isolated is None and can):
+        return Pool(backend, limits)
+    return InProcess(backend, limits.time_s)
 
 
 def _percentiles(values: Iterable[float]) -> dict[str, float] | None:

@@ -37,6 +37,7 @@ class Grammar:
             allows a line break and up to 16 spaces at each place, a number asks for the exact
             layout of `json.dumps(indent=…)`.
         best_effort: Leave out schema keywords that cannot be held to, instead of refusing them.
+            The finished output is then validated under the whole schema: `Output.verdict`.
         output: The type that `parse` returns, or None for plain JSON values.
     """
 

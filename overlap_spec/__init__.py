@@ -12,14 +12,16 @@ if TYPE_CHECKING:
     from overlap_spec.errors import (
         CheckpointError,
         ConfigError,
+        EngineUnavailable,
         GrammarError,
         InvalidRequest,
         OverlapSpecError,
+        QueueFull,
         RequestFailed,
     )
     from overlap_spec.generator import Generator
     from overlap_spec.grammar.spec import Grammar
-    from overlap_spec.types import Delta, Output, SamplingParams
+    from overlap_spec.types import Delta, Output, SamplingParams, Verdict
 
 _HOMES = {
     "AsyncEngine": "async_engine",
@@ -28,14 +30,17 @@ _HOMES = {
     "Delta": "types",
     "Engine": "engine",
     "EngineConfig": "config",
+    "EngineUnavailable": "errors",
     "Generator": "generator",
     "Grammar": "grammar.spec",
     "GrammarError": "errors",
     "InvalidRequest": "errors",
     "Output": "types",
     "OverlapSpecError": "errors",
+    "QueueFull": "errors",
     "RequestFailed": "errors",
     "SamplingParams": "types",
+    "Verdict": "types",
 }
 
 __all__ = [
@@ -45,14 +50,17 @@ __all__ = [
     "Delta",
     "Engine",
     "EngineConfig",
+    "EngineUnavailable",
     "Generator",
     "Grammar",
     "GrammarError",
     "InvalidRequest",
     "Output",
     "OverlapSpecError",
+    "QueueFull",
     "RequestFailed",
     "SamplingParams",
+    "Verdict",
 ]
 
 

@@ -5,19 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.errors import RequestFailed
+from overlap_spec.errors import EngineUnavailable, RequestFailed
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.link import messages as m
 from overlap_spec.link.front import Front, Health
-from overlap_spec.link.reply import EngineUnavailable, QueueFull, Reply
-from overlap_spec.prepare import Prepared, Preparer, Prompt, Sampling, as_prompts, each
+from overlap_spec.link.reply import Reply
+from overlap_spec.prepare import (
+    Prepared,
+    Preparer,
+    Prompt,
+    PromptOptions,
+    Sampling,
+    as_prompts,
+    each,
+)
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Delta, Output
 
-__all__ = ["AsyncEngine", "EngineUnavailable", "QueueFull", "Reply"]
+__all__ = ["AsyncEngine", "Reply"]
 
 # Prompts longer than this are tokenised beside the loop, characters.
 LONG_PROMPT = 16384
@@ -114,10 +122,7 @@ class AsyncEngine:
         prompt: Prompt,
         grammar: Grammar | None = None,
         sampling: Sampling = None,
-        *,
-        raw: bool = False,
-        tools: Sequence[Any] | None = None,
-        priority: int = 0,
+        **options: Unpack[PromptOptions],
     ) -> Output: ...
 
     @overload
@@ -126,10 +131,7 @@ class AsyncEngine:
         prompt: Sequence[Prompt],
         grammar: Grammar | Sequence[Grammar | None] | None = None,
         sampling: Sampling | Sequence[Sampling] = None,
-        *,
-        raw: bool = False,
-        tools: Sequence[Any] | None = None,
-        priority: int = 0,
+        **options: Unpack[PromptOptions],
     ) -> list[Output]: ...
 
     async def generate(
@@ -137,10 +139,7 @@ class AsyncEngine:
         prompt: Prompt | Sequence[Prompt],
         grammar: Grammar | Sequence[Grammar | None] | None = None,
         sampling: Sampling | Sequence[Sampling] = None,
-        *,
-        raw: bool = False,
-        tools: Sequence[Any] | None = None,
-        priority: int = 0,
+        **options: Unpack[PromptOptions],
     ) -> Output | list[Output]:
         """As :meth:`overlap_spec.engine.Engine.generate`; cancelling it aborts the requests.
 
@@ -152,10 +151,9 @@ class AsyncEngine:
         grammars = each("grammar", grammar, len(prompts))
         samplings = each("sampling", sampling, len(prompts))
         replies: list[Reply] = []
-        more: dict[str, Any] = {"raw": raw, "tools": tools, "priority": priority}
         try:
             for p, g, s in zip(prompts, grammars, samplings, strict=True):
-                replies.append(self.send(await self.prepare(p, g, s, **more)))
+                replies.append(self.send(await self.prepare(p, g, s, **options)))
             for reply in replies:
                 await reply.accepted()
             outputs = [await reply.finish() for reply in replies]
@@ -169,10 +167,7 @@ class AsyncEngine:
         prompt: Prompt,
         grammar: Grammar | None = None,
         sampling: Sampling = None,
-        *,
-        raw: bool = False,
-        tools: Sequence[Any] | None = None,
-        priority: int = 0,
+        **options: Unpack[PromptOptions],
     ) -> AsyncIterator[Delta]:
         """Generate for one prompt, piece by piece; leaving the loop aborts the request.
 
@@ -180,8 +175,7 @@ class AsyncEngine:
             InvalidRequest, QueueFull, EngineUnavailable: as :meth:`generate`.
             RequestFailed: the request ended with an error, after its last piece.
         """
-        more: dict[str, Any] = {"raw": raw, "tools": tools, "priority": priority}
-        reply = await self.submit(await self.prepare(prompt, grammar, sampling, **more))
+        reply = await self.submit(await self.prepare(prompt, grammar, sampling, **options))
         try:
             async for delta in reply:
                 yield delta
@@ -192,15 +186,19 @@ class AsyncEngine:
             reply.abort()
 
     async def prepare(
-        self, prompt: Prompt, grammar: Grammar | None = None, sampling: Sampling = None, **more: Any
+        self,
+        prompt: Prompt,
+        grammar: Grammar | None = None,
+        sampling: Sampling = None,
+        **options: Unpack[PromptOptions],
     ) -> Prepared:
         """Check and tokenise, as :meth:`overlap_spec.prepare.Preparer.prepare`; a long prompt
         does so in a thread, so that the loop goes on."""
         preparer = self.preparer
         size = len(prompt) if isinstance(prompt, str) else _characters(prompt)
         if size <= LONG_PROMPT:
-            return preparer.prepare(prompt, grammar, sampling, **more)
-        return await asyncio.to_thread(preparer.prepare, prompt, grammar, sampling, **more)
+            return preparer.prepare(prompt, grammar, sampling, **options)
+        return await asyncio.to_thread(preparer.prepare, prompt, grammar, sampling, **options)
 
     async def submit(self, prepared: Prepared) -> Reply:
         """Send a request, and wait until its grammar is compiled and it is queued.
@@ -239,9 +237,7 @@ class AsyncEngine:
         self.config = EngineConfig(**hello.config)
         self.front.most_open = self.config.max_running_requests + self._max_queued_requests
         if self._preparer is None:
-            tokenizer = Tokenizer(self.config.target_path, hello.vocab_size)
-            if self._chat_template is not None:
-                tokenizer._template_text = self._chat_template
+            tokenizer = Tokenizer(self.config.target_path, hello.vocab_size, self._chat_template)
             self._preparer = Preparer(tokenizer, hello.limits)
 
 

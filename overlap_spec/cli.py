@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from overlap_spec.config import EngineConfig
 from overlap_spec.errors import ConfigError, InvalidRequest, OverlapSpecError
+from overlap_spec.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from overlap_spec.grammar.spec import Grammar
+    from overlap_spec.types import Output
 
 app = typer.Typer(
     name="overlap-spec",
@@ -24,48 +29,72 @@ app = typer.Typer(
 )
 
 
-ModelOption = Annotated[
-    str | None, typer.Option("--model", help="Checkpoint folder; the embedded model if absent.")
-]
-DraftOption = Annotated[
-    str | None,
-    typer.Option("--speculative-draft-model-path", "--draft", help="Draft head folder."),
-]
-AlgorithmOption = Annotated[
-    str | None, typer.Option("--speculative-algorithm", help="eagle3 or none.")
-]
-StepsOption = Annotated[int, typer.Option("--speculative-num-steps", help="Depth of the draft.")]
-TopKOption = Annotated[
-    int, typer.Option("--speculative-eagle-topk", help="Branches of a draft step; 1 is a chain.")
-]
-NodesOption = Annotated[
-    int | None,
-    typer.Option("--speculative-num-draft-tokens", help="Verified nodes, root included."),
-]
-AdaptiveOption = Annotated[
-    str,
-    typer.Option(
+# Fields of settings as flags: the help, and the names where these are not the field's own.
+ENGINE_FLAGS = {
+    "model": ("Checkpoint folder; the embedded model if absent.",),
+    "draft": ("Draft head folder.", "--speculative-draft-model-path", "--draft"),
+    "algorithm": ("eagle3 or none.", "--speculative-algorithm"),
+    "num_steps": ("Depth of the draft.", "--speculative-num-steps"),
+    "eagle_topk": ("Branches of a draft step; 1 is a chain.", "--speculative-eagle-topk"),
+    "num_draft_tokens": ("Verified nodes, root included.", "--speculative-num-draft-tokens"),
+    "adaptive": (
+        "guarded, static, default, aggressive, with-off, or a JSON file.",
         "--speculative-adaptive-config",
         "--adaptive",
-        help="guarded, static, default, aggressive, with-off, or a JSON file.",
     ),
-]
-OverlapOption = Annotated[str, typer.Option("--overlap", help="How grammar work overlaps.")]
-BackendOption = Annotated[str, typer.Option("--grammar-backend", help="Library of the masks.")]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-ContextOption = Annotated[
-    int | None, typer.Option("--context-length", help="Longest prompt + output, in tokens.")
-]
-MemoryOption = Annotated[
-    float | None, typer.Option("--mem-fraction-static", help="Share of memory for the engine.")
-]
-RunningOption = Annotated[
-    int, typer.Option("--max-running-requests", help="Requests that run at once.")
-]
-PrefillOption = Annotated[
-    int, typer.Option("--chunked-prefill-size", help="Prompt tokens of a step, at most.")
-]
+    "overlap": ("How grammar work overlaps.",),
+    "grammar_backend": ("Library of the masks.",),
+    "dtype": ("auto, float32, bfloat16, float16.",),
+    "device": ("auto, cpu or cuda.",),
+    "context_length": ("Longest prompt + output, in tokens.",),
+    "mem_fraction_static": ("Share of memory for the engine.",),
+    "max_running_requests": ("Requests that run at once.",),
+    "chunked_prefill_size": ("Prompt tokens of a step, at most.",),
+}
+SERVING_ENGINE_FLAGS = {
+    "max_total_tokens": ("Tokens that the KV cache holds, if fewer than fit.",),
+    "mask_deadline_ms": ("Time of one request's matcher a step; 0 waits for ever.",),
+}
+SERVER_FLAGS = {
+    "host": ("Address to listen on.",),
+    "port": ("Port to listen on; 0 takes a free one.",),
+    "tool_call_parser": ("How the model spells tool calls: hermes, mistral, …",),
+    "reasoning_parser": ("How the model marks its thinking: deepseek_r1, qwen3, …",),
+    "best_effort": ("Leave out schema keywords that nobody holds to.", "--best-effort"),
+    "max_queued_requests": ("Requests that may wait.",),
+    "request_timeout_s": ("Time of one request.",),
+    "drain_timeout_s": ("Time to end after SIGTERM.",),
+    "max_body_bytes": ("Size of a request.",),
+    "max_schema_bytes": ("Size of a schema.",),
+    "max_choices": ("Outputs of one request.",),
+}
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def with_flags(settings: Any, flags: Mapping[str, tuple[str, ...]]) -> Callable[[Command], Command]:
+    """Give a command fields of a settings class as flags, with their types and defaults.
+
+    The command takes them as keywords. Of several decorators the lowest flags come first.
+    """
+    types = get_type_hints(settings)
+    defaults = {field.name: field.default for field in fields(settings)}
+    added = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=defaults[name],
+            annotation=Annotated[types[name], typer.Option(*names, help=text)],
+        )
+        for name, (text, *names) in flags.items()
+    ]
+
+    def add(command: Command) -> Command:
+        own = inspect.signature(command, eval_str=True)
+        kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        command.__signature__ = own.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
+        return command
+
+    return add
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -110,6 +139,7 @@ def config_values(path: Path, params: Sequence[Any]) -> dict[str, Any]:
 
 
 @app.command()
+@with_flags(EngineConfig, ENGINE_FLAGS)
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")] = "-",
     schema: Annotated[str | None, typer.Option(help="JSON schema: a file or the text.")] = None,
@@ -131,67 +161,46 @@ def generate(
     trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome/Perfetto trace to this file.")
     ] = None,
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    algorithm: AlgorithmOption = None,
-    num_steps: StepsOption = 5,
-    eagle_topk: TopKOption = 1,
-    num_draft_tokens: NodesOption = None,
-    adaptive: AdaptiveOption = "guarded",
-    overlap: OverlapOption = "once-sync",
-    grammar_backend: BackendOption = "auto",
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    context_length: ContextOption = None,
-    mem_fraction_static: MemoryOption = None,
-    max_running_requests: RunningOption = 32,
-    chunked_prefill_size: PrefillOption = 1024,
+    **engine_flags: Any,
 ) -> None:
     """Generate for one prompt; the text alone goes to standard output."""
     from overlap_spec.engine import Engine
     from overlap_spec.types import SamplingParams
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    grammar = build_grammar(
-        schema, regex, ebnf, choice, json_object, parse_whitespace(whitespace), best_effort
-    )
+    layout = read_whitespace(whitespace)
+    grammar = build_grammar(schema, regex, ebnf, choice, json_object, layout, best_effort)
     sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
-    engine = Engine(
-        model,
-        draft=draft,
-        algorithm=algorithm,
-        num_steps=num_steps,
-        eagle_topk=eagle_topk,
-        num_draft_tokens=num_draft_tokens,
-        adaptive=adaptive,
-        overlap=overlap,
-        grammar_backend=grammar_backend,
-        dtype=dtype,
-        device=device,
-        context_length=context_length,
-        mem_fraction_static=mem_fraction_static,
-        max_running_requests=max_running_requests,
-        chunked_prefill_size=chunked_prefill_size,
-    )
-    with engine:
+    with Engine(**engine_flags) as engine:
         output = engine.generate(text, grammar, sampling, raw=raw)
         if trace is not None:
             engine.timeline.write_trace(trace)
+    show(output, stats)
+
+
+def show(output: Output, stats: bool) -> None:
+    """Print an output, and its figures where they are asked for.
+
+    Raises:
+        OverlapSpecError: it failed, or is not valid.
+    """
     print(output.text)
     if stats:
         figures = {"finish_reason": output.finish_reason, **output.stats.to_dict()}
         print(json.dumps(figures), file=sys.stderr)
     if output.error is not None:
         raise OverlapSpecError(output.error)
+    if output.verdict is not None and not output.verdict.valid:
+        raise OverlapSpecError(f"the output is not valid: {output.verdict.reason}")
 
 
-def parse_whitespace(text: str) -> str | int:
-    """``compact``, ``bounded`` or an indent; InvalidRequest otherwise."""
-    if text.isdigit():
-        return int(text)
+def read_whitespace(text: str) -> Any:
+    """``compact``, ``bounded`` or an indent; ConfigError otherwise."""
     if text in ("compact", "bounded"):
         return text
-    raise InvalidRequest(f"whitespace must be compact, bounded or a number: {text!r}", "whitespace")
+    if text.isdecimal() and int(text) <= 8:
+        return int(text)
+    raise ConfigError(f"whitespace must be compact, bounded or an indent up to 8: {text!r}")
 
 
 def build_grammar(
@@ -239,6 +248,8 @@ def build_grammar(
 
 
 @app.command()
+@with_flags(EngineConfig, ENGINE_FLAGS | SERVING_ENGINE_FLAGS)
+@with_flags(ServerSettings, SERVER_FLAGS)
 def serve(
     config: Annotated[
         Path | None,
@@ -248,8 +259,6 @@ def serve(
             help="YAML or TOML file of these flags, by their names; flags go before it.",
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 30000,
     api_key: Annotated[
         str | None,
         typer.Option(envvar="OVERLAP_SPEC_API_KEY", help="Bearer token that clients must send."),
@@ -260,64 +269,37 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja file to use instead of the checkpoint's template.")
     ] = None,
-    tool_call_parser: Annotated[
-        str | None, typer.Option(help="How the model spells tool calls: hermes, mistral, …")
-    ] = None,
-    reasoning_parser: Annotated[
-        str | None, typer.Option(help="How the model marks its thinking: deepseek_r1, qwen3, …")
-    ] = None,
     whitespace: Annotated[
         str, typer.Option(help="White space of JSON: compact, bounded, or the indent's width.")
     ] = "compact",
-    best_effort: Annotated[
-        bool, typer.Option("--best-effort", help="Leave out schema keywords that nobody holds to.")
-    ] = False,
-    max_queued_requests: Annotated[int, typer.Option(help="Requests that may wait.")] = 1024,
-    request_timeout_s: Annotated[float, typer.Option(help="Time of one request.")] = 600.0,
-    drain_timeout_s: Annotated[float, typer.Option(help="Time to end after SIGTERM.")] = 30.0,
     stall_timeout_s: Annotated[
         float, typer.Option(help="A silent engine is started again after this time.")
     ] = 300.0,
-    max_body_bytes: Annotated[int, typer.Option(help="Size of a request.")] = 8 * 2**20,
-    max_schema_bytes: Annotated[int, typer.Option(help="Size of a schema.")] = 512 * 2**10,
-    max_choices: Annotated[int, typer.Option(help="Outputs of one request.")] = 128,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose pages may call; repeat it.")
     ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    algorithm: AlgorithmOption = None,
-    num_steps: StepsOption = 5,
-    eagle_topk: TopKOption = 1,
-    num_draft_tokens: NodesOption = None,
-    adaptive: AdaptiveOption = "guarded",
-    overlap: OverlapOption = "once-sync",
-    grammar_backend: BackendOption = "auto",
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    context_length: ContextOption = None,
-    mem_fraction_static: MemoryOption = None,
-    max_total_tokens: Annotated[
-        int | None, typer.Option(help="Tokens that the KV cache holds, if fewer than fit.")
-    ] = None,
-    max_running_requests: RunningOption = 32,
-    chunked_prefill_size: PrefillOption = 1024,
-    mask_deadline_ms: Annotated[
-        float, typer.Option(help="Time of one request's matcher a step; 0 waits for ever.")
-    ] = 50.0,
+    **flags: Any,
 ) -> None:
     """Serve the model over HTTP, in OpenAI's shapes; without a flag, the embedded one."""
-    given = dict(locals())
     from overlap_spec.server.launch import launch
 
-    # The file's values have become the flags' defaults already.
-    del given["config"]
-    launch(**given)
+    del config  # Its values have become the flags' defaults already.
+    launch(
+        api_key=api_key,
+        served_model_name=served_model_name,
+        chat_template=chat_template,
+        whitespace=read_whitespace(whitespace),
+        stall_timeout_s=stall_timeout_s,
+        cors_origin=cors_origin,
+        log_level=log_level,
+        **flags,
+    )
 
 
 @app.command()
-def doctor(model: ModelOption = None, draft: DraftOption = None) -> None:
+@with_flags(EngineConfig, {name: ENGINE_FLAGS[name] for name in ("model", "draft")})
+def doctor(**paths: Any) -> None:
     """Show what is installed, which device, which kernels and which weights would be used."""
     from rich.console import Console
     from rich.table import Table
@@ -325,7 +307,7 @@ def doctor(model: ModelOption = None, draft: DraftOption = None) -> None:
     from overlap_spec.doctor import examine
 
     table = Table("what", "finding", "ok", title="overlap-spec doctor")
-    findings = examine(model, draft)
+    findings = examine(**paths)
     for what, finding, good in findings:
         table.add_row(what, finding, "[green]yes[/]" if good else "[red]no[/]")
     Console().print(table)

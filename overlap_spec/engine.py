@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import wait
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.core import Core
@@ -25,27 +24,17 @@ from overlap_spec.prepare import (
     Prepared,
     Preparer,
     Prompt,
+    PromptOptions,
     Sampling,
     as_prompts,
     each,
-    parse_output,
 )
 from overlap_spec.scheduler.sequence import Sequence as Running
 from overlap_spec.scheduler.stops import TextBuffer
+from overlap_spec.ticket import Ticket
 from overlap_spec.timeline import Timeline
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Delta, Output, Request
-
-
-@dataclass
-class Ticket:
-    """A submitted request on its way: pieces not yet read, its end, and what ended it wrongly."""
-
-    request: Request
-    deltas: deque[Delta] = field(default_factory=deque)
-    output: Output | None = None
-    error: Exception | None = None
-    pushed_tokens: int = 0
 
 
 class Engine:
@@ -80,6 +69,7 @@ class Engine:
         )
         self._ids = itertools.count()
         self._tickets: dict[int, Ticket] = {}
+        self._checking: list[Ticket] = []
         self._lock = threading.RLock()
 
     @property
@@ -102,10 +92,7 @@ class Engine:
         prompt: Prompt,
         grammar: Grammar | None = None,
         sampling: Sampling = None,
-        *,
-        raw: bool = False,
-        tools: Sequence[Any] | None = None,
-        priority: int = 0,
+        **options: Unpack[PromptOptions],
     ) -> Output: ...
 
     @overload
@@ -114,10 +101,7 @@ class Engine:
         prompt: Sequence[Prompt],
         grammar: Grammar | Sequence[Grammar | None] | None = None,
         sampling: Sampling | Sequence[Sampling] = None,
-        *,
-        raw: bool = False,
-        tools: Sequence[Any] | None = None,
-        priority: int = 0,
+        **options: Unpack[PromptOptions],
     ) -> list[Output]: ...
 
     def generate(
@@ -125,10 +109,7 @@ class Engine:
         prompt: Prompt | Sequence[Prompt],
         grammar: Grammar | Sequence[Grammar | None] | None = None,
         sampling: Sampling | Sequence[Sampling] = None,
-        *,
-        raw: bool = False,
-        tools: Sequence[Any] | None = None,
-        priority: int = 0,
+        **options: Unpack[PromptOptions],
     ) -> Output | list[Output]:
         """Generate for one prompt, or for a list of prompts at once.
 
@@ -137,9 +118,7 @@ class Engine:
                 these.
             grammar: What the output must be; one for all prompts, or one each.
             sampling: As SamplingParams or its fields; one for all prompts, or one each.
-            raw: Take text as it is, without the chat template.
-            tools: Tool definitions for the chat template.
-            priority: Of waiting requests, the higher starts first.
+            options: See :class:`overlap_spec.prepare.PromptOptions`.
 
         Returns:
             Output, or a list of them in the prompts' order. A request that fails in the middle
@@ -153,7 +132,7 @@ class Engine:
         grammars = each("grammar", grammar, len(prompts))
         samplings = each("sampling", sampling, len(prompts))
         prepared = [
-            self._prepare(p, g, s, raw=raw, tools=tools, priority=priority)
+            self._prepare(p, g, s, **options)
             for p, g, s in zip(prompts, grammars, samplings, strict=True)
         ]
         tickets = [self._enqueue(sequence) for sequence in prepared]
@@ -168,10 +147,7 @@ class Engine:
         prompt: Prompt,
         grammar: Grammar | None = None,
         sampling: Sampling = None,
-        *,
-        raw: bool = False,
-        tools: Sequence[Any] | None = None,
-        priority: int = 0,
+        **options: Unpack[PromptOptions],
     ) -> Iterator[Delta]:
         """Generate for one prompt, piece by piece; leaving the loop aborts the request.
 
@@ -181,27 +157,21 @@ class Engine:
             InvalidRequest: as for :meth:`generate`, at the call.
             RequestFailed: the request ended with an error, after its last piece.
         """
-        return self._pieces(
-            self.submit(prompt, grammar, sampling, raw=raw, tools=tools, priority=priority)
-        )
+        return self._pieces(self.submit(prompt, grammar, sampling, **options))
 
     def submit(
         self,
         prompt: Prompt,
         grammar: Grammar | None = None,
         sampling: Sampling = None,
-        *,
-        raw: bool = False,
-        tools: Sequence[Any] | None = None,
-        priority: int = 0,
+        **options: Unpack[PromptOptions],
     ) -> Ticket:
         """Queue a request; whoever submits calls :meth:`step`, and at last :meth:`release`.
 
         Raises:
             InvalidRequest: as for :meth:`generate`.
         """
-        more: dict[str, Any] = {"raw": raw, "tools": tools, "priority": priority}
-        return self._enqueue(self._prepare(prompt, grammar, sampling, **more))
+        return self._enqueue(self._prepare(prompt, grammar, sampling, **options))
 
     def admit(
         self,
@@ -221,18 +191,22 @@ class Engine:
     def abort(self, ticket: Ticket) -> None:
         """End a request now; what it has so far is its output, at once."""
         with self._lock:
-            self.core.scheduler.abort(ticket.request.id)
+            self._abort(ticket)
             self._publish()
 
     def release(self, tickets: Sequence[Ticket]) -> None:
         """Forget requests that have ended, and abort the others."""
         with self._lock:
             for ticket in tickets:
-                if ticket.output is None:
-                    self.core.scheduler.abort(ticket.request.id)
+                self._abort(ticket)
             self._publish()
             for ticket in tickets:
                 self._tickets.pop(ticket.request.id, None)
+
+    def _abort(self, ticket: Ticket) -> None:
+        self.core.scheduler.abort(ticket.request.id)
+        if ticket.check is not None:
+            ticket.check.cancel()
 
     def _pieces(self, ticket: Ticket) -> Iterator[Delta]:
         try:
@@ -241,7 +215,7 @@ class Engine:
                     yield ticket.deltas.popleft()
                 if ticket.output is not None:
                     break
-                self.step()
+                self._advance(ticket)
             if ticket.output.error is not None:
                 raise RequestFailed(ticket.output.error)
         finally:
@@ -258,9 +232,15 @@ class Engine:
         """Hand out what has happened to those who wait for it."""
         news = self.core.news()
         for sequence, run in news.runs:
-            self._push(sequence, run)
+            self._tickets[sequence.request.id].push(sequence, run)
         for sequence in news.ended:
-            self._finish(sequence)
+            ticket = self._tickets[sequence.request.id]
+            ticket.finish(sequence, self.compiler.check)
+            if ticket.check is not None:
+                self._checking.append(ticket)
+        for ticket in [t for t in self._checking if t.check is not None and t.check.done()]:
+            self._checking.remove(ticket)
+            ticket.deliver()
 
     def close(self) -> None:
         """Abort what runs and end the lane's threads."""
@@ -280,10 +260,12 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _prepare(self, prompt: Prompt, grammar: Any, sampling: Any, **more: Any) -> Running:
+    def _prepare(
+        self, prompt: Prompt, grammar: Any, sampling: Any, **options: Unpack[PromptOptions]
+    ) -> Running:
         """Check and compile everything that can be wrong with a request before it is queued."""
         arrival_ns = time.perf_counter_ns()
-        prepared = self.preparer.prepare(prompt, grammar, sampling, **more)
+        prepared = self.preparer.prepare(prompt, grammar, sampling, **options)
         if prepared.grammar is None:
             return self._sequence(prepared, arrival_ns, None, 0.0)
         compile_start_ns = time.perf_counter_ns()
@@ -324,54 +306,10 @@ class Engine:
 
     def _wait(self, ticket: Ticket) -> Output:
         while ticket.output is None:
-            self.step()
+            self._advance(ticket)
         return ticket.output
 
-    def _push(self, sequence: Running, run: Sequence[int]) -> None:
-        text = sequence.buffer.release(finished=False)
-        new = slice(len(sequence.output_ids) - len(run), None)
-        delta = Delta(
-            text,
-            tuple(run),
-            tuple(sequence.logprobs[new]),
-            origins=tuple(sequence.origins[new]),
-            tier=sequence.tier,
-        )
-        ticket = self._tickets[sequence.request.id]
-        ticket.deltas.append(delta)
-        ticket.pushed_tokens += len(run)
-
-    def _finish(self, sequence: Running) -> None:
-        """Turn an ended sequence into its last piece and its output."""
-        request, reason = sequence.request, sequence.finish_reason
-        ticket = self._tickets[request.id]
-        assert reason is not None
-        text, parsed, error = sequence.buffer.text, None, None
-        ticket.error = sequence.error
-        if sequence.error is not None:
-            error = str(sequence.error) or type(sequence.error).__name__
-        elif reason == "stop" and request.grammar is not None:
-            parsed = parse_output(request.grammar, text)
-        new = slice(ticket.pushed_tokens, None)
-        logprobs = tuple(sequence.logprobs)
-        last = sequence.buffer.release(finished=True)
-        ticket.deltas.append(
-            Delta(
-                last,
-                tuple(sequence.output_ids[new]),
-                logprobs[new],
-                reason,
-                tuple(sequence.origins[new]),
-                sequence.tier,
-            )
-        )
-        ticket.output = Output(
-            text=text,
-            token_ids=tuple(sequence.output_ids),
-            finish_reason=reason,
-            stats=sequence.stats,
-            parsed=parsed,
-            logprobs=logprobs,
-            stop_match=sequence.stop_match,
-            error=error,
-        )
+    def _advance(self, ticket: Ticket) -> None:
+        """Run a step; where there is none to run, the ticket's check is what is waited for."""
+        if not self.step() and ticket.check is not None:
+            wait([ticket.check])

@@ -5,6 +5,8 @@ OverlapSpecError
 │   └── GrammarError        the constraint itself is at fault
 ├── CheckpointError         a checkpoint cannot be loaded as it is
 ├── ConfigError             an engine setting is wrong or not built yet
+├── EngineUnavailable       the engine's process is gone or not there yet (HTTP 503)
+├── QueueFull               more requests wait than may wait (HTTP 429)
 └── RequestFailed           a running request ended with an error; the engine goes on
     └── NumericFault        its logits are not numbers, and its cache is not to be trusted
 """
@@ -39,6 +41,14 @@ class CheckpointError(OverlapSpecError):
 
 class ConfigError(OverlapSpecError, ValueError):
     """An engine setting that is wrong, contradictory, or names what is not built."""
+
+
+class EngineUnavailable(OverlapSpecError):
+    """The engine's process is gone or not there yet; the request may be sent again."""
+
+
+class QueueFull(OverlapSpecError):
+    """More requests wait than may wait; try again later."""
 
 
 class RequestFailed(OverlapSpecError):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from overlap_spec.async_engine import AsyncEngine
 from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.prepare import Prompt, Sampling, as_prompts
+from overlap_spec.prepare import Prompt, PromptOptions, Sampling, as_prompts
 from overlap_spec.types import Output
 
 if TYPE_CHECKING:
@@ -41,31 +41,34 @@ class Generator:
             engine.compiler.compile(self.grammar)
 
     def __call__(
-        self, prompt: Prompt | Sequence[Prompt], sampling: Sampling = None, **more: Any
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        sampling: Sampling = None,
+        **options: Unpack[PromptOptions],
     ) -> Any:
         """The value for a prompt, or a list of values for a list of prompts.
 
         Args:
             prompt: As :meth:`Engine.generate` takes it.
             sampling: Instead of the generator's own.
-            more: ``raw``, ``tools`` and ``priority`` of :meth:`Engine.generate`.
+            options: See :class:`overlap_spec.prepare.PromptOptions`.
 
         Raises:
-            RequestFailed: an output is no whole value: it failed, or was cut by ``max_tokens`` or
-                a stop string.
+            RequestFailed: an output is no whole value: it failed, was cut by ``max_tokens`` or a
+                stop string, or is a best-effort one that is not valid.
         """
         _, single = as_prompts(prompt)
         chosen = self.sampling if sampling is None else sampling
         if isinstance(self.engine, AsyncEngine):
-            return self._later(prompt, chosen, single, more)
-        outputs = cast("Any", self.engine.generate(prompt, self.grammar, chosen, **more))
+            return self._later(prompt, chosen, single, options)
+        outputs = cast("Any", self.engine.generate(prompt, self.grammar, chosen, **options))
         return self._value(outputs) if single else [self._value(output) for output in outputs]
 
     async def _later(
-        self, prompt: Any, sampling: Sampling, single: bool, more: dict[str, Any]
+        self, prompt: Any, sampling: Sampling, single: bool, options: PromptOptions
     ) -> Any:
         engine = cast("AsyncEngine", self.engine)
-        outputs: Any = await engine.generate(prompt, self.grammar, sampling, **more)
+        outputs: Any = await engine.generate(prompt, self.grammar, sampling, **options)
         return self._value(outputs) if single else [self._value(output) for output in outputs]
 
     def _value(self, output: Output) -> Any:
@@ -78,4 +81,6 @@ class Generator:
                 f"the output is no whole value (finish_reason {output.finish_reason!r}): "
                 f"{output.text[-80:]!r}; raise max_tokens"
             )
+        if output.verdict is not None and not output.verdict.valid:
+            raise RequestFailed(f"the output is not valid: {output.verdict.reason}")
         return output.parsed

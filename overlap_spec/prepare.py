@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from overlap_spec.errors import GrammarError, InvalidRequest
 from overlap_spec.grammar.spec import Grammar
@@ -17,6 +17,18 @@ from overlap_spec.types import SamplingParams
 
 Prompt = str | Sequence[Message] | Sequence[int]
 Sampling = SamplingParams | Mapping[str, Any] | None
+
+
+class PromptOptions(TypedDict, total=False):
+    """What every call that takes a prompt takes beside it, by name.
+
+    ``raw``: take text as it is, without the chat template. ``tools``: tool definitions for the
+    chat template. ``priority``: of waiting requests, the higher starts first.
+    """
+
+    raw: bool
+    tools: Sequence[Any] | None
+    priority: int
 
 
 @dataclass(frozen=True)
@@ -67,8 +79,7 @@ class Preparer:
 
         Args:
             prompt: Text (one user turn), a list of messages (a chat), or token ids.
-            raw: Take text as it is, without the chat template.
-            tools: Tool definitions for the chat template.
+            raw, tools, priority: See :class:`PromptOptions`.
 
         Raises:
             InvalidRequest: names the field at fault.

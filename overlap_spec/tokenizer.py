@@ -15,6 +15,8 @@ from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.types import SamplingParams
 
 Message = Mapping[str, Any]
+# Enough for an opened and closed thinking, spelled letter by letter.
+ENDING_TOKENS = 32
 
 
 class Tokenizer:
@@ -23,12 +25,13 @@ class Tokenizer:
     Args:
         path: Folder with ``tokenizer.json`` and the usual side files.
         vocab_size: Rows of the model's head, which may exceed the tokenizer's.
+        chat_template: Jinja text to use instead of the checkpoint's.
 
     Raises:
         CheckpointError: a missing or broken file.
     """
 
-    def __init__(self, path: Path, vocab_size: int) -> None:
+    def __init__(self, path: Path, vocab_size: int, chat_template: str | None = None) -> None:
         from tokenizers import Tokenizer as Fast
 
         file = path / "tokenizer.json"
@@ -37,7 +40,9 @@ class Tokenizer:
         self._fast = Fast.from_file(str(file))
         self._settings = _optional_json(path / "tokenizer_config.json")
         self._generation = _optional_json(path / "generation_config.json")
-        self._template_text = self._read_template(path)
+        if chat_template is None:
+            chat_template = self._read_template(path)
+        self._template_text = chat_template
         self._template: Any = None
         self.eos_ids = self._read_eos(path)
         self.vocabulary = Vocabulary.from_tokenizer_json(file, vocab_size, sorted(self.eos_ids))
@@ -52,6 +57,11 @@ class Tokenizer:
         """Text of ``ids`` without special tokens; broken UTF-8 becomes U+FFFD."""
         pieces = self.vocabulary.text
         return b"".join(pieces[i] for i in ids).decode("utf-8", errors="replace")
+
+    def ending(self, ids: Sequence[int]) -> str:
+        """Text of the last tokens of a prompt, special tokens included."""
+        text: str = self._fast.decode(list(ids[-ENDING_TOKENS:]), skip_special_tokens=False)
+        return text
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Tokens of a chat through the model's template, up to where the answer begins.

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlap_spec.errors import InvalidRequest
+from overlap_spec.stats import RequestStats
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 Origin = Literal["drafted", "bonus", "forced"]
@@ -315,47 +316,15 @@ class StepResult:
     exposed_ms: float = 0.0
 
 
-@dataclass
-class RequestStats:
-    """Measured on one request. Times in milliseconds, rates over what was really drafted."""
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a best-effort output is valid under its whole schema.
 
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    verifies: int = 0
-    verified_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_drafts: int = 0
-    accept_histogram: list[int] = field(default_factory=list)
-    ttft_ms: float = 0.0
-    end_to_end_ms: float = 0.0
-    itl_ms: list[float] = field(default_factory=list)
-    grammar_ms: float = 0.0
-    exposed_ms: float = 0.0
-    limited_steps: int = 0
-    grammar_compile_ms: float = 0.0
+    ``reason``: where and how it breaks the schema, or why that could not be told.
+    """
 
-    @property
-    def accept_length(self) -> float:
-        """Tokens a verify emitted, bonus included; the prefill's token is not counted."""
-        return self.verified_tokens / self.verifies if self.verifies else 0.0
-
-    @property
-    def accept_rate(self) -> float:
-        """Share of drafted tokens that were accepted."""
-        return self.accepted_drafts / self.drafted_tokens if self.drafted_tokens else 0.0
-
-    @property
-    def tpot_ms(self) -> float:
-        """Mean time per output token after the first."""
-        rest = self.output_tokens - 1
-        return (self.end_to_end_ms - self.ttft_ms) / rest if rest > 0 else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """All figures as plain data."""
-        data = {f.name: getattr(self, f.name) for f in fields(self)}
-        rates = ("accept_length", "accept_rate", "tpot_ms")
-        return data | {name: getattr(self, name) for name in rates}
+    valid: bool
+    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -363,7 +332,7 @@ class Delta:
     """A piece of a streamed output; the last one has a ``finish_reason``.
 
     ``logprobs`` and ``origins``: one entry a token, if asked for. ``tier``: of the step that it
-    comes from, with ``origins``.
+    comes from, with ``origins``. ``verdict``: of the whole output, in the last piece.
     """
 
     text: str
@@ -372,6 +341,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     origins: tuple[Origin, ...] = ()
     tier: Tier | None = None
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True)
@@ -385,6 +355,8 @@ class Output:
         token_ids: Output tokens, a stop token included.
         stop_match: The stop string or stop token id that ended it, if one did.
         error: What went wrong where ``finish_reason`` is ``error``.
+        verdict: What validation found of a best-effort output that came to its end; None of any
+            other.
     """
 
     text: str
@@ -395,3 +367,4 @@ class Output:
     logprobs: tuple[TokenLogprobs, ...] = ()
     stop_match: str | int | None = None
     error: str | None = None
+    verdict: Verdict | None = None

@@ -13,8 +13,13 @@ import zmq
 from pydantic import BaseModel
 
 from overlap_spec import AsyncEngine, Engine, Grammar, SamplingParams
-from overlap_spec.async_engine import EngineUnavailable, QueueFull
-from overlap_spec.errors import ConfigError, GrammarError, InvalidRequest
+from overlap_spec.errors import (
+    ConfigError,
+    EngineUnavailable,
+    GrammarError,
+    InvalidRequest,
+    QueueFull,
+)
 from overlap_spec.link import child, messages
 from overlap_spec.prepare import Prepared
 

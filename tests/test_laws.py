@@ -12,10 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "overlap_spec"
-BASE = {"types", "config", "errors"}
+BASE = {"types", "stats", "config", "errors"}
 # Room → rooms that it may import, besides BASE. Faces (cli, doctor, __main__) may import any.
 MAY_IMPORT: dict[str, set[str]] = {
     "types": {"errors"},
+    "stats": set(),
     "errors": set(),
     "config": {"errors"},
     "kernels": set(),
@@ -31,12 +32,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "grammar_lane": {"grammar", "timeline"},
     "core": {"scheduler", "speculation", "worker", "grammar", "grammar_lane", "timeline"},
     "prepare": {"grammar", "tokenizer"},
+    "ticket": {"scheduler", "grammar", "prepare"},
     "engine": {
         "core",
         "scheduler",
         "grammar",
         "grammar_lane",
         "prepare",
+        "ticket",
         "timeline",
         "tokenizer",
     },
@@ -48,10 +51,11 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Room → third-party modules that it may import; None: any that the project depends on.
 MAY_USE: dict[str, set[str] | None] = {
     "types": {"numpy"},
+    "stats": set(),
     "errors": set(),
     "config": set(),
     "kernels": {"torch", "triton"},
-    "grammar": {"numpy", "pydantic", "jsonschema", "typing_extensions"},
+    "grammar": {"numpy", "pydantic", "jsonschema", "referencing", "typing_extensions"},
     "scheduler": {"numpy"},
     "speculation": {"numpy"},
     "models": {"torch", "safetensors"},
@@ -63,6 +67,7 @@ MAY_USE: dict[str, set[str] | None] = {
     "grammar_lane": set(),
     "core": set(),
     "prepare": set(),
+    "ticket": set(),
     "engine": set(),
     "link": {"zmq", "msgspec", "numpy"},
     "async_engine": set(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,15 +14,20 @@ import pytest
 from overlap_spec.async_engine import AsyncEngine, Reply
 from overlap_spec.errors import ConfigError, InvalidRequest
 from overlap_spec.grammar.reasoning import ReasoningStream
+from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tool_stream import CallStream
-from overlap_spec.prepare import Prepared, check_text
+from overlap_spec.link.messages import Hello
+from overlap_spec.prepare import Limits, Prepared, check_text
 from overlap_spec.server.answer import Answer
+from overlap_spec.server.chat import Chat
 from overlap_spec.server.constraints import Constraints
 from overlap_spec.server.errors import as_api_error, place
 from overlap_spec.server.metrics import Metrics
 from overlap_spec.server.service import ClientGone, Events, Service, fan_out, wrapped
 from overlap_spec.server.settings import ServerSettings
-from overlap_spec.types import Output, RequestStats, SamplingParams
+from overlap_spec.server.wire.chat import ChatBody
+from overlap_spec.stats import RequestStats
+from overlap_spec.types import Output, SamplingParams
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "<x>"}}\n</tool_call>'
 TEXT = f"<think>\nhm, é\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
@@ -79,6 +85,36 @@ def test_places_leave_out_the_names_of_union_members() -> None:
     loc = ("messages", 0, "user", "content", "list[TextPart]", 0, "text")
     assert place(loc, body, True) == "messages[0].content[0].text"
     assert place(("stop", "str"), {"stop": 7}, False) == "stop"
+
+
+@pytest.mark.parametrize("parser", ["deepseek_r1", "qwen3"])
+@pytest.mark.parametrize(
+    ("ending", "opened"),
+    [("", None), ("<think>\n", True), ("<think>\n\n</think>\n\n", False)],
+    ids=["neither", "opened", "closed"],
+)
+def test_a_template_may_open_or_close_the_thinking(
+    tiny: dict[str, str], parser: str, ending: str, opened: bool | None
+) -> None:
+    template = "{{ messages[-1].content }}</think>: " + ending
+    settings = ServerSettings(reasoning_parser=parser)
+    engine = AsyncEngine(**tiny, chat_template=template)
+    engine._welcome(Hello(Limits(200, 200), 300, dataclasses.asdict(engine.config)))
+    service = Service(engine, settings, Metrics(), Constraints(settings))
+    body = ChatBody.model_validate(
+        {"messages": [{"role": "user", "content": "<think>"}], "regex": "[ab]"}
+    )
+    chat = Chat(service, body, "id", "model")
+    prepared, _ = asyncio.run(chat.prepare())
+    assert chat.opened is opened
+    inside = parser == "deepseek_r1" if opened is None else opened
+    answer = chat._answer()
+    answer.push("hm</think>a" if inside else "a")
+    answer.finish()
+    assert (answer.thinking, answer.content) == ("hm" if inside else "", "a")
+    begin = None if inside else "<think>"
+    wrapped = Grammar.regex("[ab]").after_thinking("</think>", begin)
+    assert prepared.grammar == (Grammar.regex("[ab]") if opened is False else wrapped)
 
 
 @pytest.mark.parametrize("value", ["\ud800", ["a", "\udfff"], {"a": [{"\ud800": 1}]}])

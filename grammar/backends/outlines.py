@@ -19,12 +19,12 @@ import numpy as np
 import outlines_core
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import walk
-from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
+from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher, Row
 from overlap_spec.grammar.expressions import Expression, Ref, Repeat, parts_of
 from overlap_spec.grammar.lowering import to_ebnf
 from overlap_spec.grammar.regular import NonEmpty, to_regex
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.states import Automaton, StateMatcher
 from overlap_spec.grammar.syntax import ForeignConstruct, Syntax, read
 from overlap_spec.grammar.vocabulary import Vocabulary
 
@@ -116,8 +116,11 @@ def _whole(grammar: NonEmpty) -> str:
     return f"(?:{rule('root')})\\z"
 
 
-class _Compiled(CompiledGrammar):
+class _Compiled(CompiledGrammar, Automaton[int]):
     backend = "outlines"
+    # Before the first token; the library's own state may be met again later on, where the empty
+    # text is no answer.
+    start = -1
 
     def __init__(
         self, index: outlines_core.Index, vocabulary: Vocabulary, may_be_empty: bool
@@ -125,7 +128,7 @@ class _Compiled(CompiledGrammar):
         self.vocabulary = vocabulary
         self._index = index
         self._data = bytes([may_be_empty]) + index.__reduce__()[1][0]
-        self.start: int = index.get_initial_state()
+        self._first: int = index.get_initial_state()
         self._may_be_empty = may_be_empty
         self._lock = threading.Lock()
         self._rows: OrderedDict[int, Row] = OrderedDict()
@@ -136,31 +139,26 @@ class _Compiled(CompiledGrammar):
         return 6 * len(self._data) + _ROW_CACHE_BYTES
 
     def matcher(self) -> Matcher:
-        return _OutlinesMatcher(self, [self.start])
+        return StateMatcher(self)
 
     def serialize(self) -> bytes:
         return self._data
 
     def after(self, state: int, token: int) -> int | None:
-        """The state after a text token, or None where it is not legal."""
-        found: int | None = self._index.get_next_state(state, token)
+        found: int | None = self._index.get_next_state(self._own(state), token)
         return found
 
-    def is_complete(self, state: int, at_start: bool) -> bool:
-        """Whether the text may end in a state.
-
-        The start state may be met again later on, where the empty text is no answer.
-        """
-        return (at_start and self._may_be_empty) or bool(self._index.is_final_state(state))
+    def is_final(self, state: int) -> bool:
+        may_be_empty = state == self.start and self._may_be_empty
+        return may_be_empty or bool(self._index.is_final_state(self._own(state)))
 
     def row(self, state: int) -> Row:
-        """The text bits of a state's mask row; not to be written to."""
         with self._lock:
             if state in self._rows:
                 self._rows.move_to_end(state)
                 return self._rows[state]
         flags = np.zeros(self.vocabulary.words * 32, np.uint8)
-        flags[self._index.get_allowed_tokens(state) or []] = 1
+        flags[self._index.get_allowed_tokens(self._own(state)) or []] = 1
         row = np.packbits(flags, bitorder="little").view(np.int32) & ~self.vocabulary.stop_row
         with self._lock:
             self._rows[state] = row
@@ -168,63 +166,8 @@ class _Compiled(CompiledGrammar):
                 self._rows.popitem(last=False)
         return row
 
-
-class _OutlinesMatcher(Matcher):
-    def __init__(self, compiled: _Compiled, path: list[int | None]) -> None:
-        self.vocabulary = compiled.vocabulary
-        self._compiled = compiled
-        # The state after each token; None after a stop token.
-        self._path = path
-
-    def accept(self, token_id: int) -> bool:
-        here = self._path[-1]
-        if here is None or not 0 <= token_id < self.vocabulary.size:
-            return False
-        if token_id in self.vocabulary.stop_ids:
-            if not self.is_complete:
-                return False
-            self._path.append(None)
-            return True
-        after = self._compiled.after(here, token_id)
-        if after is None:
-            return False
-        self._path.append(after)
-        return True
-
-    def rollback(self, count: int) -> None:
-        if not 0 <= count <= self.accepted_tokens:
-            raise ValueError(f"cannot roll back {count} of {self.accepted_tokens} tokens")
-        if count:
-            del self._path[-count:]
-
-    def fill(self, row: Row) -> None:
-        walk.check_row(row, self.vocabulary.words)
-        here = self._path[-1]
-        if here is None:
-            row.fill(0)
-        else:
-            row[:] = self._compiled.row(here)
-            if self.is_complete:
-                row |= self.vocabulary.stop_row
-
-    def fill_tree(self, tokens: Links, first_child: Links, next_sibling: Links, rows: Row) -> None:
-        walk.fill_tree(self, tokens, first_child, next_sibling, rows)
-
-    @property
-    def is_terminated(self) -> bool:
-        return self._path[-1] is None
-
-    @property
-    def is_complete(self) -> bool:
-        here = self._path[-1]
-        return here is None or self._compiled.is_complete(here, len(self._path) == 1)
-
-    @property
-    def accepted_tokens(self) -> int:
-        return len(self._path) - 1
-
-    def fork(self) -> Matcher:
-        return _OutlinesMatcher(self._compiled, self._path.copy())
+    def _own(self, state: int) -> int:
+        return self._first if state == self.start else state
 
 
 BACKEND = OutlinesBackend

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from overlap_spec.grammar import walk
-from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
+from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher, Row
 from overlap_spec.grammar.lowering import to_ebnf
 from overlap_spec.grammar.network import Network
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.states import Automaton, StateMatcher
 from overlap_spec.grammar.syntax import Syntax, read
 from overlap_spec.grammar.vocabulary import Vocabulary
 
@@ -58,7 +58,7 @@ class _Set:
         self.row: Row | None = None
 
 
-class _Chart:
+class _Chart(Automaton[_Set]):
     """All Earley sets of a grammar that were met so far."""
 
     def __init__(self, syntax: Syntax, vocabulary: Vocabulary) -> None:
@@ -73,9 +73,9 @@ class _Chart:
             self.done[self.network.add(body, self.starts[name])] = name
         self.sets: dict[frozenset[tuple[int, int]], _Set] = {}
         self.sorted = sorted((text, i) for i, text in enumerate(vocabulary.text) if text)
-        self.first = _Set()
-        self._close(self.first, [(self.starts["root"], self.first)])
-        self.first.is_complete = "root" in self.nullable
+        self.start = _Set()
+        self._close(self.start, [(self.starts["root"], self.start)])
+        self.start.is_complete = "root" in self.nullable
 
     def move(self, here: _Set, byte: int) -> _Set | None:
         """The set after one more byte, or None where no text goes on with it."""
@@ -84,23 +84,24 @@ class _Chart:
             here.moves[byte] = self._named(scanned) if scanned else None
         return here.moves[byte]
 
-    def follow(self, here: _Set, text: bytes) -> _Set | None:
-        """The set after a text."""
-        found: _Set | None = here
-        for byte in text:
-            found = self.move(found, byte) if found else None
+    def after(self, state: _Set, token: int) -> _Set | None:
+        text = self.vocabulary.text[token]
+        found: _Set | None = state if text else None
+        with self.lock:
+            for byte in text:
+                found = self.move(found, byte) if found else None
         return found
 
-    def row(self, here: _Set) -> Row:
-        """The mask row of a set; read-only."""
-        if here.row is None:
-            flags = np.zeros(self.vocabulary.words * 32, np.uint8)
-            flags[list(self._legal(here))] = 1
-            row = np.packbits(flags, bitorder="little").view(np.int32)
-            if here.is_complete:
-                row |= self.vocabulary.stop_row
-            here.row = row
-        return here.row
+    def is_final(self, state: _Set) -> bool:
+        return state.is_complete
+
+    def row(self, state: _Set) -> Row:
+        with self.lock:
+            if state.row is None:
+                flags = np.zeros(self.vocabulary.words * 32, np.uint8)
+                flags[list(self._legal(state))] = 1
+                state.row = np.packbits(flags, bitorder="little").view(np.int32)
+            return state.row
 
     def _legal(self, here: _Set) -> Iterator[int]:
         """Tokens with which the text may go on; sorted, neighbours share their beginnings."""
@@ -149,7 +150,7 @@ class _Chart:
             # A rule that is done where it began is nullable, and was stepped over above.
             if node in self.done and origin is not here:
                 rule = self.done[node]
-                here.is_complete |= rule == "root" and origin is self.first
+                here.is_complete |= rule == "root" and origin is self.start
                 for after, outer in origin.waiting.get(rule, ()):
                     add(after, outer)
 
@@ -166,68 +167,10 @@ class _Compiled(CompiledGrammar):
         return 500 * (len(self._chart.network.bytes) + len(self._chart.sorted))
 
     def matcher(self) -> Matcher:
-        return _ReferenceMatcher(self._chart, [self._chart.first])
+        return StateMatcher(self._chart)
 
     def serialize(self) -> bytes:
         return self._ebnf
-
-
-class _ReferenceMatcher(Matcher):
-    def __init__(self, chart: _Chart, path: list[_Set | None]) -> None:
-        self.vocabulary = chart.vocabulary
-        self._chart = chart
-        # The set after each token; None after a stop token.
-        self._path = path
-
-    def accept(self, token_id: int) -> bool:
-        here = self._path[-1]
-        if here is None or not 0 <= token_id < self.vocabulary.size:
-            return False
-        if token_id in self.vocabulary.stop_ids:
-            after = None
-            legal = here.is_complete
-        else:
-            text = self.vocabulary.text[token_id]
-            with self._chart.lock:
-                after = self._chart.follow(here, text) if text else None
-            legal = after is not None
-        if legal:
-            self._path.append(after)
-        return legal
-
-    def rollback(self, count: int) -> None:
-        if not 0 <= count <= self.accepted_tokens:
-            raise ValueError(f"cannot roll back {count} of {self.accepted_tokens} tokens")
-        if count:
-            del self._path[-count:]
-
-    def fill(self, row: Row) -> None:
-        walk.check_row(row, self.vocabulary.words)
-        here = self._path[-1]
-        if here is None:
-            row.fill(0)
-            return
-        with self._chart.lock:
-            row[:] = self._chart.row(here)
-
-    def fill_tree(self, tokens: Links, first_child: Links, next_sibling: Links, rows: Row) -> None:
-        walk.fill_tree(self, tokens, first_child, next_sibling, rows)
-
-    @property
-    def is_terminated(self) -> bool:
-        return self._path[-1] is None
-
-    @property
-    def is_complete(self) -> bool:
-        here = self._path[-1]
-        return here is None or here.is_complete
-
-    @property
-    def accepted_tokens(self) -> int:
-        return len(self._path) - 1
-
-    def fork(self) -> Matcher:
-        return _ReferenceMatcher(self._chart, self._path.copy())
 
 
 BACKEND = ReferenceBackend

@@ -1,4 +1,4 @@
-"""Compiling in worker processes, under limits: the side that the engine's threads call."""
+"""Compiling and checking in worker processes, under limits: the side that the engine calls."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 import threading
 from concurrent.futures import Future
 from typing import Any
+from weakref import WeakValueDictionary
 
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
 from overlap_spec.grammar.isolation.executor import Executor
@@ -17,10 +18,60 @@ from overlap_spec.grammar.isolation.template_link import check_importable
 from overlap_spec.grammar.spec import Grammar
 
 
+class Crew:
+    """A supervisor and its thread, for all pools of a process that want the same of it."""
+
+    def __init__(self, backend: Backend, limits: CompileLimits) -> None:
+        self.supervisor = Supervisor(backend, limits)
+        self.users: set[Pool] = set()
+        self.thread: threading.Thread | None = None
+        self._is_over = False
+        self._lock = threading.Lock()
+
+    def join(self, user: Pool) -> bool:
+        """Whether the crew is now one of the user's; not where it is about to end."""
+        with self._lock:
+            self._is_over = self._is_over or self.supervisor.has_ended
+            if not self._is_over:
+                self.users.add(user)
+            return not self._is_over
+
+    def leave(self, user: Pool) -> bool:
+        """Whether the user was the last, so that the thread ends."""
+        self.users.discard(user)
+        is_over = not self._is_wanted()
+        self.supervisor.wake()
+        return is_over
+
+    def start(self) -> None:
+        """Start the thread if there is none yet."""
+        with self._lock:
+            if self.thread is None:
+                self.supervisor.wakes = socket.socketpair()
+                self.thread = threading.Thread(
+                    target=self.supervisor.run,
+                    args=(self._is_wanted,),
+                    name="grammar-compile",
+                    daemon=True,
+                )
+                self.thread.start()
+
+    def _is_wanted(self) -> bool:
+        with self._lock:
+            self._is_over = self._is_over or not self.users
+            return not self._is_over
+
+
+# By process, since a fork has the table but no thread, and by what their workers are made of.
+_CREWS: WeakValueDictionary[tuple[Any, ...], Crew] = WeakValueDictionary()
+
+
 class Pool(Executor):
     """Compiles in worker processes; see `CompileLimits` for the rules.
 
-    Nothing is started before the first grammar. In a fork of the engine's process it is closed.
+    Pools with the same kind of backend, vocabulary and limits share their processes, queues and
+    limits; the processes end with the last of them. Nothing is started before the first grammar.
+    In a fork of the engine's process a pool is closed.
 
     Raises:
         ConfigError: the backend's class cannot be imported by its name.
@@ -28,13 +79,21 @@ class Pool(Executor):
 
     def __init__(self, backend: Backend, limits: CompileLimits) -> None:
         check_importable(backend)
-        self._supervisor = Supervisor(backend, limits)
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
+        self._pid, self._closed = os.getpid(), False
+        key = (self._pid, type(backend), backend.vocabulary.fingerprint, limits)
+        crew = _CREWS.get(key)
+        if crew is None or not crew.join(self):
+            crew = _CREWS[key] = Crew(backend, limits)
+            crew.join(self)
+        self._crew, self._supervisor = crew, crew.supervisor
 
     def submit(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        job = Job(grammar, Future())
+        return self._enqueue(Job(grammar, Future()))
+
+    def check(self, grammar: Grammar, text: str) -> Future[str | None]:
+        return self._enqueue(Job(grammar, Future(), text))
+
+    def _enqueue(self, job: Job) -> Future[Any]:
         if not self._start():
             job.fail("closed", "the engine is closed")
             return job.future
@@ -51,15 +110,18 @@ class Pool(Executor):
             self._supervisor.wake()
 
     def close(self) -> None:
-        self.stop()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread() and self._is_ours():
+        if not self._is_ours():
+            return
+        self._closed = True
+        thread = self._crew.thread
+        if self._crew.leave(self) and thread not in (None, threading.current_thread()):
             thread.join()
 
     def stop(self) -> None:
         """Begin to close; takes no lock and waits for nothing, so that a finaliser may call it."""
         if self._is_ours():
-            self._supervisor.closing = True
+            self._closed = True
+            self._crew.users.discard(self)
             self._supervisor.wake()
 
     def snapshot(self) -> dict[str, Any]:
@@ -74,13 +136,7 @@ class Pool(Executor):
         return os.getpid() == self._pid
 
     def _start(self) -> bool:
-        with self._lock:
-            if self._supervisor.closing or not self._is_ours():
-                return False
-            if self._thread is None:
-                self._supervisor.wakes = socket.socketpair()
-                self._thread = threading.Thread(
-                    target=self._supervisor.run, name="grammar-compile", daemon=True
-                )
-                self._thread.start()
-            return True
+        if self._closed or not self._is_ours():
+            return False
+        self._crew.start()
+        return True

@@ -34,11 +34,10 @@ LOADERS = 2
 
 
 class Supervisor:
-    """The state of a pool; belongs to its thread, but for the mailboxes and `snapshot`.
+    """The state of a crew; belongs to its thread, but for the mailboxes and `snapshot`.
 
     Attributes:
         inbox, cancelled: Jobs that came, and jobs that everybody left; any thread appends.
-        closing: Set to end the thread, followed by `wake`.
         has_ended: The thread takes no more from the mailboxes.
         wakes: Reader and writer that wake the thread; set before it starts.
     """
@@ -47,7 +46,7 @@ class Supervisor:
         self.backend, self.limits = backend, limits
         self.inbox: deque[Job] = deque()
         self.cancelled: deque[Job] = deque()
-        self.closing = self.has_ended = False
+        self.has_ended = False
         self.wakes: tuple[socket.socket, socket.socket] | None = None
         self.fast: deque[Job] = deque()
         self.long: deque[Job] = deque()
@@ -87,21 +86,20 @@ class Supervisor:
                 while True:
                     queue.popleft().fail("closed", "the engine was closed before its turn came")
 
-    def run(self) -> None:
-        """The thread."""
+    def run(self, is_wanted: Callable[[], bool]) -> None:
+        """The thread; asks whether it is wanted whenever it is woken."""
         assert self.wakes is not None
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.wakes[0], selectors.EVENT_READ, None)
         self.loaders = ThreadPoolExecutor(LOADERS, "grammar-load")
         try:
-            while not self.closing:
+            while is_wanted():
                 self._take_mail()
                 self._schedule()
                 for key, _ in self.selector.select(self._patience_s()):
                     self._handle(key.data)
                 self._expire()
         finally:
-            self.closing = True
             self._shut()
 
     def _shut(self) -> None:
@@ -160,7 +158,7 @@ class Supervisor:
     def _send(self, worker: Worker, queue: deque[Job], is_long: bool) -> bool:
         grammar = dataclasses.replace(queue[0].grammar, output=None)
         try:
-            channel.send_body(worker.end, pickle.dumps(grammar))
+            channel.send_body(worker.end, pickle.dumps((grammar, queue[0].text)))
         except OSError:
             # It died while it was idle, which costs this grammar nothing.
             self._kill(worker)
@@ -313,6 +311,8 @@ class Supervisor:
             except RuntimeError:
                 channel.drop_body(message)
                 job.fail("closed", "the interpreter is ending")
+        elif answer == "checked":
+            job.gives(message.header["violation"])
         elif answer == "refused":
             job.raises(GrammarError(message.header["message"], message.header["param"]))
         elif answer == "out_of_memory":
@@ -341,8 +341,7 @@ class Supervisor:
         except Exception as error:
             job.fail("crash", f"it cannot be read back: {type(error).__name__}: {error}")
         else:
-            if job.future.set_running_or_notify_cancel():
-                job.future.set_result(compiled)
+            job.gives(compiled)
 
     # Keeping time.
 

@@ -1,4 +1,4 @@
-"""What a worker process does: compile what it is sent, one grammar after the other.
+"""What a worker process does: compile the grammars that it is sent, and check outputs.
 
 It is forked from the template, which has the library loaded and the vocabulary built in, and has
 no threads. Its output goes to a file in memory that the template reads when it dies.
@@ -17,6 +17,7 @@ from pathlib import Path
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation.channel import read_body, receive, send, send_body
+from overlap_spec.grammar.isolation.check import violation
 
 # Python's limit on a message that goes into a header, well under the header's own.
 MESSAGE_CHARACTERS = 8000
@@ -55,7 +56,7 @@ def private_bytes() -> int:
 
 
 def serve(end: socket.socket, backend: Backend, memory_bytes: int, result_bytes: int) -> None:
-    """Compile until the other side hangs up, or this process is not as good as new."""
+    """Compile and check until the other side hangs up, or this process is not as good as new."""
     baseline = private_bytes()
     limit = baseline + memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -65,14 +66,20 @@ def serve(end: socket.socket, backend: Backend, memory_bytes: int, result_bytes:
     Path("/proc/self/oom_score_adj").write_text("1000")
     while (message := receive(end)) is not None:
         send(end, answer="started")
-        if not _compile(end, backend, read_body(message), baseline + memory_bytes * KEPT_SHARE):
+        if not _work(end, backend, read_body(message), baseline + memory_bytes * KEPT_SHARE):
             return
 
 
-def _compile(end: socket.socket, backend: Backend, job: bytes, most_bytes: float) -> bool:
-    """Compile and answer; whether this process may go on."""
+def _work(end: socket.socket, backend: Backend, job: bytes, most_bytes: float) -> bool:
+    """Compile or check, and answer; whether this process may go on."""
     try:
-        compiled = backend.compile(pickle.loads(job))
+        grammar, text = pickle.loads(job)
+        if text is not None:
+            found = violation(grammar, text)
+            goes_on = private_bytes() < most_bytes
+            send(end, answer="checked", violation=found, goes_on=goes_on)
+            return goes_on
+        compiled = backend.compile(grammar)
         body = compiled.serialize()
         del compiled
         goes_on = private_bytes() < most_bytes

@@ -13,15 +13,17 @@ from typing import Any, Literal
 from overlap_spec.errors import (
     CheckpointError,
     ConfigError,
+    EngineUnavailable,
     GrammarError,
     InvalidRequest,
     OverlapSpecError,
+    QueueFull,
     RequestFailed,
 )
 from overlap_spec.grammar.isolation.limits import CompileFailure
 from overlap_spec.link import messages as m
 from overlap_spec.link.child import Child
-from overlap_spec.link.reply import EngineUnavailable, QueueFull, Reply
+from overlap_spec.link.reply import Reply
 from overlap_spec.prepare import Prepared
 
 log = logging.getLogger("overlap_spec")

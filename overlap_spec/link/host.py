@@ -26,7 +26,8 @@ from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.isolation.limits import CompileFailure
 from overlap_spec.link import messages as m
 from overlap_spec.prepare import Prepared
-from overlap_spec.types import Output, RequestStats
+from overlap_spec.stats import RequestStats
+from overlap_spec.types import Output
 
 # Where requests wait and no step can be planned, look again after so long.
 NAP_MS = 1

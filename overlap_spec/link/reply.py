@@ -13,14 +13,6 @@ from overlap_spec.prepare import Prepared, parse_output
 from overlap_spec.types import Delta, Output
 
 
-class EngineUnavailable(OverlapSpecError):
-    """The engine's process is gone or not there yet; the request may be sent again."""
-
-
-class QueueFull(OverlapSpecError):
-    """More requests wait than may wait; try again later."""
-
-
 class Reply:
     """One request on its way. Iterate for its pieces; then `output` is there.
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
 
 from overlap_spec.async_engine import Reply
-from overlap_spec.grammar.reasoning import ReasoningStream, load_reasoning
+from overlap_spec.grammar.reasoning import (
+    ReasoningFormat,
+    ReasoningStream,
+    load_reasoning,
+    opened_by,
+)
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tool_stream import CallStream
 from overlap_spec.prepare import Prepared
@@ -27,6 +32,7 @@ from overlap_spec.server.service import (
     new_id,
     stop_reason,
     usage,
+    verdict,
 )
 from overlap_spec.server.wire.chat import ChatBody
 from overlap_spec.types import Delta, Output, TokenLogprobs
@@ -46,12 +52,17 @@ async def chat_completions(service: Service, body: ChatBody, request: Request) -
 
 @dataclass
 class Chat:
-    """One request for a chat."""
+    """One request for a chat.
+
+    ``opened``: whether its prompt leaves the model's thinking open, or has closed it; None where
+    neither, or where the model does not think.
+    """
 
     service: Service
     body: ChatBody
     id: str
     model: str
+    opened: bool | None = None
 
     async def prepare(self) -> tuple[Prepared, str | None]:
         """The request, checked and tokenised, and the field that its grammar comes from."""
@@ -59,11 +70,16 @@ class Chat:
         asked = await service.constraints.tools(body, await service.constraints.of(body))
         prepared = await service.engine.prepare(
             body.template_messages(),
-            self._behind_thinking(asked.grammar),
+            asked.grammar,
             body.sampling(),
             tools=body.tools,
             priority=body.priority or 0,
         )
+        form = self._reasoning()
+        if form is not None:
+            ending = service.engine.tokenizer.ending(prepared.prompt_ids)
+            self.opened = opened_by(form, ending)
+            prepared = replace(prepared, grammar=self._behind_thinking(prepared.grammar, form))
         return prepared, asked.field
 
     def whole(self, outputs: Sequence[Output], prepared: Prepared) -> dict[str, Any]:
@@ -77,7 +93,8 @@ class Chat:
             ids, logprobs = _without_stop(output)
             choice = self._choice(index, {"message": answer.message()}, ids, logprobs, reason)
             eos_ids = self.service.engine.tokenizer.eos_ids
-            choices.append(choice | {"stop_reason": stop_reason(output, eos_ids)})
+            ended = {"stop_reason": stop_reason(output, eos_ids), **verdict(output)}
+            choices.append(choice | ended)
         head = self._head("chat.completion")
         return head | {"choices": choices, "usage": usage(outputs, [prepared])}
 
@@ -105,7 +122,8 @@ class Chat:
                 yield head | {"choices": [choice]} | (told if number == 0 else {})
             if delta.finish_reason is not None and delta.finish_reason != "error":
                 reason = answer.finish_reason(delta.finish_reason)
-                yield head | {"choices": [self._choice(index, {"delta": {}}, reason=reason)]}
+                choice = self._choice(index, {"delta": {}}, reason=reason) | verdict(delta)
+                yield head | {"choices": [choice]}
         if with_usage:
             outputs = [reply.output for reply in replies if reply.output is not None]
             yield head | {"choices": [], "usage": usage(outputs, [replies[0].prepared])}
@@ -129,21 +147,24 @@ class Chat:
 
     def _answer(self) -> Answer:
         settings, body = self.service.settings, self.body
-        reasoning = settings.reasoning_parser
+        form = self._reasoning()
         with_calls = bool(body.tools) and body.tool_choice != "none"
         return Answer(
-            ReasoningStream(reasoning) if reasoning is not None else None,
+            ReasoningStream(form, self.opened) if form is not None else None,
             CallStream(settings.tool_call_parser)
             if with_calls and settings.tool_call_parser
             else None,
         )
 
-    def _behind_thinking(self, grammar: Grammar | None) -> Grammar | None:
+    def _reasoning(self) -> ReasoningFormat | None:
         parser = self.service.settings.reasoning_parser
-        if grammar is None or parser is None:
+        return None if parser is None else load_reasoning(parser)
+
+    def _behind_thinking(self, grammar: Grammar | None, form: ReasoningFormat) -> Grammar | None:
+        if grammar is None or self.opened is False:
             return grammar
-        form = load_reasoning(parser)
-        return grammar.after_thinking(form.end, None if form.opens_inside else form.begin)
+        begins_inside = self.opened or form.opens_inside
+        return grammar.after_thinking(form.end, None if begins_inside else form.begin)
 
 
 def _without_stop(output: Output) -> tuple[Sequence[int], Sequence[TokenLogprobs]]:

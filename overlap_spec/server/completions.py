@@ -22,6 +22,7 @@ from overlap_spec.server.service import (
     new_id,
     stop_reason,
     usage,
+    verdict,
 )
 from overlap_spec.server.wire.text import CompletionBody, each_prompt
 from overlap_spec.tokenizer import Tokenizer
@@ -63,6 +64,7 @@ async def completions(service: Service, body: CompletionBody, request: Request) 
                 "logprobs": shown,
                 "finish_reason": output.finish_reason,
                 "stop_reason": stop_reason(output, tokenizer.eos_ids),
+                **verdict(output),
             }
         )
     return Json(head | {"choices": choices, "usage": usage(outputs, prepared)})
@@ -96,7 +98,8 @@ async def _events(
         reason = delta.finish_reason
         told = decoders[index].told(delta)
         if reason != "error" and (delta.text or shown or reason or told):
-            yield head | {"choices": [_piece(index, delta.text, shown, reason)]} | told
+            choice = _piece(index, delta.text, shown, reason) | verdict(delta)
+            yield head | {"choices": [choice]} | told
     if counted is not None:
         outputs = [reply.output for reply in replies if reply.output is not None]
         yield head | {"choices": [], "usage": usage(outputs, counted)}

@@ -10,8 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from overlap_spec.async_engine import EngineUnavailable, QueueFull
-from overlap_spec.errors import InvalidRequest, OverlapSpecError
+from overlap_spec.errors import EngineUnavailable, InvalidRequest, OverlapSpecError, QueueFull
 from overlap_spec.grammar.isolation.limits import CompileFailure
 
 RETRY_AFTER_S = 1

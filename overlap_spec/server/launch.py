@@ -10,7 +10,7 @@ from overlap_spec.async_engine import AsyncEngine
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import ConfigError
 from overlap_spec.server.run import serve
-from overlap_spec.server.settings import ServerSettings
+from overlap_spec.server.settings import ServerSettings, Whitespace
 
 LEVELS = ("debug", "info", "warning", "error")
 # How the embedded model spells its calls.
@@ -26,7 +26,7 @@ def launch(
     mask_deadline_ms: float,
     served_model_name: str | None,
     tool_call_parser: str | None,
-    whitespace: str,
+    whitespace: Whitespace,
     **flags: Any,
 ) -> None:
     """Serve with the flags of the command line; see ``overlap_spec.cli.serve``.
@@ -45,7 +45,7 @@ def launch(
         **server,
         served_model_name=served_model_name or (Path(model).name if model else "overlap-spec"),
         tool_call_parser=tool_call_parser,
-        whitespace=read_whitespace(whitespace),
+        whitespace=whitespace,
         cors_origins=tuple(cors_origin or ()),
     )
     engine = AsyncEngine(
@@ -56,15 +56,6 @@ def launch(
         **{name: value for name, value in flags.items() if name in known},
     )
     serve(engine, settings, log_level)
-
-
-def read_whitespace(text: str) -> Any:
-    """``compact``, ``bounded`` or an indent."""
-    if text in ("compact", "bounded"):
-        return text
-    if text.isdigit() and int(text) <= 8:
-        return int(text)
-    raise ConfigError(f"whitespace must be compact, bounded or an indent up to 8: {text!r}")
 
 
 def _read(path: Path | None) -> str | None:

@@ -13,10 +13,11 @@ from overlap_spec.errors import InvalidRequest
 from overlap_spec.prepare import Prepared
 from overlap_spec.server.errors import Json
 from overlap_spec.server.logprobs import native_logprobs
-from overlap_spec.server.service import Job, Service, fan_out, interleaved, new_id
+from overlap_spec.server.service import Job, Service, fan_out, interleaved, new_id, verdict
 from overlap_spec.server.wire.text import AbortBody, GenerateBody, NativeSampling
+from overlap_spec.stats import RequestStats
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import Delta, Output, RequestStats
+from overlap_spec.types import Delta, Output
 
 
 async def generate(service: Service, body: GenerateBody, request: Request) -> Response:
@@ -101,6 +102,7 @@ class Shape:
             "grammar_compile_ms": stats.grammar_compile_ms,
             "grammar_ms": stats.grammar_ms,
             "exposed_ms": stats.exposed_ms,
+            **verdict(output),
             **self._logprobs(output.token_ids, output.logprobs),
         }
 

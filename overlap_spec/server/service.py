@@ -7,7 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -269,6 +269,11 @@ def pumping(tasks: list[asyncio.Task[None]]) -> Iterator[list[asyncio.Task[None]
 def stop_reason(output: Output, eos_ids: frozenset[int]) -> str | int | None:
     """What of the caller's own ended an output: a stop string or token, as vLLM tells it."""
     return None if output.stop_match in eos_ids else output.stop_match
+
+
+def verdict(ended: Output | Delta) -> dict[str, Any]:
+    """What validation found of a best-effort output; nothing where nothing had to be checked."""
+    return {} if ended.verdict is None else {"verdict": asdict(ended.verdict)}
 
 
 def new_id(prefix: str) -> str:

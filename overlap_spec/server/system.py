@@ -11,8 +11,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import FileResponse, Response
 
-from overlap_spec.async_engine import EngineUnavailable
-from overlap_spec.errors import InvalidRequest
+from overlap_spec.errors import EngineUnavailable, InvalidRequest
 from overlap_spec.server.errors import ApiError, Json
 from overlap_spec.server.service import Service
 from overlap_spec.server.wire.text import DetokenizeBody, TokenizeBody

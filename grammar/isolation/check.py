@@ -1,0 +1,109 @@
+"""Holding a finished output to the whole schema that its grammar held it to in part.
+
+Only where it can be killed: one call of Python's `re` may run for ever and keep the interpreter's
+lock, and schemas nest as deep as they like.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import subprocess
+import sys
+from decimal import Decimal
+from typing import Any
+
+from overlap_spec.grammar.isolation.limits import CompileFailure
+from overlap_spec.grammar.lowering.keywords import step
+from overlap_spec.grammar.reasoning import answer_of
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.tools import parse_reply
+
+MOST_CHARACTERS = 500
+MOST_DIGITS = 400
+START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from overlap_spec.grammar.isolation.check import main; main()"
+)
+
+
+def is_best_effort(grammar: Grammar) -> bool:
+    """Whether the grammar may have left keywords out because its caller allowed it."""
+    return grammar.best_effort if grammar.inner is None else is_best_effort(grammar.inner)
+
+
+def violation(grammar: Grammar, text: str) -> str | None:
+    """Where and how an output breaks the schema of its grammar; None where it is valid.
+
+    Raises:
+        Exception: that cannot be told, as the schema is nested too deep or has a pattern that
+            Python does not read.
+    """
+    inner = grammar.inner
+    if inner is not None and grammar.kind == "after_thinking":
+        return violation(inner, answer_of(grammar, text))
+    if inner is not None:
+        called = parse_reply(text, json.loads(grammar.source)["format"]).calls
+        return None if called else violation(inner, text)
+    try:
+        instance = _read(text)
+    except json.JSONDecodeError as error:
+        return f"it is no whole JSON: {error}"
+    return _first_error(_read(grammar.source), instance)
+
+
+def _first_error(schema: Any, instance: Any) -> str | None:
+    # Loaded where it is needed: most grammars are compiled and never checked.
+    from jsonschema import validators
+    from referencing import Registry
+
+    kind = validators.validator_for(schema, validators.Draft202012Validator)
+    # An empty registry: nothing is ever fetched.
+    error = next(kind(schema, registry=Registry()).iter_errors(instance), None)
+    if error is None:
+        return None
+    return f"{step('$', *error.absolute_path)}: {error.message}"[:MOST_CHARACTERS]
+
+
+class _Exact(Decimal):
+    """A number as it is written: 0.3 is a multiple of 0.1."""
+
+    __repr__ = Decimal.__str__
+
+
+def _read(text: str) -> Any:
+    return json.loads(text, parse_float=_number)
+
+
+def _number(text: str) -> int | Decimal:
+    exact = _Exact(text)
+    # JSON Schema takes 1.0 for an integer; 1e999999999 would fill the memory.
+    is_whole = exact.adjusted() < MOST_DIGITS and exact == exact.to_integral_value()
+    return int(exact) if is_whole else exact
+
+
+def violation_elsewhere(grammar: Grammar, text: str, time_s: float) -> str | None:
+    """As `violation`, in a new process, where there are no workers.
+
+    Raises:
+        CompileFailure: it took longer than `time_s`, or cannot be told.
+    """
+    command = [sys.executable, "-c", START, json.dumps(sys.path)]
+    body = pickle.dumps((dataclasses.replace(grammar, output=None), text))
+    what = f"the {grammar.kind} grammar cannot check its output"
+    try:
+        done = subprocess.run(command, input=body, capture_output=True, timeout=time_s, check=False)
+    except subprocess.TimeoutExpired:
+        late = f"{what}: it took longer than {time_s:g} s"
+        raise CompileFailure(late, "timeout", grammar.kind) from None
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise CompileFailure(f"{what}: {last}", "crash", grammar.kind)
+    found: str | None = pickle.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    """The new process: from standard input to standard output."""
+    sys.stdout.buffer.write(pickle.dumps(violation(*pickle.load(sys.stdin.buffer))))

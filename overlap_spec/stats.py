@@ -1,0 +1,49 @@
+"""What is measured on one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class RequestStats:
+    """Measured on one request. Times in milliseconds, rates over what was really drafted."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    verifies: int = 0
+    verified_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_drafts: int = 0
+    accept_histogram: list[int] = field(default_factory=list)
+    ttft_ms: float = 0.0
+    end_to_end_ms: float = 0.0
+    itl_ms: list[float] = field(default_factory=list)
+    grammar_ms: float = 0.0
+    exposed_ms: float = 0.0
+    limited_steps: int = 0
+    grammar_compile_ms: float = 0.0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens a verify emitted, bonus included; the prefill's token is not counted."""
+        return self.verified_tokens / self.verifies if self.verifies else 0.0
+
+    @property
+    def accept_rate(self) -> float:
+        """Share of drafted tokens that were accepted."""
+        return self.accepted_drafts / self.drafted_tokens if self.drafted_tokens else 0.0
+
+    @property
+    def tpot_ms(self) -> float:
+        """Mean time per output token after the first."""
+        rest = self.output_tokens - 1
+        return (self.end_to_end_ms - self.ttft_ms) / rest if rest > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain data."""
+        data = {f.name: getattr(self, f.name) for f in fields(self)}
+        rates = ("accept_length", "accept_rate", "tpot_ms")
+        return data | {name: getattr(self, name) for name in rates}

@@ -1,0 +1,34 @@
+"""The command line's flags: one definition of the engine's for every command."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import typer.main
+
+from overlap_spec.cli import ENGINE_FLAGS, SERVER_FLAGS, SERVING_ENGINE_FLAGS, app
+from overlap_spec.config import EngineConfig
+from overlap_spec.server.settings import ServerSettings
+
+
+def flags(command: str) -> dict[str, tuple[Any, ...]]:
+    group: Any = typer.main.get_command(app)
+    return {p.name: (p.opts, p.default, p.help) for p in group.commands[command].params}
+
+
+@pytest.mark.parametrize("name", ENGINE_FLAGS)
+def test_commands_share_the_engines_flags(name: str) -> None:
+    assert flags("generate")[name] == flags("serve")[name]
+    assert flags("serve")[name][1] == getattr(EngineConfig, name)
+
+
+def test_flags_are_fields_with_their_defaults() -> None:
+    served = flags("serve")
+    for settings, names in ((EngineConfig, SERVING_ENGINE_FLAGS), (ServerSettings, SERVER_FLAGS)):
+        for name in names:
+            assert served[name][1] == getattr(settings, name)
+    assert served["num_steps"][0] == ["--speculative-num-steps"]
+    assert served["draft"][0] == ["--speculative-draft-model-path", "--draft"]
+    assert served["max_total_tokens"][0] == ["--max-total-tokens"]
+    assert flags("doctor").keys() == {"model", "draft"}
