@@ -110,7 +110,6 @@ def _elementwise(d: Draw, batch: int) -> Iterator[Work]:
 def _cache(d: Draw, batch: int) -> Iterator[Work]:
     rows, item = batch * NODES, d.dtype.itemsize
     pages = batch * CONTEXT // PAGE
-    kv = rows * KV_HEADS * HEAD_DIM * item
     all_heads = HEADS + 2 * KV_HEADS
 
     def caches(layers: int | None = None, pages: int = pages) -> list[Tensor]:
@@ -122,13 +121,9 @@ def _cache(d: Draw, batch: int) -> Iterator[Work]:
         qkv, rotary = d.normal(rows, all_heads, HEAD_DIM), d.normal(rows, 2, HEAD_DIM)
         return qkv, rotary, *caches(), d.distinct(rows, pages * PAGE), weight
 
-    def store() -> tuple[Any, ...]:
-        k, v = (d.normal(rows, KV_HEADS, HEAD_DIM) for _ in range(2))
-        return *caches(), d.distinct(rows, pages * PAGE), k, v
-
     def slots() -> tuple[Any, ...]:
-        table = d.integers(0, 2**20, 64, CONTEXT // PAGE)
-        return table, d.integers(0, 64, batch), d.integers(0, CONTEXT, batch, NODES), PAGE
+        pages = d.integers(0, 2**20, batch, CONTEXT // PAGE)
+        return pages, d.integers(0, CONTEXT, batch, NODES), PAGE
 
     def move() -> tuple[Any, ...]:
         # Few pages: all layers of a context would not fit many times.
@@ -146,7 +141,6 @@ def _cache(d: Draw, batch: int) -> Iterator[Work]:
             through,
             config="rope",
         )
-    yield Work(f"store_kv/{rows}", kernels.store_kv, store, 4 * kv, config="store_kv")
     yield Work(f"page_slots/{rows}", kernels.page_slots, slots, 24 * rows)
     yield Work(f"move_kv/{batch}", kernels.move_kv, move, moved, config="move_kv")
 
@@ -164,6 +158,10 @@ def _choice(d: Draw, batch: int) -> Iterator[Work]:
     def sampled() -> tuple[Any, ...]:
         return *masked(), None, d.uniform(rows) + 0.5, d.uniform(rows)
 
+    def filtered() -> tuple[Any, ...]:
+        top_k = d.integers(20, 60, rows)
+        return *sampled(), (top_k, d.uniform(rows) / 10 + 0.85, d.uniform(rows) / 10)
+
     def candidates() -> tuple[Any, ...]:
         rows = batch * TOP_K
         return d.normal(rows, DRAFT_VOCAB), TOP_K, d.integers(0, VOCAB // 2, DRAFT_VOCAB)
@@ -171,13 +169,17 @@ def _choice(d: Draw, batch: int) -> Iterator[Work]:
     yield Work(
         f"apply_bitmask/{rows}", kernels.apply_bitmask, masked, read + masks, config="apply_bitmask"
     )
-    for name, inputs in (("greedy", masked), ("sampled", sampled)):
+    for name, inputs, entry in (
+        ("greedy", masked, "choose"),
+        ("sampled", sampled, "choose"),
+        ("filtered", filtered, "choose/filtered"),
+    ):
         yield Work(
             f"masked_choose/{rows}/{name}",
             kernels.masked_choose,
             inputs,
             read + masks,
-            config="choose",
+            config=entry,
         )
     yield Work(
         f"coins/{rows}",
@@ -195,10 +197,17 @@ def _choice(d: Draw, batch: int) -> Iterator[Work]:
 
 
 def _tree(d: Draw, batch: int) -> Iterator[Work]:
-    candidates = TOP_K + (STEPS - 1) * TOP_K**2
+    candidates, widest = TOP_K + (STEPS - 1) * TOP_K**2, 10 + 7 * 10**2
+    seen = (STEPS - 1) * TOP_K
 
-    def scores() -> tuple[Any, ...]:
-        return -d.uniform(batch, candidates), NODES - 1
+    def scores(count: int) -> tuple[Any, ...]:
+        return -d.uniform(batch, count), NODES - 1
+
+    def children() -> tuple[Any, ...]:
+        added, tokens = -d.uniform(batch * TOP_K, TOP_K), d.integers(0, VOCAB, batch * TOP_K, TOP_K)
+        mask = d.uniform(batch, TOP_K, seen) < 0.5
+        # Scores of 0: what is added to in place must not grow from call to call.
+        return torch.zeros(batch, TOP_K, device=d.device), added, tokens, mask
 
     def nodes() -> tuple[Any, ...]:
         below = torch.arange(1, NODES, device=d.device)
@@ -213,7 +222,19 @@ def _tree(d: Draw, batch: int) -> Iterator[Work]:
         return (d.uniform(batch, NODES, NODES) < 0.5,)
 
     square = batch * NODES * NODES
-    yield Work(f"rerank/{batch}", kernels.rerank, scores, batch * (4 * candidates + 8 * NODES))
+    for count in (candidates, widest):
+        yield Work(
+            f"rerank/{batch}x{count}",
+            kernels.rerank,
+            partial(scores, count),
+            batch * (4 * count + 8 * NODES),
+        )
+    yield Work(
+        f"grow/{batch}",
+        kernels.grow,
+        children,
+        batch * TOP_K * (8 * TOP_K + 40 + 2 * seen + TOP_K),
+    )
     yield Work(f"build_tree/{batch}", kernels.build_tree, nodes, 56 * batch * NODES + square)
     yield Work(f"accept_path/{batch}", kernels.accept_path, accept, 40 * batch * NODES)
     yield Work(f"pack_mask/{batch}", kernels.pack_mask, mask, square + 8 * batch * NODES)

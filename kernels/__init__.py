@@ -9,7 +9,6 @@ from overlap_spec.kernels.attention import (
     pack_mask,
     page_slots,
     rotate_and_store,
-    store_kv,
     tree_attention,
 )
 from overlap_spec.kernels.elementwise import add_rms_norm, apply_rope, rms_norm, silu_and_mul
@@ -23,10 +22,20 @@ from overlap_spec.kernels.sampling import (
     masked_choose,
     top_candidates,
 )
-from overlap_spec.kernels.tree import Accepted, Tree, accept_path, build_chain, build_tree, rerank
+from overlap_spec.kernels.tree import (
+    Accepted,
+    Grown,
+    Tree,
+    accept_path,
+    build_chain,
+    build_tree,
+    grow,
+    rerank,
+)
 
 __all__ = [
     "Accepted",
+    "Grown",
     "KeySpan",
     "Tree",
     "accept_path",
@@ -39,6 +48,7 @@ __all__ = [
     "choose",
     "coins",
     "filter_probs",
+    "grow",
     "inverse_cdf",
     "masked_choose",
     "move_kv",
@@ -48,7 +58,6 @@ __all__ = [
     "rms_norm",
     "rotate_and_store",
     "silu_and_mul",
-    "store_kv",
     "top_candidates",
     "tree_attention",
 ]

@@ -96,17 +96,6 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 
 @operation
-def store_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write new keys and values into their slots.
-
-    ``k_cache, v_cache (pages, page_size, kv_heads, D)``; ``slots`` int64 ``(T,)``, slot =
-    page * page_size + offset; ``k, v (T, kv_heads, D)``. Where slots repeat, any write may win.
-    """
-    k_cache.flatten(0, 1).index_copy_(0, slots, k)
-    v_cache.flatten(0, 1).index_copy_(0, slots, v)
-
-
-@operation
 def rotate_and_store(
     qkv: Tensor,
     rotary: Tensor,
@@ -115,12 +104,13 @@ def rotate_and_store(
     slots: Tensor,
     norm: tuple[Tensor, float] | None = None,
 ) -> Tensor:
-    """:func:`apply_rope` of queries and keys, then :func:`store_kv`, in one pass.
+    """:func:`apply_rope` of queries and keys, and new keys and values into their slots.
 
     Args:
         qkv: ``(T, heads + 2 * kv_heads, D)``: queries, keys, values, neither normed nor rotated.
         rotary: ``(T, 2, D)`` as in :func:`apply_rope`.
-        k_cache, v_cache, slots: As in :func:`store_kv`.
+        k_cache, v_cache: ``(pages, page_size, kv_heads, D)``.
+        slots: int64 ``(T,)``, slot = page * page_size + offset. Where they repeat, any may win.
         norm: Weight ``(heads + kv_heads, D)`` and eps of :func:`rms_norm` over each query's and
             key's own head, before the rotation; None: there is none.
 
@@ -133,7 +123,8 @@ def rotate_and_store(
     if norm is not None:
         qk = rms_norm(qk, *norm)
     qk = apply_rope(qk, rotary)
-    store_kv(k_cache, v_cache, slots, qk[:, rotated - kv_heads :], qkv[:, rotated:])
+    k_cache.flatten(0, 1).index_copy_(0, slots, qk[:, rotated - kv_heads :])
+    v_cache.flatten(0, 1).index_copy_(0, slots, qkv[:, rotated:])
     return qk[:, : rotated - kv_heads]
 
 

@@ -126,7 +126,7 @@ def choose(
 
     Args:
         logits: ``(L, V)``, masked and penalised; a row of -inf alone is empty.
-        temperature: ``(L,)``, 0 is greedy; None: all rows are greedy.
+        temperature: ``(L,)``, 0 is greedy, of equal tokens the lowest id; None: all rows are.
         coin: float32 ``(L,)`` in [0, 1), read where temperature is over 0.
         filters: ``top_k``, ``top_p``, ``min_p`` as in :func:`filter_probs`; None: no row has any.
 
@@ -152,22 +152,22 @@ def masked_choose(
     flags: Tensor | None = None,
     temperature: Tensor | None = None,
     coin: Tensor | None = None,
+    filters: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """:func:`apply_bitmask`, then :func:`choose` without filters; ``logits`` stay as they are.
+    """:func:`apply_bitmask`, then :func:`choose`: a step's one choice.
 
     Args:
-        logits: ``(L, V)``, finite or NaN.
-        rows: Mask rows int32 ``(L, ceil(V / 32))``; None: nothing is masked.
+        logits: ``(L, V)``, finite or NaN. They may be overwritten: here by the masked ones.
+        rows: Mask rows int32 ``(L, ceil(V / 32))``, contiguous; None: nothing is masked.
         flags: bool ``(L,)``: the rows to which the mask applies; None means all.
-        temperature, coin: As in :func:`choose`.
+        temperature, coin, filters: As in :func:`choose`.
 
     Returns:
         int64 ``(L,)`` as :func:`choose` does.
     """
     if rows is not None:
-        logits = logits.clone()
         apply_bitmask(logits, rows, None if flags is None else flags.nonzero()[:, 0])
-    return choose(logits, temperature, coin)
+    return choose(logits, temperature, coin, filters)
 
 
 @operation

@@ -28,6 +28,46 @@ class Tree(NamedTuple):
     ancestors: Tensor
 
 
+class Grown(NamedTuple):
+    """The ``k`` best of each tree's new candidates, descending.
+
+    ``score`` float32, ``token``, ``branch`` (whose child each is) and ``best`` (which of its tree's
+    ``k * k`` candidates) int64 ``(B, k)``. ``mask`` bool ``(B, k, W + k)``: what each sees, itself
+    included; None where none was given.
+    """
+
+    score: Tensor
+    token: Tensor
+    branch: Tensor
+    best: Tensor
+    mask: Tensor | None
+
+
+@operation
+def grow(score: Tensor, added: Tensor, choices: Tensor, mask: Tensor | None = None) -> Grown:
+    """The end of a draft step: every branch has ``k`` children, the ``k`` best of all go on.
+
+    Ranked by (score descending, index ascending), as :func:`rerank` does.
+
+    Args:
+        score: float32 ``(B, k)``: summed log-probabilities of the branches.
+        added: float32 ``(B * k, k)``, contiguous: log-probability of each child. The branch's
+            score is added to it in place, which makes it the scores of all candidates.
+        choices: int64 ``(B * k, k)``, contiguous: the children's tokens.
+        mask: bool ``(B, k, W)``: the drafted keys that each branch sees; None: of no interest.
+    """
+    batch, k = score.shape
+    scores = added.view(batch, k, k).add_(score[:, :, None]).flatten(1)
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    branch = best // k
+    if mask is not None:
+        seen = mask.gather(1, branch[:, :, None].expand(-1, -1, mask.shape[2]))
+        own = torch.eye(k, dtype=torch.bool, device=mask.device).expand(batch, k, k)
+        mask = torch.cat([seen, own], 2)
+    token = choices.view(batch, k * k).gather(1, best)
+    return Grown(scores.gather(1, best), token, branch, best, mask)
+
+
 @operation
 def rerank(scores: Tensor, count: int) -> Tensor:
     """The ``count`` best candidates of each row, as ascending indices.

@@ -53,8 +53,52 @@ def _right_draw(logits: Tensor, heat: float, coin: float, token: int) -> bool:
     return float(share[token]) > 0 and end - float(share[token]) - 2e-6 <= coin <= end + 2e-6
 
 
+def _right_kept(
+    logits: Tensor, heat: float, coin: float, token: int, filters: tuple[float, ...] = ()
+) -> bool:
+    """Whether a cut within 1e-5 of the filters' leaves the token, and the coin falls on it then."""
+    if not filters:
+        return _right_draw(logits, heat, coin, token)
+    top_k, top_p, min_p = filters
+    ranked, order = logits.double().sort(descending=True, stable=True)
+    weights = ((ranked - ranked[0]) / heat).exp()[: int(top_k)]
+    before = weights.cumsum(0) - weights
+    total, slack = weights.sum(), 1e-5
+    surely = (before < (top_p - slack) * total) & (weights >= min_p + slack)
+    maybe = (before < (top_p + slack) * total) & (weights >= min_p - slack)
+    for count in range(max(1, int(surely.sum())), max(1, int(maybe.sum())) + 1):
+        kept = torch.full_like(logits, -torch.inf)
+        kept[order[:count]] = logits[order[:count]]
+        if _right_draw(kept, heat, coin, token):
+            return True
+    return False
+
+
+def _compare(masked: Tensor, got: Tensor, want: Tensor, *settings: Tensor) -> None:
+    """Equal, ties and all, but for coins that fall on a boundary, within rounding.
+
+    ``settings``: temperature, coin, and the three filters where there are any.
+    """
+    for row, (mine, theirs) in enumerate(zip(got.tolist(), want.tolist(), strict=True)):
+        heat, coin, *filters = [float(each[row]) for each in settings] or [0.0, 0.0]
+        if theirs < 0 or heat == 0:
+            # The reference may return any of several equal maxima; the kernel the first.
+            best = int((masked[row] == masked[row].max()).int().argmax())
+            assert mine == (theirs if theirs < 0 else best)
+        elif mine != theirs:
+            assert _right_kept(masked[row], heat, coin, mine, tuple(filters))
+            assert _right_kept(masked[row], heat, coin, theirs, tuple(filters))
+
+
+def _masked(logits: Tensor, rows: Tensor | None, flags: Tensor | None) -> Tensor:
+    masked = logits.clone()
+    if rows is not None:
+        index = None if flags is None else flags.nonzero()[:, 0]
+        reference(kernels.apply_bitmask, masked, rows, index)
+    return masked
+
+
 def _choice(i: Inputs, sampled: bool) -> None:
-    """Exact where it is greedy, ties and all; a coin's up to the rounding of the sums."""
     count, vocab = i.size(1, 4), i.size(1, 130)
     logits = i.normal(count, vocab + 3)[:, :vocab] * 3
     if i.one_of(True, False):
@@ -63,27 +107,17 @@ def _choice(i: Inputs, sampled: bool) -> None:
     kind = i.size(0, 2)
     rows = _mask_rows(i, count, vocab) if kind else None
     flags = i.bools(0.5, count) if kind == 2 else None
-    heat, coin = None, None
+    settings: tuple[Tensor, ...] = ()
     if sampled:
         edges = i.integers(0, 2, count) * (1 - 2.0**-24)
         heat = i.uniform(count) * i.integers(0, 4, count)
-        coin = torch.where(i.bools(0.4, count), edges, i.uniform(count))
+        settings = heat, torch.where(i.bools(0.4, count), edges, i.uniform(count))
     with small("choose"):
-        got = triton(kernels.masked_choose, logits, rows, flags, heat, coin)
+        got = triton(kernels.masked_choose, logits.clone(), rows, flags, *settings)
         if rows is None:
-            equal(triton(kernels.choose, logits, heat, coin), got)
-    want = reference(kernels.masked_choose, logits, rows, flags, heat, coin)
-    masked = logits.clone()
-    if rows is not None:
-        index = None if flags is None else flags.nonzero()[:, 0]
-        reference(kernels.apply_bitmask, masked, rows, index)
-    for row, (mine, theirs) in enumerate(zip(got.tolist(), want.tolist(), strict=True)):
-        if theirs < 0 or heat is None or coin is None or heat[row] == 0:
-            # The reference may return any of several equal maxima; the kernel the first.
-            best = int((masked[row] == masked[row].max()).int().argmax())
-            assert mine == (theirs if theirs < 0 else best)
-        elif mine != theirs:
-            assert _right_draw(masked[row], float(heat[row]), float(coin[row]), mine)
+            equal(triton(kernels.choose, logits, *settings), got)
+    want = reference(kernels.masked_choose, logits.clone(), rows, flags, *settings)
+    _compare(_masked(logits, rows, flags), got, want, *settings)
 
 
 @case
@@ -94,6 +128,39 @@ def greedy_choice(draw: Draw, device: torch.device) -> None:
 @case
 def sampled_choice(draw: Draw, device: torch.device) -> None:
     _choice(Inputs(draw, device), sampled=True)
+
+
+@case
+def filtered_choice(draw: Draw, device: torch.device) -> None:
+    """Rows of all kinds side by side, most of them with many equal logits."""
+    i = Inputs(draw, device)
+    count, vocab = 9, i.size(1, 130)
+    spread = i.integers(0, 4, count, 1)
+    logits = (i.normal(count, vocab + 3)[:, :vocab] * spread).round()
+    logits = logits + (spread == 3) * i.normal(count, vocab)
+    broken = i.integers(0, 10 * vocab, count, 1) == torch.arange(vocab, device=device)
+    logits = torch.where(broken, torch.nan, logits)
+    heat = i.bools(0.9, count) * (0.2 + 2 * i.uniform(count))
+    coin = torch.where(i.bools(0.2, count), 1 - 2.0**-24, i.uniform(count))
+    top_k = torch.where(
+        i.bools(0.5, count), i.integers(1, 6, count), i.integers(1, vocab + 2, count)
+    )
+    filters = (
+        torch.where(i.bools(0.4, count), 2**40, top_k),
+        torch.where(i.bools(0.4, count), 2.0, i.integers(0, 100, count) / 100 + 0.005),
+        torch.where(i.bools(0.1, count), 1.0, i.bools(0.4, count) * i.uniform(count) ** 3),
+    )
+    rows = _mask_rows(i, count, vocab) if draw(st.booleans()) else None
+    flags = i.bools(0.3, count)
+    with small("choose__filtered"):
+        if rows is None:
+            got = triton(kernels.choose, logits, heat, coin, filters)
+        else:
+            args = rows, flags, heat, coin, filters
+            got = triton(kernels.masked_choose, logits.clone(), *args)
+    masked = _masked(logits, rows, flags)
+    want = reference(kernels.choose, masked, heat, coin, filters)
+    _compare(masked, got, want, heat, coin, *filters)
 
 
 @case
@@ -148,10 +215,39 @@ def top_candidates(draw: Draw, device: torch.device) -> None:
 @case
 def rerank(draw: Draw, device: torch.device) -> None:
     i = Inputs(draw, device)
-    batch, candidates = i.size(1, 4), i.size(1, 90)
+    batch, candidates = i.size(1, 4), i.one_of(i.size(1, 90), i.size(91, 900))
     scores = -i.integers(0, i.one_of(2, 6, 10**6), batch, candidates).float()
+    scores = torch.where(i.bools(i.one_of(0.0, 0.3), batch, candidates), -torch.inf, scores)
     count = i.size(1, candidates)
     equal(triton(kernels.rerank, scores, count), reference(kernels.rerank, scores, count))
+
+
+@case
+def grow(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    batch, k, seen = i.size(1, 4), i.size(1, 10), i.size(0, 40)
+    score, added = (-i.integers(0, i.one_of(2, 10**6), batch * n, k).float() for n in (1, k))
+    added = torch.where(i.bools(i.one_of(0.0, 0.2), batch * k, k), -torch.inf, added)
+    # A broken draft head must not lead past the candidates, nor disturb another tree.
+    added[:k] = torch.where(i.bools(i.one_of(0.0, 0.1), k, k), torch.nan, added[:k])
+    choices = i.integers(0, 10**6, batch * k, k)
+    masks = (
+        None,
+        i.bools(0.5, batch, k, seen),
+        torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k),
+    )
+    mask = masks[i.size(0, 2)]
+    mine, theirs = added.clone(), added.clone()
+    got = triton(kernels.grow, score, mine, choices, mask)
+    want = reference(kernels.grow, score, theirs, choices, mask)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+    assert ((got.best >= 0) & (got.best < k * k)).all()
+    sound = 1 if added.isnan().any() else 0
+    for a, b in zip(got, want, strict=True):
+        if a is None or b is None:
+            assert a is b
+        else:
+            equal(a[sound:], b[sound:])
 
 
 def _trees(i: Inputs) -> kernels.Tree:

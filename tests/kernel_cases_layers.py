@@ -49,20 +49,6 @@ def apply_rope(draw: Draw, device: torch.device) -> None:
 
 
 @case
-def store_kv(draw: Draw, device: torch.device) -> None:
-    i = Inputs(draw, device)
-    tokens, heads, dim, page = i.size(1, 9), i.size(1, 5), i.size(16, 256), i.size(1, 9)
-    caches = [i.normal(tokens + 2, page, heads, dim) for _ in range(2)]
-    both = i.normal(tokens, heads + 1, dim), i.normal(tokens, 2 * heads, dim)
-    slots = i.distinct(tokens, (tokens + 2) * page)
-    args = slots, both[0][:, 1:], both[1][:, :heads]
-    mine, theirs = [[each.clone() for each in caches] for _ in range(2)]
-    triton(kernels.store_kv, *mine, *args)
-    reference(kernels.store_kv, *theirs, *args)
-    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
-@case
 def rotate_and_store(draw: Draw, device: torch.device) -> None:
     i = Inputs(draw, device)
     tokens, kv_heads, group, dim = i.size(1, 6), i.size(1, 3), i.size(1, 5), 2 * i.size(8, 128)

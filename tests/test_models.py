@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.kernels import KeySpan, store_kv, tree_attention
+from overlap_spec.kernels import KeySpan, rotate_and_store, tree_attention
 from overlap_spec.models.decoder import Decoder, Heads
 from overlap_spec.models.weights import export_state, load_decoder
 
@@ -107,11 +107,9 @@ class Cache:
         config = self.decoder.config
 
         def attend(layer: int, heads: Heads) -> torch.Tensor:
-            q, k, v = heads.rotated()
-            store_kv(self.k[layer], self.v[layer], slots, k, v)
-            return tree_attention(
-                q[None], self.k[layer], self.v[layer], span, config.window(layer)
-            )[0]
+            k, v = self.k[layer], self.v[layer]
+            q = rotate_and_store(heads.qkv, heads.rotary, k, v, slots, heads.norm)
+            return tree_attention(q[None], k, v, span, config.window(layer))[0]
 
         return self.decoder.logits(self.decoder(tokens, positions, attend)[0])
 

@@ -21,7 +21,7 @@ from overlap_spec.config import EMBEDDED
 from overlap_spec.engine import Engine
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.kernels import KeySpan, store_kv, tree_attention
+from overlap_spec.kernels import KeySpan, rotate_and_store, tree_attention
 from overlap_spec.models.config import ModelConfig, read_config
 from overlap_spec.models.decoder import Decoder, Heads
 from overlap_spec.models.eagle3 import feature_layers
@@ -64,9 +64,9 @@ def attention(config: ModelConfig, tokens: int) -> Any:
                    torch.arange(tokens)[None])  # fmt: skip
 
     def attend(layer: int, heads: Heads) -> Tensor:
-        q, k, v = heads.rotated()
-        store_kv(cache[0, layer], cache[1, layer], torch.arange(tokens), k, v)
-        return tree_attention(q[None], cache[0, layer], cache[1, layer], span)[0]
+        k, v = cache[:, layer]
+        q = rotate_and_store(heads.qkv, heads.rotary, k, v, torch.arange(tokens), heads.norm)
+        return tree_attention(q[None], k, v, span)[0]
 
     return attend
 

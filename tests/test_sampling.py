@@ -11,10 +11,18 @@ import torch
 from scipy import stats
 
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.kernels import accept_path, apply_bitmask, build_tree, choose, coins, filter_probs
+from overlap_spec.kernels import (
+    accept_path,
+    apply_bitmask,
+    build_tree,
+    choose,
+    coins,
+    filter_probs,
+    masked_choose,
+)
 from overlap_spec.kernels.sampling import inverse_cdf
 from overlap_spec.types import Request, SamplingParams
-from overlap_spec.worker.sampler import Nodes, Sampler, token_logprobs
+from overlap_spec.worker.sampler import Masks, Nodes, Sampler, token_logprobs
 from overlap_spec.worker.tables import RowTables
 
 
@@ -85,6 +93,37 @@ def test_zero_mass_never_yields_a_forbidden_token() -> None:
     assert choose(empty, warm, torch.tensor([0.5, 0.5])).tolist() == [-1, -1]
     broken = torch.tensor([[0.0, torch.nan, 1.0]] * 2)
     assert choose(broken, warm, torch.tensor([0.5, 0.5])).tolist() == [-2, -2]
+
+
+def test_filters_cut_the_masked_ranking_and_the_coin_goes_by_id() -> None:
+    """Allowed are 4, 1, 1, 1, 2 and 1 parts in ids' order; 8 parts of id 2 are forbidden."""
+    parts = torch.tensor([4.0, 1.0, 8.0, 1.0, 1.0, 2.0, 1.0])
+    allowed = parts < 8
+    off = (99, 2.0, 0.0)
+    #          filters            kept ids in order, and the coin's share up to each one's end
+    expected = {
+        off: ([0, 1, 3, 4, 5, 6], [0.4, 0.5, 0.6, 0.7, 0.9, 1.0]),
+        (3, 2.0, 0.0): ([0, 1, 5], [4 / 7, 5 / 7, 1.0]),
+        (99, 0.65, 0.0): ([0, 1, 5], [4 / 7, 5 / 7, 1.0]),
+        (4, 0.7, 0.0): ([0, 5], [4 / 6, 1.0]),
+        (99, 2.0, 0.3): ([0, 5], [4 / 6, 1.0]),
+        (99, 0.75, 0.2): ([0, 1, 3, 5], [4 / 8, 5 / 8, 6 / 8, 1.0]),
+        (1, 0.01, 1.0): ([0], [1.0]),
+    }
+    for (top_k, top_p, min_p), (ids, ends) in expected.items():
+        for token, end in zip(ids, ends, strict=True):
+            coin = torch.tensor([end - 1e-3, end + 1e-3])
+            got = masked_choose(
+                parts.log().repeat(2, 1),
+                pack(allowed[None]).repeat(2, 1),
+                None,
+                torch.ones(2),
+                coin,
+                (torch.full((2,), top_k), torch.full((2,), top_p), torch.full((2,), min_p)),
+            )
+            following = ids[(ids.index(token) + 1) % len(ids)]
+            assert int(got[0]) == token
+            assert int(got[1]) == following or end == 1.0
 
 
 VOCAB = 6
@@ -160,7 +199,7 @@ def test_tree_verification_has_plain_samplings_distribution(
     for value in [*vars(tables).values(), *tables._wide.values()]:
         if isinstance(value, torch.Tensor):
             value[:] = value[0].clone()
-    tables.seed[:] = torch.arange(count) * 7919 + 13
+    tables.seed[:count] = torch.arange(count) * 7919 + 13
     tree = build_tree(
         torch.full((count,), TREE_TOKENS[0]),
         torch.tensor(TREE_TOKENS[1:]).expand(count, -1),
@@ -173,9 +212,9 @@ def test_tree_verification_has_plain_samplings_distribution(
     batch = Nodes(rows, positions, tree)
     sampler = Sampler(tables)
     logits = table.repeat(count, 1)
-    apply_bitmask(logits, pack(allowed).repeat(count, 1))
+    masks = Masks(pack(allowed).repeat(count, 1), None)
     processed = sampler.process(logits, batch, needs)
-    choices = sampler.choose(processed, batch, needs).view(count, nodes)
+    choices = sampler.choose(processed, batch, needs, masks).view(count, nodes)
     accepted = accept_path(choices, tree, 4)
     emitted = choices.gather(1, accepted.path)
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap_spec.kernels import accept_path, build_chain, build_tree, rerank
+from overlap_spec.kernels import accept_path, build_chain, build_tree, grow, rerank
 
 PARENTS = st.lists(st.integers(0, 10**6), min_size=0, max_size=12).map(
     lambda xs: [x % (i + 1) for i, x in enumerate(xs)]
@@ -63,6 +63,37 @@ def test_rerank_keeps_parents_even_among_ties(steps: int, k: int, keep: int, see
     assert all(up[i] < 0 or int(up[i]) in kept for i in kept)
     worst = min(flat[kept])
     assert all(flat[i] <= worst for i in range(len(flat)) if i not in kept)
+
+
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(0, 4), st.integers(0, 10**6))
+@settings(max_examples=100, deadline=None)
+def test_growth_takes_the_best_children_of_all_branches(
+    batch: int, k: int, seen: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    score = -torch.randint(0, 3, (batch, k), generator=generator).float()
+    added = -torch.randint(0, 3, (batch * k, k), generator=generator).float()
+    choices = torch.randint(0, 99, (batch * k, k), generator=generator)
+    mask = torch.rand(batch, k, seen, generator=generator) < 0.5
+    scores = added.clone()
+    got = grow(score, scores, choices, mask)
+    for tree in range(batch):
+        candidates = [
+            (-float(score[tree, branch] + added[tree * k + branch, child]), branch, child)
+            for branch in range(k)
+            for child in range(k)
+        ]
+        children = scores[tree * k : (tree + 1) * k]
+        assert children.flatten().tolist() == [-least for least, _, _ in candidates]
+        for place, (least, branch, child) in enumerate(sorted(candidates)[:k]):
+            assert float(got.score[tree, place]) == -least
+            assert int(got.branch[tree, place]) == branch
+            assert int(got.best[tree, place]) == branch * k + child
+            assert int(got.token[tree, place]) == int(choices[tree * k + branch, child])
+            own = [other == place for other in range(k)]
+            assert got.mask is not None
+            assert got.mask[tree, place].tolist() == [*mask[tree, branch].tolist(), *own]
+    assert grow(score, added, choices).mask is None
 
 
 def walk(tokens: list[int], parents: list[int], targets: list[int]) -> tuple[list[int], int]:

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from overlap_spec.kernels.attention import KeySpan
 from overlap_spec.kernels.triton.bits import pack_mask
-from overlap_spec.kernels.triton.cache import move_kv, page_slots, rotate_and_store, store_kv
+from overlap_spec.kernels.triton.cache import move_kv, page_slots, rotate_and_store
 from overlap_spec.kernels.triton.launch import launch, power_of_two, require_float
 from overlap_spec.kernels.tuning import Config, config, multiprocessors
 
 __all__ = [
-    "move_kv", "pack_mask", "page_slots", "rotate_and_store", "store_kv", "tree_attention",
+    "move_kv", "pack_mask", "page_slots", "rotate_and_store", "tree_attention",
 ]  # fmt: skip
 
 LOG2_E = math.log2(math.e)

@@ -16,39 +16,6 @@ from overlap_spec.kernels.triton.launch import launch, power_of_two, require_flo
 from overlap_spec.kernels.tuning import config
 
 
-@triton.jit
-def _store_kv(
-    k, v, k_cache, v_cache, slots, rows, k_token, k_head, v_token, v_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, SIZE)[None, :]
-    alive = row < rows
-    inside = alive[:, None] & (column < DIM)
-    token, head = (row // HEADS).to(tl.int64), row % HEADS
-    slot = tl.load(slots + token, mask=alive, other=0)
-    target = ((slot * HEADS + head) * DIM)[:, None] + column
-    key = tl.load(k + (token * k_token + head * k_head)[:, None] + column, mask=inside)
-    value = tl.load(v + (token * v_token + head * v_head)[:, None] + column, mask=inside)
-    tl.store(k_cache + target, key, mask=inside)
-    tl.store(v_cache + target, value, mask=inside)
-
-
-def store_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """See :func:`overlap_spec.kernels.store_kv`."""
-    tokens, heads, dim = k.shape
-    tuned = config("store_kv", k.device)
-    width = power_of_two(dim)
-    tile = max(1, tuned["elements"] // width)
-    k, v = _dense_rows(k), _dense_rows(v)
-    launch(
-        _store_kv, (-(-tokens * heads // tile),),
-        k, v, k_cache, v_cache, slots.contiguous(), tokens * heads,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        HEADS=heads, DIM=dim, ROWS=tile, SIZE=width, num_warps=tuned["num_warps"],
-    )  # fmt: skip
-
-
 def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 

@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overlap_spec.kernels import sampling
-from overlap_spec.kernels.dispatch import reference_of
+from overlap_spec.kernels.triton.filters import kept, sift
 from overlap_spec.kernels.triton.launch import launch, power_of_two, require_float
 from overlap_spec.kernels.tuning import config
 
@@ -112,7 +111,7 @@ def _heat(temperature, row):
 @triton.jit
 def _survey(
     logits, words, flags, temperature, bests, tokens, masses, vocab, row_stride,
-    MASKED: tl.constexpr, FLAGGED: tl.constexpr, SAMPLED: tl.constexpr,
+    MASKED: tl.constexpr, FLAGGED: tl.constexpr, SAVED: tl.constexpr, WEIGHED: tl.constexpr,
     WORDS: tl.constexpr, CHUNKS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """A chunk's maximum (NaN if it holds one), where that is, and its mass relative to it."""
@@ -125,17 +124,44 @@ def _survey(
     first = tl.min(tl.where(value == best, token, 2147483647), 0)
     tl.store(bests + row * CHUNKS + chunk, tl.where(broken, float("nan"), best))
     tl.store(tokens + row * CHUNKS + chunk, first)
-    if SAMPLED:
+    if WEIGHED:
         pivot = tl.where(best == -float("inf"), 0.0, best)
         mass = tl.sum(tl.exp((value - pivot) / _heat(temperature, row)), 0)
         tl.store(masses + row * CHUNKS + chunk, mass)
+    if SAVED:
+        place = logits + row * row_stride + token
+        forbidden = inside & (value == -float("inf"))
+        tl.store(place, value.to(logits.dtype.element_ty), mask=forbidden)
+
+
+@triton.jit
+def _find(part, mass, coin):
+    """The chunk in which the coin falls, if any has mass; the coin's goal, and the mass before."""
+    running = tl.cumsum(mass, 0)
+    goal = coin * tl.sum(mass, 0)
+    chunk = tl.min(tl.where((running > goal) & (mass > 0.0), part, 2147483647), 0)
+    found = chunk != 2147483647
+    chunk = tl.where(found, chunk, 0)
+    return chunk, found, goal, tl.sum(tl.where(part < chunk, mass, 0.0), 0)
+
+
+@triton.jit
+def _pick(token, weight, before, goal):
+    """The chunk's token at which the running sum passes the goal; -1 where none is possible."""
+    passed = (before + tl.cumsum(weight, 0) > goal) & (weight > 0.0)
+    drawn = tl.min(tl.where(passed, token, 2147483647), 0)
+    # Two sums of the same chunk may round apart: its last possible token is then meant.
+    last = tl.max(tl.where(weight > 0.0, token, -1), 0)
+    return tl.where(drawn == 2147483647, last, drawn)
 
 
 @triton.jit
 def _decide(
-    logits, words, flags, temperature, coin, bests, tokens, masses, out, vocab, row_stride,
-    MASKED: tl.constexpr, FLAGGED: tl.constexpr, SAMPLED: tl.constexpr,
-    WORDS: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
+    logits, words, flags, temperature, coin, top_k, top_p, min_p, bests, tokens, masses, out,
+    vocab, row_stride,
+    MASKED: tl.constexpr, FLAGGED: tl.constexpr, SAMPLED: tl.constexpr, FILTERED: tl.constexpr,
+    LOW: tl.constexpr, WORDS: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
     """The row's choice: of its chunks' maxima, or of the one chunk in which the coin falls."""
     row = tl.program_id(0).to(tl.int64)
@@ -149,32 +175,41 @@ def _decide(
     choice = tl.min(tl.where(peak == best, leader, 2147483647), 0)
     if SAMPLED:
         heat = _heat(temperature, row)
-        pivot = tl.where(best == -float("inf"), 0.0, best)
-        mass = tl.load(masses + row * CHUNKS + part, mask=exists, other=0.0)
-        mass = mass * tl.exp((peak - pivot) / heat)
-        # Broken rows are settled below; their sums must not misguide the search.
-        mass = tl.where(exists & (mass == mass), mass, 0.0)
-        running = tl.cumsum(mass, 0)
-        goal = tl.load(coin + row) * tl.sum(mass, 0)
-        chunk = tl.min(tl.where((running > goal) & (mass > 0.0), part, 2147483647), 0)
-        found = chunk != 2147483647
-        chunk = tl.where(found, chunk, 0)
-        before = tl.sum(tl.where(part < chunk, mass, 0.0), 0)
-        token = chunk * SIZE + tl.arange(0, SIZE)
-        inside = token < vocab
-        value = _read(logits, words, flags, row, row_stride, token, inside, MASKED, FLAGGED, WORDS)
-        weight = tl.exp((value - pivot) / heat)
-        weight = tl.where(inside & (weight == weight), weight, 0.0)
-        passed = (before + tl.cumsum(weight, 0) > goal) & (weight > 0.0)
-        drawn = tl.min(tl.where(passed, token, 2147483647), 0)
-        # Two sums of the same chunk may round apart: its last possible token is then meant.
-        last = tl.max(tl.where(weight > 0.0, token, -1), 0)
-        drawn = tl.where(drawn == 2147483647, last, drawn)
         warm = tl.load(temperature + row) > 0.0
+        pivot = tl.where(best == -float("inf"), 0.0, best)
+        if FILTERED:
+            chunks = tl.where(warm & (best != -float("inf")) & (broken == 0), CHUNKS, 0)
+            line = (logits + row * row_stride, bests + row * CHUNKS, vocab, pivot, heat, chunks)
+            least = tl.load(min_p + row)
+            cut, mass, ties = sift(
+                line, tl.load(top_k + row), tl.load(top_p + row), least, PARTS, LOW, SIZE
+            )
+        else:
+            mass = tl.load(masses + row * CHUNKS + part, mask=exists, other=0.0)
+            mass = mass * tl.exp((peak - pivot) / heat)
+            # Broken rows are settled below; their sums must not misguide the search.
+            mass = tl.where(exists & (mass == mass), mass, 0.0)
+        chunk, found, goal, before = _find(part, mass, tl.load(coin + row))
+        token = chunk * SIZE + tl.arange(0, SIZE)
+        if FILTERED:
+            tied = tl.sum(tl.where(part == chunk, ties, 0.0), 0)
+            weight, _ = kept(line, cut, least, chunk, tied, SIZE)
+        else:
+            inside = token < vocab
+            value = _read(
+                logits, words, flags, row, row_stride, token, inside, MASKED, FLAGGED, WORDS
+            )
+            weight = tl.exp((value - pivot) / heat)
+            weight = tl.where(inside & (weight == weight), weight, 0.0)
+        drawn = _pick(token, weight, before, goal)
         choice = tl.where(warm & found & (drawn >= 0), drawn, choice)
     choice = tl.where(best == -float("inf"), -1, choice)
     choice = tl.where(broken, -2, choice)
     tl.store(out + row, choice.to(tl.int64))
+
+
+# Bits of a float32 that the type never sets, at its end.
+LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 def masked_choose(
@@ -183,25 +218,33 @@ def masked_choose(
     flags: Tensor | None = None,
     temperature: Tensor | None = None,
     coin: Tensor | None = None,
+    filters: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """See :func:`overlap_spec.kernels.masked_choose`."""
+    """See :func:`overlap_spec.kernels.masked_choose`.
+
+    Two launches, whatever is asked: all chunks are read at once, then a program a row decides. The
+    filters' search is in the second, because each of its rounds waits for the one before: spread
+    over chunks it would cost a launch a round. The first leaves it masked logits in place.
+    """
     require_float("masked_choose", logits)
     count, vocab = logits.shape
     sampled = temperature is not None and coin is not None
-    tuned = config("choose", logits.device)
+    filtered = sampled and filters is not None
+    weighed = sampled and not filtered
+    tuned = config("choose/filtered" if filtered else "choose", logits.device)
     size = tuned["block"]
     chunks = -(-vocab // size)
     bests = torch.empty(count, chunks, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
-    masses = torch.empty_like(bests) if sampled else bests
+    masses = torch.empty_like(bests) if weighed else bests
     out = torch.empty(count, dtype=torch.int64, device=logits.device)
     words = tokens if rows is None else rows
     marks = words if flags is None else flags.view(torch.uint8)
     heat, draw = (temperature, coin) if sampled else (bests, bests)
+    limits = filters if filtered and filters is not None else (bests, bests, bests)
     options = {
         "MASKED": rows is not None,
         "FLAGGED": flags is not None,
-        "SAMPLED": sampled,
         "WORDS": 1 if rows is None else rows.shape[1],
         "CHUNKS": chunks,
         "SIZE": size,
@@ -209,11 +252,14 @@ def masked_choose(
     }
     launch(
         _survey, (count, chunks),
-        logits, words, marks, heat, bests, tokens, masses, vocab, logits.stride(0), **options,
+        logits, words, marks, heat, bests, tokens, masses, vocab, logits.stride(0),
+        SAVED=filtered and rows is not None, WEIGHED=weighed, **options,
     )  # fmt: skip
     launch(
         _decide, (count,),
-        logits, words, marks, heat, draw, bests, tokens, masses, out, vocab, logits.stride(0),
+        logits, words, marks, heat, draw, *limits, bests, tokens, masses, out,
+        vocab, logits.stride(0),
+        SAMPLED=sampled, FILTERED=filtered, LOW=LOW_BITS[logits.dtype],
         PARTS=power_of_two(chunks), **options,
     )  # fmt: skip
     return out
@@ -225,10 +271,8 @@ def choose(
     coin: Tensor | None = None,
     filters: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """See :func:`overlap_spec.kernels.choose`; filters need a sort, which is PyTorch's."""
-    if filters is not None and temperature is not None:
-        return reference_of(sampling.choose)(logits, temperature, coin, filters)
-    return masked_choose(logits, None, None, temperature, coin)
+    """See :func:`overlap_spec.kernels.choose`."""
+    return masked_choose(logits, None, None, temperature, coin, filters)
 
 
 @triton.jit

@@ -11,28 +11,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overlap_spec.kernels.tree import Accepted, Tree
+from overlap_spec.kernels.tree import Accepted, Grown, Tree
+from overlap_spec.kernels.triton.filters import key_of, value_of
 from overlap_spec.kernels.triton.launch import launch, power_of_two
 
 
 @triton.jit
-def _rerank(scores, out, candidates, count, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _rerank(scores, out, candidates, count, row_stride, SIZE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, SIZE)
     inside = index < candidates
     score = tl.load(scores + row * row_stride + index, mask=inside, other=-float("inf"))
-    rank = tl.zeros([SIZE], tl.int32)
-    for begin in range(0, SIZE, BLOCK):
-        other = begin + tl.arange(0, BLOCK)
-        there = other < candidates
-        rival = tl.load(scores + row * row_stride + other, mask=there, other=-float("inf"))
-        earlier = other[None, :] < index[:, None]
-        ahead = (rival[None, :] > score[:, None]) | ((rival[None, :] == score[:, None]) & earlier)
-        rank += tl.sum((ahead & there[None, :]).to(tl.int32), 1)
-    kept = inside & (rank < count)
+    score = score.to(tl.float32)
+    # NaN would rank nowhere and leave places unwritten.
+    score = tl.where(score != score, -float("inf"), score)
+    # The last score kept: the highest that ``count`` candidates reach. Bisecting its key takes 32
+    # sums at most; comparing all with all would take the square of their number.
+    low = key_of(tl.full((), -float("inf"), tl.float32), 0).to(tl.int64)
+    high = key_of(tl.max(score, 0), 0).to(tl.int64) + 1
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        enough = tl.sum((score >= value_of(middle, 0)).to(tl.int32), 0) >= count
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+    last = value_of(low, 0)
+    room = count - tl.sum((score > last).to(tl.int32), 0)
+    tie = score == last
+    kept = (score > last) | (tie & (tl.cumsum(tie.to(tl.int32), 0) <= room))
     place = tl.cumsum(kept.to(tl.int32), 0) - 1
-    # NaN ranks before all and may keep too many: never write past the row.
-    tl.store(out + row * count + place, index.to(tl.int64), mask=kept & (place < count))
+    tl.store(out + row * count + place, index.to(tl.int64), mask=kept)
 
 
 def rerank(scores: Tensor, count: int) -> Tensor:
@@ -45,9 +51,73 @@ def rerank(scores: Tensor, count: int) -> Tensor:
     size = power_of_two(candidates)
     launch(
         _rerank, (batch,), scores, out, candidates, count, scores.stride(0),
-        SIZE=size, BLOCK=min(size, 16), num_warps=8 if size > 256 else 4,
+        SIZE=size, num_warps=4 if size > 128 else 1,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _grow(
+    score, added, choices, mask, out_score, token, branch, best, out_mask,
+    score_row, mask_tree, mask_row, width,
+    TOP: tl.constexpr, MASKED: tl.constexpr, RANKS: tl.constexpr, SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    tree = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, SIZE)
+    inside = index < TOP * TOP
+    here = tree * (TOP * TOP)
+    total = tl.load(score + tree * score_row + index // TOP, mask=inside, other=0.0)
+    total += tl.load(added + here + index, mask=inside, other=0.0)
+    tl.store(added + here + index, total, mask=inside)
+
+    # Every rank must be somebody's, or a place stays unwritten: NaN ranks last.
+    mine = tl.where(inside & (total == total), total, -float("inf"))
+    earlier = index[None, :] < index[:, None]
+    ahead = (mine[None, :] > mine[:, None]) | ((mine[None, :] == mine[:, None]) & earlier)
+    rank = tl.sum(ahead.to(tl.int32), 1)
+    place = tl.arange(0, RANKS)
+    exists = place < TOP
+    holds = rank[None, :] == place[:, None]
+    found = tl.sum(tl.where(holds, index[None, :], 0), 1)
+    above = found // TOP
+    out = tree * TOP + place
+    tl.store(out_score + out, tl.sum(tl.where(holds, total[None, :], 0.0), 1), mask=exists)
+    tl.store(token + out, tl.load(choices + here + found, mask=exists, other=0), mask=exists)
+    tl.store(branch + out, above.to(tl.int64), mask=exists)
+    tl.store(best + out, found.to(tl.int64), mask=exists)
+    if MASKED:
+        column = tl.arange(0, COLUMNS)[None, :]
+        seen = mask + tree * mask_tree + above[:, None] * mask_row + column
+        flag = tl.load(seen, mask=exists[:, None] & (column < width), other=0)
+        flag = tl.where(column < width, flag, (column - width == place[:, None]).to(tl.uint8))
+        all_columns = exists[:, None] & (column < width + TOP)
+        tl.store(out_mask + out[:, None] * (width + TOP) + column, flag, mask=all_columns)
+
+
+def grow(score: Tensor, added: Tensor, choices: Tensor, mask: Tensor | None = None) -> Grown:
+    """See :func:`overlap_spec.kernels.grow`."""
+    batch, k = score.shape
+    score = _dense_rows(score)
+    made = torch.empty(3, batch, k, dtype=torch.int64, device=score.device)
+    out_score = score.new_empty(batch, k)
+    old = new = made
+    width = tree_stride = row_stride = 0
+    out_mask = None
+    if mask is not None:
+        if mask.stride(2) != 1:
+            mask = mask.contiguous()
+        width, tree_stride, row_stride = mask.shape[2], mask.stride(0), mask.stride(1)
+        out_mask = mask.new_empty(batch, k, width + k)
+        old, new = mask.view(torch.uint8), out_mask.view(torch.uint8)
+    launch(
+        _grow, (batch,),
+        score, added, choices, old, out_score, *made.unbind(), new,
+        score.stride(0), tree_stride, row_stride, width,
+        TOP=k, MASKED=mask is not None, RANKS=power_of_two(k), SIZE=power_of_two(k * k),
+        COLUMNS=power_of_two(width + k), num_warps=4 if k > 4 else 1,
+    )  # fmt: skip
+    return Grown(out_score, made[0], made[1], made[2], out_mask)
 
 
 @triton.jit

@@ -6,10 +6,10 @@ TABLE: dict[str, dict[str, int]] = {
     "rms_norm": {"elements": 4096, "num_warps": 8},
     "rope": {"elements": 2048, "num_warps": 4},
     "silu_and_mul": {"block": 1024, "num_warps": 4},
-    "store_kv": {"elements": 2048, "num_warps": 4},
     "move_kv": {"elements": 4096, "num_warps": 4},
     "apply_bitmask": {"block": 4096, "num_warps": 8},
     "choose": {"block": 4096, "num_warps": 8},
+    "choose/filtered": {"block": 4096, "num_warps": 16},
     "top_candidates": {"block": 4096, "num_warps": 8},
 }
 

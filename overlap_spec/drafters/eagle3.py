@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.drafters.base import DraftCache, Drafter, Roots
-from overlap_spec.kernels import Tree, build_chain, build_tree, rerank, top_candidates
+from overlap_spec.kernels import Tree, build_chain, build_tree, grow, rerank, top_candidates
 from overlap_spec.models.decoder import Attend, Decoder
 from overlap_spec.models.eagle3 import Eagle3Head, feature_layers
 from overlap_spec.types import Tier
@@ -45,37 +45,45 @@ class Eagle3Drafter(Drafter):
         self.root_state.index_copy_(0, rows, state[last])
 
     def draft(self, roots: Roots, tier: Tier) -> Tree:
-        batch, k = roots.rows.shape[0], tier.top_k
-        device = roots.rows.device
         state = self.root_state[roots.rows]
+        return (
+            self._chain(roots, state, tier) if tier.top_k == 1 else self._tree(roots, state, tier)
+        )
+
+    def _chain(self, roots: Roots, state: Tensor, tier: Tier) -> Tree:
+        feature = state[:, None]
+        token = self._candidates(state, 1)[1]
+        tokens = [token]
+        for step in range(1, tier.steps):
+            # Everything before is an ancestor: plain causal attention.
+            feature = self._advance(roots, token, feature, step, None)
+            token = self._candidates(feature.flatten(0, 1), 1)[1]
+            tokens.append(token)
+        return build_chain(roots.tokens, torch.cat(tokens, 1)[:, : tier.nodes - 1])
+
+    def _tree(self, roots: Roots, state: Tensor, tier: Tier) -> Tree:
+        batch, k, device = roots.rows.shape[0], tier.top_k, roots.rows.device
         score, token = self._candidates(state, k)
-        all_scores, all_tokens = [score], [token]
-        all_parents = [torch.full_like(token, -1)]
+        scores, tokens = [score], [token]
+        parents = [torch.full_like(token, -1)]
         number = torch.arange(k, device=device).expand(batch, k)
         feature = state[:, None].expand(batch, k, -1)
-        own = torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k)
-        # In a chain everything before is an ancestor: plain causal attention.
-        mask = own if k > 1 else None
+        mask = torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k)
         for step in range(1, tier.steps):
             out = self._advance(roots, token, feature, step, mask)
             added, choices = self._candidates(out.flatten(0, 1), k)
-            wide = (score[:, :, None] + added.view(batch, k, k)).flatten(1)
-            choices = choices.view(batch, k * k)
-            all_parents.append(number.repeat_interleave(k, 1))
-            all_scores.append(wide)
-            all_tokens.append(choices)
-            score, best = wide.topk(k)
-            token, branch = choices.gather(1, best), best // k
-            number = best + (k + (step - 1) * k * k)
-            feature = out.gather(1, branch[:, :, None].expand_as(out))
-            if mask is not None:
-                mask = torch.cat([mask.gather(1, branch[:, :, None].expand_as(mask)), own], 2)
-        if k == 1:
-            return build_chain(roots.tokens, torch.cat(all_tokens, 1)[:, : tier.nodes - 1])
-        kept = rerank(torch.cat(all_scores, 1), tier.nodes - 1)
-        tokens = torch.cat(all_tokens, 1).gather(1, kept)
-        parents = _renumber(torch.cat(all_parents, 1), kept)
-        return build_tree(roots.tokens, tokens, parents, tier.steps)
+            grown = grow(score, added, choices, mask)
+            parents.append(number.repeat_interleave(k, 1))
+            scores.append(added.view(batch, k * k))
+            tokens.append(choices.view(batch, k * k))
+            score, token = grown.score, grown.token
+            number = grown.best + (k + (step - 1) * k * k)
+            feature = out.gather(1, grown.branch[:, :, None].expand_as(out))
+            assert grown.mask is not None
+            mask = grown.mask
+        kept = rerank(torch.cat(scores, 1), tier.nodes - 1)
+        drafted = torch.cat(tokens, 1).gather(1, kept)
+        return build_tree(roots.tokens, drafted, _renumber(torch.cat(parents, 1), kept), tier.steps)
 
     def _candidates(self, state: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities and target ids of the k best next tokens: ``(T, H)`` → ``(T, k)``."""

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from overlap_spec.drafters.base import Drafter, Roots
-from overlap_spec.kernels import Tree, accept_path, apply_bitmask, build_chain
+from overlap_spec.kernels import Tree, accept_path, build_chain
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.types import StepPlan, Tier
 from overlap_spec.worker.batch import Batch
 from overlap_spec.worker.graphs import Tensors, padded
 from overlap_spec.worker.kv_pool import KVPool, PagedAttend, join
 from overlap_spec.worker.replay import Replay, Replays, read_inputs
-from overlap_spec.worker.sampler import Nodes, Sampler
+from overlap_spec.worker.sampler import Masks, Nodes, Sampler
 from overlap_spec.worker.tables import Needs, RowTables
 
 
@@ -177,26 +177,24 @@ class Passes(nn.Module):
         drafted: Drafted,
         verified: Verified,
         needs: Needs,
-        masks: tuple[Tensor, Tensor, Tensor] | None,
+        masks: tuple[Masks, Tensor] | None,
     ) -> Emitted:
         """Mask, choose at every node, accept, and commit: the step's one decision.
 
         Args:
-            masks: Mask rows int32 ``(L, words)``, depth limits int64 ``(R,)`` and the rows to
-                which masks apply; None where no request has a grammar.
+            masks: What the verified nodes may choose, and depth limits int64 ``(R,)``; None where
+                no request has a grammar.
         """
         drafted = drafted.first(batch.trees)
-        logits, tree = verified.logits, drafted.tree
-        limits = None
+        tree, allowed, limits = drafted.tree, None, None
         if masks is not None:
-            apply_bitmask(logits, masks[0], masks[2])
-            limits = masks[1][: batch.trees]
+            allowed, limits = masks[0], masks[1][: batch.trees]
         if needs.plain:
             own = self.tables.depth_limit[drafted.roots.rows]
             limits = own if limits is None else torch.minimum(limits, own)
         nodes = self._nodes(batch, drafted)
-        logits = self.sampler.process(logits, nodes, needs)
-        choices = self.sampler.choose(logits, nodes, needs)
+        logits = self.sampler.process(verified.logits, nodes, needs)
+        choices = self.sampler.choose(logits, nodes, needs, allowed)
         emitted = self._accept(batch, drafted, choices, limits)
         if needs.top_logprobs is None:
             return emitted
@@ -205,10 +203,10 @@ class Passes(nn.Module):
         if tree is not None and emitted.path is not None:
             first = self._count(batch.trees)[:, None] * tree.tokens.shape[1]
             index = torch.cat([first + emitted.path, index])
-        log_probs = logits[index].log_softmax(-1)
-        own = log_probs.gather(2, emitted.tokens.clamp(min=0)[:, :, None])[:, :, 0]
-        best = log_probs.topk(min(needs.top_logprobs, logits.shape[1]))
-        return Emitted(emitted.lengths, emitted.tokens, emitted.path, (own, *best))
+        top = needs.top_logprobs
+        return emitted._replace(
+            logprobs=self.sampler.logprobs(logits, index, emitted.tokens, top, allowed)
+        )
 
     def _accept(
         self, batch: Batch, drafted: Drafted, choices: Tensor, limits: Tensor | None

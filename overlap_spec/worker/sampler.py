@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from overlap_spec.kernels import Tree, apply_penalties, choose, coins
+from overlap_spec.kernels import Tree, apply_bitmask, apply_penalties, coins, masked_choose
 from overlap_spec.types import TokenLogprobs
 from overlap_spec.worker.tables import Needs, RowTables
 
@@ -25,6 +26,18 @@ class Nodes:
     tree: Tree | None
 
 
+class Masks(NamedTuple):
+    """Mask rows int32 ``(L, words)``, and the nodes to which they apply: bool ``(L,)``, None: all."""
+
+    rows: Tensor
+    flags: Tensor | None
+
+    def of(self, index: Tensor) -> Tensor:
+        """The rows of nodes ``index (n,)``: all ones where they do not apply."""
+        rows = self.rows[index]
+        return rows if self.flags is None else torch.where(self.flags[index, None], rows, -1)
+
+
 class Sampler:
     """Bias, minimum length, penalties, then the choice; skips what no row of a step asks for."""
 
@@ -32,9 +45,10 @@ class Sampler:
         self.tables = tables
 
     def process(self, logits: Tensor, nodes: Nodes, needs: Needs) -> Tensor:
-        """Logits as the choice sees them: ``(L, V)`` masked → float32 ``(L, V)``."""
+        """Logits as the choice sees them, but for the mask: ``(L, V)`` → ``(L, V)``."""
         tables, rows = self.tables, nodes.rows
-        logits = logits.float()
+        if needs.biased or needs.held_open or needs.penalised:
+            logits = logits.float()
         if needs.biased:
             logits = logits + tables.wide("bias", torch.float32)[rows]
         if needs.held_open:
@@ -56,16 +70,33 @@ class Sampler:
             )
         return logits
 
-    def choose(self, logits: Tensor, nodes: Nodes, needs: Needs) -> Tensor:
-        """The choice after each node: int64 ``(L,)``, -1 for an empty row, -2 for NaN."""
+    def choose(self, logits: Tensor, nodes: Nodes, needs: Needs, masks: Masks | None) -> Tensor:
+        """The choice after each node: int64 ``(L,)``, -1 for an empty row, -2 for NaN.
+
+        ``logits`` may be overwritten.
+        """
         tables, rows = self.tables, nodes.rows
+        allowed, flags = (None, None) if masks is None else masks
         if not needs.sampled:
-            return choose(logits)
+            return masked_choose(logits, allowed, flags)
         filters = None
         if needs.filtered:
             filters = (tables.top_k[rows], tables.top_p[rows], tables.min_p[rows])
         coin = coins(tables.seed[rows], nodes.positions)
-        return choose(logits, tables.temperature[rows], coin, filters)
+        return masked_choose(logits, allowed, flags, tables.temperature[rows], coin, filters)
+
+    def logprobs(
+        self, logits: Tensor, index: Tensor, chosen: Tensor, top: int, masks: Masks | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of the ``chosen (R, W)`` tokens behind nodes ``index (R, W)``, and the
+        ``top`` best ones and their ids: ``(R, W)``, ``(R, W, n)``, ``(R, W, n)``."""
+        flat = index.flatten()
+        found = logits[flat].float()
+        if masks is not None:
+            apply_bitmask(found, masks.of(flat))
+        found = found.log_softmax(-1).view(*index.shape, -1)
+        own = found.gather(2, chosen.clamp(min=0)[:, :, None])[:, :, 0]
+        return own, *found.topk(min(top, logits.shape[1]))
 
 
 def _path_counts(tree: Tree, vocab_size: int) -> Tensor:

@@ -23,7 +23,7 @@ from overlap_spec.types import (
 from overlap_spec.worker.batch import Buffers, TierState, upload
 from overlap_spec.worker.origins import token_origins
 from overlap_spec.worker.passes import Drafted, Emitted, Passes
-from overlap_spec.worker.sampler import token_logprobs
+from overlap_spec.worker.sampler import Masks, token_logprobs
 from overlap_spec.worker.streams import Event, Record, Streams
 
 NAN_CHOICE = -2
@@ -257,20 +257,20 @@ def _copy_tree(drafted: Drafted, buffers: Buffers, plan: StepPlan) -> None:
             host[:count].copy_(link[:trees].flatten(), non_blocking=True)
 
 
-def _upload_masks(buffers: Buffers, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Mask rows and limits to the device, and which logit rows they are for (None: all)."""
+def _upload_masks(buffers: Buffers, plan: StepPlan) -> tuple[Masks, Tensor]:
+    """Mask rows, and the depth limits of the requests, to the device."""
     sizes = [plan.tier.nodes] * len(plan.decode_rows) + [1] * len(plan.final_chunks)
     count, requests = sum(sizes), len(sizes)
-    masks, limits = buffers.device_masks[:count], buffers.device_limits[:requests]
-    masks.copy_(buffers.masks[:count], non_blocking=True)
+    rows, limits = buffers.device_masks[:count], buffers.device_limits[:requests]
+    rows.copy_(buffers.masks[:count], non_blocking=True)
     limits.copy_(buffers.limits[:requests], non_blocking=True)
     constrained = np.array([grammar for _, _, grammar in plan.verified])
     if constrained.all():
-        return masks, limits, None
-    index = torch.from_numpy(np.flatnonzero(np.repeat(constrained, sizes)))
-    if masks.device.type == "cuda":
-        index = index.pin_memory()
-    return masks, limits, index.to(masks.device, non_blocking=True)
+        return Masks(rows, None), limits
+    flags = torch.from_numpy(np.repeat(constrained, sizes))
+    if rows.is_cuda:
+        flags = flags.pin_memory()
+    return Masks(rows, flags.to(rows.device, non_blocking=True)), limits
 
 
 def _copy_results(emitted: Emitted, flight: Flight) -> None:
