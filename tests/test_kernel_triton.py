@@ -14,7 +14,9 @@ from overlap_spec import kernels
 from tests.kernel_cases import CASES, CLOSE, MODULES, close, enter_interpreter, run_case
 
 EXAMPLES = dict.fromkeys(CASES, 15) | {"prefill_attention": 4}
-EXAMPLES |= dict.fromkeys(["greedy_choice", "sampled_choice", "filtered_choice", "apply_bitmask"], 30)
+EXAMPLES |= dict.fromkeys(
+    ["greedy_choice", "sampled_choice", "filtered_choice", "apply_bitmask"], 30
+)
 gpu = pytest.mark.gpu
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

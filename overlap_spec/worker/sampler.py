@@ -27,7 +27,7 @@ class Nodes:
 
 
 class Masks(NamedTuple):
-    """Mask rows int32 ``(L, words)``, and the nodes to which they apply: bool ``(L,)``, None: all."""
+    """Mask rows int32 ``(L, words)``, and whether each applies: bool ``(L,)``; None: all do."""
 
     rows: Tensor
     flags: Tensor | None
