@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import test_overlap
 import torch
 from torch import Tensor
 
 from overlap_spec.drafters.base import Roots
 from overlap_spec.engine import Engine
 from overlap_spec.kernels import Tree
-from overlap_spec.worker.graphs import padded, padded_size
+from overlap_spec.worker import passes as passes_module
+from overlap_spec.worker.graphs import Recorded, Tensors, padded, padded_size
 from overlap_spec.worker.passes import Passes
-from overlap_spec.worker.replay import read_inputs
+from overlap_spec.worker.replay import Replays, read_inputs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TIERS: dict[str, dict[str, Any]] = {
@@ -95,3 +98,58 @@ def test_nothing_is_recorded_where_it_is_switched_off(tiny: dict[str, Any], over
             outputs.append(engine.generate(["one", "two", "three"], None, {"max_tokens": 20}))
             assert bool(engine.core.worker.passes.replays._found) == graphs
     assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
+
+
+class Held(Recorded):
+    """A CUDA graph's manners on the CPU: one size of batch, inputs and outputs in fixed places."""
+
+    def __init__(self, work: Any, inputs: Tensors) -> None:
+        self._work, self._inputs = work, inputs
+        self._outputs = tuple(x.clone() for x in work(*inputs))
+
+    def __call__(self, *inputs: Tensor) -> Tensors:
+        for own, given in zip(self._inputs, inputs, strict=True):
+            assert own.shape == given.shape
+            if own.data_ptr() != given.data_ptr():
+                own.copy_(given)
+        for own, new in zip(self._outputs, self._work(*self._inputs), strict=True):
+            own.copy_(new)
+        return self._outputs
+
+    def kept(self, *inputs: Tensor) -> Tensors:  # noqa: ARG002
+        return self._inputs
+
+
+class HeldReplays(Replays):
+    def __init__(self, passes: Passes, enabled: bool) -> None:
+        super().__init__(passes, enabled)
+        self._cuda = True
+
+    def _make(self, work: Any, *inputs: Tensor) -> Recorded:
+        return Held(work, inputs)
+
+    def _reserved(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("tier", test_overlap.TIERS)
+def test_chaos_with_fixed_inputs_and_outputs(
+    tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    """What a replay overwrites has been read by then, whatever the streams' delays."""
+    oracle = test_overlap.build(tiny, overlap="none", algorithm="none")
+    test_overlap.chaos(monkeypatch, 7)
+    monkeypatch.setattr(passes_module, "Replays", HeldReplays)
+    columns = Passes._visible
+    monkeypatch.setattr(Passes, "_visible", lambda passes, _: passes.tables.pages.shape[1])
+    settings = {**test_overlap.TIERS[tier], "mask_deadline_ms": None}
+    with oracle, test_overlap.build(tiny, **settings) as engine:
+        found = engine.core.worker.passes.replays._found
+        for seed in range(70, 82):
+            asks = [replace(ask, abort_step=None) for ask in test_overlap.random_asks(seed)]
+            got = test_overlap.run(engine, asks)
+            with monkeypatch.context() as before:
+                before.setattr(Passes, "_visible", columns)
+                want = test_overlap.run(oracle, asks)
+            assert [o.token_ids for o in got] == [o.token_ids for o in want], seed
+        assert {size for _, size in found} == {1, 2, 3, 4}

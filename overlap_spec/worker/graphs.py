@@ -29,6 +29,10 @@ class Recorded(ABC):
     def __call__(self, *inputs: Tensor) -> Tensors:
         """The outputs for ``inputs`` of the recorded shapes (a trace: of any batch)."""
 
+    def kept(self, *inputs: Tensor) -> Tensors:
+        """The last call's ``inputs``, where they are now: what later passes need not copy again."""
+        return inputs
+
 
 class Trace(Recorded):
     """Operations in the order in which they were seen, run without the interpreter.
@@ -93,6 +97,10 @@ class CudaGraph(Recorded):
                 own.copy_(given, non_blocking=True)
         self._graph.replay()
         return self._outputs
+
+    def kept(self, *inputs: Tensor) -> Tensors:  # noqa: ARG002
+        """Those that the graph holds."""
+        return self._inputs
 
 
 def padded_size(batch: int) -> int:

@@ -114,6 +114,7 @@ class Passes(nn.Module):
             tokens, positions, *tree = self.grow(plan.tier, rows, pages)
         else:
             tokens, positions, *tree = replay.draft(rows, pages)
+            rows, pages = replay.draft.kept(rows, pages)
         return Drafted(Roots(rows, pages, tokens, positions), Tree(*tree), replay)
 
     def grow(self, tier: Tier, rows: Tensor, pages: Tensor) -> Tensors:

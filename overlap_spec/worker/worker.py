@@ -77,6 +77,9 @@ class Worker:
     @torch.inference_mode()
     def _record_passes(self, rows: int) -> None:
         """Queue the recording of all tiers' passes, ahead of the first step."""
+        if self.passes.device.type == "cuda":
+            # Weights, caches and tables were written on a stream that ours do not wait for.
+            torch.cuda.synchronize(self.passes.device)
         for tier in self.states:
             for size in self.passes.replays.sizes(rows):
                 self.streams.compute.run("record", self.passes.replays.record, tier, size)
