@@ -2,8 +2,9 @@
 
 A benchmark takes ``--quick``, ``--json PATH`` and ``--seed``, shows its progress and tables, and
 ends with one JSON line on standard output, the record. ``--json`` writes the record to PATH, and
-every raw sample as a line of JSON beside it (``out.json`` → ``out.samples.jsonl``). Every figure of
-a record is made from its samples by :func:`spread` or :func:`paired`.
+every raw sample as a line of JSON beside it as it comes (``out.json`` → ``out.samples.jsonl``).
+Every figure of a record is made from its samples by :func:`spread` or :func:`paired`. Where no
+sample depends on those before, ``--resume`` goes on with a run that was stopped.
 """
 
 from __future__ import annotations
@@ -29,12 +30,20 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "xgrammar", "numpy", "tokenizers", "overlap-spec")
 
 
-def flags(name: str, about: str) -> argparse.ArgumentParser:
-    """A parser with the flags of every benchmark; a benchmark adds its own."""
+def flags(name: str, about: str, resumable: bool = False) -> argparse.ArgumentParser:
+    """A parser with the flags of every benchmark; a benchmark adds its own.
+
+    Args:
+        resumable: The benchmark asks :meth:`Run.kept` before it measures.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=about)
     parser.add_argument("--quick", action="store_true", help="a small run, for a look")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the record there")
     parser.add_argument("--seed", type=int, default=0, help="of everything drawn (default 0)")
+    if resumable:
+        parser.add_argument(
+            "--resume", action="store_true", help="go on with the run that stopped at --json PATH"
+        )
     return parser
 
 
@@ -45,6 +54,9 @@ class Run:
         name: The benchmark's, as in ``python -m bench.NAME``.
         options: What :func:`flags` parsed.
         arguments: The command line's arguments; None means the process's own.
+
+    Raises:
+        SystemExit: there is no run of this command to be resumed: exit status 2.
     """
 
     def __init__(
@@ -64,11 +76,46 @@ class Run:
             "versions": versions(),
             "commit": commit(),
         }
+        path: Path | None = options.json
+        if getattr(options, "resume", False):
+            self.head["resumed"] = True
+            self._resume(path, given)
+        elif path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            samples_path(path).write_text("", encoding="utf-8")
+            _started_path(path).write_text(json.dumps(given), encoding="utf-8")
+
+    def _resume(self, path: Path | None, given: list[str]) -> None:
+        try:
+            assert path is not None
+            before = json.loads(_started_path(path).read_text(encoding="utf-8"))
+            lines = samples_path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+        except (AssertionError, OSError, ValueError):
+            self._refuse(f"--json {path} names no run that was stopped")
+        if before != [argument for argument in given if argument != "--resume"]:
+            self._refuse(f"the run that was stopped is another one: {shlex.join(before)}")
+        assert path is not None
+        # What was being written when the run was stopped is measured again.
+        whole = [line for line in lines if line.endswith("\n")]
+        samples_path(path).write_text("".join(whole), encoding="utf-8")
+        self.samples = [json.loads(line) for line in whole]
+
+    def _refuse(self, why: str) -> NoReturn:
+        print(f"error: --resume: {why}", file=sys.stderr)
+        sys.exit(2)
 
     def sample(self, **fields: Any) -> dict[str, Any]:
         """Keep one raw sample, a measurement that nothing was averaged over."""
         self.samples.append(fields)
+        if self.options.json is not None:
+            with samples_path(self.options.json).open("a", encoding="utf-8") as file:
+                file.write(strict_json(fields) + "\n")
         return fields
+
+    def kept(self, **fields: Any) -> dict[str, Any] | None:
+        """The sample with these fields of the run that is resumed, if it had come so far."""
+        found = (s for s in self.samples if fields.items() <= s.items())
+        return next(found, None) if self.head.get("resumed") else None
 
     def progress(self) -> Progress:
         """A progress display on standard error."""
@@ -92,12 +139,10 @@ class Run:
         """
         record = {**results, **self.head, "repetitions": repetitions, "samples": len(self.samples)}
         line = strict_json(record)
-        raw = "".join(strict_json(sample) + "\n" for sample in self.samples)
         path: Path | None = self.options.json
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            samples_path(path).write_text(raw, encoding="utf-8")
             path.write_text(line + "\n", encoding="utf-8")
+            _started_path(path).unlink()
         sys.stdout.flush()
         print(line, flush=True)
         return record
@@ -117,6 +162,11 @@ def fail(message: str) -> NoReturn:
 def samples_path(path: Path) -> Path:
     """Where the raw samples of the record ``path`` are."""
     return path.with_suffix(".samples.jsonl")
+
+
+def _started_path(path: Path) -> Path:
+    """Where the arguments of a run that has not ended are."""
+    return path.with_suffix(".started.json")
 
 
 def strict_json(value: Any) -> str:

@@ -103,10 +103,13 @@ def compile_all(systems: dict[str, EngineSystem], samples: Sequence[Sample], run
                 if sample is None:
                     # Starts the workers, which is no grammar's fault.
                     ms, error = takes(system, {"enum": ["yes", "no"]})
-                    run.sample(kind="start", backend=name, compile_ms=ms, error=error)
+                    if not run.kept(kind="start", backend=name):
+                        run.sample(kind="start", backend=name, compile_ms=ms, error=error)
                     continue
                 ms, error = takes(system, sample.schema)
-                run.sample(kind="compile", backend=name, row=sample.id, compile_ms=ms, error=error)
+                key = {"kind": "compile", "backend": name, "row": sample.id}
+                if not run.kept(**key):
+                    run.sample(**key, compile_ms=ms, error=error)
                 taken[sample.id] += error is None
                 progress.advance(bar)
     return [row for row, count in taken.items() if count == len(systems)]
@@ -132,6 +135,10 @@ def ask_all(systems: dict[str, EngineSystem], samples: Sequence[Sample], run: Ru
             for name in names[turn:] + names[:turn]:
                 progress.update(bar, description=f"chunk {chunk + 1} of {len(starts)}, {name}")
                 for constrained in (True, False) if chunk % 2 == 0 else (False, True):
+                    progress.advance(bar)
+                    key = {"backend": name, "constrained": constrained, "chunk": chunk}
+                    if run.kept(**key):
+                        continue
                     asked = part if constrained else [replace(task, schema=None) for task in part]
                     raw = systems[name].run(asked, options.parallel).raw()
                     for sample, reply in zip(samples[start:], raw["replies"], strict=False):
@@ -140,10 +147,7 @@ def ask_all(systems: dict[str, EngineSystem], samples: Sequence[Sample], run: Ru
                         keys = keys_of(reply["text"])
                         reply["object"] = keys is not None
                         reply["exact_keys"] = keys == sorted(sample.instance)
-                    run.sample(
-                        kind="answers", backend=name, constrained=constrained, chunk=chunk, **raw
-                    )
-                    progress.advance(bar)
+                    run.sample(kind="answers", **key, **raw)
 
 
 def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -261,7 +265,7 @@ def faults(record: dict[str, Any]) -> list[str]:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = flags("json_schema", "JSON under schemas, by grammar backend.")
+    parser = flags("json_schema", "JSON under schemas, by grammar backend.", resumable=True)
     parser.add_argument("--data", type=Path, default=OWN_SCHEMAS, help="rows of schemas, .jsonl")
     parser.add_argument("--backend", action="append", help=f"one or more of {', '.join(BACKENDS)}")
     parser.add_argument("--rows", type=int, help="rows that are drawn; 64, or 8 with --quick")

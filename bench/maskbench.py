@@ -163,7 +163,8 @@ def show(run: Run, counts: dict[str, int], times: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run all and print one record."""
-    parser = flags("maskbench", "what share of schemas is held exactly, and how fast masks are")
+    about = "what share of schemas is held exactly, and how fast masks are"
+    parser = flags("maskbench", about, resumable=True)
     parser.add_argument("--data", type=Path, default=OWN_SCHEMAS, help="schemas, .jsonl")
     parser.add_argument("--backend", default="auto", help="grammar backend (default auto)")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json or a Tekken file")
@@ -184,12 +185,16 @@ def main(arguments: list[str] | None = None) -> None:
         with run.progress() as progress:
             task = progress.add_task("schemas", total=len(entries))
             for entry in entries:
+                progress.advance(task)
+                if kept := run.kept(id=entry["id"]):
+                    fields = ("result", "reason", "ttfm_ms", "tbm_us", "route")
+                    results.append(Result(*(kept[field] for field in fields)))
+                    continue
                 result = run_schema(compiler, entry, chosen)
                 results.append(result)
                 run.sample(id=entry["id"], result=result.name, reason=result.reason,
                            ttfm_ms=result.ttfm_ms, route=result.route,
                            tbm_us=[round(us, 2) for us in result.tbm_us])  # fmt: skip
-                progress.advance(task)
     finish(run, results, [entry["id"] for entry in entries], chosen)
 
 

@@ -146,21 +146,36 @@ def measure_all(
             for repetition in range(size.repetitions(name)):
                 for mode, engine in engines.items():
                     progress.update(task, description=f"{name}, {mode}")
+                    progress.advance(task)
+                    if run.kept(workload=name, mode=mode, repetition=repetition):
+                        continue
                     result = measure(engine, asks)
                     results[name][mode].append(result)
                     run.sample(workload=name, mode=mode, repetition=repetition, **result.raw())
-                    progress.advance(task)
     return results
 
 
 def differences(results: Results) -> Iterator[str]:
     """What is not the same in all modes and repetitions, in words."""
     for name, by_mode in results.items():
-        reference = by_mode[MODES[0]][0]
+        reference = next((result for results in by_mode.values() for result in results), None)
         for mode, repetitions in by_mode.items():
             for number, result in enumerate(repetitions):
+                assert reference is not None
                 where = f"{name}, {mode}, repetition {number}"
                 yield from _unlike(where, result, reference)
+
+
+def unlike_samples(samples: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Workloads whose outputs or accept lengths are not the same in all samples: of a run that was
+    resumed, its first part is known by these alone."""
+    said: dict[str, set[tuple[str, float]]] = {}
+    for sample in samples:
+        figures = sample["output_sha256"], sample["accept_length"]
+        said.setdefault(sample["workload"], set()).add(figures)
+    yield from (
+        f"{name}: {len(all_)} different outputs" for name, all_ in said.items() if len(all_) > 1
+    )
 
 
 def _unlike(where: str, result: Measured, reference: Measured) -> Iterator[str]:
@@ -185,7 +200,7 @@ def _unlike(where: str, result: Measured, reference: Measured) -> Iterator[str]:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = flags("overlap", "The three overlap modes side by side.")
+    parser = flags("overlap", "The three overlap modes side by side.", resumable=True)
     parser.add_argument("--model", type=Path, help="target; the padded embedded one if absent")
     parser.add_argument("--draft", type=Path, help="its EAGLE-3 head")
     parser.add_argument("--data", type=Path, help="schemas, as rows of JSONSchemaBench")
@@ -220,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OverlapSpecError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    wrong = list(differences(results))
+    wrong = [*differences(results), *unlike_samples(run.samples)]
     record = summary(run.samples)
     print_tables(record, Console(width=100))
     run.finish(

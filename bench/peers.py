@@ -121,9 +121,12 @@ def compile_all(systems: dict[str, System], tasks: Sequence[Task], run: Run) -> 
     """Compile every schema where a system compiles by itself."""
     for name, system in systems.items():
         if isinstance(system, EngineSystem | hf.TransformersSystem):
+            told = run.kept(kind="compile", system=name)
             for task in tasks:
                 assert task.schema is not None
-                run.sample(kind="compile", system=name, compile_ms=system.compile_ms(task.schema))
+                ms = system.compile_ms(task.schema)
+                if told is None:
+                    run.sample(kind="compile", system=name, compile_ms=ms)
 
 
 def ask_all(systems: dict[str, System], tasks: Sequence[Task], run: Run) -> None:
@@ -142,6 +145,9 @@ def ask_all(systems: dict[str, System], tasks: Sequence[Task], run: Run) -> None
                 part = tasks[: run.options.singles] if batch == 1 else tasks
                 for name in names[turn:] + names[:turn]:
                     progress.update(bar, description=f"batch {batch}, {name}")
+                    progress.advance(bar)
+                    if run.kept(kind="answers", system=name, batch=batch, repetition=repetition):
+                        continue
                     raw = systems[name].run(part, batch).raw()
                     for number, reply in enumerate(raw["replies"]):
                         schema = part[number].schema
@@ -151,7 +157,6 @@ def ask_all(systems: dict[str, System], tasks: Sequence[Task], run: Run) -> None
                     run.sample(
                         kind="answers", system=name, batch=batch, repetition=repetition, **raw
                     )
-                    progress.advance(bar)
 
 
 def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -247,7 +252,7 @@ def faults(record: dict[str, Any]) -> list[str]:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = flags("peers", "The same work through other systems, in one run.")
+    parser = flags("peers", "The same work through other systems, in one run.", resumable=True)
     parser.add_argument("--server", action="append", metavar="NAME=URL", help="a server to measure")
     parser.add_argument("--model", type=Path, help="target; the embedded one if absent")
     parser.add_argument("--draft", type=Path, help="its EAGLE-3 head")

@@ -159,3 +159,43 @@ def test_a_tekken_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(SystemExit):
         tokens.read(tmp_path / "other.json", None, 0)
+
+
+def test_a_stopped_run_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It measures what is missing, the sample that was being written included, and no more."""
+    data, out = write(tmp_path), tmp_path / "out.json"
+    command = ["--data", str(data), "--in-process", "--json", str(out)]
+    started, samples = tmp_path / "out.started.json", tmp_path / "out.samples.jsonl"
+    measured: list[str] = []
+    run_schema = maskbench.run_schema
+
+    def stopped(compiler: Any, entry: dict[str, Any], chosen: Any) -> Any:
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        measured.append(entry["id"])
+        return run_schema(compiler, entry, chosen)
+
+    monkeypatch.setattr(maskbench, "run_schema", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        maskbench.main(command)
+    assert started.exists()
+    assert not out.exists()
+    samples.write_text(samples.read_text()[:-4])
+    with pytest.raises(SystemExit, match="2"):
+        maskbench.main([*command, "--seed", "1", "--resume"])
+    assert "another one" in capsys.readouterr().err
+    measured.clear()
+    monkeypatch.setattr(
+        maskbench, "run_schema", lambda *a: measured.append(a[1]["id"]) or run_schema(*a)
+    )
+    maskbench.main([*command, "--resume"])
+    assert measured == list(ENTRIES)[2:]
+    record = json.loads(out.read_text())
+    assert record["counts"] == {name: int(name in ENTRIES) for name in maskbench.CLASSES}
+    assert record["resumed"] is True
+    assert [json.loads(line)["id"] for line in samples.read_text().splitlines()] == list(ENTRIES)
+    with pytest.raises(SystemExit, match="2"):
+        maskbench.main([*command, "--resume"])
+    assert "no run that was stopped" in capsys.readouterr().err
