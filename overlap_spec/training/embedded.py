@@ -21,8 +21,9 @@ from overlap_spec.training.data import END, DocumentMaker, read_gsm8k
 from overlap_spec.training.export import export_head, export_target
 from overlap_spec.training.generate import own_outputs
 from overlap_spec.training.head import HeadRecipe, HeadTrainer
-from overlap_spec.training.target import Report, TargetRecipe, TargetTrainer, embedded_config
+from overlap_spec.training.target import TargetRecipe, TargetTrainer, embedded_config
 from overlap_spec.training.tokenizer import corpus, special_id, train_tokenizer
+from overlap_spec.training.trainer import Report
 
 TOKENIZER_DOCUMENTS = 30000
 # Kind of prompt, how many, longest answer in tokens.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,21 +14,8 @@ from overlap_spec.models.eagle3 import Eagle3Config, Eagle3Head
 from overlap_spec.training.attention import CausalRows, ChainRows, FirstRows
 from overlap_spec.training.batches import Batch
 from overlap_spec.training.budget import Budget
-from overlap_spec.training.optim import Average, make_optimizers, schedule
-from overlap_spec.training.target import Report, initialise, save_atomically
-
-
-class Batches(Protocol):
-    """An endless, resumable source of token rows."""
-
-    def next(self) -> Batch:
-        """The next batch; its weights say which tokens matter as targets."""
-
-    def state(self) -> bytes:
-        """What :meth:`restore` needs to go on exactly here."""
-
-    def restore(self, state: bytes) -> None:
-        """Go on from :meth:`state`."""
+from overlap_spec.training.target import initialise
+from overlap_spec.training.trainer import Batches, Trainer
 
 
 @dataclass(frozen=True)
@@ -203,7 +189,7 @@ class DraftPass:
         return shifted * inside
 
 
-class HeadTrainer:
+class HeadTrainer(Trainer[Eagle3Head]):
     """Trains a head on a target's features with training-time test, resumably.
 
     The loss is the cross-entropy to the target's own probabilities; gradients flow through the
@@ -220,12 +206,9 @@ class HeadTrainer:
         self, target: Decoder, batches: Batches, recipe: HeadRecipe, budget: Budget
     ) -> None:
         self.target = target.eval().requires_grad_(False)
-        self.batches, self.recipe, self.budget = batches, recipe, budget
-        self.device = target.embed_tokens.weight.device
-        self.head = new_head(target, recipe).to(self.device)
-        self.optimizers = make_optimizers(self.head, recipe.muon_lr, recipe.adam_lr)
-        self.rates = [group["lr"] for o in self.optimizers for group in o.param_groups]
-        self.average = Average(self.head)
+        self.recipe, self.device = recipe, target.embed_tokens.weight.device
+        super().__init__(new_head(target, recipe).to(self.device), batches, recipe, budget)
+        self.head = self.model
         self._passes: dict[tuple[int, int], DraftPass] = {}
 
     def loss(self, batch: Batch) -> Tensor:
@@ -245,60 +228,9 @@ class HeadTrainer:
                 total = total + self.recipe.step_decay**step * draft.term(hidden, wanted, weight)
         return total
 
-    def step(self) -> float:
-        """One optimizer step; returns the loss."""
-        progress = self.budget.progress()
-        loss = self.loss(self.batches.next())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.recipe.clip)
-        factor = schedule(progress, self.budget.done)
-        groups = [group for o in self.optimizers for group in o.param_groups]
-        for group, rate in zip(groups, self.rates, strict=True):
-            group["lr"] = rate * factor
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        self.average.update(self.head, self.budget.done)
-        self.budget.done += 1
-        return float(loss.detach())
-
-    def run(self, checkpoint: Path | None = None, report: Report | None = None) -> Eagle3Head:
-        """Train until the budget is used; returns the head with averaged weights."""
-        torch._dynamo.config.recompile_limit = 64
-        while self.budget.progress() < 1:
-            loss = self.step()
-            if report is not None:
-                report(self.budget.progress(), self.budget.done, loss)
-            if checkpoint is not None and self.budget.done % self.recipe.save_every == 0:
-                save_atomically(self.state(), checkpoint)
-        if checkpoint is not None:
-            save_atomically(self.state(), checkpoint)
-        return self.averaged()
-
     def averaged(self) -> Eagle3Head:
         """A copy of the head with the averaged weights."""
         copy = Eagle3Head(self.head.config).to(self.device)
         copy.load_state_dict(self.head.state_dict())
         self.average.copy_to(copy)
         return copy.eval().requires_grad_(False)
-
-    def state(self) -> dict[str, Any]:
-        """Everything that :meth:`restore` needs to go on."""
-        return {
-            "head": self.head.state_dict(),
-            "optimizers": [o.state_dict() for o in self.optimizers],
-            "average": self.average.values,
-            "batches": self.batches.state(),
-            "step": self.budget.done,
-            "seconds": self.budget.seconds(),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state`."""
-        self.head.load_state_dict(state["head"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.average.values = state["average"]
-        self.batches.restore(state["batches"])
-        self.budget.done = state["step"]
-        self.budget.restart_clock(state["seconds"])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +14,12 @@ from overlap_spec.models.decoder import Decoder
 from overlap_spec.training.attention import CausalRows
 from overlap_spec.training.batches import Batch, BatchStream
 from overlap_spec.training.budget import Budget
-from overlap_spec.training.optim import Average, make_optimizers, schedule
-
-# Report of one step: progress 0 to 1, step, loss.
-Report = Callable[[float, int, float], None]
+from overlap_spec.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
 class TargetRecipe:
-    """Settings of a target's training. Rates are those of the schedule's plateau."""
+    """Settings of a target's training; see also :class:`Rates`."""
 
     muon_lr: float = 0.02
     adam_lr: float = 0.004
@@ -68,7 +62,7 @@ def initialise(module: torch.nn.Module, seed: int) -> None:
             parameter.normal_(0, spread, generator=generator)
 
 
-class TargetTrainer:
+class TargetTrainer(Trainer[Decoder]):
     """Trains a Decoder from a BatchStream, resumably.
 
     Args:
@@ -81,13 +75,14 @@ class TargetTrainer:
     def __init__(
         self, config: ModelConfig, stream: BatchStream, recipe: TargetRecipe, budget: Budget
     ) -> None:
-        self.recipe, self.budget, self.stream = recipe, budget, stream
-        self.model = Decoder(config)
-        initialise(self.model, recipe.seed)
-        self.optimizers = make_optimizers(self.model, recipe.muon_lr, recipe.adam_lr)
-        self.rates = [group["lr"] for o in self.optimizers for group in o.param_groups]
-        self.average = Average(self.model)
+        model = Decoder(config)
+        initialise(model, recipe.seed)
+        super().__init__(model, stream, recipe, budget)
+        self.recipe, self.stream = recipe, stream
         self._losses: dict[int, Callable[..., Tensor]] = {}
+
+    def next_batch(self, progress: float) -> Batch:
+        return self.stream.next(warm_up=progress < self.recipe.warm_up_share)
 
     def loss(self, batch: Batch) -> Tensor:
         """Weighted mean cross-entropy of the next tokens of ``batch``, a scalar."""
@@ -115,69 +110,8 @@ class TargetTrainer:
         # One graph a shape: with dynamic shapes the CPU code is slower than eager.
         return torch.compile(loss, dynamic=False)
 
-    def step(self) -> float:
-        """One optimizer step; returns the loss."""
-        progress = self.budget.progress()
-        batch = self.stream.next(warm_up=progress < self.recipe.warm_up_share)
-        loss = self.loss(batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
-        factor = schedule(progress, self.budget.done)
-        groups = [group for o in self.optimizers for group in o.param_groups]
-        for group, rate in zip(groups, self.rates, strict=True):
-            group["lr"] = rate * factor
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        self.average.update(self.model, self.budget.done)
-        self.budget.done += 1
-        return float(loss.detach())
-
-    def run(self, checkpoint: Path | None = None, report: Report | None = None) -> Decoder:
-        """Train until the budget is used; returns the model with averaged weights."""
-        # Every bucket width has a graph of its own.
-        torch._dynamo.config.recompile_limit = 64
-        while self.budget.progress() < 1:
-            loss = self.step()
-            if report is not None:
-                report(self.budget.progress(), self.budget.done, loss)
-            if checkpoint is not None and self.budget.done % self.recipe.save_every == 0:
-                save_atomically(self.state(), checkpoint)
-        if checkpoint is not None:
-            save_atomically(self.state(), checkpoint)
-        return self.averaged()
-
     def averaged(self) -> Decoder:
         """A copy of the model with the averaged weights."""
         copy = Decoder(self.model.config)
         self.average.copy_to(copy)
         return copy.eval().requires_grad_(False)
-
-    def state(self) -> dict[str, Any]:
-        """Everything that :meth:`restore` needs to go on."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizers": [o.state_dict() for o in self.optimizers],
-            "average": self.average.values,
-            "stream": self.stream.state(),
-            "step": self.budget.done,
-            "seconds": self.budget.seconds(),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state`."""
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.average.values = state["average"]
-        self.stream.restore(state["stream"])
-        self.budget.done = state["step"]
-        self.budget.restart_clock(state["seconds"])
-
-
-def save_atomically(state: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint so that an interruption leaves the old one whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    os.replace(partial, path)
