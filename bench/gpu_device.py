@@ -22,6 +22,8 @@ MARK = "pytest.mark.gpu"
 def tests(shop: Shop) -> Result:
     """``pytest -m gpu`` over the files that hold such tests: others may need what is not here."""
     files = [str(f) for f in sorted(ROOT.glob("tests/**/test_*.py")) if MARK in f.read_text()]
+    # Kernels, each of which is compiled in many forms, come last.
+    files.sort(key=lambda file: "kernel" in file)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--tb=short",

@@ -156,7 +156,7 @@ def draft_attention(draw: Draw, device: torch.device) -> None:
     """A draft step's branches share one position, and slot 0 does not exist."""
     i = Inputs(draw, device)
     batch, queries, steps = i.size(1, 2), i.size(1, 5), i.size(1, 4)
-    prefix = i.integers(1, i.one_of(4, 90), batch)
+    prefix = i.integers(1, i.one_of(4, 90), batch, 2)[:, 0]
     mask = i.bools(0.3, batch, queries, queries * steps)
     mask[:, :, -queries:] = torch.eye(queries, dtype=torch.bool)
     position = (prefix + steps)[:, None].expand(batch, queries)

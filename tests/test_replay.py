@@ -12,6 +12,7 @@ from torch import Tensor
 
 from overlap_spec.drafters.base import Roots
 from overlap_spec.engine import Engine
+from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import Tree
 from overlap_spec.worker import passes as passes_module
 from overlap_spec.worker.graphs import Recorded, Tensors, padded, padded_size
@@ -28,7 +29,9 @@ TIERS: dict[str, dict[str, Any]] = {
 
 def state(passes: Passes) -> list[Tensor]:
     """What passes write, among others: caches, tables, the drafter's states and features."""
-    return [buffer for buffer in passes.buffers() if not buffer.is_mkldnn]
+    found = [buffer for buffer in passes.buffers() if not buffer.is_mkldnn]
+    # Page 0 is nobody's: of several writes any may win there.
+    return [buffer[:, 1:] if buffer.dim() == 5 else buffer for buffer in found]
 
 
 def close(mine: list[Tensor], theirs: list[Tensor]) -> None:
@@ -48,10 +51,11 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             if buffer.is_floating_point():
                 buffer.copy_(torch.randn(buffer.shape, generator=generator))
         for batch in (1, 3, 9):
-            columns = passes.tables.pages.shape[1] if device == "cuda" else 4 + batch
+            columns = passes.tables.pages.shape[1] if device == "cuda" else 8 + batch
             rows = torch.arange(batch, device=device)
             tables = passes.tables
-            tables.pages[:batch, :6] = rows[:, None] * 6 + 1 + torch.arange(6, device=device)
+            # Room for all nodes: in page 0 any write may win.
+            tables.pages[:batch, :8] = rows[:, None] * 8 + 1 + torch.arange(8, device=device)
             tables.committed[:batch] = torch.arange(batch, device=device) + 7
             tables.roots[:batch] = rows + 30
             size = padded_size(batch)
@@ -62,8 +66,11 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             want = passes.grow(own, rows, pages)
             got = replay.draft(rows, pages)
             close([x[:batch] for x in got], [x[:batch] for x in want])
-            tokens, positions, *tree = (x.clone() for x in want)
-            inputs = read_inputs(Roots(rows, pages, tokens, positions), Tree(*tree))
+            # As a step does: a CUDA graph takes the one before's outputs where they are.
+            tokens, positions, *tree = got
+            inputs = read_inputs(
+                Roots(*replay.draft.kept(rows, pages), tokens, positions), Tree(*tree)
+            )
             want = [x.clone() for x in passes.read(own, *inputs)]
             after = [x.clone() for x in state(passes)]
             got = replay.verify(*inputs)
@@ -93,9 +100,11 @@ def test_sizes_are_few_and_waste_little() -> None:
 @pytest.mark.parametrize("overlap", ["none", "once-sync"])
 def test_nothing_is_recorded_where_it_is_switched_off(tiny: dict[str, Any], overlap: str) -> None:
     outputs = []
+    # Nine are filled up to ten where there is something to replay.
+    prompts, grammars = [str(n) for n in range(9)], [None, Grammar.regex("[a-f]{30}"), None] * 3
     for graphs in (True, False):
         with Engine(**tiny, overlap=overlap, graphs=graphs, adaptive="default") as engine:
-            outputs.append(engine.generate(["one", "two", "three"], None, {"max_tokens": 20}))
+            outputs.append(engine.generate(prompts, grammars, {"max_tokens": 20}))
             assert bool(engine.core.worker.passes.replays._found) == graphs
     assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
 

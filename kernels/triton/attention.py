@@ -189,7 +189,9 @@ def _merge(
 def _shares(tuned: Config, programs: int, keys: int, device: torch.device) -> int:
     """Shares of the keys: enough programs to fill the device, none with too little to read."""
     wanted = -(-tuned["waves"] * multiprocessors(device) // programs)
-    return max(1, min(wanted, keys // tuned["split_keys"], tuned["max_splits"]))
+    most = max(1, min(wanted, keys // tuned["split_keys"], tuned["max_splits"]))
+    # A number of shares is a kernel of its own: few of them.
+    return 1 << (most.bit_length() - 1)
 
 
 def _blocks(rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Config:
@@ -230,7 +232,7 @@ def tree_attention(
         log_sum = torch.empty(part.shape[:2], dtype=torch.float32, device=device)
     launch(
         _attend, (tiles, kv_heads * shares, batch),
-        q, k_cache, v_cache, pages, span.prefix, span.positions,
+        q, k_cache, v_cache, pages, span.prefix.contiguous(), span.positions,
         span.packed if tree else pages, out, part, log_sum,
         queries, *q.stride()[:3], pages.stride(0), *span.positions.stride(),
         width, span.first, window or 0, kv_heads * dim, dim, LOG2_E / math.sqrt(dim),

@@ -180,11 +180,12 @@ class Decoder(nn.Module):
         x = self.embed_tokens(tokens)
         rotary = self.rope[positions].to(x.dtype)
         norms: list[Any] = [*(layer.input_layernorm for layer in self.layers), self.norm]
-        normed, kept = norms[0](x), [x]
+        normed, kept = norms[0](x), {0: x}
         for index, layer in enumerate(self.layers):
             x, delta = layer(x, normed, rotary, attend, index)
             normed, x = norms[index + 1].add(x, delta)
-            kept.append(x)
+            if index + 1 in feature_layers:
+                kept[index + 1] = x
         features = torch.cat([kept[i] for i in feature_layers], -1) if feature_layers else None
         return normed, features
 

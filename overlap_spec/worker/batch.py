@@ -110,7 +110,7 @@ class Buffers:
         links: int64 ``(3, nodes)``: tokens, first children, next siblings of all trees.
         masks, limits: int32 ``(nodes, words)`` mask rows and int64 ``(requests,)`` depth limits
             on the host; ``device_masks``, ``device_limits`` their copies on the device.
-        results: int64 ``(requests, 2 + depth)``: accepted length, then the emitted tokens.
+        results: int64, room for each request's accepted length, then its emitted tokens.
         free: Recorded behind the last use.
         keep: The step's tensors, which streams other than their own read until then.
     """
@@ -123,7 +123,7 @@ class Buffers:
         self.limits = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
         self.device_masks = torch.zeros(nodes, words, dtype=torch.int32, device=device)
         self.device_limits = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.results = torch.zeros(rows, 2 + tier.steps, dtype=torch.int64, pin_memory=pinned)
+        self.results = torch.zeros(rows * (2 + tier.steps), dtype=torch.int64, pin_memory=pinned)
         self.free: Event = streams.event()
         self.in_use = False
         self.keep: object = None

@@ -127,6 +127,9 @@ def count_pages(
         ConfigError: memory does not hold even one sequence's pages.
     """
     page_bytes = sum(KVPool.page_bytes(shape, config.page_size, dtype) for shape in shapes)
+    if len(shapes) > 1:
+        # The feature that each page keeps for the draft head: of three layers.
+        page_bytes += 3 * shapes[0].hidden_size * dtype.itemsize
     fraction = config.mem_fraction_static
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -104,6 +104,10 @@ class CudaStream(Stream):
             self._record(self.name, label, self._clock.ns(start), self._clock.ns(end), step)
             self._clock.rebase(end)
 
+    def synchronize(self) -> None:
+        """Block the host until all that is queued has run."""
+        self._stream.synchronize()
+
     def record(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
         event.event.record(self._stream)
@@ -133,4 +137,5 @@ class CudaStreams(Streams):
                 stream.note()
 
     def close(self) -> None:
-        """The driver frees its streams."""
+        for stream in self._all:
+            stream.synchronize()

@@ -37,36 +37,39 @@ class Recorded(ABC):
 class Trace(Recorded):
     """Operations in the order in which they were seen, run without the interpreter.
 
+    What ``torch.jit.trace`` makes belongs to the process and is never freed, some 25 MB an engine.
+    So the graph is traced by itself, with all that it touches as inputs, and owned here.
+
     Args:
         owner: Holds every parameter and buffer that ``work`` touches: what is not found there
             would be taken for a constant.
     """
 
     def __init__(self, owner: nn.Module, work: Callable[..., Tensors], inputs: Tensors) -> None:
+        held = [*owner.parameters(), *owner.buffers()]
         with warnings.catch_warnings():
-            # That tracing is to be given up one day, and that sizes are read: those of a tier.
+            # That sizes are read: those of a tier.
             warnings.simplefilter("ignore")
-            self._trace = torch.jit.trace(_Flat(owner, work), inputs, check_trace=False)
+            graph, _ = torch._C._create_graph_by_tracing(
+                lambda *given: work(*given[: len(inputs)]),
+                [*inputs, *held],
+                lambda _: "",
+                strict=True,
+                force_outplace=False,
+            )
+        used = [bool(value.uses()) for value in graph.inputs()][len(inputs) :]
+        for index in reversed(range(len(held))):
+            if not used[index]:
+                graph.eraseInput(len(inputs) + index)
+        self._held = [tensor for tensor, is_used in zip(held, used, strict=True) if is_used]
+        self._run = torch._C._create_function_from_graph("recorded", graph)
         self(*inputs)
 
     def __call__(self, *inputs: Tensor) -> Tensors:
         # Its optimiser is for graphs that can be fused: here it would cost time and give none.
         with torch.jit.optimized_execution(False):
-            outputs: Tensors = self._trace(*inputs)
+            outputs: Tensors = self._run(*inputs, *self._held)
         return outputs
-
-
-class _Flat(nn.Module):
-    """All tensors of a module side by side: translating its submodules would take much longer."""
-
-    def __init__(self, owner: nn.Module, work: Callable[..., Tensors]) -> None:
-        super().__init__()
-        for number, tensor in enumerate([*owner.parameters(), *owner.buffers()]):
-            self.register_buffer(f"tensor_{number}", tensor)
-        self.work = work
-
-    def forward(self, *inputs: Tensor) -> Tensors:
-        return self.work(*inputs)
 
 
 class CudaGraph(Recorded):

@@ -62,9 +62,9 @@ class KVPool(nn.Module):
 
     def clear(self, pages: tuple[int, ...]) -> None:
         """Zero pages that may hold NaN before another request reads them masked."""
-        index = torch.tensor(pages, dtype=torch.int64, device=self.k.device)
-        self.k[:, index] = 0
-        self.v[:, index] = 0
+        for page in pages:
+            self.k[:, page].zero_()
+            self.v[:, page].zero_()
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,8 @@ class Passes(nn.Module):
             return Drafted(Roots(rows, pages, rows, rows), None, None)
         replay = self.replays.find(plan, len(rows))
         if replay is None:
+            # Without a recording there is nothing to fill up for.
+            rows, pages = rows[: batch.trees], pages[: batch.trees]
             tokens, positions, *tree = self.grow(plan.tier, rows, pages)
         else:
             tokens, positions, *tree = replay.draft(rows, pages)
@@ -290,7 +292,7 @@ class Passes(nn.Module):
         each = self._count(batch)[:, None]
         along = features[(each * tier.nodes + path).flatten()]
         self._keep_features(rows[:, None].expand(-1, width).flatten(), (slots - 1).flatten(), along)
-        attend = self.draft_pool.attend(pages, slots, slots[:, 0], place, None)
+        attend = self.draft_pool.attend(pages, slots, roots + 1, place, None)
         last = each[:, 0] * width + lengths
         return Lesson(tokens.flatten(), along, place.flatten(), attend, rows, last)
 

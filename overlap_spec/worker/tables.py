@@ -120,18 +120,20 @@ class RowTables(nn.Module):
     def write(self, row: int, request: Request, output_ids: tuple[int, ...]) -> None:
         """Give ``row`` on the device to a request whose output so far is ``output_ids``."""
         s = request.sampling
+        # A number written to one index would make CUDA wait; to a slice it does not.
+        here = slice(row, row + 1)
         top_p = 1.0 if s.top_p is None else s.top_p
-        self.committed[row] = 0
-        self.temperature[row] = 1.0 if s.temperature is None else s.temperature
-        self.min_p[row] = s.min_p
+        self.committed[here] = 0
+        self.temperature[here] = 1.0 if s.temperature is None else s.temperature
+        self.min_p[here] = s.min_p
         # At 1.0 every token stays, however the running sum rounds.
-        self.top_p[row] = top_p if top_p < 1.0 else 2.0
-        self.top_k[row] = self.vocab_size if s.top_k in (None, -1) else s.top_k
-        self.seed[row] = request.seed
-        self.depth_limit[row] = DEEPEST if s.speculate else 0
-        self.repetition[row] = 1.0 if s.repetition_penalty is None else s.repetition_penalty
-        self.presence[row], self.frequency[row] = s.presence_penalty, s.frequency_penalty
-        self.min_position[row] = len(request.prompt_ids) + s.min_tokens
+        self.top_p[here] = top_p if top_p < 1.0 else 2.0
+        self.top_k[here] = self.vocab_size if s.top_k in (None, -1) else s.top_k
+        self.seed[here] = request.seed
+        self.depth_limit[here] = DEEPEST if s.speculate else 0
+        self.repetition[here] = 1.0 if s.repetition_penalty is None else s.repetition_penalty
+        self.presence[here], self.frequency[here] = s.presence_penalty, s.frequency_penalty
+        self.min_position[here] = len(request.prompt_ids) + s.min_tokens
         self._write_wide(row, request, output_ids)
 
     def _write_wide(self, row: int, request: Request, output_ids: tuple[int, ...]) -> None:
@@ -144,7 +146,7 @@ class RowTables(nn.Module):
         if needs.biased:
             bias = self.wide("bias", torch.float32)[row].zero_()
             for token, value in request.sampling.logit_bias.items():
-                bias[token] = value
+                bias[token : token + 1] = value
         if needs.held_open:
             stops = self.wide("stops", torch.bool)[row].zero_()
             stops.index_fill_(0, self._ids(sorted(request.stop_ids)), True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +45,7 @@ class Flight:
     chosen: Event
     done: Event
     limits: tuple[int, ...] = ()
+    results: Tensor | None = None
     logprobs: tuple[Tensor, ...] = ()
     result: StepResult | None = None
 
@@ -80,6 +82,9 @@ class Worker:
         if self.passes.device.type == "cuda":
             # Weights, caches and tables were written on a stream that ours do not wait for.
             torch.cuda.synchronize(self.passes.device)
+            # What earlier engines left would be counted as the graphs'.
+            gc.collect()
+            torch.cuda.empty_cache()
         for tier in self.states:
             for size in self.passes.replays.sizes(rows):
                 self.streams.compute.run("record", self.passes.replays.record, tier, size)
@@ -150,7 +155,8 @@ class Worker:
             return flight.result
         flight.done.synchronize()
         plan, rows = flight.plan, []
-        host = flight.buffers.results.tolist()
+        assert flight.results is not None
+        host = flight.results.tolist()
         for index, (_, row, _) in enumerate(plan.verified):
             in_tree = index < len(plan.decode_rows)
             accepted, *tokens = host[index]
@@ -277,10 +283,10 @@ def _upload_masks(buffers: Buffers, plan: StepPlan) -> tuple[Masks, Tensor]:
 
 
 def _copy_results(emitted: Emitted, flight: Flight) -> None:
-    count, width = emitted.tokens.shape
-    results = flight.buffers.results
-    results[:count, 0].copy_(emitted.lengths, non_blocking=True)
-    results[:count, 1 : width + 1].copy_(emitted.tokens, non_blocking=True)
+    # One piece: CUDA copies into rows of a wider table by way of the host, and waits for it.
+    packed = torch.cat([emitted.lengths[:, None], emitted.tokens], 1)
+    flight.results = flight.buffers.results[: packed.numel()].view(packed.shape)
+    flight.results.copy_(packed, non_blocking=True)
     if emitted.logprobs is not None:
         pinned = [
             torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
