@@ -109,6 +109,16 @@ def test_nothing_is_recorded_where_it_is_switched_off(tiny: dict[str, Any], over
     assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
 
 
+def test_recordings_end_with_their_engine(tiny: dict[str, Any]) -> None:
+    """TorchScript's own tracing would give the process functions that it never frees."""
+    counts = []
+    for _ in range(3):
+        with Engine(**tiny, adaptive="default") as engine:
+            engine.generate("one", None, {"max_tokens": 4})
+        counts.append(len(torch.jit._state._python_cu.get_functions()))
+    assert counts[0] == counts[1] == counts[2]
+
+
 class Held(Recorded):
     """A CUDA graph's manners on the CPU: one size of batch, inputs and outputs in fixed places."""
 
