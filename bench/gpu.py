@@ -62,6 +62,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from bench.common import ROOT, Run, fail, flags, rounded, strict_json
+from bench.common import ROOT, Run, fail, flags, machine, rounded, strict_json
 from bench.gpu_child import Child, PartFailed, describe
 from bench.gpu_plot import draw
 from bench.gpu_setup import Result, Setup
@@ -310,9 +311,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not (options.rehearse or torch.cuda.is_available()):
         print("error: bench.gpu needs a CUDA device; --rehearse runs on the CPU", file=sys.stderr)
         sys.exit(2)
-    run = Run("gpu", options, arguments)
     if options.json is None and not options.rehearse:
-        options.json = default_path(run.head["machine"]["device"], run.head["date"])
+        options.json = default_path(machine()["device"], datetime.now(UTC).isoformat())
+    run = Run("gpu", options, arguments)
     report = Report(
         run, rehearsal=options.rehearse, like=options.like, budget_s=options.budget_s, plot=None
     )

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench import gpu
+from bench import common, gpu
 from bench.common import Run, samples_path
 from bench.gpu_child import Child
 from bench.gpu_decode import waits_timed, weight_bytes
@@ -313,3 +313,26 @@ def test_waits_for_events_are_timed_and_then_left_alone() -> None:
         event.synchronize()
         assert waited_ns() > 0
     assert type(event).synchronize is own
+
+
+def test_a_run_without_a_path_ends_under_the_devices_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fake() -> dict[str, Any]:
+        return {"device": "Some GPU"}
+
+    def one_sample(report: gpu.Report, *_: Any) -> None:
+        report.run.sample(part="tests", passed=1)
+        report.record["complete"] = True
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
+    monkeypatch.setattr(gpu, "machine", fake)
+    monkeypatch.setattr(common, "machine", fake)
+    monkeypatch.setattr(gpu, "run_all", one_sample)
+    gpu.main([])
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (path,) = tmp_path.glob("some-gpu-*-??.json")
+    assert json.loads(path.read_text()) == record
+    assert path.with_suffix(".samples.jsonl").read_text().count("\n") == 1
+    assert not path.with_suffix(".started.json").exists()
