@@ -118,7 +118,7 @@ def free(asks: Sequence[Ask]) -> list[Ask]:
     return [Ask(ask.prompt, None, ask.max_tokens) for ask in asks]
 
 
-def weight_bytes(folder: Path, itemsize: int, unread: tuple[str, ...] = ()) -> int:
+def weight_bytes(folder: Path, itemsize: int) -> int:
     """Bytes of a checkpoint's weights at ``itemsize`` bytes each, embedding tables left out: a
     pass reads a few of their rows."""
     total = 0
@@ -126,7 +126,7 @@ def weight_bytes(folder: Path, itemsize: int, unread: tuple[str, ...] = ()) -> i
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         for name, tensor in header.items():
-            if name == "__metadata__" or "embed_tokens" in name or name in unread:
+            if name == "__metadata__" or "embed_tokens" in name:
                 continue
             count = itemsize
             for size in tensor["shape"]:

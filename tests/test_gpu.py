@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from test_overlap import GRAMMARS, ROOM, TIERS, build, random_asks, run
+from test_overlap import GRAMMARS, ROOM, TIERS, build, outputs_equal, settings_of
 
 from overlap_spec import core as core_module
 from overlap_spec.config import EMBEDDED
@@ -54,23 +53,12 @@ def test_chaos_on_cuda_never_changes_outputs(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, mode: str, tier: str, room: str
 ) -> None:
     """As on the CPU's threads, with 17 random batches each."""
-    first = 1000 * (list(TIERS).index(tier) * 2 + list(ROOM).index(room))
-    settings = {**TIERS[tier], **ROOM[room], "mask_deadline_ms": None}
+    first, settings = settings_of(tier, room)
     common: dict[str, Any] = {"device": "cuda", "dtype": "float32"}
-    if room == "crowded":
-        settings["max_total_tokens"] = 160 if tier == "tree" else 140
     oracle = build(tiny, overlap="none", algorithm="none", **common)
     monkeypatch.setattr(core_module, "build_streams", lambda *_: ChaosCudaStreams(first))
     with oracle, build(tiny, overlap=mode, **settings, **common) as engine:
-        for seed in range(first, first + 17):
-            asks = random_asks(seed)
-            wanted = run(oracle, [replace(ask, abort_step=None) for ask in asks])
-            for ask, want, got in zip(asks, wanted, run(engine, asks), strict=True):
-                if got.finish_reason == "abort":
-                    assert want.token_ids[: len(got.token_ids)] == got.token_ids
-                    continue
-                assert (got.text, got.token_ids) == (want.text, want.token_ids), (seed, ask)
-                assert got.finish_reason == want.finish_reason
+        outputs_equal(oracle, engine, first)
 
 
 @pytest.mark.skipif(

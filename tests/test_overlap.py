@@ -124,6 +124,32 @@ def chaos(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(core_module, "build_streams", streams)
 
 
+def settings_of(tier: str, room: str) -> tuple[int, dict[str, Any]]:
+    """The first seed of a tier in a room, and the engine's settings."""
+    settings = {**TIERS[tier], **ROOM[room], "mask_deadline_ms": None}
+    if room == "crowded":
+        settings["max_total_tokens"] = 160 if tier == "tree" else 140
+    return 1000 * (list(TIERS).index(tier) * 2 + list(ROOM).index(room)), settings
+
+
+def outputs_equal(oracle: Engine, engine: Engine, first: int) -> None:
+    """17 random batches through both, the laws held and the outputs the same."""
+    for seed in range(first, first + 17):
+        asks = random_asks(seed)
+        wanted = run(oracle, [replace(ask, abort_step=None) for ask in asks])
+        for ask, want, got in zip(asks, wanted, run(engine, asks), strict=True):
+            if got.finish_reason == "abort":
+                assert want.token_ids[: len(got.token_ids)] == got.token_ids
+                continue
+            assert ask.abort_step is None or got.finish_reason == want.finish_reason
+            assert (got.text, got.token_ids) == (want.text, want.token_ids), (seed, ask)
+            assert got.finish_reason == want.finish_reason
+            assert got.stop_match == want.stop_match
+            assert len(got.logprobs) == len(want.logprobs)
+            for a, b in zip(got.logprobs, want.logprobs, strict=True):
+                assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
 @pytest.mark.parametrize("room", ROOM)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("mode", ["once-sync", "double-sync", "none"])
@@ -131,28 +157,12 @@ def test_chaos_never_changes_outputs(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, mode: str, tier: str, room: str
 ) -> None:
     """17 random batches of random requests each, so 306 seeds over all parameters."""
-    first = 1000 * (list(TIERS).index(tier) * 2 + list(ROOM).index(room))
+    first, settings = settings_of(tier, room)
     threads = threading.active_count()
     oracle = build(tiny, overlap="none", algorithm="none")
     chaos(monkeypatch, first)
-    settings = {**TIERS[tier], **ROOM[room], "mask_deadline_ms": None}
-    if room == "crowded":
-        settings["max_total_tokens"] = 160 if tier == "tree" else 140
     with oracle, build(tiny, overlap=mode, **settings) as engine:
-        for seed in range(first, first + 17):
-            asks = random_asks(seed)
-            wanted = run(oracle, [replace(ask, abort_step=None) for ask in asks])
-            for ask, want, got in zip(asks, wanted, run(engine, asks), strict=True):
-                if got.finish_reason == "abort":
-                    assert want.token_ids[: len(got.token_ids)] == got.token_ids
-                    continue
-                assert ask.abort_step is None or got.finish_reason == want.finish_reason
-                assert (got.text, got.token_ids) == (want.text, want.token_ids), (seed, ask)
-                assert got.finish_reason == want.finish_reason
-                assert got.stop_match == want.stop_match
-                assert len(got.logprobs) == len(want.logprobs)
-                for a, b in zip(got.logprobs, want.logprobs, strict=True):
-                    assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+        outputs_equal(oracle, engine, first)
         preemptions = engine.core.scheduler.preemptions
     assert (preemptions > 0) == (room == "crowded")
     assert threading.active_count() == threads

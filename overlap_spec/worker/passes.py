@@ -154,14 +154,13 @@ class Passes(nn.Module):
     def read(self, tier: Tier, *inputs: Tensor) -> Tensors:
         """The target over trees alone, as :func:`read_inputs`: hidden states, and features."""
         place, part = self._tree_part(tier, *inputs)
-        tokens = inputs[3].flatten()
+        tokens = inputs[2].flatten()
         hidden, features = self.target(tokens, place, part, self._feature_layers)
         return (hidden,) if features is None else (hidden, features)
 
     def _tree_part(
         self,
         tier: Tier,
-        rows: Tensor,  # noqa: ARG002
         pages: Tensor,
         roots: Tensor,
         tokens: Tensor,

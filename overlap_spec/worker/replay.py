@@ -90,4 +90,4 @@ class Replays:
 
 def read_inputs(roots: Roots, tree: Tree) -> Tensors:
     """What :meth:`Passes.read` takes."""
-    return roots.rows, roots.pages, roots.positions, tree.tokens, tree.depths, tree.ancestors
+    return roots.pages, roots.positions, tree.tokens, tree.depths, tree.ancestors
