@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import checkpoints
+from tests.support import checkpoints
 
 # The step's own threads are what is tested; more would only fight over the cores.
 torch.set_num_threads(1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from overlap_spec import kernels
-from tests.kernel_cases import CASES, CLOSE, MODULES, close, enter_interpreter, run_case
+from tests.support.kernel_cases import CASES, CLOSE, MODULES, close, enter_interpreter, run_case
 
 EXAMPLES = dict.fromkeys(CASES, 15) | {"prefill_attention": 4}
 EXAMPLES |= dict.fromkeys(

@@ -9,20 +9,20 @@ import sys
 import threading
 from collections.abc import Iterator
 
-import hostile
 import pytest
-from test_grammar_isolation import LIMITS, is_running, job, pids, until
 
 from overlap_spec.grammar import GrammarCompiler, Vocabulary
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
+from tests.grammar.test_isolation import LIMITS, is_running, job, pids, until
+from tests.support import faulty_backend
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes need Linux")
 
 
 def made(
-    vocabulary: Vocabulary = hostile.VOCABULARY, limits: CompileLimits = LIMITS
+    vocabulary: Vocabulary = faulty_backend.VOCABULARY, limits: CompileLimits = LIMITS
 ) -> GrammarCompiler:
-    return GrammarCompiler(hostile.Hostile(vocabulary), limits=limits)
+    return GrammarCompiler(faulty_backend.FaultyBackend(vocabulary), limits=limits)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from bench.backends.base import Task
 from bench.client import ServerSystem
 from bench.common import rounded, samples_path
 from overlap_spec.errors import ConfigError
-from tests.serving import shared_server
+from tests.support.serving import shared_server
 
 PIECES = ("The answer", " is 7", ".")
 USAGE = {"choices": [], "usage": {"completion_tokens": 5}}

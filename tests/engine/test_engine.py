@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import numpy as np
 import pytest
 import torch
@@ -22,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from overlap_spec import Engine, Grammar, SamplingParams
 from overlap_spec.errors import CheckpointError, ConfigError, GrammarError, InvalidRequest
 from overlap_spec.grammar.contract import Matcher
+from tests.support import checkpoints
 
 DATE = Grammar.regex(r"\d{4}-\d\d-\d\d")
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from overlap_spec import kernels
 from overlap_spec.kernels import KeySpan
 from overlap_spec.kernels.tuning import trial
-from tests.kernel_harness import Draw, Inputs, case, close, equal, reference, triton
+from tests.support.kernel_harness import Draw, Inputs, case, close, equal, reference, triton
 
 
 @case

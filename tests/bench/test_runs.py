@@ -44,7 +44,7 @@ from overlap_spec.engine import Engine
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, RequestStats
-from tests.checkpoints import write_head, write_target
+from tests.support.checkpoints import write_head, write_target
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from typing import Any
 
 import jsonschema
 import pytest
-from browser import CHROMIUM, Browser
-from serving import Server, shared_server
 
 from overlap_spec.config import EMBEDDED
+from tests.support.browser import CHROMIUM, Browser
+from tests.support.serving import Server, shared_server
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "overlap_spec" / "server" / "playground.html"
 CTRL = 2
 IDLE = "!document.getElementById('run').disabled"

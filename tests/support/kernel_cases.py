@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests import kernel_cases_choice, kernel_cases_layers
-from tests.kernel_harness import CASES, CLOSE, close, enter_interpreter
+from tests.support import kernel_cases_choice, kernel_cases_layers
+from tests.support.kernel_harness import CASES, CLOSE, close, enter_interpreter
 
 __all__ = ["CASES", "CLOSE", "MODULES", "close", "enter_interpreter", "run_case"]
 

@@ -27,7 +27,7 @@ from overlap_spec.models.decoder import Decoder, Heads
 from overlap_spec.models.eagle3 import feature_layers
 from overlap_spec.models.weights import load_decoder, load_eagle3
 from overlap_spec.tokenizer import Tokenizer
-from tests.checkpoints import SHAPE, write_head, write_target
+from tests.support.checkpoints import SHAPE, write_head, write_target
 
 CPU = torch.device("cpu")
 VOCAB = SHAPE["vocab_size"]

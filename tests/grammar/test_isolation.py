@@ -14,7 +14,6 @@ from concurrent.futures import CancelledError, wait
 from pathlib import Path
 from typing import cast
 
-import hostile
 import numpy as np
 import pytest
 
@@ -22,10 +21,12 @@ from overlap_spec.errors import ConfigError, GrammarError
 from overlap_spec.grammar import Grammar, GrammarCompiler, Vocabulary
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
+from tests.support import faulty_backend
+from tests.support.faulty_backend import VOCABULARY, FaultyBackend, Homebound, Text
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes need Linux")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LIMITS = CompileLimits(
     time_s=2.0,
     memory_bytes=2**26,
@@ -44,7 +45,7 @@ def job(text: str) -> Grammar:
 
 @pytest.fixture
 def compiler() -> Iterator[GrammarCompiler]:
-    with GrammarCompiler(hostile.Hostile(hostile.VOCABULARY), limits=LIMITS) as made:
+    with GrammarCompiler(FaultyBackend(VOCABULARY), limits=LIMITS) as made:
         yield made
 
 
@@ -109,7 +110,7 @@ def test_a_refusal_comes_back_as_it_was(compiler: GrammarCompiler) -> None:
 
 def test_it_is_compiled_elsewhere_and_kept_here(compiler: GrammarCompiler) -> None:
     first = compiler.compile(job("text"))
-    assert isinstance(first, hostile.Text)
+    assert isinstance(first, Text)
     assert first.pid != os.getpid()
     again = compiler.submit(job("text"))
     assert again.done()
@@ -117,7 +118,7 @@ def test_it_is_compiled_elsewhere_and_kept_here(compiler: GrammarCompiler) -> No
     large = compiler.compile(job("large " + "x" * 2_000_000))
     assert large.memory_bytes == 2_000_006
     rebuilt = compiler.compile(job("rebuild"))
-    assert isinstance(rebuilt, hostile.Text)
+    assert isinstance(rebuilt, Text)
     assert rebuilt.pid == os.getpid()
 
 
@@ -166,7 +167,7 @@ def test_a_long_one_has_less_priority(compiler: GrammarCompiler) -> None:
 
 def test_a_long_one_that_waited_starts_again() -> None:
     limits = CompileLimits(time_s=5, fast_s=0.2, fast_running=1, long_running=1, nice=0)
-    with GrammarCompiler(hostile.Hostile(hostile.VOCABULARY), limits=limits) as compiler:
+    with GrammarCompiler(FaultyBackend(VOCABULARY), limits=limits) as compiler:
         futures = [compiler.submit(job(f"slow 1.2 {i}")) for i in range(3)]
         assert [future.result(20).memory_bytes for future in futures] == [10] * 3
         assert compiler.snapshot()["executor"]["workers_killed"] == 2
@@ -174,7 +175,7 @@ def test_a_long_one_that_waited_starts_again() -> None:
 
 def test_the_fast_queue_is_bounded() -> None:
     limits = CompileLimits(fast_running=1, fast_waiting=1, nice=0)
-    with GrammarCompiler(hostile.Hostile(hostile.VOCABULARY), limits=limits) as compiler:
+    with GrammarCompiler(FaultyBackend(VOCABULARY), limits=limits) as compiler:
         first = compiler.submit(job("slow 0.5"))
         until(lambda: compiler.snapshot()["executor"]["fast_running"] == 1)
         second = compiler.submit(job("second"))
@@ -242,10 +243,10 @@ def test_the_template_killed_from_outside(compiler: GrammarCompiler) -> None:
 
 @pytest.mark.parametrize("backend", ["Homebound", "Threaded"])
 def test_workers_that_cannot_start(backend: str) -> None:
-    hostile.Homebound.home = os.getpid()
+    Homebound.home = os.getpid()
     says = {"Homebound": "far from home", "Threaded": "started 1 threads"}[backend]
-    kind = getattr(hostile, backend)
-    with GrammarCompiler(kind(hostile.VOCABULARY), limits=LIMITS) as compiler:
+    kind = getattr(faulty_backend, backend)
+    with GrammarCompiler(kind(VOCABULARY), limits=LIMITS) as compiler:
         for source in ("one", "two"):
             with pytest.raises(CompileFailure, match=f"cannot be started .*{says}"):
                 compiler.submit(job(source)).result(20)
@@ -253,7 +254,7 @@ def test_workers_that_cannot_start(backend: str) -> None:
 
 def test_nothing_starts_before_the_first_grammar_nor_stays_after_the_end() -> None:
     before = set(threading.enumerate())
-    compiler = GrammarCompiler(hostile.Hostile(hostile.VOCABULARY), limits=LIMITS)
+    compiler = GrammarCompiler(FaultyBackend(VOCABULARY), limits=LIMITS)
     assert set(threading.enumerate()) == before
     compiler.warm()
     compiler.compile(job("text"))
@@ -273,7 +274,7 @@ def test_nothing_starts_before_the_first_grammar_nor_stays_after_the_end() -> No
 
 def test_a_compiler_that_nobody_holds_ends() -> None:
     before = set(threading.enumerate())
-    compiler = GrammarCompiler(hostile.Hostile(hostile.VOCABULARY), limits=LIMITS)
+    compiler = GrammarCompiler(FaultyBackend(VOCABULARY), limits=LIMITS)
     compiler.compile(job("text"))
     left = pids(compiler)
     del compiler
@@ -283,11 +284,10 @@ def test_a_compiler_that_nobody_holds_ends() -> None:
 
 
 SCRIPT = """
-import sys, time
-sys.path.insert(0, {tests!r})
-import hostile
+import time
+from tests.support.faulty_backend import VOCABULARY, FaultyBackend
 from overlap_spec.grammar import Grammar, GrammarCompiler
-compiler = GrammarCompiler(hostile.Hostile(hostile.VOCABULARY))
+compiler = GrammarCompiler(FaultyBackend(VOCABULARY))
 compiler.compile(Grammar.ebnf("text"))
 future = compiler.submit(Grammar.ebnf("hang"))
 while not compiler.snapshot()["executor"]["fast_running"]:
@@ -300,7 +300,7 @@ print(template, open(f"/proc/{{template}}/task/{{template}}/children").read(), f
 
 @pytest.mark.parametrize("end", ["", "time.sleep(60)"], ids=["exit", "killed"])
 def test_no_process_outlives_the_engine(end: str) -> None:
-    script = SCRIPT.format(tests=str(ROOT / "tests"), end=end)
+    script = SCRIPT.format(end=end)
     with subprocess.Popen(
         [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -354,11 +354,11 @@ def test_many_threads_at_once(compiler: GrammarCompiler) -> None:
 
 
 def test_a_class_that_workers_cannot_import() -> None:
-    class Local(hostile.Hostile):
+    class Local(FaultyBackend):
         pass
 
     with pytest.raises(ConfigError, match=r"<locals>.Local cannot be imported"):
-        GrammarCompiler(Local(hostile.VOCABULARY))
+        GrammarCompiler(Local(VOCABULARY))
 
 
 @pytest.mark.parametrize("name", ["time_s", "memory_bytes", "fast_running", "long_waiting"])

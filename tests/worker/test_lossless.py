@@ -16,7 +16,7 @@ from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import GrammarError
 from overlap_spec.types import Output
 
-DATA = Path(__file__).parents[2] / "shared" / "data"
+DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_model = pytest.mark.skipif(
     not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
 )

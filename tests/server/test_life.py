@@ -18,13 +18,13 @@ from typing import Any
 import httpx
 import pytest
 import typer.main
-from serving import Server, wait_for
 
 from overlap_spec import cli
 from overlap_spec.cli import app, config_values
 from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
 from overlap_spec.link.child import Child
+from tests.support.serving import Server, wait_for
 
 CHAT = "/v1/chat/completions"
 KEY = {"Authorization": "Bearer secret"}

@@ -37,10 +37,10 @@ class Text(CompiledGrammar):
         return f"{self.pid} {self.source}".encode()
 
 
-class Hostile(Backend):
+class FaultyBackend(Backend):
     """`hang`, `eat`, `abort` and the like do what they say; `slow 0.3` takes so many seconds."""
 
-    name = "hostile"
+    name = "faulty"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -83,7 +83,7 @@ class Hostile(Backend):
         return Text(grammar.source, os.getpid())
 
 
-class Homebound(Hostile):
+class Homebound(FaultyBackend):
     """Can be built in the process that sets `home`, and nowhere else."""
 
     home = 0
@@ -94,7 +94,7 @@ class Homebound(Hostile):
             raise RuntimeError("far from home")
 
 
-class Threaded(Hostile):
+class Threaded(FaultyBackend):
     """Starts a thread when it is built."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:

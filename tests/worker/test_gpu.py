@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_overlap import GRAMMARS, ROOM, TIERS, build, outputs_equal, settings_of
 
 from overlap_spec import core as core_module
 from overlap_spec.config import EMBEDDED
@@ -16,6 +15,7 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import SamplingParams
 from overlap_spec.worker.cuda import CudaStreams
 from overlap_spec.worker.graphs import CudaGraph
+from tests.worker.test_overlap import GRAMMARS, ROOM, TIERS, build, outputs_equal, settings_of
 
 pytestmark = pytest.mark.gpu
 

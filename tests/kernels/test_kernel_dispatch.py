@@ -16,7 +16,7 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.kernels import dispatch
 from overlap_spec.kernels.dispatch import operation, reference_of, use
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

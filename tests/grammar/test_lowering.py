@@ -24,7 +24,7 @@ from overlap_spec.grammar.lowering.automaton import is_deterministic
 from overlap_spec.grammar.lowering.regex import parse
 
 STOP = 256
-DATA = Path(__file__).parents[2] / "shared" / "data" / "jsonschemabench_dev.jsonl"
+DATA = Path(__file__).parents[3] / "shared" / "data" / "jsonschemabench_dev.jsonl"
 TREE = {"$ref": "#/$defs/t", "$defs": {"t": {"items": {"$ref": "#/$defs/t"}, "type": "array"}}}
 PATTERN = {
     "type": "object",

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import test_overlap
 import torch
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from overlap_spec.worker import passes as passes_module
 from overlap_spec.worker.graphs import Recorded, Tensors, padded, padded_size
 from overlap_spec.worker.passes import Passes
 from overlap_spec.worker.replay import Replays, read_inputs
+from tests.worker import test_overlap
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TIERS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from overlap_spec import kernels
-from tests.kernel_harness import Draw, Inputs, case, equal, reference, small, triton
+from tests.support.kernel_harness import Draw, Inputs, case, equal, reference, small, triton
 
 
 def _mask_rows(i: Inputs, rows: int, vocab: int) -> Tensor:

@@ -14,11 +14,11 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
-from serving import Server, shared_server
 
 from overlap_spec.config import EMBEDDED
+from tests.support.serving import Server, shared_server
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = "overlap-spec"
 PERSON = json.loads((EXAMPLES / "person.schema.json").read_text())
 MARIA = [{"role": "user", "content": "Maria Lopez is 34 years old and lives in Lisbon."}]

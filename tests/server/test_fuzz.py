@@ -18,9 +18,9 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from serving import Server, shared_server
 
 from overlap_spec.config import EMBEDDED
+from tests.support.serving import Server, shared_server
 
 CHECKS = [
     not_a_server_error,

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from serving import shared_server
 
 from overlap_spec import AsyncEngine, Engine, Generator, Grammar, SamplingParams, cli
 from overlap_spec.config import EMBEDDED
@@ -24,6 +23,7 @@ from overlap_spec.server.native import Shape
 from overlap_spec.server.wire.text import GenerateBody
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Output, Verdict
+from tests.support.serving import shared_server
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 # No backend holds texts apart, and none reads a look-behind.

@@ -7,10 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import Server, shared_server
 
 from overlap_spec.config import EMBEDDED
 from overlap_spec.server import system
+from tests.support.serving import Server, shared_server
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
