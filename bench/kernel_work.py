@@ -212,7 +212,12 @@ def _tree(d: Draw, batch: int) -> Iterator[Work]:
     def nodes() -> tuple[Any, ...]:
         below = torch.arange(1, NODES, device=d.device)
         parents = d.integers(0, NODES, batch, NODES - 1) % below
-        return d.integers(0, VOCAB, batch), d.integers(0, VOCAB, batch, NODES - 1), parents, STEPS
+        root, tokens = d.integers(0, VOCAB, batch), d.integers(0, VOCAB, batch, NODES - 1)
+        return root, tokens, parents, -d.uniform(batch, NODES - 1), STEPS
+
+    def select() -> tuple[Any, ...]:
+        least, most = d.integers(1, 3, batch), d.integers(NODES // 2, NODES + 1, batch)
+        return -d.uniform(batch, NODES), batch * NODES // 2, least, most
 
     def accept() -> tuple[Any, ...]:
         tree = kernels.build_tree(*nodes())
@@ -235,7 +240,8 @@ def _tree(d: Draw, batch: int) -> Iterator[Work]:
         children,
         batch * TOP_K * (8 * TOP_K + 40 + 2 * seen + TOP_K),
     )
-    yield Work(f"build_tree/{batch}", kernels.build_tree, nodes, 56 * batch * NODES + square)
+    yield Work(f"build_tree/{batch}", kernels.build_tree, nodes, 64 * batch * NODES + square)
+    yield Work(f"select_nodes/{batch}", kernels.select_nodes, select, 12 * batch * NODES)
     yield Work(f"accept_path/{batch}", kernels.accept_path, accept, 40 * batch * NODES)
     yield Work(f"pack_mask/{batch}", kernels.pack_mask, mask, square + 8 * batch * NODES)
 
