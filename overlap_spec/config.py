@@ -10,7 +10,7 @@ from typing import Any
 from overlap_spec.errors import ConfigError
 
 EMBEDDED = Path(__file__).parent / "embedded"
-ALGORITHMS = ("eagle3", "none")
+DRAFTERS = Path(__file__).parent / "drafters"
 PLANNED_ALGORITHMS = ("eagle", "draft_model", "ngram", "mtp")
 OVERLAP_MODES = ("once-sync", "double-sync", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -23,7 +23,8 @@ class EngineConfig:
     Attributes:
         model: Folder of a Hugging Face checkpoint; None is the embedded model.
         draft: Folder of a draft head; None is the embedded head for the embedded model.
-        algorithm: ``eagle3`` or ``none``; None is eagle3 where there is a draft head.
+        algorithm: Drafter: the name of a file of ``drafters/``, ``package.module:Class`` of one's
+            own, or ``none``; None is eagle3 where there is a draft head.
         num_steps: Depth of the draft.
         eagle_topk: Branches of a draft step; 1 is a chain.
         num_draft_tokens: Verified nodes, the root included; None is all that is drafted, at most
@@ -47,8 +48,8 @@ class EngineConfig:
         chunked_prefill_size: Prompt tokens that a step computes at most.
         page_size: Tokens of a cache page.
         prefix_cache: Keep computed pages for prompts that start alike.
-        graphs: Record the passes of a decode step and replay them: as CUDA graphs on a GPU (one for
-            each tier and size of batch, at start-up), as TorchScript on the CPU.
+        graphs: Record the passes of a decode step when they are first needed, and replay them: as
+            CUDA graphs on a GPU (for each tier and size of batch), as TorchScript on the CPU.
         lane_threads: Threads of the grammar lane; 0 runs it in the step's own thread. None is half
             the cores, or 0 in the serial mode.
         mask_deadline_ms: Time that one request's matcher may take a step; later ones cost that
@@ -94,8 +95,9 @@ class EngineConfig:
 
     def check(self) -> None:
         """Raises ConfigError that names the first setting that cannot be."""
-        algorithm = (self.algorithm or "none").lower().replace("-", "_")
-        _one_of("algorithm", algorithm, ALGORITHMS, PLANNED_ALGORITHMS)
+        if ":" not in self.drafter:
+            built = (*drafter_names(), "none")
+            _one_of("algorithm", self.drafter, built, PLANNED_ALGORITHMS)
         _one_of("overlap", self.overlap, OVERLAP_MODES)
         _one_of("dtype", self.dtype, DTYPES)
         least = {
@@ -127,8 +129,6 @@ class EngineConfig:
         fraction = self.mem_fraction_static
         if fraction is not None and not 0 < fraction < 1:
             raise ConfigError(f"mem_fraction_static must be between 0 and 1: {fraction!r}")
-        if algorithm == "eagle3" and self.draft is None and self.model is not None:
-            raise ConfigError("algorithm 'eagle3' needs draft, the folder of a draft head")
 
     @property
     def lanes(self) -> int:
@@ -142,13 +142,26 @@ class EngineConfig:
         return Path(self.model) if self.model is not None else EMBEDDED / "target"
 
     @property
+    def drafter(self) -> str:
+        """Name of the drafter, ``none`` where nothing is drafted."""
+        if self.algorithm is None:
+            return "eagle3" if self.draft_path is not None else "none"
+        if ":" in self.algorithm:
+            return self.algorithm
+        return self.algorithm.lower().replace("-", "_")
+
+    @property
     def draft_path(self) -> Path | None:
-        """Folder of the draft head, or None where nothing is drafted."""
-        if self.algorithm is not None and self.algorithm.lower() == "none":
-            return None
+        """Folder of the draft head, if there is one."""
         if self.draft is not None:
             return Path(self.draft)
         return EMBEDDED / "eagle3" if self.model is None else None
+
+
+def drafter_names() -> tuple[str, ...]:
+    """The drafters that have a file."""
+    support = {"__init__", "base", "registry"}
+    return tuple(sorted(f.stem for f in DRAFTERS.glob("*.py") if f.stem not in support))
 
 
 def _one_of(name: str, value: str, built: tuple[str, ...], planned: tuple[str, ...] = ()) -> None:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Unpack, overload
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.core import Core
+from overlap_spec.core import EngineCore
 from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.compile import GrammarCompiler
@@ -51,10 +51,9 @@ class Engine:
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         self.config = EngineConfig.build(model=model, **settings)
-        self.core = Core(self.config)
-        shape = self.core.worker.passes.target.config
-        self.context_length = shape.max_position
-        self.tokenizer = Tokenizer(self.config.target_path, shape.vocab_size)
+        self.core = EngineCore(self.config)
+        self.context_length = self.core.context_length
+        self.tokenizer = Tokenizer(self.config.target_path, self.core.vocab_size)
         limits = Limits(self.context_length, self.core.scheduler.longest)
         self.preparer = Preparer(self.tokenizer, limits)
         backend = load(self.config.grammar_backend)
@@ -230,7 +229,7 @@ class Engine:
 
     def _publish(self) -> None:
         """Hand out what has happened to those who wait for it."""
-        news = self.core.news()
+        news = self.core.outputs()
         for sequence, run in news.runs:
             self._tickets[sequence.request.id].push(sequence, run)
         for sequence in news.ended:

@@ -1,4 +1,4 @@
-"""The grammar's side of one engine: its matchers by request, and the time that they cost."""
+"""The grammar's side of one engine: its matchers by request, and the time that they take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.lane import AcceptItem, FillItem, LaneResult
 from overlap_spec.grammar.lane import Lane as LanePool
 from overlap_spec.timeline import Span, hidden_fraction, union_ms
-from overlap_spec.types import HostTrees, Int32s, Int64s, StepPlan
+from overlap_spec.types import HostTrees, Int32s, Int64s
 
 
 @dataclass
@@ -20,12 +20,14 @@ class StepFigures:
     steps: int = 0
     grammar_ms: float = 0.0
     exposed_ms: float = 0.0
+    idle_ms: float = 0.0
 
-    def add(self, grammar_ms: float, exposed_ms: float) -> None:
+    def add(self, grammar_ms: float, exposed_ms: float, idle_ms: float) -> None:
         """Enter one step."""
         self.steps += 1
         self.grammar_ms += grammar_ms
         self.exposed_ms += exposed_ms
+        self.idle_ms += idle_ms
 
     @property
     def hidden_fraction(self) -> float | None:
@@ -33,23 +35,16 @@ class StepFigures:
         return hidden_fraction([self.exposed_ms], [self.grammar_ms])
 
 
-class GrammarLane:
-    """The lane of one engine: matchers by request id, and the time that they cost.
+class GrammarManager:
+    """The matchers of one engine by request id, and the time that they take.
 
     Args:
         pool: Runs accepts and fills.
-        settle, spent: See :class:`overlap_spec.types.Lane`.
         record: Takes spans, as :meth:`overlap_spec.timeline.Timeline.record`.
     """
 
-    def __init__(
-        self,
-        pool: LanePool,
-        settle: Callable[[], None],
-        spent: Callable[[StepPlan], bool],
-        record: Callable[..., None],
-    ) -> None:
-        self.pool, self.settle, self.spent, self.record = pool, settle, spent, record
+    def __init__(self, pool: LanePool, record: Callable[..., None]) -> None:
+        self.pool, self.record = pool, record
         self.matchers: dict[int, Any] = {}
         self.failed: dict[int, Exception] = {}
         self.figures = StepFigures()
@@ -59,7 +54,15 @@ class GrammarLane:
     def fill(
         self, request_ids: Sequence[int], trees: HostTrees, rows: Int32s, limits: Int64s
     ) -> None:
-        """See :class:`overlap_spec.types.Lane`."""
+        """Write one mask row a node of each constrained request's tree.
+
+        Args:
+            request_ids: Whose the trees are, in their order.
+            rows: ``(nodes, words)``; rows of requests without a grammar, and of nodes that the walk
+                does not reach, become zero.
+            limits: ``(len(request_ids),)``: lowered to the depth down to which a request's rows
+                are good, if that is not the whole tree.
+        """
         items, index_of = [], {}
         bounds = trees.offsets.tolist()
         for index, request_id in enumerate(request_ids):
@@ -98,12 +101,15 @@ class GrammarLane:
             if error is not None:
                 self._fail(result.request_id, error)
 
-    def account(self, step: int, exposed_ms: float) -> dict[int, tuple[float, float]]:
+    def account(
+        self, step: int, exposed_ms: float, idle_ms: float
+    ) -> dict[int, tuple[float, float]]:
         """Close a step's books: what was done since the last call is what it cost.
 
         Args:
             step: Its number, for the timeline.
-            exposed_ms: How long compute stood idle for it.
+            exposed_ms: How long compute stood idle for the grammar.
+            idle_ms: How long it stood idle for whatever reason.
 
         Returns:
             Request id → its grammar time and its share of the exposed wait, in milliseconds.
@@ -111,7 +117,7 @@ class GrammarLane:
         results, self._results = self._results, []
         spans = [Span("lane", "", r.start_ns, r.end_ns, step, {}) for r in results]
         grammar_ms = union_ms(spans)
-        self.figures.add(grammar_ms, exposed_ms)
+        self.figures.add(grammar_ms, exposed_ms, idle_ms)
         taken: dict[int, float] = {}
         for result in results:
             spent = (result.end_ns - result.start_ns) / 1e6

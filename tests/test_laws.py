@@ -30,7 +30,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenizer": {"grammar"},
     "timeline": set(),
     "grammar_lane": {"grammar", "timeline"},
-    "core": {"scheduler", "speculation", "worker", "grammar", "grammar_lane", "timeline"},
+    "drafter_guard": set(),
+    "core": {
+        "scheduler",
+        "speculation",
+        "worker",
+        "grammar",
+        "grammar_lane",
+        "drafter_guard",
+        "timeline",
+    },
     "prepare": {"grammar", "tokenizer"},
     "ticket": {"scheduler", "grammar", "prepare"},
     "engine": {

@@ -176,7 +176,7 @@ class Host:
             **self.engine.snapshot(),
             "open": len(self.open),
             "compiling": len(self.compiling),
-            "matchers": len(self.engine.core.lane.matchers),
+            "matchers": len(self.engine.core.matchers),
             "compiler": self.engine.compiler.snapshot(),
             "rss_bytes": rss_bytes(),
             "pid": os.getpid(),

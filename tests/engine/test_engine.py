@@ -229,8 +229,8 @@ def test_a_faulty_matcher_ends_its_own_request_only(engine: Engine, fault: str) 
     for index, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True)):
         ticket = engine.submit(prompt, grammar, sampling)
         if index == 3:
-            inner = engine.core.lane.matchers[ticket.request.id]
-            engine.core.lane.matchers[ticket.request.id] = Faulty(inner, fault)
+            inner = engine.core.matchers[ticket.request.id]
+            engine.core.grammar.matchers[ticket.request.id] = Faulty(inner, fault)
         tickets.append(ticket)
     start = time.perf_counter()
     while any(t.output is None for t in tickets):
@@ -248,11 +248,11 @@ def test_a_faulty_matcher_ends_its_own_request_only(engine: Engine, fault: str) 
     if fault == "hangs":
         # Nobody waited for the call, and nobody touches its matcher until it returns.
         assert time.perf_counter() - start < 1.0
-        assert engine.core.lane.pool.quarantined == 1
+        assert engine.core.grammar.pool.quarantined == 1
         deadline = time.perf_counter() + 5
-        while engine.core.lane.pool.quarantined and time.perf_counter() < deadline:
+        while engine.core.grammar.pool.quarantined and time.perf_counter() < deadline:
             time.sleep(0.02)
-    assert engine.core.lane.pool.quarantined == 0
+    assert engine.core.grammar.pool.quarantined == 0
     assert engine.core.scheduler.allocator.in_use == 0
 
 
@@ -269,8 +269,8 @@ def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, st
 
     with Engine(**tiny, num_steps=3, mask_deadline_ms=60.0) as engine:
         ticket = engine.submit("slow", DATE)
-        inner = engine.core.lane.matchers[ticket.request.id]
-        engine.core.lane.matchers[ticket.request.id] = Slow(inner, "none")
+        inner = engine.core.matchers[ticket.request.id]
+        engine.core.grammar.matchers[ticket.request.id] = Slow(inner, "none")
         while ticket.output is None:
             engine.step()
         assert ticket.output.error is None
@@ -377,7 +377,7 @@ def test_reused_pages_draft_as_well_as_computed_ones(tiny: dict[str, str]) -> No
         with Engine(**tiny, num_steps=3, overlap="none", prefix_cache=reuse) as engine:
             for _ in range(2):
                 engine.generate("p" * 90, None, SamplingParams(max_tokens=1))
-            states.append(engine.core.worker.passes.drafter.root_state[:2].clone())
+            states.append(engine.core.worker.runner.drafter.root_state[:2].clone())
     assert torch.allclose(states[0], states[1], atol=1e-5)
     assert states[0].abs().sum() > 0
 
