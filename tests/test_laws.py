@@ -68,7 +68,7 @@ MAY_USE: dict[str, set[str] | None] = {
     "scheduler": {"numpy"},
     "speculation": {"numpy"},
     "models": {"torch", "safetensors"},
-    "drafters": {"torch"},
+    "drafters": {"torch", "numpy"},
     "worker": {"torch", "numpy"},
     "training": None,
     "tokenizer": {"tokenizers", "jinja2"},
