@@ -8,22 +8,21 @@ from types import TracebackType
 from typing import Any, Unpack, overload
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.errors import EngineUnavailable, RequestFailed
-from overlap_spec.grammar.spec import Grammar
-from overlap_spec.link import messages as m
-from overlap_spec.link.front import Front, Health
-from overlap_spec.link.reply import Reply
-from overlap_spec.prepare import (
-    Prepared,
-    Preparer,
+from overlap_spec.engine.input_processor import (
+    InputProcessor,
     Prompt,
     PromptOptions,
     Sampling,
     as_prompts,
     each,
 )
+from overlap_spec.errors import EngineUnavailable, RequestFailed
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.link import messages as m
+from overlap_spec.link.front import Front, Health
+from overlap_spec.link.reply import Reply
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import Delta, Output
+from overlap_spec.types import Delta, Output, Request
 
 __all__ = ["AsyncEngine", "Reply"]
 
@@ -61,7 +60,7 @@ class AsyncEngine:
         self.config = EngineConfig.build(model=model, **settings)
         self._chat_template = chat_template
         self._max_queued_requests = max_queued_requests
-        self._preparer: Preparer | None = None
+        self._input_processor: InputProcessor | None = None
         self.front = Front({"model": model, **settings}, stall_timeout_s, self._welcome)
 
     @property
@@ -75,16 +74,16 @@ class AsyncEngine:
         return self.front.restarts
 
     @property
-    def preparer(self) -> Preparer:
+    def input_processor(self) -> InputProcessor:
         """What checks and tokenises requests; there once the engine has started."""
-        if self._preparer is None:
+        if self._input_processor is None:
             raise EngineUnavailable("the engine has not started: `async with engine:` starts it")
-        return self._preparer
+        return self._input_processor
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; there once the engine has started."""
-        return self.preparer.tokenizer
+        return self.input_processor.tokenizer
 
     @property
     def open_requests(self) -> int:
@@ -191,23 +190,23 @@ class AsyncEngine:
         grammar: Grammar | None = None,
         sampling: Sampling = None,
         **options: Unpack[PromptOptions],
-    ) -> Prepared:
-        """Check and tokenise, as :meth:`overlap_spec.prepare.Preparer.prepare`; a long prompt
-        does so in a thread, so that the loop goes on."""
-        preparer = self.preparer
+    ) -> Request:
+        """Check and tokenise, as :meth:`InputProcessor.process`; a long prompt in a thread, so that
+        the loop goes on."""
+        process = self.input_processor.process
         size = len(prompt) if isinstance(prompt, str) else _characters(prompt)
         if size <= LONG_PROMPT:
-            return preparer.prepare(prompt, grammar, sampling, **options)
-        return await asyncio.to_thread(preparer.prepare, prompt, grammar, sampling, **options)
+            return process(prompt, grammar, sampling, **options)
+        return await asyncio.to_thread(process, prompt, grammar, sampling, **options)
 
-    async def submit(self, prepared: Prepared) -> Reply:
+    async def submit(self, request: Request) -> Reply:
         """Send a request, and wait until its grammar is compiled and it is queued.
 
         Raises:
             InvalidRequest: the grammar cannot be compiled.
             QueueFull, EngineUnavailable: nothing is wrong with the request.
         """
-        reply = self.send(prepared)
+        reply = self.send(request)
         try:
             await reply.accepted()
         except BaseException:
@@ -215,13 +214,13 @@ class AsyncEngine:
             raise
         return reply
 
-    def send(self, prepared: Prepared) -> Reply:
+    def send(self, request: Request) -> Reply:
         """Send a request; :meth:`Reply.accepted` tells whether it was taken.
 
         Raises:
             QueueFull, EngineUnavailable: nothing is wrong with the request.
         """
-        return self.front.send(prepared)
+        return self.front.send(request)
 
     async def snapshot(self) -> dict[str, Any]:
         """The engine's state as plain data, as of now."""
@@ -236,9 +235,9 @@ class AsyncEngine:
     def _welcome(self, hello: m.Hello) -> None:
         self.config = EngineConfig(**hello.config)
         self.front.most_open = self.config.max_running_requests + self._max_queued_requests
-        if self._preparer is None:
+        if self._input_processor is None:
             tokenizer = Tokenizer(self.config.target_path, hello.vocab_size, self._chat_template)
-            self._preparer = Preparer(tokenizer, hello.limits)
+            self._input_processor = InputProcessor(tokenizer, hello.limits)
 
 
 def _characters(prompt: Any) -> int:

@@ -24,7 +24,7 @@ from overlap_spec.grammar.isolation.limits import CompileFailure
 from overlap_spec.link import messages as m
 from overlap_spec.link.child import Child
 from overlap_spec.link.reply import Reply
-from overlap_spec.prepare import Prepared
+from overlap_spec.types import Request
 
 log = logging.getLogger("overlap_spec")
 
@@ -87,7 +87,7 @@ class Front:
             supervisor.cancel()
             await asyncio.gather(supervisor, return_exceptions=True)
 
-    def send(self, prepared: Prepared) -> Reply:
+    def send(self, request: Request) -> Reply:
         """Send a request; :meth:`Reply.accepted` tells whether it was taken.
 
         Raises:
@@ -99,18 +99,18 @@ class Front:
                 f"{len(self.open)} requests are open, as many as may be "
                 "(max_running_requests + max_queued_requests): try again later"
             )
-        reply = Reply(next(self._numbers), prepared, self._abort)
-        self.open[reply.number] = reply
-        bare = prepared
-        if prepared.grammar is not None:
+        reply = Reply(replace(request, id=next(self._numbers)), self._abort)
+        self.open[reply.request.id] = reply
+        grammar = request.grammar
+        if grammar is not None:
             # The type that parses the output stays here.
-            bare = replace(prepared, grammar=replace(prepared.grammar, output=None))
-        child.send(m.Start(reply.number, bare))
+            grammar = replace(grammar, output=None)
+        child.send(m.Start(replace(reply.request, grammar=None), grammar))
         return reply
 
     def _abort(self, reply: Reply) -> None:
-        if reply.number in self.open and self._child is not None:
-            self._child.send(m.Abort(reply.number))
+        if reply.request.id in self.open and self._child is not None:
+            self._child.send(m.Abort(reply.request.id))
 
     async def ask(self, what: Literal["snapshot", "timeline"], steps: int = 0) -> dict[str, Any]:
         """The engine's answer to a question.

@@ -20,14 +20,14 @@ from typing import Any
 import msgspec
 import zmq
 
-from overlap_spec.engine import Engine, Ticket
+from overlap_spec.engine import Engine
+from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import InvalidRequest, OverlapSpecError
 from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.isolation.limits import CompileFailure
 from overlap_spec.link import messages as m
-from overlap_spec.prepare import Prepared
 from overlap_spec.stats import RequestStats
-from overlap_spec.types import Output
+from overlap_spec.types import Output, Request
 
 # Where requests wait and no step can be planned, look again after so long.
 NAP_MS = 1
@@ -44,8 +44,7 @@ class Errand(msgspec.Struct):
 class Compiling(msgspec.Struct):
     """A request whose grammar is on its way."""
 
-    prepared: Prepared
-    arrival_ns: int
+    request: Request
     future: Future[CompiledGrammar]
 
 
@@ -54,7 +53,7 @@ class Host:
 
     def __init__(self, engine: Engine, socket: zmq.Socket[bytes]) -> None:
         self.engine, self.socket = engine, socket
-        self.open: dict[int, Ticket] = {}
+        self.open: dict[int, RequestHandle] = {}
         self.compiling: dict[int, Compiling] = {}
         self.news = m.News()
         # A compiled grammar wakes an idle loop through this pipe.
@@ -90,7 +89,7 @@ class Host:
     def _handle(self, message: m.ToEngine) -> None:
         match message:
             case m.Start():
-                self._start(message.id, message.prepared)
+                self._start(message)
             case m.Abort():
                 self._abort(message.id)
             case m.Ask(what="snapshot"):
@@ -101,17 +100,18 @@ class Host:
             case m.Quit():
                 self._quit = True
 
-    def _start(self, number: int, prepared: Prepared) -> None:
-        now = time.perf_counter_ns()
-        if prepared.grammar is None:
-            self._admit(number, prepared, now, None)
+    def _start(self, message: m.Start) -> None:
+        now, number = time.perf_counter_ns(), message.request.id
+        request = dataclasses.replace(message.request, grammar=message.grammar, arrival_ns=now)
+        if message.grammar is None:
+            self._admit(number, request, None)
             return
         try:
-            future = self.engine.compiler.submit(prepared.grammar)
+            future = self.engine.compiler.submit(message.grammar)
         except Exception as error:
             self._refuse(number, error)
             return
-        self.compiling[number] = Compiling(prepared, now, future)
+        self.compiling[number] = Compiling(request, future)
         future.add_done_callback(lambda _: self._nudge())
 
     def _nudge(self) -> None:
@@ -130,14 +130,12 @@ class Host:
             if error is not None:
                 self._refuse(number, error)
             else:
-                self._admit(number, item.prepared, item.arrival_ns, item.future.result())
+                self._admit(number, item.request, item.future.result())
 
-    def _admit(
-        self, number: int, prepared: Prepared, arrival_ns: int, compiled: CompiledGrammar | None
-    ) -> None:
-        compile_ms = (time.perf_counter_ns() - arrival_ns) / 1e6 if compiled else 0.0
+    def _admit(self, number: int, request: Request, compiled: CompiledGrammar | None) -> None:
+        compile_ms = (time.perf_counter_ns() - request.arrival_ns) / 1e6 if compiled else 0.0
         try:
-            self.open[number] = self.engine.admit(prepared, arrival_ns, compiled, compile_ms)
+            self.open[number] = self.engine.admit(request, compiled, compile_ms)
         except Exception as error:
             self._refuse(number, error)
         else:
@@ -157,12 +155,12 @@ class Host:
             self.news.ended.append(m.Ended(number, Output("", (), "abort", RequestStats()), None))
 
     def _collect(self) -> None:
-        for number, ticket in list(self.open.items()):
-            while ticket.deltas:
-                self.news.pieces.append(m.Piece(number, ticket.deltas.popleft()))
-            if ticket.output is not None:
-                output = dataclasses.replace(ticket.output, parsed=None)
-                kind = type(ticket.error).__name__ if ticket.error is not None else None
+        for number, handle in list(self.open.items()):
+            while handle.deltas:
+                self.news.pieces.append(m.Piece(number, handle.deltas.popleft()))
+            if handle.output is not None:
+                output = dataclasses.replace(handle.output, parsed=None)
+                kind = type(handle.error).__name__ if handle.error is not None else None
                 self.news.ended.append(m.Ended(number, output, kind))
                 self.engine.release([self.open.pop(number)])
 
@@ -223,7 +221,7 @@ def main() -> int:
     with engine:
         engine.compiler.warm()
         config = dataclasses.asdict(engine.config)
-        hello = m.Hello(engine.preparer.limits, engine.tokenizer.vocab_size, config)
+        hello = m.Hello(engine.input_processor.limits, engine.tokenizer.vocab_size, config)
         socket.send(m.encode(hello))
         Host(engine, socket).run()
     socket.close(linger=0)

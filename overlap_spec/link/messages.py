@@ -10,16 +10,20 @@ from typing import Any, Literal
 
 import msgspec
 
+from overlap_spec.engine.input_processor import Limits
 from overlap_spec.grammar.isolation.limits import FailureKind
-from overlap_spec.prepare import Limits, Prepared
-from overlap_spec.types import Delta, Output
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.types import Delta, Output, Request
 
 
 class Start(msgspec.Struct, tag=True):
-    """Compile the grammar of a request, and queue it."""
+    """Compile the grammar of a request, and queue it.
 
-    id: int
-    prepared: Prepared
+    ``request.id`` is the front's; its grammar goes beside it, as a type that can be decoded.
+    """
+
+    request: Request
+    grammar: Grammar | None
 
 
 class Abort(msgspec.Struct, tag=True):

@@ -8,28 +8,28 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from overlap_spec.engine.input_processor import parse_output
 from overlap_spec.errors import OverlapSpecError
-from overlap_spec.prepare import Prepared, parse_output
-from overlap_spec.types import Delta, Output
+from overlap_spec.types import Delta, Output, Request
 
 
 class Reply:
     """One request on its way. Iterate for its pieces; then `output` is there.
 
     Attributes:
-        prepared: The request as it was checked and tokenised.
+        request: As it was checked and tokenised, under the front's id.
         output: The whole output, once it has ended.
         fault: Class name of what ended it, where `output.finish_reason` is ``error``.
         queued_ns: When the engine had compiled its grammar and queued it
             (``time.perf_counter_ns()``).
     """
 
-    def __init__(self, number: int, prepared: Prepared, abort: Callable[[Reply], None]) -> None:
-        self.prepared = prepared
+    def __init__(self, request: Request, abort: Callable[[Reply], None]) -> None:
+        self.request = request
         self.output: Output | None = None
         self.fault: str | None = None
         self.queued_ns = 0
-        self.number, self._abort = number, abort
+        self._abort = abort
         self._deltas: deque[Delta] = deque()
         self._error: OverlapSpecError | None = None
         self._news = asyncio.Event()
@@ -89,7 +89,7 @@ class Reply:
 
     def end(self, output: Output, fault: str | None) -> None:
         """Its output has come."""
-        grammar = self.prepared.grammar
+        grammar = self.request.grammar
         if output.finish_reason == "stop" and grammar is not None:
             output = dataclasses.replace(output, parsed=parse_output(grammar, output.text))
         self.output, self.fault = output, fault

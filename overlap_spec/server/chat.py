@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastapi import Request
+from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from overlap_spec.async_engine import Reply
@@ -19,7 +19,6 @@ from overlap_spec.grammar.reasoning import (
 )
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tool_stream import CallStream
-from overlap_spec.prepare import Prepared
 from overlap_spec.server.answer import Answer
 from overlap_spec.server.errors import Json
 from overlap_spec.server.logprobs import chat_logprobs
@@ -35,19 +34,19 @@ from overlap_spec.server.service import (
     verdict,
 )
 from overlap_spec.server.wire.chat import ChatBody
-from overlap_spec.types import Delta, Output, TokenLogprobs
+from overlap_spec.types import Delta, Output, Request, TokenLogprobs
 
 
-async def chat_completions(service: Service, body: ChatBody, request: Request) -> Response:
+async def chat_completions(service: Service, body: ChatBody, http: HttpRequest) -> Response:
     """Answer a chat, whole or as a stream."""
     chat = Chat(service, body, new_id("chatcmpl"), service.check_model(body.model))
-    prepared, field = await chat.prepare()
-    job = Job(chat.id, fan_out([prepared], body.n or 1), field)
+    request, field = await chat.prepare()
+    job = Job(chat.id, fan_out([request], body.n or 1), field)
     with_usage = body.include_usage
     if body.stream:
-        return await service.stream(request, job, lambda replies: chat.events(replies, with_usage))
-    outputs = await service.outputs(request, job)
-    return Json(chat.whole(outputs, prepared))
+        return await service.stream(http, job, lambda replies: chat.events(replies, with_usage))
+    outputs = await service.outputs(http, job)
+    return Json(chat.whole(outputs, request))
 
 
 @dataclass
@@ -64,11 +63,11 @@ class Chat:
     model: str
     opened: bool | None = None
 
-    async def prepare(self) -> tuple[Prepared, str | None]:
+    async def prepare(self) -> tuple[Request, str | None]:
         """The request, checked and tokenised, and the field that its grammar comes from."""
         body, service = self.body, self.service
         asked = await service.constraints.tools(body, await service.constraints.of(body))
-        prepared = await service.engine.prepare(
+        request = await service.engine.prepare(
             body.template_messages(),
             asked.grammar,
             body.sampling(),
@@ -77,12 +76,12 @@ class Chat:
         )
         form = self._reasoning()
         if form is not None:
-            ending = service.engine.tokenizer.ending(prepared.prompt_ids)
+            ending = service.engine.tokenizer.ending(request.prompt_ids)
             self.opened = opened_by(form, ending)
-            prepared = replace(prepared, grammar=self._behind_thinking(prepared.grammar, form))
-        return prepared, asked.field
+            request = replace(request, grammar=self._behind_thinking(request.grammar, form))
+        return request, asked.field
 
-    def whole(self, outputs: Sequence[Output], prepared: Prepared) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[Output], request: Request) -> dict[str, Any]:
         """The answer in one piece."""
         choices = []
         for index, output in enumerate(outputs):
@@ -96,7 +95,7 @@ class Chat:
             ended = {"stop_reason": stop_reason(output, eos_ids), **verdict(output)}
             choices.append(choice | ended)
         head = self._head("chat.completion")
-        return head | {"choices": choices, "usage": usage(outputs, [prepared])}
+        return head | {"choices": choices, "usage": usage(outputs, [request])}
 
     async def events(self, replies: Sequence[Reply], with_usage: bool) -> AsyncIterator[Any]:
         """The answer in chunks: the role first, then deltas, then why it ended."""
@@ -111,7 +110,7 @@ class Chat:
         async for index, delta in interleaved(replies):
             answer, ended = answers[index], delta.finish_reason is not None
             pieces = answer.push(delta.text) + (answer.finish() if ended else [])
-            ids, logprobs = _cut_stop(replies[index].prepared, delta)
+            ids, logprobs = _cut_stop(replies[index].request, delta)
             told = decoders[index].told(delta)
             if not pieces and (logprobs or told):
                 pieces = [{"content": ""}]
@@ -126,7 +125,7 @@ class Chat:
                 yield head | {"choices": [choice]}
         if with_usage:
             outputs = [reply.output for reply in replies if reply.output is not None]
-            yield head | {"choices": [], "usage": usage(outputs, [replies[0].prepared])}
+            yield head | {"choices": [], "usage": usage(outputs, [replies[0].request])}
 
     def _head(self, kind: str) -> dict[str, Any]:
         created = int(time.time())
@@ -173,9 +172,9 @@ def _without_stop(output: Output) -> tuple[Sequence[int], Sequence[TokenLogprobs
     return output.token_ids[:end], output.logprobs[:end]
 
 
-def _cut_stop(prepared: Prepared, delta: Delta) -> tuple[Sequence[int], Sequence[TokenLogprobs]]:
+def _cut_stop(request: Request, delta: Delta) -> tuple[Sequence[int], Sequence[TokenLogprobs]]:
     """Tokens of a piece without the stop token that ended the output."""
     ids = delta.token_ids
-    stopped = delta.finish_reason == "stop" and ids and ids[-1] in prepared.stop_ids
+    stopped = delta.finish_reason == "stop" and ids and ids[-1] in request.stop_ids
     end = -1 if stopped else None
     return ids[:end], delta.logprobs[:end]

@@ -6,11 +6,10 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from fastapi import Request
+from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from overlap_spec.async_engine import Reply
-from overlap_spec.prepare import Prepared
 from overlap_spec.server.errors import Json
 from overlap_spec.server.logprobs import text_logprobs
 from overlap_spec.server.origins import TokenOrigins
@@ -26,14 +25,15 @@ from overlap_spec.server.service import (
 )
 from overlap_spec.server.wire.text import CompletionBody, each_prompt
 from overlap_spec.tokenizer import Tokenizer
+from overlap_spec.types import Request
 
 
-async def completions(service: Service, body: CompletionBody, request: Request) -> Response:
+async def completions(service: Service, body: CompletionBody, http: HttpRequest) -> Response:
     """Complete texts, whole or as a stream."""
     model, label = service.check_model(body.model), new_id("cmpl")
     asked, sampling = await service.constraints.of(body), body.sampling()
     prompts = each_prompt(body.prompt)
-    prepared = [
+    requests = [
         await service.engine.prepare(
             prompt, asked.grammar, sampling, raw=True, priority=body.priority or 0
         )
@@ -44,14 +44,14 @@ async def completions(service: Service, body: CompletionBody, request: Request) 
     echoes = [_echo(tokenizer, body, prompt) for prompt in prompts for _ in range(count)]
     head = {"id": label, "object": "text_completion", "created": int(time.time()), "model": model}
     with_usage = body.include_usage
-    job = Job(label, fan_out(prepared, count), asked.field)
+    job = Job(label, fan_out(requests, count), asked.field)
     if body.stream:
 
         def events(replies: Sequence[Reply]) -> AsyncIterator[Any]:
-            return _events(tokenizer, replies, head, echoes, prepared if with_usage else None)
+            return _events(tokenizer, replies, head, echoes, requests if with_usage else None)
 
-        return await service.stream(request, job, events)
-    outputs = await service.outputs(request, job)
+        return await service.stream(http, job, events)
+    outputs = await service.outputs(http, job)
     choices = []
     for index, output in enumerate(outputs):
         shown = None
@@ -67,7 +67,7 @@ async def completions(service: Service, body: CompletionBody, request: Request) 
                 **verdict(output),
             }
         )
-    return Json(head | {"choices": choices, "usage": usage(outputs, prepared)})
+    return Json(head | {"choices": choices, "usage": usage(outputs, requests)})
 
 
 def _echo(tokenizer: Tokenizer, body: CompletionBody, prompt: str | list[int]) -> str:
@@ -81,7 +81,7 @@ async def _events(
     replies: Sequence[Reply],
     head: dict[str, Any],
     echoes: Sequence[str],
-    counted: Sequence[Prepared] | None,
+    counted: Sequence[Request] | None,
 ) -> AsyncIterator[Any]:
     if counted is not None:
         head = head | {"usage": None}

@@ -65,7 +65,7 @@ class Metrics:
         self.verifies.inc(stats.verifies)
         self._verified_tokens += stats.verified_tokens
         self._verifies += stats.verifies
-        if reply.prepared.grammar is not None:
+        if reply.request.grammar is not None:
             self.compiling.observe(stats.grammar_compile_ms / 1e3)
         if stats.output_tokens:
             self.ttft.observe(stats.ttft_ms / 1e3)

@@ -5,28 +5,27 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from fastapi import Request
+from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from overlap_spec.async_engine import Reply
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.prepare import Prepared
 from overlap_spec.server.errors import Json
 from overlap_spec.server.logprobs import native_logprobs
 from overlap_spec.server.service import Job, Service, fan_out, interleaved, new_id, verdict
 from overlap_spec.server.wire.text import AbortBody, GenerateBody, NativeSampling
 from overlap_spec.stats import RequestStats
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import Delta, Output
+from overlap_spec.types import Delta, Output, Request
 
 
-async def generate(service: Service, body: GenerateBody, request: Request) -> Response:
+async def generate(service: Service, body: GenerateBody, http: HttpRequest) -> Response:
     """Complete texts as they are, in SGLang's shape; a list in gives a list out."""
     prompts, single = body.prompts()
     count = len(prompts)
     samplings = _each("sampling_params", body.sampling_params, count)
     rids = _each("rid", body.rid if count == 1 or isinstance(body.rid, list) else None, count)
-    prepared: list[Prepared] = []
+    requests: list[Request] = []
     field = None
     for prompt, asked in zip(prompts, samplings, strict=True):
         asked = asked or NativeSampling.model_validate({})
@@ -34,14 +33,14 @@ async def generate(service: Service, body: GenerateBody, request: Request) -> Re
         top = (body.top_logprobs_num or 0) if body.return_logprob else None
         grammar, name = await service.constraints.of(asked)
         field = field or (f"sampling_params.{name}" if name else None)
-        one = await service.engine.prepare(prompt, grammar, asked.sampling(top), raw=True)
-        prepared += fan_out([one], asked.n or 1)
+        request = await service.engine.prepare(prompt, grammar, asked.sampling(top), raw=True)
+        requests += fan_out([request], asked.n or 1)
     label = body.rid if isinstance(body.rid, str) else rids[0] or new_id("gen")
-    job = Job(label, prepared, field)
+    job = Job(label, requests, field)
     shape = Shape(service.engine.tokenizer, body, label)
     if body.stream:
-        return await service.stream(request, job, lambda replies: shape.events(replies, single))
-    outputs = await service.outputs(request, job)
+        return await service.stream(http, job, lambda replies: shape.events(replies, single))
+    outputs = await service.outputs(http, job)
     results = [shape.result(output, index) for index, output in enumerate(outputs)]
     return Json(results[0] if single else results)
 
@@ -72,17 +71,17 @@ class Shape:
             if delta.finish_reason is not None:
                 event = self.result(await replies[index].finish(), index)
             else:
-                event = self._so_far(seen[index], index, replies[index].prepared)
+                event = self._so_far(seen[index], index, replies[index].request)
             yield event if single else event | {"index": index}
 
-    def _so_far(self, deltas: Sequence[Delta], index: int, prepared: Prepared) -> dict[str, Any]:
+    def _so_far(self, deltas: Sequence[Delta], index: int, request: Request) -> dict[str, Any]:
         ids = tuple(token for delta in deltas for token in delta.token_ids)
         logprobs = tuple(entry for delta in deltas for entry in delta.logprobs)
         text = "".join(delta.text for delta in deltas)
         meta = {
             "id": self._id(index),
             "finish_reason": None,
-            "prompt_tokens": len(prepared.prompt_ids),
+            "prompt_tokens": len(request.prompt_ids),
             "completion_tokens": len(ids),
         }
         meta |= self._logprobs(ids, logprobs)

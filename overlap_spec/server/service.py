@@ -11,18 +11,17 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgspec
-from fastapi import Request
+from fastapi import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from overlap_spec.async_engine import AsyncEngine, Reply
 from overlap_spec.errors import GrammarError, InvalidRequest
-from overlap_spec.prepare import Prepared
 from overlap_spec.server.constraints import Constraints
 from overlap_spec.server.errors import OWN_FAULTS, ApiError, as_api_error
 from overlap_spec.server.metrics import Metrics
 from overlap_spec.server.settings import ServerSettings
-from overlap_spec.types import Delta, Output
+from overlap_spec.types import Delta, Output, Request
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Job:
     """
 
     label: str
-    requests: Sequence[Prepared]
+    requests: Sequence[Request]
     field: str | None = None
 
 
@@ -104,13 +103,13 @@ class Service:
             reply.abort()
             self.metrics.note(reply)
 
-    async def outputs(self, request: Request, job: Job) -> list[Output]:
+    async def outputs(self, http: HttpRequest, job: Job) -> list[Output]:
         """The whole outputs of requests; they are aborted where the client goes away.
 
         Raises:
             ApiError: one of them failed.
         """
-        outputs: list[Output] = await self.attended(request, self._outputs(job))
+        outputs: list[Output] = await self.attended(http, self._outputs(job))
         return outputs
 
     async def _outputs(self, job: Job) -> list[Output]:
@@ -123,10 +122,10 @@ class Service:
         finally:
             self.finish(replies, job.label)
 
-    async def attended(self, request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    async def attended(self, http: HttpRequest, work: Coroutine[Any, Any, Any]) -> Any:
         """The result of ``work``, which is cancelled when the client goes or the time is over."""
         task = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(_disconnect(request))
+        gone = asyncio.ensure_future(_disconnect(http))
         limit = self.settings.request_timeout_s
         try:
             await asyncio.wait({task, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
@@ -142,7 +141,7 @@ class Service:
 
     async def stream(
         self,
-        request: Request,
+        http: HttpRequest,
         job: Job,
         events: Callable[[Sequence[Reply]], AsyncIterator[Any]],
     ) -> Response:
@@ -153,7 +152,7 @@ class Service:
             events: Makes the events, as plain data, from the replies.
         """
         started = asyncio.get_running_loop().time()
-        replies = await self.attended(request, self.start(job))
+        replies = await self.attended(http, self.start(job))
         deadline = started + self.settings.request_timeout_s
 
         async def lines() -> AsyncIterator[bytes]:
@@ -202,10 +201,10 @@ class Events(StreamingResponse):
             self._end(self._whole)
 
 
-def fan_out(prepared: Sequence[Prepared], count: int) -> list[Prepared]:
+def fan_out(requests: Sequence[Request], count: int) -> list[Request]:
     """``count`` requests of each, with seeds that follow one another."""
     return [
-        replace(one, seed=wrapped(one.seed + number)) for one in prepared for number in range(count)
+        replace(one, seed=wrapped(one.seed + number)) for one in requests for number in range(count)
     ]
 
 
@@ -281,7 +280,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def usage(outputs: Sequence[Output], prompts: Sequence[Prepared]) -> dict[str, Any]:
+def usage(outputs: Sequence[Output], prompts: Sequence[Request]) -> dict[str, Any]:
     """OpenAI's usage: a prompt with several outputs counts once."""
     prompt_tokens = sum(len(prompt.prompt_ids) for prompt in prompts)
     output_tokens = sum(output.stats.output_tokens for output in outputs)
@@ -299,6 +298,6 @@ def sse(data: Any) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnect(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
         continue

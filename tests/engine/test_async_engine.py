@@ -21,7 +21,7 @@ from overlap_spec.errors import (
     QueueFull,
 )
 from overlap_spec.link import child, messages
-from overlap_spec.prepare import Prepared
+from overlap_spec.types import Request
 
 DATE = Grammar.regex(r"\d{4}-\d\d-\d\d")
 LONG = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
@@ -167,17 +167,17 @@ def test_bad_requests_are_refused_here_and_there(
 
 def test_the_queue_has_an_end(engine: AsyncEngine, runner: asyncio.Runner) -> None:
     async def work() -> None:
-        prepared = await engine.prepare("go", None, LONG)
-        replies = [engine.send(prepared) for _ in range(8)]
+        request = await engine.prepare("go", None, LONG)
+        replies = [engine.send(request) for _ in range(8)]
         with pytest.raises(QueueFull, match="8 requests are open"):
-            engine.send(prepared)
+            engine.send(request)
         for reply in replies:
             await reply.accepted()
         assert (await engine.snapshot())["open"] == 8
         for reply in replies:
             reply.abort()
         await check_idle(engine)
-        (await engine.submit(prepared)).abort()
+        (await engine.submit(request)).abort()
         await check_idle(engine)
 
     run(runner, work())
@@ -258,6 +258,6 @@ def test_a_link_without_unix_sockets(
 
 def test_messages_come_back_as_they_were() -> None:
     sampling = SamplingParams(logit_bias={3: 1.0}, stop=["a"], top_k=3, seed=-(2**63))
-    prepared = Prepared((1, 2), sampling, DATE, 5, frozenset([1]), 2**61)
-    start = messages.Start(1, prepared)
+    request = Request(1, (1, 2), sampling, None, 5, frozenset([1]), 2**61, 7)
+    start = messages.Start(request, DATE)
     assert messages.decode_to_engine(messages.encode(start)) == start

@@ -161,16 +161,16 @@ def test_others_run_on_beside_a_check_and_its_end_is_bounded(engine: Engine) -> 
 
 
 def test_an_abort_ends_a_check(engine: Engine) -> None:
-    ticket = engine.submit("x", loose(HANGS))
-    while ticket.check is None:
+    handle = engine.submit("x", loose(HANGS))
+    while handle.check is None:
         engine.step()
-    engine.abort(ticket)
-    assert ticket.output is not None
-    assert ticket.output.finish_reason == "stop"
-    assert ticket.output.verdict == Verdict(
+    engine.abort(handle)
+    assert handle.output is not None
+    assert handle.output.finish_reason == "stop"
+    assert handle.output.verdict == Verdict(
         False, "the request was aborted before its output was checked"
     )
-    engine.release([ticket])
+    engine.release([handle])
 
 
 def test_a_generator_gives_no_value_that_is_not_valid(engine: Engine) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from overlap_spec.async_engine import AsyncEngine, Reply
+from overlap_spec.engine.input_processor import Limits, check_text
 from overlap_spec.errors import ConfigError, InvalidRequest
 from overlap_spec.grammar.reasoning import ReasoningStream
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tool_stream import CallStream
 from overlap_spec.link.messages import Hello
-from overlap_spec.prepare import Limits, Prepared, check_text
 from overlap_spec.server.answer import Answer
 from overlap_spec.server.chat import Chat
 from overlap_spec.server.constraints import Constraints
@@ -27,7 +27,7 @@ from overlap_spec.server.service import ClientGone, Events, Service, fan_out, wr
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.server.wire.chat import ChatBody
 from overlap_spec.stats import RequestStats
-from overlap_spec.types import Output, SamplingParams
+from overlap_spec.types import Output, Request, SamplingParams
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "<x>"}}\n</tool_call>'
 TEXT = f"<think>\nhm, é\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
@@ -75,7 +75,7 @@ def test_text_without_marks_is_content() -> None:
 
 
 def test_seeds_follow_one_another_and_stay_in_64_bits() -> None:
-    one = Prepared((1,), SamplingParams(), None, 1, frozenset(), 2**63 - 1)
+    one = Request(-1, (1,), SamplingParams(), None, 1, frozenset(), 2**63 - 1, 0)
     assert [p.seed for p in fan_out([one], 3)] == [2**63 - 1, -(2**63), -(2**63) + 1]
     assert wrapped(-1) == -1
 
@@ -105,7 +105,7 @@ def test_a_template_may_open_or_close_the_thinking(
         {"messages": [{"role": "user", "content": "<think>"}], "regex": "[ab]"}
     )
     chat = Chat(service, body, "id", "model")
-    prepared, _ = asyncio.run(chat.prepare())
+    request, _ = asyncio.run(chat.prepare())
     assert chat.opened is opened
     inside = parser == "deepseek_r1" if opened is None else opened
     answer = chat._answer()
@@ -114,7 +114,7 @@ def test_a_template_may_open_or_close_the_thinking(
     assert (answer.thinking, answer.content) == ("hm" if inside else "", "a")
     begin = None if inside else "<think>"
     wrapped = Grammar.regex("[ab]").after_thinking("</think>", begin)
-    assert prepared.grammar == (Grammar.regex("[ab]") if opened is False else wrapped)
+    assert request.grammar == (Grammar.regex("[ab]") if opened is False else wrapped)
 
 
 @pytest.mark.parametrize("value", ["\ud800", ["a", "\udfff"], {"a": [{"\ud800": 1}]}])
@@ -203,8 +203,8 @@ def test_a_stream_is_ended_once_also_before_its_first_event(leaves_s: float, who
 
 def test_metrics_count_what_has_ended() -> None:
     metrics = Metrics()
-    prepared = Prepared((1, 2), SamplingParams(), None, 9, frozenset(), 0)
-    reply = Reply(1, prepared, lambda _: None)
+    request = Request(1, (1, 2), SamplingParams(), None, 9, frozenset(), 0, 0)
+    reply = Reply(request, lambda _: None)
     metrics.note(reply)
     stats = RequestStats(
         prompt_tokens=2, output_tokens=7, verifies=2, verified_tokens=6, drafted_tokens=10,

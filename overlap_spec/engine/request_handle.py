@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
+from overlap_spec.engine.input_processor import parse_output
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.prepare import parse_output
-from overlap_spec.scheduler.sequence import Sequence as Running
+from overlap_spec.scheduler.sequence import Sequence as SequenceState
 from overlap_spec.types import Delta, Output, Request, Verdict
 
 Check = Future[str | None]
 
 
 @dataclass
-class Ticket:
+class RequestHandle:
     """A submitted request on its way.
 
     Attributes:
@@ -34,14 +34,14 @@ class Ticket:
     _pushed_tokens: int = 0
     _end: tuple[Delta, Output] | None = None
 
-    def push(self, sequence: Running, run: Sequence[int]) -> None:
+    def push(self, sequence: SequenceState, run: Sequence[int]) -> None:
         """The next piece: ``run`` are the newest tokens of ``sequence``."""
         text = sequence.buffer.release(finished=False)
         self.deltas.append(_delta(sequence, len(sequence.output_ids) - len(run), text))
         self._pushed_tokens += len(run)
 
     def finish(
-        self, sequence: Running, begin_check: Callable[[Grammar, str], Check | None]
+        self, sequence: SequenceState, begin_check: Callable[[Grammar, str], Check | None]
     ) -> None:
         """``sequence`` has ended: its last piece and its output are there now or, where
         ``begin_check`` gives one, at :meth:`deliver`."""
@@ -78,7 +78,7 @@ class Ticket:
         self.output = replace(output, verdict=verdict)
 
 
-def _delta(sequence: Running, first: int, text: str) -> Delta:
+def _delta(sequence: SequenceState, first: int, text: str) -> Delta:
     """A piece of the tokens from ``first`` on."""
     new = slice(first, None)
     return Delta(
