@@ -22,6 +22,7 @@ from overlap_spec.engine.input_processor import (
     as_prompts,
     each,
 )
+from overlap_spec.engine.output_processor import OutputProcessor
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.backends import load
@@ -68,8 +69,7 @@ class Engine:
             ),
         )
         self._ids = itertools.count()
-        self._handles: dict[int, RequestHandle] = {}
-        self._checking: list[RequestHandle] = []
+        self.output_processor = OutputProcessor(self.compiler.check)
         self._lock = threading.RLock()
 
     @property
@@ -197,12 +197,12 @@ class Engine:
                 self._abort(handle)
             self._publish()
             for handle in handles:
-                self._handles.pop(handle.request.id, None)
+                self.output_processor.handles.pop(handle.request.id, None)
 
     def _abort(self, handle: RequestHandle) -> None:
         self.core.scheduler.abort(handle.request.id)
-        if handle.check is not None:
-            handle.check.cancel()
+        if (validation := self.output_processor.validation(handle)) is not None:
+            validation.cancel()
 
     def _pieces(self, handle: RequestHandle) -> Iterator[Delta]:
         try:
@@ -225,23 +225,18 @@ class Engine:
             return busy
 
     def _publish(self) -> None:
-        """Hand out what has happened to those who wait for it."""
+        """Hand what has happened to those who wait for it."""
         news = self.core.news()
-        for sequence, run in news.runs:
-            self._handles[sequence.request.id].push(sequence, run)
+        for sequence, _ in news.runs:
+            self.output_processor.push(sequence)
         for sequence in news.ended:
-            handle = self._handles[sequence.request.id]
-            handle.finish(sequence, self.compiler.check)
-            if handle.check is not None:
-                self._checking.append(handle)
-        for handle in [t for t in self._checking if t.check is not None and t.check.done()]:
-            self._checking.remove(handle)
-            handle.deliver()
+            self.output_processor.finish(sequence)
+        self.output_processor.deliver_validated()
 
     def close(self) -> None:
         """Abort what runs and end the lane's threads."""
         with self._lock:
-            self.release(list(self._handles.values()))
+            self.release(list(self.output_processor.handles.values()))
         self.compiler.close()
         self.core.close()
 
@@ -281,7 +276,7 @@ class Engine:
     def _enqueue(self, sequence: SequenceState) -> RequestHandle:
         handle = RequestHandle(sequence.request)
         with self._lock:
-            self._handles[sequence.request.id] = handle
+            self.output_processor.handles[sequence.request.id] = handle
             self.core.add(sequence)
         return handle
 
@@ -291,6 +286,6 @@ class Engine:
         return handle.output
 
     def _advance(self, handle: RequestHandle) -> None:
-        """Run a step; where there is none to run, the handle's check is what is waited for."""
-        if not self.step() and handle.check is not None:
-            wait([handle.check])
+        """Run a step; if there is none to run, wait for the validation of the handle's output."""
+        if not self.step() and (validation := self.output_processor.validation(handle)) is not None:
+            wait([validation])

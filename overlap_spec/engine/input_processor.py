@@ -1,6 +1,6 @@
 """From what a caller asks to what the engine runs: tokens, defaults, limits. Checks all of it.
 
-Needs no model, so that a front process can do it beside the engine.
+Needs no model, so that the client of an engine process can do it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from overlap_spec.async_engine import Reply
+from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.grammar.reasoning import (
     ReasoningFormat,
     ReasoningStream,
@@ -44,7 +44,7 @@ async def chat_completions(service: Service, body: ChatBody, http: HttpRequest) 
     job = Job(chat.id, fan_out([request], body.n or 1), field)
     with_usage = body.include_usage
     if body.stream:
-        return await service.stream(http, job, lambda replies: chat.events(replies, with_usage))
+        return await service.stream(http, job, lambda handles: chat.events(handles, with_usage))
     outputs = await service.outputs(http, job)
     return Json(chat.whole(outputs, request))
 
@@ -97,20 +97,22 @@ class Chat:
         head = self._head("chat.completion")
         return head | {"choices": choices, "usage": usage(outputs, [request])}
 
-    async def events(self, replies: Sequence[Reply], with_usage: bool) -> AsyncIterator[Any]:
+    async def events(
+        self, handles: Sequence[AsyncRequestHandle], with_usage: bool
+    ) -> AsyncIterator[Any]:
         """The answer in chunks: the role first, then deltas, then why it ended."""
         head = self._head("chat.completion.chunk")
         if with_usage:
             head["usage"] = None
-        answers = [self._answer() for _ in replies]
-        decoders = [TokenOrigins(self.service.engine.tokenizer) for _ in replies]
-        for index in range(len(replies)):
+        answers = [self._answer() for _ in handles]
+        decoders = [TokenOrigins(self.service.engine.tokenizer) for _ in handles]
+        for index in range(len(handles)):
             first = {"role": "assistant", "content": ""}
             yield head | {"choices": [self._choice(index, {"delta": first})]}
-        async for index, delta in interleaved(replies):
+        async for index, delta in interleaved(handles):
             answer, ended = answers[index], delta.finish_reason is not None
             pieces = answer.push(delta.text) + (answer.finish() if ended else [])
-            ids, logprobs = _cut_stop(replies[index].request, delta)
+            ids, logprobs = _cut_stop(handles[index].request, delta)
             told = decoders[index].told(delta)
             if not pieces and (logprobs or told):
                 pieces = [{"content": ""}]
@@ -124,8 +126,8 @@ class Chat:
                 choice = self._choice(index, {"delta": {}}, reason=reason) | verdict(delta)
                 yield head | {"choices": [choice]}
         if with_usage:
-            outputs = [reply.output for reply in replies if reply.output is not None]
-            yield head | {"choices": [], "usage": usage(outputs, [replies[0].request])}
+            outputs = [handle.output for handle in handles if handle.output is not None]
+            yield head | {"choices": [], "usage": usage(outputs, [handles[0].request])}
 
     def _head(self, kind: str) -> dict[str, Any]:
         created = int(time.time())

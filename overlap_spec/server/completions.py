@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from overlap_spec.async_engine import Reply
+from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.server.errors import Json
 from overlap_spec.server.logprobs import text_logprobs
 from overlap_spec.server.origins import TokenOrigins
@@ -47,8 +47,8 @@ async def completions(service: Service, body: CompletionBody, http: HttpRequest)
     job = Job(label, fan_out(requests, count), asked.field)
     if body.stream:
 
-        def events(replies: Sequence[Reply]) -> AsyncIterator[Any]:
-            return _events(tokenizer, replies, head, echoes, requests if with_usage else None)
+        def events(handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Any]:
+            return _events(tokenizer, handles, head, echoes, requests if with_usage else None)
 
         return await service.stream(http, job, events)
     outputs = await service.outputs(http, job)
@@ -78,19 +78,19 @@ def _echo(tokenizer: Tokenizer, body: CompletionBody, prompt: str | list[int]) -
 
 async def _events(
     tokenizer: Tokenizer,
-    replies: Sequence[Reply],
+    handles: Sequence[AsyncRequestHandle],
     head: dict[str, Any],
     echoes: Sequence[str],
     counted: Sequence[Request] | None,
 ) -> AsyncIterator[Any]:
     if counted is not None:
         head = head | {"usage": None}
-    offsets = [0] * len(replies)
-    decoders = [TokenOrigins(tokenizer) for _ in replies]
+    offsets = [0] * len(handles)
+    decoders = [TokenOrigins(tokenizer) for _ in handles]
     for index, text in enumerate(echoes):
         if text:
             yield head | {"choices": [_piece(index, text, None, None)]}
-    async for index, delta in interleaved(replies):
+    async for index, delta in interleaved(handles):
         shown = None
         if delta.logprobs:
             shown = text_logprobs(tokenizer, delta.token_ids, delta.logprobs, offsets[index])
@@ -101,7 +101,7 @@ async def _events(
             choice = _piece(index, delta.text, shown, reason) | verdict(delta)
             yield head | {"choices": [choice]} | told
     if counted is not None:
-        outputs = [reply.output for reply in replies if reply.output is not None]
+        outputs = [handle.output for handle in handles if handle.output is not None]
         yield head | {"choices": [], "usage": usage(outputs, counted)}
 
 

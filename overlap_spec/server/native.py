@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from overlap_spec.async_engine import Reply
+from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.server.errors import Json
 from overlap_spec.server.logprobs import native_logprobs
@@ -39,7 +39,7 @@ async def generate(service: Service, body: GenerateBody, http: HttpRequest) -> R
     job = Job(label, requests, field)
     shape = Shape(service.engine.tokenizer, body, label)
     if body.stream:
-        return await service.stream(http, job, lambda replies: shape.events(replies, single))
+        return await service.stream(http, job, lambda handles: shape.events(handles, single))
     outputs = await service.outputs(http, job)
     results = [shape.result(output, index) for index, output in enumerate(outputs)]
     return Json(results[0] if single else results)
@@ -61,17 +61,19 @@ class Shape:
         meta = self._meta(index, reason, output)
         return {"text": output.text, "output_ids": list(output.token_ids), "meta_info": meta}
 
-    async def events(self, replies: Sequence[Reply], single: bool) -> AsyncIterator[Any]:
+    async def events(
+        self, handles: Sequence[AsyncRequestHandle], single: bool
+    ) -> AsyncIterator[Any]:
         """All that is there so far, whenever there is more."""
-        seen: list[list[Delta]] = [[] for _ in replies]
-        async for index, delta in interleaved(replies):
+        seen: list[list[Delta]] = [[] for _ in handles]
+        async for index, delta in interleaved(handles):
             seen[index].append(delta)
             if delta.finish_reason == "error":
                 continue
             if delta.finish_reason is not None:
-                event = self.result(await replies[index].finish(), index)
+                event = self.result(await handles[index].finish(), index)
             else:
-                event = self._so_far(seen[index], index, replies[index].request)
+                event = self._so_far(seen[index], index, handles[index].request)
             yield event if single else event | {"index": index}
 
     def _so_far(self, deltas: Sequence[Delta], index: int, request: Request) -> dict[str, Any]:
@@ -136,9 +138,9 @@ async def abort_request(service: Service, body: AbortBody) -> Response:
         labels = [body.rid] if body.rid in service.named else []
     else:
         raise InvalidRequest("send rid, or abort_all: true", "rid")
-    found = [reply for label in labels for reply in service.named[label] if reply.output is None]
-    for reply in found:
-        reply.abort()
+    found = [handle for label in labels for handle in service.named[label] if handle.output is None]
+    for handle in found:
+        handle.abort()
     return Json({"aborted": len(found)})
 
 

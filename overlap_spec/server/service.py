@@ -15,7 +15,7 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from overlap_spec.async_engine import AsyncEngine, Reply
+from overlap_spec.async_engine import AsyncEngine, AsyncRequestHandle
 from overlap_spec.errors import GrammarError, InvalidRequest
 from overlap_spec.server.constraints import Constraints
 from overlap_spec.server.errors import OWN_FAULTS, ApiError, as_api_error
@@ -56,7 +56,7 @@ class Service:
     constraints: Constraints
     created: int = field(default_factory=lambda: int(time.time()))
     # Requests under way by the id that their client knows.
-    named: dict[str, list[Reply]] = field(default_factory=dict)
+    named: dict[str, list[AsyncRequestHandle]] = field(default_factory=dict)
 
     def check_model(self, model: str | None) -> str:
         """The served model's name; 404 for any other."""
@@ -68,7 +68,7 @@ class Service:
             )  # fmt: skip
         return name
 
-    async def start(self, job: Job) -> list[Reply]:
+    async def start(self, job: Job) -> list[AsyncRequestHandle]:
         """Send all requests of one body and wait until all are queued; all or none.
 
         Raises:
@@ -80,28 +80,28 @@ class Service:
                 "allowed (max_choices)",
                 "n",
             )
-        replies: list[Reply] = []
+        handles: list[AsyncRequestHandle] = []
         try:
             for request in job.requests:
-                replies.append(self.engine.send(request))
-            for reply in replies:
-                await reply.accepted()
+                handles.append(self.engine.send(request))
+            for handle in handles:
+                await handle.queued()
         except BaseException as error:
-            for reply in replies:
-                reply.abort()
+            for handle in handles:
+                handle.abort()
             if isinstance(error, GrammarError) and job.field is not None:
                 error.param = job.field
             raise
-        self.named[job.label] = replies
-        return replies
+        self.named[job.label] = handles
+        return handles
 
-    def finish(self, replies: Sequence[Reply], label: str) -> None:
+    def finish(self, handles: Sequence[AsyncRequestHandle], label: str) -> None:
         """Abort what still runs, and enter the rest into the metrics."""
-        if self.named.get(label) is replies:
+        if self.named.get(label) is handles:
             del self.named[label]
-        for reply in replies:
-            reply.abort()
-            self.metrics.note(reply)
+        for handle in handles:
+            handle.abort()
+            self.metrics.note(handle)
 
     async def outputs(self, http: HttpRequest, job: Job) -> list[Output]:
         """The whole outputs of requests; they are aborted where the client goes away.
@@ -113,14 +113,14 @@ class Service:
         return outputs
 
     async def _outputs(self, job: Job) -> list[Output]:
-        replies = await self.start(job)
+        handles = await self.start(job)
         try:
-            outputs = [await reply.finish() for reply in replies]
-            for reply in replies:
-                check_output(reply)
+            outputs = [await handle.finish() for handle in handles]
+            for handle in handles:
+                check_output(handle)
             return outputs
         finally:
-            self.finish(replies, job.label)
+            self.finish(handles, job.label)
 
     async def attended(self, http: HttpRequest, work: Coroutine[Any, Any, Any]) -> Any:
         """The result of ``work``, which is cancelled when the client goes or the time is over."""
@@ -143,20 +143,20 @@ class Service:
         self,
         http: HttpRequest,
         job: Job,
-        events: Callable[[Sequence[Reply]], AsyncIterator[Any]],
+        events: Callable[[Sequence[AsyncRequestHandle]], AsyncIterator[Any]],
     ) -> Response:
         """Server-sent events of requests: nothing is sent before all of them are queued, so that
         a refusal still has its status.
 
         Args:
-            events: Makes the events, as plain data, from the replies.
+            events: Makes the events, as plain data, from the handles.
         """
         started = asyncio.get_running_loop().time()
-        replies = await self.attended(http, self.start(job))
+        handles = await self.attended(http, self.start(job))
         deadline = started + self.settings.request_timeout_s
 
         async def lines() -> AsyncIterator[bytes]:
-            pieces = events(replies)
+            pieces = events(handles)
             try:
                 while True:
                     async with asyncio.timeout_at(deadline):
@@ -169,7 +169,7 @@ class Service:
             yield DONE
 
         def end(whole: bool) -> None:
-            self.finish(replies, job.label)
+            self.finish(handles, job.label)
             if not whole:
                 self.metrics.gone.inc()
 
@@ -213,38 +213,38 @@ def wrapped(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def check_output(reply: Reply) -> None:
-    """Raises ApiError where a reply has ended with an error."""
-    output = reply.output
+def check_output(handle: AsyncRequestHandle) -> None:
+    """Raises ApiError where a handle has ended with an error."""
+    output = handle.output
     assert output is not None
     if output.error is not None:
-        own = reply.fault in OWN_FAULTS
+        own = handle.error_type in OWN_FAULTS
         code = "grammar_failed" if own else "generation_failed"
         raise ApiError(400 if own else 500, output.error, code=code)
 
 
-async def interleaved(replies: Sequence[Reply]) -> AsyncIterator[tuple[int, Delta]]:
-    """The pieces of several replies as they come, each with its reply's place.
+async def interleaved(handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[tuple[int, Delta]]:
+    """The pieces of several handles as they come, each with its handle's place.
 
     Raises:
-        ApiError: a reply has ended with an error.
+        ApiError: a handle has ended with an error.
     """
-    if len(replies) == 1:
-        async for delta in replies[0]:
+    if len(handles) == 1:
+        async for delta in handles[0]:
             yield 0, delta
-        check_output(replies[0])
+        check_output(handles[0])
         return
     queue: asyncio.Queue[tuple[int, Delta | None]] = asyncio.Queue()
 
     async def pump(index: int) -> None:
         try:
-            async for delta in replies[index]:
+            async for delta in handles[index]:
                 queue.put_nowait((index, delta))
         finally:
             queue.put_nowait((index, None))
 
-    with pumping([asyncio.ensure_future(pump(i)) for i in range(len(replies))]) as pumps:
-        left = len(replies)
+    with pumping([asyncio.ensure_future(pump(i)) for i in range(len(handles))]) as pumps:
+        left = len(handles)
         while left:
             index, piece = await queue.get()
             if piece is not None:
@@ -252,7 +252,7 @@ async def interleaved(replies: Sequence[Reply]) -> AsyncIterator[tuple[int, Delt
                 continue
             left -= 1
             await pumps[index]
-            check_output(replies[index])
+            check_output(handles[index])
 
 
 @contextlib.contextmanager

@@ -146,7 +146,7 @@ def test_the_last_piece_tells_it_too(engine: Engine) -> None:
 
 def test_others_run_on_beside_a_check_and_its_end_is_bounded(engine: Engine) -> None:
     hung = engine.submit("x", loose(HANGS))
-    while hung.check is None:
+    while engine.output_processor.validation(hung) is None:
         engine.step()
     assert engine.generate("y", Grammar.choice(["yes"])).text == "yes"
     assert hung.output is None
@@ -162,7 +162,7 @@ def test_others_run_on_beside_a_check_and_its_end_is_bounded(engine: Engine) -> 
 
 def test_an_abort_ends_a_check(engine: Engine) -> None:
     handle = engine.submit("x", loose(HANGS))
-    while handle.check is None:
+    while engine.output_processor.validation(handle) is None:
         engine.step()
     engine.abort(handle)
     assert handle.output is not None

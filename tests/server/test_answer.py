@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from overlap_spec.async_engine import AsyncEngine, Reply
+from overlap_spec.async_engine import AsyncEngine, AsyncRequestHandle
 from overlap_spec.engine.input_processor import Limits, check_text
 from overlap_spec.errors import ConfigError, InvalidRequest
 from overlap_spec.grammar.reasoning import ReasoningStream
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tool_stream import CallStream
-from overlap_spec.link.messages import Hello
+from overlap_spec.ipc.messages import EngineReady
 from overlap_spec.server.answer import Answer
 from overlap_spec.server.chat import Chat
 from overlap_spec.server.constraints import Constraints
@@ -99,7 +99,7 @@ def test_a_template_may_open_or_close_the_thinking(
     template = "{{ messages[-1].content }}</think>: " + ending
     settings = ServerSettings(reasoning_parser=parser)
     engine = AsyncEngine(**tiny, chat_template=template)
-    engine._welcome(Hello(Limits(200, 200), 300, dataclasses.asdict(engine.config)))
+    engine._set_ready(EngineReady(Limits(200, 200), 300, dataclasses.asdict(engine.config)))
     service = Service(engine, settings, Metrics(), Constraints(settings))
     body = ChatBody.model_validate(
         {"messages": [{"role": "user", "content": "<think>"}], "regex": "[ab]"}
@@ -204,15 +204,15 @@ def test_a_stream_is_ended_once_also_before_its_first_event(leaves_s: float, who
 def test_metrics_count_what_has_ended() -> None:
     metrics = Metrics()
     request = Request(1, (1, 2), SamplingParams(), None, 9, frozenset(), 0, 0)
-    reply = Reply(request, lambda _: None)
-    metrics.note(reply)
+    handle = AsyncRequestHandle(request, lambda _: None)
+    metrics.note(handle)
     stats = RequestStats(
         prompt_tokens=2, output_tokens=7, verifies=2, verified_tokens=6, drafted_tokens=10,
         accepted_drafts=4, accept_histogram=[0, 1, 0, 1], ttft_ms=20.0, end_to_end_ms=80.0,
         itl_ms=[30.0, 30.0],
     )  # fmt: skip
-    reply.output = Output("text", (1,) * 7, "stop", stats)
-    metrics.note(reply)
+    handle.output = Output("text", (1,) * 7, "stop", stats)
+    metrics.note(handle)
     text = metrics.render(None, 3).decode()
     for line in (
         "overlap_spec:engine_up 0.0",

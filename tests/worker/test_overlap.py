@@ -82,7 +82,7 @@ def run(engine: Engine, asks: list[Ask]) -> list[Output]:
     assert allocator.free == allocator.total
     assert engine.core.scheduler.idle
     assert not engine.core.lane.matchers
-    assert not engine._handles
+    assert not engine.output_processor.handles
     return [output for output in outputs if output is not None]
 
 

@@ -1,7 +1,7 @@
-"""The engine's process, ``python -m overlap_spec.link.host``: its loop of messages and steps.
+"""The engine's process, ``python -m overlap_spec.ipc.server``: a loop of messages and steps.
 
-The first line of standard input says where to connect and how to build the engine; its end says
-that the front is gone, and ends the process.
+The first line of standard input has the launch arguments. When standard input closes, the client
+is gone, and the process ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -25,82 +25,74 @@ from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import InvalidRequest, OverlapSpecError
 from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.isolation.limits import CompileFailure
-from overlap_spec.link import messages as m
+from overlap_spec.ipc import messages as m
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Output, Request
 
-# Where requests wait and no step can be planned, look again after so long.
-NAP_MS = 1
+# If requests wait but no step can be planned, look for messages and try again after so long.
+IDLE_POLL_MS = 1
 
 
-class Errand(msgspec.Struct):
-    """First line of standard input: where the front listens, its key where one is needed."""
-
-    address: str
-    server_key: str
-    settings: dict[str, Any]
-
-
-class Compiling(msgspec.Struct):
-    """A request whose grammar is on its way."""
+class Compiling(NamedTuple):
+    """A request whose grammar is being compiled."""
 
     request: Request
     future: Future[CompiledGrammar]
 
 
-class Host:
-    """Runs one engine for one front."""
+class EngineServer:
+    """Runs one engine for one client. Requests go by the client's numbers."""
 
     def __init__(self, engine: Engine, socket: zmq.Socket[bytes]) -> None:
         self.engine, self.socket = engine, socket
         self.open: dict[int, RequestHandle] = {}
         self.compiling: dict[int, Compiling] = {}
-        self.news = m.News()
+        self.outputs = m.EngineOutputs()
         # A compiled grammar wakes an idle loop through this pipe.
-        self._woken, self._wake = os.pipe()
-        os.set_blocking(self._wake, False)
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(self._woken, zmq.POLLIN)
-        self._quit = False
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._shutdown = False
 
     def run(self) -> None:
-        """Until the front says `Quit`."""
+        """Serve until the client sends `Shutdown`."""
         busy = False
-        while not self._quit:
-            self._receive(0 if busy else NAP_MS if self.open else None)
+        while not self._shutdown:
+            self._receive(0 if busy else IDLE_POLL_MS if self.open else None)
             self._admit_compiled()
             busy = self.engine.step()
             self._collect()
             self._send()
 
     def _receive(self, timeout_ms: int | None) -> None:
-        """Handle all messages that are there; wait for one, at most so long."""
+        """Handle all messages that are there; wait up to ``timeout_ms`` for the first."""
         ready = dict(self._poller.poll(timeout_ms))
-        if self._woken in ready:
-            os.read(self._woken, 65536)
+        if self._wake_read in ready:
+            os.read(self._wake_read, 65536)
         while self.socket in ready:
             try:
                 raw = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(m.decode_to_engine(raw))
+            self._handle(m.decode_to_server(raw))
 
-    def _handle(self, message: m.ToEngine) -> None:
+    def _handle(self, message: m.ToServer) -> None:
         match message:
-            case m.Start():
-                self._start(message)
-            case m.Abort():
+            case m.AddRequest():
+                self._add(message)
+            case m.AbortRequest():
                 self._abort(message.id)
-            case m.Ask(what="snapshot"):
-                self.socket.send(m.encode(m.Answer(message.id, self._snapshot())))
-            case m.Ask():
+            case m.Query(what="snapshot"):
+                self.socket.send(m.encode(m.QueryResult(message.id, self._snapshot())))
+            case m.Query():
                 data = {"spans": self._last_spans(message.steps)}
-                self.socket.send(m.encode(m.Answer(message.id, data)))
-            case m.Quit():
-                self._quit = True
+                self.socket.send(m.encode(m.QueryResult(message.id, data)))
+            case m.Shutdown():
+                self._shutdown = True
 
-    def _start(self, message: m.Start) -> None:
+    def _add(self, message: m.AddRequest) -> None:
         now, number = time.perf_counter_ns(), message.request.id
         request = dataclasses.replace(message.request, grammar=message.grammar, arrival_ns=now)
         if message.grammar is None:
@@ -109,72 +101,72 @@ class Host:
         try:
             future = self.engine.compiler.submit(message.grammar)
         except Exception as error:
-            self._refuse(number, error)
+            self._reject(number, error)
             return
         self.compiling[number] = Compiling(request, future)
-        future.add_done_callback(lambda _: self._nudge())
+        future.add_done_callback(lambda _: self._wake())
 
-    def _nudge(self) -> None:
+    def _wake(self) -> None:
         try:
-            os.write(self._wake, b"!")
+            os.write(self._wake_write, b"!")
         except OSError:
-            # A full pipe wakes as well; a closed one means that nobody is left to be woken.
+            # A full pipe wakes the loop as well; a closed one means that the loop has ended.
             return
 
     def _admit_compiled(self) -> None:
-        for number, item in list(self.compiling.items()):
-            if not item.future.done():
+        for number, (request, future) in list(self.compiling.items()):
+            if not future.done():
                 continue
             del self.compiling[number]
-            error = item.future.exception()
+            error = future.exception()
             if error is not None:
-                self._refuse(number, error)
+                self._reject(number, error)
             else:
-                self._admit(number, item.request, item.future.result())
+                self._admit(number, request, future.result())
 
     def _admit(self, number: int, request: Request, compiled: CompiledGrammar | None) -> None:
         compile_ms = (time.perf_counter_ns() - request.arrival_ns) / 1e6 if compiled else 0.0
         try:
             self.open[number] = self.engine.admit(request, compiled, compile_ms)
         except Exception as error:
-            self._refuse(number, error)
+            self._reject(number, error)
         else:
-            self.news.queued.append(number)
+            self.outputs.queued.append(number)
 
-    def _refuse(self, number: int, error: BaseException) -> None:
-        kind, text = type(error).__name__, str(error) or type(error).__name__
+    def _reject(self, number: int, error: BaseException) -> None:
+        error_type, text = type(error).__name__, str(error) or type(error).__name__
         failure = error.kind if isinstance(error, CompileFailure) else None
         param = error.param if isinstance(error, InvalidRequest) else None
-        self.news.refused.append(m.Refused(number, kind, text, param, failure))
+        self.outputs.rejected.append(m.RejectedRequest(number, error_type, text, param, failure))
 
     def _abort(self, number: int) -> None:
         if number in self.open:
             self.engine.abort(self.open[number])
         elif (item := self.compiling.pop(number, None)) is not None:
             item.future.cancel()
-            self.news.ended.append(m.Ended(number, Output("", (), "abort", RequestStats()), None))
+            output = Output("", (), "abort", RequestStats())
+            self.outputs.finished.append(m.FinishedRequest(number, output, None))
 
     def _collect(self) -> None:
         for number, handle in list(self.open.items()):
             while handle.deltas:
-                self.news.pieces.append(m.Piece(number, handle.deltas.popleft()))
+                self.outputs.deltas.append(m.RequestDelta(number, handle.deltas.popleft()))
             if handle.output is not None:
                 output = dataclasses.replace(handle.output, parsed=None)
-                kind = type(handle.error).__name__ if handle.error is not None else None
-                self.news.ended.append(m.Ended(number, output, kind))
+                finished = m.FinishedRequest(number, output, handle.error_type)
+                self.outputs.finished.append(finished)
                 self.engine.release([self.open.pop(number)])
 
     def _send(self) -> None:
-        if self.news != m.News():
-            self.socket.send(m.encode(self.news))
-            self.news = m.News()
+        if self.outputs != m.EngineOutputs():
+            self.socket.send(m.encode(self.outputs))
+            self.outputs = m.EngineOutputs()
 
     def _snapshot(self) -> dict[str, Any]:
         return {
             **self.engine.snapshot(),
             "open": len(self.open),
             "compiling": len(self.compiling),
-            "matchers": len(self.engine.core.lane.matchers),
             "compiler": self.engine.compiler.snapshot(),
             "rss_bytes": rss_bytes(),
             "pid": os.getpid(),
@@ -187,52 +179,52 @@ class Host:
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process; where that cannot be read, the most it ever was."""
+    """Resident memory of this process, or its peak on systems that do not tell the present one."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
 
 
-def connect(errand: Errand) -> zmq.Socket[bytes]:
-    """The engine's end of the pair."""
+def connect(arguments: m.LaunchArgs) -> zmq.Socket[bytes]:
+    """The server's end of the pair of sockets."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.sndhwm = socket.rcvhwm = 0
-    if errand.server_key:
+    if arguments.server_key:
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-        socket.curve_serverkey = errand.server_key.encode()
-    socket.connect(errand.address)
+        socket.curve_serverkey = arguments.server_key.encode()
+    socket.connect(arguments.address)
     return socket
 
 
 def main() -> int:
-    """Serve the front until it quits; 1 where the engine cannot be loaded."""
-    errand = msgspec.json.decode(sys.stdin.buffer.readline(), type=Errand)
-    socket = connect(errand)
-    threading.Thread(target=_end_with_front, args=(errand.address,), daemon=True).start()
+    """Serve the client until it shuts the engine down; 1 if the engine cannot be loaded."""
+    arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=m.LaunchArgs)
+    socket = connect(arguments)
+    threading.Thread(target=_exit_with_client, args=(arguments.address,), daemon=True).start()
     try:
-        engine = Engine(**errand.settings)
+        engine = Engine(**arguments.settings)
     except OverlapSpecError as error:
-        socket.send(m.encode(m.Broken(type(error).__name__, str(error))))
+        socket.send(m.encode(m.LoadFailed(type(error).__name__, str(error))))
         socket.close(linger=5000)
         return 1
     with engine:
         engine.compiler.warm()
         config = dataclasses.asdict(engine.config)
-        hello = m.Hello(engine.input_processor.limits, engine.tokenizer.vocab_size, config)
-        socket.send(m.encode(hello))
-        Host(engine, socket).run()
+        limits, vocab_size = engine.input_processor.limits, engine.tokenizer.vocab_size
+        socket.send(m.encode(m.EngineReady(limits, vocab_size, config)))
+        EngineServer(engine, socket).run()
     socket.close(linger=0)
     return 0
 
 
-def _end_with_front(address: str) -> None:
-    # Not through sys.stdin, whose lock a dying interpreter would wait for.
+def _exit_with_client(address: str) -> None:
+    # Not through sys.stdin: a dying interpreter would wait for its lock.
     while os.read(0, 4096):
         continue
-    # The front is gone, perhaps without a word: nothing here is worth keeping.
+    # The client is gone, perhaps killed: remove its socket's folder, and exit at once.
     scheme, _, path = address.partition("://")
     if scheme == "ipc":
         shutil.rmtree(Path(path).parent, ignore_errors=True)
