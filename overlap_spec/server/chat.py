@@ -19,12 +19,13 @@ from overlap_spec.grammar.reasoning import (
 )
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tool_stream import CallStream
-from overlap_spec.server.answer import Answer
+from overlap_spec.server.chat_assembler import ChatAssembler
 from overlap_spec.server.errors import Json
 from overlap_spec.server.logprobs import chat_logprobs
 from overlap_spec.server.origins import TokenOrigins
+from overlap_spec.server.protocol.chat import ChatBody
 from overlap_spec.server.service import (
-    Job,
+    RequestGroup,
     Service,
     fan_out,
     interleaved,
@@ -33,7 +34,6 @@ from overlap_spec.server.service import (
     usage,
     verdict,
 )
-from overlap_spec.server.wire.chat import ChatBody
 from overlap_spec.types import Delta, Output, Request, TokenLogprobs
 
 
@@ -41,11 +41,11 @@ async def chat_completions(service: Service, body: ChatBody, http: HttpRequest) 
     """Answer a chat, whole or as a stream."""
     chat = Chat(service, body, new_id("chatcmpl"), service.check_model(body.model))
     request, field = await chat.prepare()
-    job = Job(chat.id, fan_out([request], body.n or 1), field)
+    group = RequestGroup(chat.id, fan_out([request], body.n or 1), field)
     with_usage = body.include_usage
     if body.stream:
-        return await service.stream(http, job, lambda handles: chat.events(handles, with_usage))
-    outputs = await service.outputs(http, job)
+        return await service.stream(http, group, lambda handles: chat.events(handles, with_usage))
+    outputs = await service.outputs(http, group)
     return Json(chat.whole(outputs, request))
 
 
@@ -66,10 +66,10 @@ class Chat:
     async def prepare(self) -> tuple[Request, str | None]:
         """The request, checked and tokenised, and the field that its grammar comes from."""
         body, service = self.body, self.service
-        asked = await service.constraints.tools(body, await service.constraints.of(body))
+        constraint = await service.constraints.tools(body, await service.constraints.of(body))
         request = await service.engine.prepare(
             body.template_messages(),
-            asked.grammar,
+            constraint.grammar,
             body.sampling(),
             tools=body.tools,
             priority=body.priority or 0,
@@ -79,18 +79,18 @@ class Chat:
             ending = service.engine.tokenizer.ending(request.prompt_ids)
             self.opened = opened_by(form, ending)
             request = replace(request, grammar=self._behind_thinking(request.grammar, form))
-        return request, asked.field
+        return request, constraint.field
 
     def whole(self, outputs: Sequence[Output], request: Request) -> dict[str, Any]:
         """The answer in one piece."""
         choices = []
         for index, output in enumerate(outputs):
-            answer = self._answer()
-            answer.push(output.text)
-            answer.finish()
-            reason = answer.finish_reason(output.finish_reason)
+            assembler = self._assembler()
+            assembler.push(output.text)
+            assembler.finish()
+            reason = assembler.finish_reason(output.finish_reason)
             ids, logprobs = _without_stop(output)
-            choice = self._choice(index, {"message": answer.message()}, ids, logprobs, reason)
+            choice = self._choice(index, {"message": assembler.message()}, ids, logprobs, reason)
             eos_ids = self.service.engine.tokenizer.eos_ids
             ended = {"stop_reason": stop_reason(output, eos_ids), **verdict(output)}
             choices.append(choice | ended)
@@ -104,25 +104,25 @@ class Chat:
         head = self._head("chat.completion.chunk")
         if with_usage:
             head["usage"] = None
-        answers = [self._answer() for _ in handles]
+        assemblers = [self._assembler() for _ in handles]
         decoders = [TokenOrigins(self.service.engine.tokenizer) for _ in handles]
         for index in range(len(handles)):
             first = {"role": "assistant", "content": ""}
             yield head | {"choices": [self._choice(index, {"delta": first})]}
         async for index, delta in interleaved(handles):
-            answer, ended = answers[index], delta.finish_reason is not None
-            pieces = answer.push(delta.text) + (answer.finish() if ended else [])
+            assembler, ended = assemblers[index], delta.finish_reason is not None
+            pieces = assembler.push(delta.text) + (assembler.finish() if ended else [])
             ids, logprobs = _cut_stop(handles[index].request, delta)
-            told = decoders[index].told(delta)
-            if not pieces and (logprobs or told):
+            extra = decoders[index].chunk_fields(delta)
+            if not pieces and (logprobs or extra):
                 pieces = [{"content": ""}]
             for number, piece in enumerate(pieces):
                 # Log-probabilities are of the run of tokens, and go with its first piece.
                 mine = (ids, logprobs) if number == 0 else ((), ())
                 choice = self._choice(index, {"delta": piece}, *mine)
-                yield head | {"choices": [choice]} | (told if number == 0 else {})
+                yield head | {"choices": [choice]} | (extra if number == 0 else {})
             if delta.finish_reason is not None and delta.finish_reason != "error":
-                reason = answer.finish_reason(delta.finish_reason)
+                reason = assembler.finish_reason(delta.finish_reason)
                 choice = self._choice(index, {"delta": {}}, reason=reason) | verdict(delta)
                 yield head | {"choices": [choice]}
         if with_usage:
@@ -146,11 +146,11 @@ class Chat:
             shown = chat_logprobs(self.service.engine.tokenizer, ids, logprobs)
         return {"index": index, **inside, "logprobs": shown, "finish_reason": reason}
 
-    def _answer(self) -> Answer:
+    def _assembler(self) -> ChatAssembler:
         settings, body = self.service.settings, self.body
         form = self._reasoning()
         with_calls = bool(body.tools) and body.tool_choice != "none"
-        return Answer(
+        return ChatAssembler(
             ReasoningStream(form, self.opened) if form is not None else None,
             CallStream(settings.tool_call_parser)
             if with_calls and settings.tool_call_parser

@@ -13,8 +13,9 @@ from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.server.errors import Json
 from overlap_spec.server.logprobs import text_logprobs
 from overlap_spec.server.origins import TokenOrigins
+from overlap_spec.server.protocol.text import CompletionBody, each_prompt
 from overlap_spec.server.service import (
-    Job,
+    RequestGroup,
     Service,
     fan_out,
     interleaved,
@@ -23,7 +24,6 @@ from overlap_spec.server.service import (
     usage,
     verdict,
 )
-from overlap_spec.server.wire.text import CompletionBody, each_prompt
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Request
 
@@ -31,11 +31,11 @@ from overlap_spec.types import Request
 async def completions(service: Service, body: CompletionBody, http: HttpRequest) -> Response:
     """Complete texts, whole or as a stream."""
     model, label = service.check_model(body.model), new_id("cmpl")
-    asked, sampling = await service.constraints.of(body), body.sampling()
+    constraint, sampling = await service.constraints.of(body), body.sampling()
     prompts = each_prompt(body.prompt)
     requests = [
         await service.engine.prepare(
-            prompt, asked.grammar, sampling, raw=True, priority=body.priority or 0
+            prompt, constraint.grammar, sampling, raw=True, priority=body.priority or 0
         )
         for prompt in prompts[: service.settings.max_choices + 1]
     ]
@@ -44,14 +44,14 @@ async def completions(service: Service, body: CompletionBody, http: HttpRequest)
     echoes = [_echo(tokenizer, body, prompt) for prompt in prompts for _ in range(count)]
     head = {"id": label, "object": "text_completion", "created": int(time.time()), "model": model}
     with_usage = body.include_usage
-    job = Job(label, fan_out(requests, count), asked.field)
+    group = RequestGroup(label, fan_out(requests, count), constraint.field)
     if body.stream:
 
         def events(handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Any]:
             return _events(tokenizer, handles, head, echoes, requests if with_usage else None)
 
-        return await service.stream(http, job, events)
-    outputs = await service.outputs(http, job)
+        return await service.stream(http, group, events)
+    outputs = await service.outputs(http, group)
     choices = []
     for index, output in enumerate(outputs):
         shown = None
@@ -96,10 +96,10 @@ async def _events(
             shown = text_logprobs(tokenizer, delta.token_ids, delta.logprobs, offsets[index])
             offsets[index] += sum(map(len, shown["tokens"]))
         reason = delta.finish_reason
-        told = decoders[index].told(delta)
-        if reason != "error" and (delta.text or shown or reason or told):
+        extra = decoders[index].chunk_fields(delta)
+        if reason != "error" and (delta.text or shown or reason or extra):
             choice = _piece(index, delta.text, shown, reason) | verdict(delta)
-            yield head | {"choices": [choice]} | told
+            yield head | {"choices": [choice]} | extra
     if counted is not None:
         outputs = [handle.output for handle in handles if handle.output is not None]
         yield head | {"choices": [], "usage": usage(outputs, counted)}

@@ -49,7 +49,7 @@ class Metrics:
         """Tokens that a verify gave on average so far; None before the first."""
         return self._verified_tokens / self._verifies if self._verifies else None
 
-    def note(self, handle: AsyncRequestHandle) -> None:
+    def observe(self, handle: AsyncRequestHandle) -> None:
         """Enter a request that has ended, or that nobody waits for any more."""
         output = handle.output
         if output is None:

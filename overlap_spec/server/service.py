@@ -25,13 +25,13 @@ from overlap_spec.types import Delta, Output, Request
 
 
 @dataclass(frozen=True)
-class Job:
-    """What one HTTP request asks of the engine.
+class RequestGroup:
+    """The engine's requests of one HTTP request.
 
     Attributes:
         label: Its id for the client.
-        requests: Its outputs.
-        field: The field of the body that its grammars come from.
+        requests: One for each output.
+        field: The field of the body that their grammars come from.
     """
 
     label: str
@@ -55,8 +55,8 @@ class Service:
     metrics: Metrics
     constraints: Constraints
     created: int = field(default_factory=lambda: int(time.time()))
-    # Requests under way by the id that their client knows.
-    named: dict[str, list[AsyncRequestHandle]] = field(default_factory=dict)
+    # Open requests by their group's label.
+    by_label: dict[str, list[AsyncRequestHandle]] = field(default_factory=dict)
 
     def check_model(self, model: str | None) -> str:
         """The served model's name; 404 for any other."""
@@ -68,61 +68,61 @@ class Service:
             )  # fmt: skip
         return name
 
-    async def start(self, job: Job) -> list[AsyncRequestHandle]:
+    async def start(self, group: RequestGroup) -> list[AsyncRequestHandle]:
         """Send all requests of one body and wait until all are queued; all or none.
 
         Raises:
             InvalidRequest, QueueFull, EngineUnavailable: as :meth:`AsyncEngine.submit`.
         """
-        if len(job.requests) > self.settings.max_choices:
+        if len(group.requests) > self.settings.max_choices:
             raise InvalidRequest(
-                f"{len(job.requests)} outputs in one request; {self.settings.max_choices} are "
+                f"{len(group.requests)} outputs in one request; {self.settings.max_choices} are "
                 "allowed (max_choices)",
                 "n",
             )
         handles: list[AsyncRequestHandle] = []
         try:
-            for request in job.requests:
+            for request in group.requests:
                 handles.append(self.engine.send(request))
             for handle in handles:
                 await handle.queued()
         except BaseException as error:
             for handle in handles:
                 handle.abort()
-            if isinstance(error, GrammarError) and job.field is not None:
-                error.param = job.field
+            if isinstance(error, GrammarError) and group.field is not None:
+                error.param = group.field
             raise
-        self.named[job.label] = handles
+        self.by_label[group.label] = handles
         return handles
 
     def finish(self, handles: Sequence[AsyncRequestHandle], label: str) -> None:
         """Abort what still runs, and enter the rest into the metrics."""
-        if self.named.get(label) is handles:
-            del self.named[label]
+        if self.by_label.get(label) is handles:
+            del self.by_label[label]
         for handle in handles:
             handle.abort()
-            self.metrics.note(handle)
+            self.metrics.observe(handle)
 
-    async def outputs(self, http: HttpRequest, job: Job) -> list[Output]:
+    async def outputs(self, http: HttpRequest, group: RequestGroup) -> list[Output]:
         """The whole outputs of requests; they are aborted where the client goes away.
 
         Raises:
             ApiError: one of them failed.
         """
-        outputs: list[Output] = await self.attended(http, self._outputs(job))
+        outputs: list[Output] = await self.run_until_disconnect(http, self._outputs(group))
         return outputs
 
-    async def _outputs(self, job: Job) -> list[Output]:
-        handles = await self.start(job)
+    async def _outputs(self, group: RequestGroup) -> list[Output]:
+        handles = await self.start(group)
         try:
             outputs = [await handle.finish() for handle in handles]
             for handle in handles:
                 check_output(handle)
             return outputs
         finally:
-            self.finish(handles, job.label)
+            self.finish(handles, group.label)
 
-    async def attended(self, http: HttpRequest, work: Coroutine[Any, Any, Any]) -> Any:
+    async def run_until_disconnect(self, http: HttpRequest, work: Coroutine[Any, Any, Any]) -> Any:
         """The result of ``work``, which is cancelled when the client goes or the time is over."""
         task = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(_disconnect(http))
@@ -142,7 +142,7 @@ class Service:
     async def stream(
         self,
         http: HttpRequest,
-        job: Job,
+        group: RequestGroup,
         events: Callable[[Sequence[AsyncRequestHandle]], AsyncIterator[Any]],
     ) -> Response:
         """Server-sent events of requests: nothing is sent before all of them are queued, so that
@@ -152,7 +152,7 @@ class Service:
             events: Makes the events, as plain data, from the handles.
         """
         started = asyncio.get_running_loop().time()
-        handles = await self.attended(http, self.start(job))
+        handles = await self.run_until_disconnect(http, self.start(group))
         deadline = started + self.settings.request_timeout_s
 
         async def lines() -> AsyncIterator[bytes]:
@@ -169,7 +169,7 @@ class Service:
             yield DONE
 
         def end(whole: bool) -> None:
-            self.finish(handles, job.label)
+            self.finish(handles, group.label)
             if not whole:
                 self.metrics.gone.inc()
 

@@ -19,8 +19,8 @@ from overlap_spec.grammar import GrammarCompiler, Vocabulary
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.isolation.check import is_best_effort, violation
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
-from overlap_spec.server.native import Shape
-from overlap_spec.server.wire.text import GenerateBody
+from overlap_spec.server.protocol.text import GenerateBody
+from overlap_spec.server.sglang import SGLangFormatter
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Output, Verdict
 from tests.support.serving import shared_server
@@ -222,7 +222,7 @@ def test_over_http(path: str, stream: bool) -> None:
 
 
 def test_in_sglangs_shape() -> None:
-    shape = Shape(cast("Any", None), GenerateBody(text="x"), "id")
+    formatter = SGLangFormatter(cast("Any", None), GenerateBody(text="x"), "id")
     output = Output("", (), "stop", RequestStats(), verdict=Verdict(True))
-    assert shape.result(output, 0)["meta_info"]["verdict"] == {"valid": True, "reason": None}
-    assert "verdict" not in shape.result(replace(output, verdict=None), 0)["meta_info"]
+    assert formatter.result(output, 0)["meta_info"]["verdict"] == {"valid": True, "reason": None}
+    assert "verdict" not in formatter.result(replace(output, verdict=None), 0)["meta_info"]

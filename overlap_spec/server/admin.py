@@ -13,8 +13,8 @@ from starlette.responses import FileResponse, Response
 
 from overlap_spec.errors import EngineUnavailable, InvalidRequest
 from overlap_spec.server.errors import ApiError, Json
+from overlap_spec.server.protocol.text import DetokenizeBody, TokenizeBody
 from overlap_spec.server.service import Service
-from overlap_spec.server.wire.text import DetokenizeBody, TokenizeBody
 from overlap_spec.types import SamplingParams
 
 PAGE = Path(__file__).parent / "playground.html"
@@ -84,7 +84,7 @@ async def health_generate(service: Service, request: Request) -> Response:
         if output.error is not None:
             raise ApiError(503, output.error, code="engine_unavailable")
 
-    await service.attended(request, probe())
+    await service.run_until_disconnect(request, probe())
     return Json({"status": "ready"})
 
 

@@ -18,14 +18,14 @@ from overlap_spec.grammar.reasoning import ReasoningStream
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tool_stream import CallStream
 from overlap_spec.ipc.messages import EngineReady
-from overlap_spec.server.answer import Answer
 from overlap_spec.server.chat import Chat
+from overlap_spec.server.chat_assembler import ChatAssembler
 from overlap_spec.server.constraints import Constraints
 from overlap_spec.server.errors import as_api_error, place
 from overlap_spec.server.metrics import Metrics
+from overlap_spec.server.protocol.chat import ChatBody
 from overlap_spec.server.service import ClientGone, Events, Service, fan_out, wrapped
 from overlap_spec.server.settings import ServerSettings
-from overlap_spec.server.wire.chat import ChatBody
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Output, Request, SamplingParams
 
@@ -33,19 +33,19 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "<x>"}}\n</tool_call>'
 TEXT = f"<think>\nhm, é\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
 
 
-def read(text: str, size: int) -> tuple[Answer, list[dict[str, Any]]]:
+def read(text: str, size: int) -> tuple[ChatAssembler, list[dict[str, Any]]]:
     """An answer that came in pieces of ``size``, and its deltas."""
-    answer = Answer(ReasoningStream("qwen3"), CallStream("hermes"))
+    assembler = ChatAssembler(ReasoningStream("qwen3"), CallStream("hermes"))
     deltas = []
     for start in range(0, len(text), size):
-        deltas += answer.push(text[start : start + size])
-    return answer, deltas + answer.finish()
+        deltas += assembler.push(text[start : start + size])
+    return assembler, deltas + assembler.finish()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 11, 1000])
 def test_deltas_make_the_message(size: int) -> None:
-    answer, deltas = read(TEXT, size)
-    message = answer.message()
+    assembler, deltas = read(TEXT, size)
+    message = assembler.message()
     assert message["reasoning_content"].strip() == "hm, é"
     assert message["content"].strip() == "Let me see."
     assert [c["function"]["name"] for c in message["tool_calls"]] == ["f", "f"]
@@ -61,17 +61,17 @@ def test_deltas_make_the_message(size: int) -> None:
     for index, call in calls.items():
         assert json.loads(call["arguments"]) == {"a": "<x>"}
         assert call["arguments"] == message["tool_calls"][index]["function"]["arguments"]
-    assert answer.finish_reason("stop") == "tool_calls"
-    assert answer.finish_reason("length") == "length"
+    assert assembler.finish_reason("stop") == "tool_calls"
+    assert assembler.finish_reason("length") == "length"
 
 
 def test_text_without_marks_is_content() -> None:
-    answer, deltas = read("5 < 7 and {}", 1)
-    assert answer.message() == {
+    assembler, deltas = read("5 < 7 and {}", 1)
+    assert assembler.message() == {
         "role": "assistant", "content": "5 < 7 and {}", "refusal": None, "reasoning_content": None,
     }  # fmt: skip
     assert "".join(d["content"] for d in deltas) == "5 < 7 and {}"
-    assert answer.finish_reason("stop") == "stop"
+    assert assembler.finish_reason("stop") == "stop"
 
 
 def test_seeds_follow_one_another_and_stay_in_64_bits() -> None:
@@ -108,10 +108,10 @@ def test_a_template_may_open_or_close_the_thinking(
     request, _ = asyncio.run(chat.prepare())
     assert chat.opened is opened
     inside = parser == "deepseek_r1" if opened is None else opened
-    answer = chat._answer()
-    answer.push("hm</think>a" if inside else "a")
-    answer.finish()
-    assert (answer.thinking, answer.content) == ("hm" if inside else "", "a")
+    assembler = chat._assembler()
+    assembler.push("hm</think>a" if inside else "a")
+    assembler.finish()
+    assert (assembler.thinking, assembler.content) == ("hm" if inside else "", "a")
     begin = None if inside else "<think>"
     wrapped = Grammar.regex("[ab]").after_thinking("</think>", begin)
     assert request.grammar == (Grammar.regex("[ab]") if opened is False else wrapped)
@@ -172,11 +172,11 @@ def test_work_ends_with_its_client_and_with_its_time(
         finally:
             ended.append("ended")
 
-    async def attended() -> Any:
-        return await service.attended(Connection(leaves_s), work())  # type: ignore[arg-type]
+    async def run_until_disconnect() -> Any:
+        return await service.run_until_disconnect(Connection(leaves_s), work())  # type: ignore[arg-type]
 
     with pytest.raises(ends) if ends else contextlib.nullcontext():
-        assert asyncio.run(attended()) == "done"
+        assert asyncio.run(run_until_disconnect()) == "done"
     assert ended == ["ended"]
 
 
@@ -205,14 +205,14 @@ def test_metrics_count_what_has_ended() -> None:
     metrics = Metrics()
     request = Request(1, (1, 2), SamplingParams(), None, 9, frozenset(), 0, 0)
     handle = AsyncRequestHandle(request, lambda _: None)
-    metrics.note(handle)
+    metrics.observe(handle)
     stats = RequestStats(
         prompt_tokens=2, output_tokens=7, verifies=2, verified_tokens=6, drafted_tokens=10,
         accepted_drafts=4, accept_histogram=[0, 1, 0, 1], ttft_ms=20.0, end_to_end_ms=80.0,
         itl_ms=[30.0, 30.0],
     )  # fmt: skip
     handle.output = Output("text", (1,) * 7, "stop", stats)
-    metrics.note(handle)
+    metrics.observe(handle)
     text = metrics.render(None, 3).decode()
     for line in (
         "overlap_spec:engine_up 0.0",
