@@ -87,6 +87,11 @@ class AsyncEngine:
         return self.input_processor.tokenizer
 
     @property
+    def context_length(self) -> int:
+        """The model's longest prompt + output, in tokens; there once the engine has started."""
+        return self.input_processor.limits.context_tokens
+
+    @property
     def open_requests(self) -> int:
         """Requests that wait, compile or run."""
         return len(self.client.open)

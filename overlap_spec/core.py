@@ -10,6 +10,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.errors import NumericFault
 from overlap_spec.grammar.lane import Lane as LanePool
 from overlap_spec.grammar_lane import GrammarLane, StepFigures
+from overlap_spec.models.config import ModelConfig
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.speculation.policy import LengthPolicy
@@ -68,6 +69,10 @@ class Core:
             self.lane.matchers[sequence.request.id] = sequence.matcher
         self.scheduler.add(sequence)
 
+    def abort(self, request_id: int) -> None:
+        """End a request now; tokens that are still computed for it are dropped."""
+        self.scheduler.abort(request_id)
+
     def step(self) -> bool:
         """Run one step of whatever is queued; False when there is nothing to do.
 
@@ -109,6 +114,21 @@ class Core:
     def close(self) -> None:
         """End all threads."""
         self._end()
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """Shape of the target."""
+        return self.worker.passes.target.config
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that can run at all."""
+        return self.scheduler.longest
+
+    @property
+    def matchers(self) -> dict[int, Any]:
+        """The running requests' matchers by request id."""
+        return self.lane.matchers
 
     @property
     def figures(self) -> StepFigures:

@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenizer": {"grammar"},
     "timeline": set(),
     "grammar_lane": {"grammar", "timeline"},
-    "core": {"scheduler", "speculation", "worker", "grammar", "grammar_lane", "timeline"},
+    "core": {"scheduler", "speculation", "worker", "models", "grammar", "grammar_lane", "timeline"},
     "engine.input_processor": {"grammar", "tokenizer"},
     "engine.request_handle": {"grammar", "engine.input_processor"},
     "engine.output_processor": {"scheduler", "grammar", "engine.request_handle"},

@@ -53,10 +53,10 @@ class Engine:
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         self.config = EngineConfig.build(model=model, **settings)
         self.core = Core(self.config)
-        shape = self.core.worker.passes.target.config
+        shape = self.core.model_config
         self.context_length = shape.max_position
         self.tokenizer = Tokenizer(self.config.target_path, shape.vocab_size)
-        limits = Limits(self.context_length, self.core.scheduler.longest)
+        limits = Limits(self.context_length, self.core.longest)
         self.input_processor = InputProcessor(self.tokenizer, limits)
         backend = load(self.config.grammar_backend)
         self.compiler = GrammarCompiler(
@@ -197,10 +197,10 @@ class Engine:
                 self._abort(handle)
             self._publish()
             for handle in handles:
-                self.output_processor.handles.pop(handle.request.id, None)
+                self.output_processor.remove(handle)
 
     def _abort(self, handle: RequestHandle) -> None:
-        self.core.scheduler.abort(handle.request.id)
+        self.core.abort(handle.request.id)
         if (validation := self.output_processor.validation(handle)) is not None:
             validation.cancel()
 
@@ -274,9 +274,8 @@ class Engine:
         return sequence
 
     def _enqueue(self, sequence: SequenceState) -> RequestHandle:
-        handle = RequestHandle(sequence.request)
         with self._lock:
-            self.output_processor.handles[sequence.request.id] = handle
+            handle = self.output_processor.add(sequence.request)
             self.core.add(sequence)
         return handle
 

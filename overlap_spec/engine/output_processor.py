@@ -10,7 +10,7 @@ from typing import NamedTuple
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
-from overlap_spec.types import Delta, Output, Verdict
+from overlap_spec.types import Delta, Output, Request, Verdict
 
 Validation = Future[str | None]
 
@@ -35,6 +35,15 @@ class OutputProcessor:
         self.handles: dict[int, RequestHandle] = {}
         self._begin_validation = begin_validation
         self._unvalidated: dict[int, Unvalidated] = {}
+
+    def add(self, request: Request) -> RequestHandle:
+        """Make the handle of a request."""
+        handle = self.handles[request.id] = RequestHandle(request)
+        return handle
+
+    def remove(self, handle: RequestHandle) -> None:
+        """Forget a request."""
+        self.handles.pop(handle.request.id, None)
 
     def push(self, sequence: SequenceState) -> None:
         """Hand out the newest tokens of a sequence that goes on."""

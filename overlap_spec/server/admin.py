@@ -36,7 +36,7 @@ def model_card(service: Service) -> dict[str, Any]:
         "owned_by": "overlap-spec",
         "root": service.settings.served_model_name,
         "parent": None,
-        "max_model_len": service.engine.input_processor.limits.context_tokens,
+        "max_model_len": service.engine.context_length,
     }
 
 
@@ -51,7 +51,7 @@ async def tokenize(service: Service, body: TokenizeBody) -> Response:
     else:
         assert body.prompt is not None
         ids = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
-    length = service.engine.input_processor.limits.context_tokens
+    length = service.engine.context_length
     return Json({"tokens": ids, "count": len(ids), "max_model_len": length})
 
 
@@ -108,7 +108,7 @@ async def server_info(service: Service) -> Response:
             "status": engine.health,
             "restarts": engine.restarts,
             "served_model_name": service.settings.served_model_name,
-            "max_model_len": engine.input_processor.limits.context_tokens,
+            "max_model_len": engine.context_length,
             "overlap": config["overlap"],
             "speculative_algorithm": config["algorithm"]
             or ("eagle3" if engine.config.draft_path is not None else "none"),

@@ -229,8 +229,8 @@ def test_a_faulty_matcher_ends_its_own_request_only(engine: Engine, fault: str) 
     for index, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True)):
         handle = engine.submit(prompt, grammar, sampling)
         if index == 3:
-            inner = engine.core.lane.matchers[handle.request.id]
-            engine.core.lane.matchers[handle.request.id] = Faulty(inner, fault)
+            inner = engine.core.matchers[handle.request.id]
+            engine.core.matchers[handle.request.id] = Faulty(inner, fault)
         handles.append(handle)
     start = time.perf_counter()
     while any(t.output is None for t in handles):
@@ -269,8 +269,8 @@ def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, st
 
     with Engine(**tiny, num_steps=3, mask_deadline_ms=60.0) as engine:
         handle = engine.submit("slow", DATE)
-        inner = engine.core.lane.matchers[handle.request.id]
-        engine.core.lane.matchers[handle.request.id] = Slow(inner, "none")
+        inner = engine.core.matchers[handle.request.id]
+        engine.core.matchers[handle.request.id] = Slow(inner, "none")
         while handle.output is None:
             engine.step()
         assert handle.output.error is None
