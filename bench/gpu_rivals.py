@@ -217,7 +217,7 @@ def transformers(shop: Shop) -> Result:
     chain, tree = shop.engines("chain", "tree")
 
     def encode(task: Task) -> list[int]:
-        return list(chain.preparer.prompt_ids(task.prompt, task.raw))
+        return list(chain.input_processor.prompt_ids(task.prompt, task.raw))
 
     kind, device = (torch.float32, "cpu") if shop.setup.rehearse else (torch.bfloat16, "cuda")
     checkpoint = hf.Checkpoint(shop.setup.target, encode, kind, device)

@@ -32,7 +32,8 @@ import torch
 from bench.common import Run, fail, flags, median, rounded
 from bench.targets import work_folder
 from bench.workloads import OWN_SCHEMAS, Ask, free_asks, json_asks, read_samples
-from overlap_spec.engine import Engine, Ticket
+from overlap_spec.engine import Engine
+from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import OverlapSpecError
 
 IN_FLIGHT = 32
@@ -51,7 +52,7 @@ class Traffic:
         self.asks: list[Ask] = asks
         self.seed = seed
 
-    def submit(self, engine: Engine, number: int) -> Ticket:
+    def submit(self, engine: Engine, number: int) -> RequestHandle:
         """Queue request ``number``: 1 to 12 tokens long, some with a stop string."""
         rng = Random(f"{self.seed} {number}")
         ask = rng.choice(self.asks)
@@ -64,7 +65,7 @@ class Traffic:
 def soak(engine: Engine, run: Run, requests: int, seed: int) -> Counter[str]:
     """Run all requests, a sample every so many; how many ended for which reason."""
     traffic, reasons, tokens = Traffic(seed), Counter[str](), 0
-    open_tickets: dict[int, Ticket] = {}
+    open_tickets: dict[int, RequestHandle] = {}
     submitted = ended = 0
     every = max(1, requests // SAMPLES)
     start = time.perf_counter()

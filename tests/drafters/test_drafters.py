@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from overlap_spec.config import drafter_names
-from overlap_spec.drafter_guard import FIRST_PAUSE_STEPS, OFF, DrafterGuard
 from overlap_spec.drafters.base import Drafter
 from overlap_spec.drafters.registry import load_drafter
 from overlap_spec.engine import Engine
+from overlap_spec.engine.drafter_guard import FIRST_PAUSE_STEPS, OFF, DrafterGuard
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, Tier

@@ -225,18 +225,18 @@ def test_a_faulty_matcher_ends_its_own_request_only(engine: Engine, fault: str) 
     grammars = [DATE, None, Grammar.json_object(), DATE] * 2
     sampling = SamplingParams(max_tokens=40)
     want = engine.generate(prompts, grammars, sampling)
-    tickets = []
+    handles = []
     for index, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True)):
-        ticket = engine.submit(prompt, grammar, sampling)
+        handle = engine.submit(prompt, grammar, sampling)
         if index == 3:
-            inner = engine.core.matchers[ticket.request.id]
-            engine.core.grammar.matchers[ticket.request.id] = Faulty(inner, fault)
-        tickets.append(ticket)
+            inner = engine.core.matchers[handle.request.id]
+            engine.core.grammar.matchers[handle.request.id] = Faulty(inner, fault)
+        handles.append(handle)
     start = time.perf_counter()
-    while any(t.output is None for t in tickets):
+    while any(t.output is None for t in handles):
         engine.step()
-    got = [t.output for t in tickets]
-    engine.release(tickets)
+    got = [t.output for t in handles]
+    engine.release(handles)
     assert got[3] is not None
     assert got[3].finish_reason == "error"
     expected = {"raises": "broke", "hangs": "50 ms", "garbage": "refused"}[fault]
@@ -268,14 +268,14 @@ def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, st
             self.inner.fill_tree(tokens, first_child, next_sibling, rows)
 
     with Engine(**tiny, num_steps=3, mask_deadline_ms=60.0) as engine:
-        ticket = engine.submit("slow", DATE)
-        inner = engine.core.matchers[ticket.request.id]
-        engine.core.grammar.matchers[ticket.request.id] = Slow(inner, "none")
-        while ticket.output is None:
+        handle = engine.submit("slow", DATE)
+        inner = engine.core.matchers[handle.request.id]
+        engine.core.grammar.matchers[handle.request.id] = Slow(inner, "none")
+        while handle.output is None:
             engine.step()
-        assert ticket.output.error is None
-        assert ticket.output.text == want.text
-        assert ticket.output.stats.limited_steps == 2
+        assert handle.output.error is None
+        assert handle.output.text == want.text
+        assert handle.output.stats.limited_steps == 2
 
 
 def run_cli(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:

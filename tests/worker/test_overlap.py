@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from overlap_spec import core as core_module
 from overlap_spec.engine import Engine
+from overlap_spec.engine import core as core_module
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, SamplingParams
 from overlap_spec.worker.streams import ChaosStream, Streams, ThreadStreams
@@ -82,7 +82,7 @@ def run(engine: Engine, asks: list[Ask]) -> list[Output]:
     assert allocator.free == allocator.total
     assert engine.core.scheduler.idle
     assert not engine.core.matchers
-    assert not engine._tickets
+    assert not engine.output_processor.handles
     return [output for output in outputs if output is not None]
 
 

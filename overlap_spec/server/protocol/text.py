@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.server.wire.base import Body, Constraint, Count, Int, OpenAIBody, Sampling
-from overlap_spec.server.wire.chat import ResponseFormat
+from overlap_spec.server.protocol.base import Body, Constraint, Count, Int, OpenAIBody, Sampling
+from overlap_spec.server.protocol.chat import ResponseFormat
 from overlap_spec.types import SamplingParams
 
 TokenIds = Annotated[list[Count], Field(min_length=1)]
@@ -58,7 +58,7 @@ class CompletionBody(OpenAIBody):
         )
 
 
-class NativeSampling(Sampling, Constraint):
+class SGLangSampling(Sampling, Constraint):
     """SGLang's ``sampling_params``."""
 
     max_new_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
@@ -86,7 +86,7 @@ class NativeSampling(Sampling, Constraint):
         return self.parameters(**more, min_tokens=minimum, logprobs=logprobs)
 
 
-Samplings = Annotated[list[NativeSampling], Field(min_length=1)]
+Samplings = Annotated[list[SGLangSampling], Field(min_length=1)]
 
 
 class GenerateBody(Body):
@@ -94,9 +94,7 @@ class GenerateBody(Body):
 
     text: str | Annotated[list[str], Field(min_length=1)] | None = None
     input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1)] | None = None
-    sampling_params: (
-        NativeSampling | Annotated[list[NativeSampling], Field(min_length=1)] | None
-    ) = None
+    sampling_params: SGLangSampling | Samplings | None = None
     rid: str | Annotated[list[str], Field(min_length=1)] | None = None
     return_logprob: bool | None = None
     top_logprobs_num: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None

@@ -1,11 +1,12 @@
 """From what a caller asks to what the engine runs: tokens, defaults, limits. Checks all of it.
 
-Needs no model, so that a front process can do it beside the engine.
+Needs no model, so that the client of an engine process can do it.
 """
 
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, cast
@@ -13,7 +14,7 @@ from typing import Any, TypedDict, cast
 from overlap_spec.errors import GrammarError, InvalidRequest
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.tokenizer import Message, Tokenizer
-from overlap_spec.types import SamplingParams
+from overlap_spec.types import Request, SamplingParams
 
 Prompt = str | Sequence[Message] | Sequence[int]
 Sampling = SamplingParams | Mapping[str, Any] | None
@@ -43,29 +44,13 @@ class Limits:
     cache_tokens: int
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A request that is checked and tokenised. ``sampling`` has its defaults filled in.
-
-    ``stop_ids``: all tokens that end the output; ``seed`` is drawn where none was given.
-    """
-
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
-    grammar: Grammar | None
-    max_tokens: int
-    stop_ids: frozenset[int]
-    seed: int
-    priority: int = 0
-
-
-class Preparer:
-    """Prepares the requests of one model."""
+class InputProcessor:
+    """Makes the requests of one model."""
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
         self.tokenizer, self.limits = tokenizer, limits
 
-    def prepare(
+    def process(
         self,
         prompt: Prompt,
         grammar: Grammar | None = None,
@@ -74,8 +59,8 @@ class Preparer:
         raw: bool = False,
         tools: Sequence[Any] | None = None,
         priority: int = 0,
-    ) -> Prepared:
-        """The checked request.
+    ) -> Request:
+        """The request, checked and tokenised; its id is -1 until an engine numbers it.
 
         Args:
             prompt: Text (one user turn), a list of messages (a chat), or token ids.
@@ -84,6 +69,7 @@ class Preparer:
         Raises:
             InvalidRequest: names the field at fault.
         """
+        arrival_ns = time.perf_counter_ns()
         if grammar is not None and not isinstance(grammar, Grammar):
             raise GrammarError(
                 f"grammar must be made by Grammar.json_schema() and its like: {grammar!r}",
@@ -97,20 +83,22 @@ class Preparer:
         # Under a grammar an end-of-text token is allowed where the grammar may end, and ends it.
         ignore = params.ignore_eos and grammar is None
         eos = frozenset[int]() if ignore else self.tokenizer.eos_ids
-        return Prepared(
+        return Request(
+            id=-1,
             prompt_ids=tuple(ids),
             sampling=params,
             grammar=grammar,
             max_tokens=self._max_tokens(params, len(ids)),
             stop_ids=eos | frozenset(params.stop_token_ids),
             seed=params.seed if params.seed is not None else secrets.randbits(62),
+            arrival_ns=arrival_ns,
             priority=priority,
         )
 
     def prompt_ids(
         self, prompt: Prompt, raw: bool = False, tools: Sequence[Any] | None = None
     ) -> list[int]:
-        """Tokens of a prompt; arguments and errors as :meth:`prepare`."""
+        """Tokens of a prompt; arguments and errors as :meth:`process`."""
         check_text(prompt, "prompt")
         ids = self._encode(prompt, raw, tools)
         if not ids:

@@ -7,31 +7,32 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Unpack, overload
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.core import EngineCore
-from overlap_spec.errors import RequestFailed
-from overlap_spec.grammar.backends import load
-from overlap_spec.grammar.compile import GrammarCompiler
-from overlap_spec.grammar.contract import CompiledGrammar
-from overlap_spec.grammar.isolation.limits import CompileLimits
-from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar_lane import StepFigures
-from overlap_spec.prepare import (
+from overlap_spec.engine.core import EngineCore
+from overlap_spec.engine.grammar_manager import StepFigures
+from overlap_spec.engine.input_processor import (
+    InputProcessor,
     Limits,
-    Prepared,
-    Preparer,
     Prompt,
     PromptOptions,
     Sampling,
     as_prompts,
     each,
 )
-from overlap_spec.scheduler.sequence import Sequence as Running
+from overlap_spec.engine.output_processor import OutputProcessor
+from overlap_spec.engine.request_handle import RequestHandle
+from overlap_spec.errors import RequestFailed
+from overlap_spec.grammar.backends import load
+from overlap_spec.grammar.compile import GrammarCompiler
+from overlap_spec.grammar.contract import CompiledGrammar
+from overlap_spec.grammar.isolation.limits import CompileLimits
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.scheduler.sequence import Sequence as SequenceState
 from overlap_spec.scheduler.stops import TextBuffer
-from overlap_spec.ticket import Ticket
 from overlap_spec.timeline import Timeline
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Delta, Output, Request
@@ -54,8 +55,8 @@ class Engine:
         self.core = EngineCore(self.config)
         self.context_length = self.core.context_length
         self.tokenizer = Tokenizer(self.config.target_path, self.core.vocab_size)
-        limits = Limits(self.context_length, self.core.scheduler.longest)
-        self.preparer = Preparer(self.tokenizer, limits)
+        limits = Limits(self.context_length, self.core.longest)
+        self.input_processor = InputProcessor(self.tokenizer, limits)
         backend = load(self.config.grammar_backend)
         self.compiler = GrammarCompiler(
             backend(self.tokenizer.vocabulary),
@@ -67,8 +68,7 @@ class Engine:
             ),
         )
         self._ids = itertools.count()
-        self._tickets: dict[int, Ticket] = {}
-        self._checking: list[Ticket] = []
+        self.output_processor = OutputProcessor(self.compiler.check)
         self._lock = threading.RLock()
 
     @property
@@ -117,7 +117,7 @@ class Engine:
                 these.
             grammar: What the output must be; one for all prompts, or one each.
             sampling: As SamplingParams or its fields; one for all prompts, or one each.
-            options: See :class:`overlap_spec.prepare.PromptOptions`.
+            options: See :class:`overlap_spec.engine.input_processor.PromptOptions`.
 
         Returns:
             Output, or a list of them in the prompts' order. A request that fails in the middle
@@ -130,15 +130,15 @@ class Engine:
         prompts, single = as_prompts(prompt)
         grammars = each("grammar", grammar, len(prompts))
         samplings = each("sampling", sampling, len(prompts))
-        prepared = [
+        sequences = [
             self._prepare(p, g, s, **options)
             for p, g, s in zip(prompts, grammars, samplings, strict=True)
         ]
-        tickets = [self._enqueue(sequence) for sequence in prepared]
+        handles = [self._enqueue(sequence) for sequence in sequences]
         try:
-            outputs = [self._wait(ticket) for ticket in tickets]
+            outputs = [self._wait(handle) for handle in handles]
         finally:
-            self.release(tickets)
+            self.release(handles)
         return outputs[0] if single else outputs
 
     def stream(
@@ -164,7 +164,7 @@ class Engine:
         grammar: Grammar | None = None,
         sampling: Sampling = None,
         **options: Unpack[PromptOptions],
-    ) -> Ticket:
+    ) -> RequestHandle:
         """Queue a request; whoever submits calls :meth:`step`, and at last :meth:`release`.
 
         Raises:
@@ -173,52 +173,48 @@ class Engine:
         return self._enqueue(self._prepare(prompt, grammar, sampling, **options))
 
     def admit(
-        self,
-        prepared: Prepared,
-        arrival_ns: int,
-        compiled: CompiledGrammar | None = None,
-        compile_ms: float = 0.0,
-    ) -> Ticket:
-        """Queue a request that was prepared and compiled elsewhere; otherwise as :meth:`submit`.
+        self, request: Request, compiled: CompiledGrammar | None = None, compile_ms: float = 0.0
+    ) -> RequestHandle:
+        """Queue a request that was made and compiled elsewhere; otherwise as :meth:`submit`.
 
         Args:
-            arrival_ns: When it came, on ``time.perf_counter_ns()``'s clock.
-            compiled: Of ``prepared.grammar``.
+            request: The engine gives it an id of its own.
+            compiled: Of ``request.grammar``.
         """
-        return self._enqueue(self._sequence(prepared, arrival_ns, compiled, compile_ms))
+        return self._enqueue(self._sequence(request, compiled, compile_ms))
 
-    def abort(self, ticket: Ticket) -> None:
+    def abort(self, handle: RequestHandle) -> None:
         """End a request now; what it has so far is its output, at once."""
         with self._lock:
-            self._abort(ticket)
+            self._abort(handle)
             self._publish()
 
-    def release(self, tickets: Sequence[Ticket]) -> None:
+    def release(self, handles: Sequence[RequestHandle]) -> None:
         """Forget requests that have ended, and abort the others."""
         with self._lock:
-            for ticket in tickets:
-                self._abort(ticket)
+            for handle in handles:
+                self._abort(handle)
             self._publish()
-            for ticket in tickets:
-                self._tickets.pop(ticket.request.id, None)
+            for handle in handles:
+                self.output_processor.remove(handle)
 
-    def _abort(self, ticket: Ticket) -> None:
-        self.core.scheduler.abort(ticket.request.id)
-        if ticket.check is not None:
-            ticket.check.cancel()
+    def _abort(self, handle: RequestHandle) -> None:
+        self.core.abort(handle.request.id)
+        if (validation := self.output_processor.validation(handle)) is not None:
+            validation.cancel()
 
-    def _pieces(self, ticket: Ticket) -> Iterator[Delta]:
+    def _pieces(self, handle: RequestHandle) -> Iterator[Delta]:
         try:
             while True:
-                while ticket.deltas:
-                    yield ticket.deltas.popleft()
-                if ticket.output is not None:
+                while handle.deltas:
+                    yield handle.deltas.popleft()
+                if handle.output is not None:
                     break
-                self._advance(ticket)
-            if ticket.output.error is not None:
-                raise RequestFailed(ticket.output.error)
+                self._advance(handle)
+            if handle.output.error is not None:
+                raise RequestFailed(handle.output.error)
         finally:
-            self.release([ticket])
+            self.release([handle])
 
     def step(self) -> bool:
         """Run one step of whatever is queued; False when there is nothing to do."""
@@ -228,23 +224,18 @@ class Engine:
             return busy
 
     def _publish(self) -> None:
-        """Hand out what has happened to those who wait for it."""
-        news = self.core.outputs()
-        for sequence, run in news.runs:
-            self._tickets[sequence.request.id].push(sequence, run)
-        for sequence in news.ended:
-            ticket = self._tickets[sequence.request.id]
-            ticket.finish(sequence, self.compiler.check)
-            if ticket.check is not None:
-                self._checking.append(ticket)
-        for ticket in [t for t in self._checking if t.check is not None and t.check.done()]:
-            self._checking.remove(ticket)
-            ticket.deliver()
+        """Hand what has happened to those who wait for it."""
+        outputs = self.core.outputs()
+        for sequence, _ in outputs.runs:
+            self.output_processor.push(sequence)
+        for sequence in outputs.ended:
+            self.output_processor.finish(sequence)
+        self.output_processor.deliver_validated()
 
     def close(self) -> None:
         """Abort what runs and end the lane's threads."""
         with self._lock:
-            self.release(list(self._tickets.values()))
+            self.release(list(self.output_processor.handles.values()))
         self.compiler.close()
         self.core.close()
 
@@ -261,54 +252,38 @@ class Engine:
 
     def _prepare(
         self, prompt: Prompt, grammar: Any, sampling: Any, **options: Unpack[PromptOptions]
-    ) -> Running:
+    ) -> SequenceState:
         """Check and compile everything that can be wrong with a request before it is queued."""
-        arrival_ns = time.perf_counter_ns()
-        prepared = self.preparer.prepare(prompt, grammar, sampling, **options)
-        if prepared.grammar is None:
-            return self._sequence(prepared, arrival_ns, None, 0.0)
+        request = self.input_processor.process(prompt, grammar, sampling, **options)
+        if request.grammar is None:
+            return self._sequence(request, None, 0.0)
         compile_start_ns = time.perf_counter_ns()
-        compiled = self.compiler.compile(prepared.grammar)
+        compiled = self.compiler.compile(request.grammar)
         compile_ms = (time.perf_counter_ns() - compile_start_ns) / 1e6
-        return self._sequence(prepared, arrival_ns, compiled, compile_ms)
+        return self._sequence(request, compiled, compile_ms)
 
     def _sequence(
-        self,
-        prepared: Prepared,
-        arrival_ns: int,
-        compiled: CompiledGrammar | None,
-        compile_ms: float,
-    ) -> Running:
-        request = Request(
-            id=next(self._ids),
-            prompt_ids=prepared.prompt_ids,
-            sampling=prepared.sampling,
-            grammar=prepared.grammar,
-            max_tokens=prepared.max_tokens,
-            stop_ids=prepared.stop_ids,
-            seed=prepared.seed,
-            arrival_ns=arrival_ns,
-            priority=prepared.priority,
-        )
-        buffer = TextBuffer(self.tokenizer.detokenizer(), tuple(prepared.sampling.stop))
-        sequence = Running(request, buffer, compiled.matcher() if compiled else None)
-        sequence.stats.prompt_tokens = len(prepared.prompt_ids)
+        self, request: Request, compiled: CompiledGrammar | None, compile_ms: float
+    ) -> SequenceState:
+        request = replace(request, id=next(self._ids))
+        buffer = TextBuffer(self.tokenizer.detokenizer(), tuple(request.sampling.stop))
+        sequence = SequenceState(request, buffer, compiled.matcher() if compiled else None)
+        sequence.stats.prompt_tokens = len(request.prompt_ids)
         sequence.stats.grammar_compile_ms = compile_ms
         return sequence
 
-    def _enqueue(self, sequence: Running) -> Ticket:
-        ticket = Ticket(sequence.request)
+    def _enqueue(self, sequence: SequenceState) -> RequestHandle:
         with self._lock:
-            self._tickets[sequence.request.id] = ticket
+            handle = self.output_processor.add(sequence.request)
             self.core.add(sequence)
-        return ticket
+        return handle
 
-    def _wait(self, ticket: Ticket) -> Output:
-        while ticket.output is None:
-            self._advance(ticket)
-        return ticket.output
+    def _wait(self, handle: RequestHandle) -> Output:
+        while handle.output is None:
+            self._advance(handle)
+        return handle.output
 
-    def _advance(self, ticket: Ticket) -> None:
-        """Run a step; where there is none to run, the ticket's check is what is waited for."""
-        if not self.step() and ticket.check is not None:
-            wait([ticket.check])
+    def _advance(self, handle: RequestHandle) -> None:
+        """Run a step; if there is none to run, wait for the validation of the handle's output."""
+        if not self.step() and (validation := self.output_processor.validation(handle)) is not None:
+            wait([validation])

@@ -14,7 +14,7 @@ from overlap_spec.server.settings import ServerSettings
 OPEN_PATHS = ("/", "/health")
 
 
-class Guard:
+class GuardMiddleware:
     """ASGI middleware; refuses with 401 and 413, and counts every answer of 400 and above.
 
     Args:

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from overlap_spec.engine.input_processor import check_text
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.prepare import check_text
 from overlap_spec.types import SamplingParams
 
 Int = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]

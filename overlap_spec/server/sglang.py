@@ -5,48 +5,47 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from fastapi import Request
+from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from overlap_spec.async_engine import Reply
+from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.prepare import Prepared
 from overlap_spec.server.errors import Json
-from overlap_spec.server.logprobs import native_logprobs
-from overlap_spec.server.service import Job, Service, fan_out, interleaved, new_id, verdict
-from overlap_spec.server.wire.text import AbortBody, GenerateBody, NativeSampling
+from overlap_spec.server.logprobs import sglang_logprobs
+from overlap_spec.server.protocol.text import AbortBody, GenerateBody, SGLangSampling
+from overlap_spec.server.service import RequestGroup, Service, fan_out, interleaved, new_id, verdict
 from overlap_spec.stats import RequestStats
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import Delta, Output
+from overlap_spec.types import Delta, Output, Request
 
 
-async def generate(service: Service, body: GenerateBody, request: Request) -> Response:
+async def generate(service: Service, body: GenerateBody, http: HttpRequest) -> Response:
     """Complete texts as they are, in SGLang's shape; a list in gives a list out."""
     prompts, single = body.prompts()
     count = len(prompts)
     samplings = _each("sampling_params", body.sampling_params, count)
     rids = _each("rid", body.rid if count == 1 or isinstance(body.rid, list) else None, count)
-    prepared: list[Prepared] = []
+    requests: list[Request] = []
     field = None
-    for prompt, asked in zip(prompts, samplings, strict=True):
-        asked = asked or NativeSampling.model_validate({})
-        single = single and (asked.n or 1) == 1
+    for prompt, given in zip(prompts, samplings, strict=True):
+        given = given or SGLangSampling.model_validate({})
+        single = single and (given.n or 1) == 1
         top = (body.top_logprobs_num or 0) if body.return_logprob else None
-        grammar, name = await service.constraints.of(asked)
+        grammar, name = await service.constraints.of(given)
         field = field or (f"sampling_params.{name}" if name else None)
-        one = await service.engine.prepare(prompt, grammar, asked.sampling(top), raw=True)
-        prepared += fan_out([one], asked.n or 1)
+        request = await service.engine.prepare(prompt, grammar, given.sampling(top), raw=True)
+        requests += fan_out([request], given.n or 1)
     label = body.rid if isinstance(body.rid, str) else rids[0] or new_id("gen")
-    job = Job(label, prepared, field)
-    shape = Shape(service.engine.tokenizer, body, label)
+    group = RequestGroup(label, requests, field)
+    formatter = SGLangFormatter(service.engine.tokenizer, body, label)
     if body.stream:
-        return await service.stream(request, job, lambda replies: shape.events(replies, single))
-    outputs = await service.outputs(request, job)
-    results = [shape.result(output, index) for index, output in enumerate(outputs)]
+        return await service.stream(http, group, lambda handles: formatter.events(handles, single))
+    outputs = await service.outputs(http, group)
+    results = [formatter.result(output, index) for index, output in enumerate(outputs)]
     return Json(results[0] if single else results)
 
 
-class Shape:
+class SGLangFormatter:
     """Outputs as SGLang shows them: each event of a stream holds all that there is so far."""
 
     def __init__(self, tokenizer: Tokenizer, body: GenerateBody, label: str) -> None:
@@ -62,27 +61,29 @@ class Shape:
         meta = self._meta(index, reason, output)
         return {"text": output.text, "output_ids": list(output.token_ids), "meta_info": meta}
 
-    async def events(self, replies: Sequence[Reply], single: bool) -> AsyncIterator[Any]:
+    async def events(
+        self, handles: Sequence[AsyncRequestHandle], single: bool
+    ) -> AsyncIterator[Any]:
         """All that is there so far, whenever there is more."""
-        seen: list[list[Delta]] = [[] for _ in replies]
-        async for index, delta in interleaved(replies):
+        seen: list[list[Delta]] = [[] for _ in handles]
+        async for index, delta in interleaved(handles):
             seen[index].append(delta)
             if delta.finish_reason == "error":
                 continue
             if delta.finish_reason is not None:
-                event = self.result(await replies[index].finish(), index)
+                event = self.result(await handles[index].finish(), index)
             else:
-                event = self._so_far(seen[index], index, replies[index].prepared)
+                event = self._so_far(seen[index], index, handles[index].request)
             yield event if single else event | {"index": index}
 
-    def _so_far(self, deltas: Sequence[Delta], index: int, prepared: Prepared) -> dict[str, Any]:
+    def _so_far(self, deltas: Sequence[Delta], index: int, request: Request) -> dict[str, Any]:
         ids = tuple(token for delta in deltas for token in delta.token_ids)
         logprobs = tuple(entry for delta in deltas for entry in delta.logprobs)
         text = "".join(delta.text for delta in deltas)
         meta = {
             "id": self._id(index),
             "finish_reason": None,
-            "prompt_tokens": len(prepared.prompt_ids),
+            "prompt_tokens": len(request.prompt_ids),
             "completion_tokens": len(ids),
         }
         meta |= self._logprobs(ids, logprobs)
@@ -110,7 +111,7 @@ class Shape:
         if not self.body.return_logprob:
             return {}
         with_text = self.body.return_text_in_logprobs is True
-        return native_logprobs(self.tokenizer, ids, logprobs, with_text)
+        return sglang_logprobs(self.tokenizer, ids, logprobs, with_text)
 
     def _id(self, index: int) -> str:
         rid = self.body.rid
@@ -132,14 +133,16 @@ def speculation(stats: RequestStats) -> dict[str, Any]:
 async def abort_request(service: Service, body: AbortBody) -> Response:
     """Abort what runs under an id, or everything; says how many were found."""
     if body.abort_all:
-        labels = list(service.named)
+        labels = list(service.by_label)
     elif body.rid is not None:
-        labels = [body.rid] if body.rid in service.named else []
+        labels = [body.rid] if body.rid in service.by_label else []
     else:
         raise InvalidRequest("send rid, or abort_all: true", "rid")
-    found = [reply for label in labels for reply in service.named[label] if reply.output is None]
-    for reply in found:
-        reply.abort()
+    found = [
+        handle for label in labels for handle in service.by_label[label] if handle.output is None
+    ]
+    for handle in found:
+        handle.abort()
     return Json({"aborted": len(found)})
 
 

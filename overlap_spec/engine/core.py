@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.drafter_guard import DrafterGuard
+from overlap_spec.engine.drafter_guard import DrafterGuard
+from overlap_spec.engine.grammar_manager import GrammarManager, StepFigures
 from overlap_spec.errors import NumericFault
 from overlap_spec.grammar.lane import Lane as LanePool
-from overlap_spec.grammar_lane import GrammarManager, StepFigures
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.speculation.policy import LengthPolicy

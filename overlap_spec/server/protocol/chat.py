@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.server.wire.base import OpenAIBody, Strict
+from overlap_spec.server.protocol.base import OpenAIBody, Strict
 from overlap_spec.types import SamplingParams
 
 

@@ -11,41 +11,41 @@ from typing import Any
 
 import pytest
 
-from overlap_spec.async_engine import AsyncEngine, Reply
+from overlap_spec.async_engine import AsyncEngine, AsyncRequestHandle
+from overlap_spec.engine.input_processor import Limits, check_text
 from overlap_spec.errors import ConfigError, InvalidRequest
 from overlap_spec.grammar.reasoning import ReasoningStream
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tool_stream import CallStream
-from overlap_spec.link.messages import Hello
-from overlap_spec.prepare import Limits, Prepared, check_text
-from overlap_spec.server.answer import Answer
+from overlap_spec.ipc.messages import EngineReady
 from overlap_spec.server.chat import Chat
+from overlap_spec.server.chat_assembler import ChatAssembler
 from overlap_spec.server.constraints import Constraints
 from overlap_spec.server.errors import as_api_error, place
 from overlap_spec.server.metrics import Metrics
+from overlap_spec.server.protocol.chat import ChatBody
 from overlap_spec.server.service import ClientGone, Events, Service, fan_out, wrapped
 from overlap_spec.server.settings import ServerSettings
-from overlap_spec.server.wire.chat import ChatBody
 from overlap_spec.stats import RequestStats
-from overlap_spec.types import Output, SamplingParams
+from overlap_spec.types import Output, Request, SamplingParams
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "<x>"}}\n</tool_call>'
 TEXT = f"<think>\nhm, é\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
 
 
-def read(text: str, size: int) -> tuple[Answer, list[dict[str, Any]]]:
+def read(text: str, size: int) -> tuple[ChatAssembler, list[dict[str, Any]]]:
     """An answer that came in pieces of ``size``, and its deltas."""
-    answer = Answer(ReasoningStream("qwen3"), CallStream("hermes"))
+    assembler = ChatAssembler(ReasoningStream("qwen3"), CallStream("hermes"))
     deltas = []
     for start in range(0, len(text), size):
-        deltas += answer.push(text[start : start + size])
-    return answer, deltas + answer.finish()
+        deltas += assembler.push(text[start : start + size])
+    return assembler, deltas + assembler.finish()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 11, 1000])
 def test_deltas_make_the_message(size: int) -> None:
-    answer, deltas = read(TEXT, size)
-    message = answer.message()
+    assembler, deltas = read(TEXT, size)
+    message = assembler.message()
     assert message["reasoning_content"].strip() == "hm, é"
     assert message["content"].strip() == "Let me see."
     assert [c["function"]["name"] for c in message["tool_calls"]] == ["f", "f"]
@@ -61,21 +61,21 @@ def test_deltas_make_the_message(size: int) -> None:
     for index, call in calls.items():
         assert json.loads(call["arguments"]) == {"a": "<x>"}
         assert call["arguments"] == message["tool_calls"][index]["function"]["arguments"]
-    assert answer.finish_reason("stop") == "tool_calls"
-    assert answer.finish_reason("length") == "length"
+    assert assembler.finish_reason("stop") == "tool_calls"
+    assert assembler.finish_reason("length") == "length"
 
 
 def test_text_without_marks_is_content() -> None:
-    answer, deltas = read("5 < 7 and {}", 1)
-    assert answer.message() == {
+    assembler, deltas = read("5 < 7 and {}", 1)
+    assert assembler.message() == {
         "role": "assistant", "content": "5 < 7 and {}", "refusal": None, "reasoning_content": None,
     }  # fmt: skip
     assert "".join(d["content"] for d in deltas) == "5 < 7 and {}"
-    assert answer.finish_reason("stop") == "stop"
+    assert assembler.finish_reason("stop") == "stop"
 
 
 def test_seeds_follow_one_another_and_stay_in_64_bits() -> None:
-    one = Prepared((1,), SamplingParams(), None, 1, frozenset(), 2**63 - 1)
+    one = Request(-1, (1,), SamplingParams(), None, 1, frozenset(), 2**63 - 1, 0)
     assert [p.seed for p in fan_out([one], 3)] == [2**63 - 1, -(2**63), -(2**63) + 1]
     assert wrapped(-1) == -1
 
@@ -99,22 +99,22 @@ def test_a_template_may_open_or_close_the_thinking(
     template = "{{ messages[-1].content }}</think>: " + ending
     settings = ServerSettings(reasoning_parser=parser)
     engine = AsyncEngine(**tiny, chat_template=template)
-    engine._welcome(Hello(Limits(200, 200), 300, dataclasses.asdict(engine.config)))
+    engine._set_ready(EngineReady(Limits(200, 200), 300, dataclasses.asdict(engine.config)))
     service = Service(engine, settings, Metrics(), Constraints(settings))
     body = ChatBody.model_validate(
         {"messages": [{"role": "user", "content": "<think>"}], "regex": "[ab]"}
     )
     chat = Chat(service, body, "id", "model")
-    prepared, _ = asyncio.run(chat.prepare())
+    request, _ = asyncio.run(chat.prepare())
     assert chat.opened is opened
     inside = parser == "deepseek_r1" if opened is None else opened
-    answer = chat._answer()
-    answer.push("hm</think>a" if inside else "a")
-    answer.finish()
-    assert (answer.thinking, answer.content) == ("hm" if inside else "", "a")
+    assembler = chat._assembler()
+    assembler.push("hm</think>a" if inside else "a")
+    assembler.finish()
+    assert (assembler.thinking, assembler.content) == ("hm" if inside else "", "a")
     begin = None if inside else "<think>"
     wrapped = Grammar.regex("[ab]").after_thinking("</think>", begin)
-    assert prepared.grammar == (Grammar.regex("[ab]") if opened is False else wrapped)
+    assert request.grammar == (Grammar.regex("[ab]") if opened is False else wrapped)
 
 
 @pytest.mark.parametrize("value", ["\ud800", ["a", "\udfff"], {"a": [{"\ud800": 1}]}])
@@ -172,11 +172,11 @@ def test_work_ends_with_its_client_and_with_its_time(
         finally:
             ended.append("ended")
 
-    async def attended() -> Any:
-        return await service.attended(Connection(leaves_s), work())  # type: ignore[arg-type]
+    async def run_until_disconnect() -> Any:
+        return await service.run_until_disconnect(Connection(leaves_s), work())  # type: ignore[arg-type]
 
     with pytest.raises(ends) if ends else contextlib.nullcontext():
-        assert asyncio.run(attended()) == "done"
+        assert asyncio.run(run_until_disconnect()) == "done"
     assert ended == ["ended"]
 
 
@@ -203,16 +203,16 @@ def test_a_stream_is_ended_once_also_before_its_first_event(leaves_s: float, who
 
 def test_metrics_count_what_has_ended() -> None:
     metrics = Metrics()
-    prepared = Prepared((1, 2), SamplingParams(), None, 9, frozenset(), 0)
-    reply = Reply(1, prepared, lambda _: None)
-    metrics.note(reply)
+    request = Request(1, (1, 2), SamplingParams(), None, 9, frozenset(), 0, 0)
+    handle = AsyncRequestHandle(request, lambda _: None)
+    metrics.observe(handle)
     stats = RequestStats(
         prompt_tokens=2, output_tokens=7, verifies=2, verified_tokens=6, drafted_tokens=10,
         accepted_drafts=4, accept_histogram=[0, 1, 0, 1], ttft_ms=20.0, end_to_end_ms=80.0,
         itl_ms=[30.0, 30.0],
     )  # fmt: skip
-    reply.output = Output("text", (1,) * 7, "stop", stats)
-    metrics.note(reply)
+    handle.output = Output("text", (1,) * 7, "stop", stats)
+    metrics.observe(handle)
     text = metrics.render(None, 3).decode()
     for line in (
         "overlap_spec:engine_up 0.0",

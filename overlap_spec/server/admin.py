@@ -13,8 +13,8 @@ from starlette.responses import FileResponse, Response
 
 from overlap_spec.errors import EngineUnavailable, InvalidRequest
 from overlap_spec.server.errors import ApiError, Json
+from overlap_spec.server.protocol.text import DetokenizeBody, TokenizeBody
 from overlap_spec.server.service import Service
-from overlap_spec.server.wire.text import DetokenizeBody, TokenizeBody
 from overlap_spec.types import SamplingParams
 
 PAGE = Path(__file__).parent / "playground.html"
@@ -36,7 +36,7 @@ def model_card(service: Service) -> dict[str, Any]:
         "owned_by": "overlap-spec",
         "root": service.settings.served_model_name,
         "parent": None,
-        "max_model_len": service.engine.preparer.limits.context_tokens,
+        "max_model_len": service.engine.context_length,
     }
 
 
@@ -47,11 +47,11 @@ async def tokenize(service: Service, body: TokenizeBody) -> Response:
         raise InvalidRequest("send either prompt or messages", "prompt")
     tokenizer = service.engine.tokenizer
     if body.messages is not None:
-        ids = await asyncio.to_thread(service.engine.preparer.prompt_ids, body.messages)
+        ids = await asyncio.to_thread(service.engine.input_processor.prompt_ids, body.messages)
     else:
         assert body.prompt is not None
         ids = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
-    length = service.engine.preparer.limits.context_tokens
+    length = service.engine.context_length
     return Json({"tokens": ids, "count": len(ids), "max_model_len": length})
 
 
@@ -84,7 +84,7 @@ async def health_generate(service: Service, request: Request) -> Response:
         if output.error is not None:
             raise ApiError(503, output.error, code="engine_unavailable")
 
-    await service.attended(request, probe())
+    await service.run_until_disconnect(request, probe())
     return Json({"status": "ready"})
 
 
@@ -108,7 +108,7 @@ async def server_info(service: Service) -> Response:
             "status": engine.health,
             "restarts": engine.restarts,
             "served_model_name": service.settings.served_model_name,
-            "max_model_len": engine.preparer.limits.context_tokens,
+            "max_model_len": engine.context_length,
             "overlap": config["overlap"],
             "speculative_algorithm": config["algorithm"]
             or ("eagle3" if engine.config.draft_path is not None else "none"),

@@ -1,10 +1,9 @@
-"""The front's end of the link: an engine process, and the socket to it."""
+"""The client's end of the connection: one engine process, and the socket to it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -13,18 +12,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 import zmq.asyncio
 
-from overlap_spec.link import messages as m
+from overlap_spec.ipc import messages as m
 
-# Longest path of a Unix socket on the systems that there are.
+# Longest path of a Unix socket that every system accepts, in characters.
 LONGEST_PATH = 100
 PACKAGE_PARENT = str(Path(__file__).resolve().parent.parent.parent)
 
 
-class Child:
-    """One engine process. :meth:`start` makes one; :meth:`end` leaves nothing of it."""
+class EngineProcess:
+    """One engine process. :meth:`start` makes it; :meth:`end` removes all of it."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, folder: Path
@@ -32,20 +32,25 @@ class Child:
         self.process, self._socket, self._folder = process, socket, folder
 
     @classmethod
-    async def start(cls, settings: dict[str, Any]) -> Child:
-        """Start a process that builds ``Engine(**settings)``; it answers `Hello` or `Broken`."""
+    async def start(cls, settings: dict[str, Any]) -> EngineProcess:
+        """Start a process that builds ``Engine(**settings)`` and then sends `EngineReady` or
+        `LoadFailed`.
+
+        Raises:
+            OSError: the system cannot start it.
+        """
         folder = Path(tempfile.mkdtemp(prefix="overlap-spec-"))
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.sndhwm = socket.rcvhwm = 0
         try:
             address, key = _bind(socket, folder)
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "overlap_spec.link.host"),
+                *(sys.executable, "-P", "-m", "overlap_spec.ipc.server"),
                 stdin=asyncio.subprocess.PIPE,
-                # Whatever a library prints must not mix with the front's own output.
+                # What a library prints must not mix with this process's own output.
                 stdout=2,
                 env={**os.environ, "PYTHONPATH": _python_path()},
-                # Ctrl-C ends the front, which ends the engine when it has drained.
+                # Ctrl-C reaches only this process, which drains before it ends the engine.
                 start_new_session=True,
             )
         except BaseException:
@@ -53,31 +58,30 @@ class Child:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         assert process.stdin is not None
-        errand = {"address": address, "server_key": key, "settings": settings}
-        process.stdin.write(json.dumps(errand).encode() + b"\n")
+        process.stdin.write(msgspec.json.encode(m.LaunchArgs(address, key, settings)) + b"\n")
         return cls(process, socket, folder)
 
-    def send(self, message: m.ToEngine) -> None:
-        """Queue a message; it is gone where the process has died."""
-        # Done at once, since the socket queues without bound: admission is bounded before it.
+    def send(self, message: m.ToServer) -> None:
+        """Queue a message; it is lost if the process has died."""
+        # Does not block: the socket queues without a bound, and requests are bounded before it.
         self._socket.send(m.encode(message))
 
-    async def receive(self) -> m.ToFront:
+    async def receive(self) -> m.ToClient:
         """The next message."""
-        return m.decode_to_front(await self._socket.recv())
+        return m.decode_to_client(await self._socket.recv())
 
     @property
-    def how_ended(self) -> str:
-        """Words for the process's end."""
+    def exit_status(self) -> str:
+        """How the process ended, in words."""
         code = self.process.returncode
         if code is None:
             return "still runs"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
     async def end(self, grace_s: float = 0.0) -> None:
-        """End the process, politely for so long, and remove what it left."""
+        """Ask the process to shut down, kill it after ``grace_s``, and remove its files."""
         if self.process.returncode is None and grace_s > 0:
-            self.send(m.Quit())
+            self.send(m.Shutdown())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), grace_s)
         if self.process.returncode is None:
@@ -88,8 +92,8 @@ class Child:
 
 
 def _bind(socket: zmq.asyncio.Socket, folder: Path) -> tuple[str, str]:
-    """Address and key for the engine: a private socket file, or where that cannot be, loopback
-    with a key that only the engine is told."""
+    """Address and key for the engine: a private socket file and no key, or, where Unix sockets do
+    not work, loopback with a key that only the engine is told."""
     path = f"ipc://{folder}/engine"
     if zmq.has("ipc") and len(path) <= LONGEST_PATH:
         socket.bind(path)

@@ -1,4 +1,4 @@
-"""One choice of a chat as it comes: thinking, content and tool calls out of one text."""
+"""Splits one choice of a chat, as it is generated, into thinking, content and tool calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from overlap_spec.types import FinishReason
 
 
 @dataclass
-class Call:
-    """A tool call as far as it has come."""
+class ToolCall:
+    """A tool call, complete up to the text so far."""
 
     name: str
     id: str
@@ -21,47 +21,47 @@ class Call:
 
 
 @dataclass
-class Answer:
-    """Takes a reply's text in pieces; gives OpenAI's deltas, and keeps the whole message.
+class ChatAssembler:
+    """Takes the text of one choice in pieces; gives OpenAI's deltas, and the message at the end.
 
     Args:
-        reasoning: Splits thinking from answer; None where the model does not think.
-        calls: Finds tool calls; None where there are no tools.
+        reasoning: Splits thinking from the answer; None if the model does not think.
+        calls: Finds tool calls; None if there are no tools.
     """
 
     reasoning: ReasoningStream | None = None
     calls: CallStream | None = None
     thinking: str = ""
     content: str = ""
-    made: list[Call] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     def push(self, text: str) -> list[dict[str, Any]]:
-        """Deltas that a piece of text makes known."""
+        """The deltas that a piece of text completes."""
         if self.reasoning is None:
-            return self._answer(text)
+            return self._push_answer(text)
         thinking, answer = self.reasoning.push(text)
-        return self._think(thinking) + self._answer(answer)
+        return self._push_thinking(thinking) + self._push_answer(answer)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Deltas that the end of the reply makes known."""
+        """The deltas that were held back until the text's end."""
         deltas = []
         if self.reasoning is not None:
             thinking, answer = self.reasoning.finish()
-            deltas += self._think(thinking) + self._answer(answer)
+            deltas += self._push_thinking(thinking) + self._push_answer(answer)
         if self.calls is not None:
-            deltas += self._events(self.calls.finish())
+            deltas += self._push_events(self.calls.finish())
         return deltas
 
     def finish_reason(self, reason: FinishReason) -> str:
-        """OpenAI's reason: calls that are whole are one of their own."""
-        return "tool_calls" if self.made and reason == "stop" else reason
+        """OpenAI's finish reason: ``tool_calls`` if the choice ended with complete calls."""
+        return "tool_calls" if self.tool_calls and reason == "stop" else reason
 
     def message(self) -> dict[str, Any]:
-        """The whole message."""
+        """The message so far, in OpenAI's form."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
         if self.reasoning is not None:
             message["reasoning_content"] = self.thinking or None
-        if self.made:
+        if self.tool_calls:
             message["content"] = self.content or None
             message["tool_calls"] = [
                 {
@@ -69,21 +69,21 @@ class Answer:
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
-                for call in self.made
+                for call in self.tool_calls
             ]
         return message
 
-    def _think(self, text: str) -> list[dict[str, Any]]:
+    def _push_thinking(self, text: str) -> list[dict[str, Any]]:
         self.thinking += text
         return [{"reasoning_content": text}] if text else []
 
-    def _answer(self, text: str) -> list[dict[str, Any]]:
+    def _push_answer(self, text: str) -> list[dict[str, Any]]:
         if self.calls is not None:
-            return self._events(self.calls.push(text))
+            return self._push_events(self.calls.push(text))
         self.content += text
         return [{"content": text}] if text else []
 
-    def _events(self, events: list[Any]) -> list[dict[str, Any]]:
+    def _push_events(self, events: list[Any]) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
         for event in events:
             match event:
@@ -91,13 +91,13 @@ class Answer:
                     self.content += text
                     deltas.append({"content": text})
                 case CallStart(index, name):
-                    call = Call(name, f"call_{uuid.uuid4().hex[:24]}")
-                    self.made.append(call)
+                    call = ToolCall(name, f"call_{uuid.uuid4().hex[:24]}")
+                    self.tool_calls.append(call)
                     function = {"name": name, "arguments": ""}
                     head = {"index": index, "id": call.id, "type": "function"}
                     deltas.append({"tool_calls": [head | {"function": function}]})
                 case CallArguments(index, text):
-                    self.made[index].arguments += text
+                    self.tool_calls[index].arguments += text
                     more = {"index": index, "function": {"arguments": text}}
                     deltas.append({"tool_calls": [more]})
         return deltas
