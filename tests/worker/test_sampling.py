@@ -204,6 +204,7 @@ def test_tree_verification_has_plain_samplings_distribution(
         torch.full((count,), TREE_TOKENS[0]),
         torch.tensor(TREE_TOKENS[1:]).expand(count, -1),
         torch.tensor(TREE_PARENTS).expand(count, -1),
+        torch.zeros(count, len(TREE_PARENTS)),
         3,
     )
     nodes = len(TREE_PATHS)
