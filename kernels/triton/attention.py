@@ -126,8 +126,8 @@ def _attend(
     live = query < queries
     column = tl.arange(0, SIZE)
     own = live[:, None] & (column < DIM)[None, :]
-    q_row = (begin + query) * q_query + (head * GROUP + member) * q_head
-    tile = tl.load(q + q_row[:, None] + column[None, :], mask=own, other=0.0)
+    q_row = query.to(tl.int64) * q_query + (head * GROUP + member) * q_head
+    tile = tl.load(q + begin * q_query + q_row[:, None] + column[None, :], mask=own, other=0.0)
     start = tl.load(prefix + request).to(tl.int32)
     position = tl.load(positions + begin + query, mask=live, other=2147483647).to(tl.int32)
     if TREE:
@@ -145,7 +145,7 @@ def _attend(
     total = tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, SIZE], tl.float32)
     own_pages = pages + request * pages_row
-    words = mask + (begin + query) * WORDS
+    words = mask + begin * WORDS + query * WORDS
     k_cache += head * key_head
     v_cache += head * key_head
     if OPEN:

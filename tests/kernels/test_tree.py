@@ -262,17 +262,17 @@ def test_acceptance_is_the_walk(parents: list[int], seed: int) -> None:
 
 def test_a_dead_node_is_never_accepted() -> None:
     """An empty mask row leaves the choice -1, which is also a dead node's token here."""
-    scores = torch.tensor([[-1.0, DEAD, DEAD]])
-    root, tokens = torch.tensor([4]), torch.tensor([[5, -1, 6]])
-    targets = torch.tensor([[5, -1, 6, 7]])
-    parents = torch.tensor([[0, 1, 2]])
-    for tree in (
-        build_chain(root, tokens, scores),
-        build_tree(root, tokens, parents, scores, 3),
-    ):
-        got = accept_path(targets, tree, 4)
-        assert (got.lengths.tolist(), got.bonus.tolist()) == ([1], [-1])
-        assert got.path[0, :2].tolist() == [0, 1]
+    root, parents = torch.tensor([4]), torch.tensor([[0, 1, 2]])
+    for living in (0, 1):
+        scores = torch.tensor([[-1.0] * living + [DEAD] * (3 - living)])
+        tokens = torch.tensor([[5] * living + [-1] * (3 - living)])
+        targets = torch.tensor([[5] * living + [-1] * (4 - living)])
+        for tree in (
+            build_chain(root, tokens, scores),
+            build_tree(root, tokens, parents, scores, 3),
+        ):
+            got = accept_path(targets, tree, 4)
+            assert (got.lengths.tolist(), got.bonus.tolist()) == ([living], [-1])
 
 
 def test_a_chain_is_a_tree() -> None:
