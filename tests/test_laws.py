@@ -63,7 +63,7 @@ MAY_USE: dict[str, set[str] | None] = {
     "worker": {"torch", "numpy"},
     "training": None,
     "tokenizer": {"tokenizers", "jinja2"},
-    "timeline": {"matplotlib"},
+    "timeline": set(),
     "grammar_lane": set(),
     "core": set(),
     "prepare": set(),
