@@ -61,6 +61,8 @@ class Child:
                 if time.monotonic() >= end:
                     raise PartFailed(f"not done within {limit_s:.0f} s")
                 tell()
+            result: Result
+            error: str | None
             result, error = pipe.recv()
         except (EOFError, ConnectionError):
             raise PartFailed(f"its process ended with exit status {self._status()}") from None
