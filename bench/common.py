@@ -282,11 +282,11 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def commit() -> str | None:
-    """The commit of the working tree, ``-dirty`` where it was changed; None outside git."""
+def commit(root: Path = ROOT) -> str | None:
+    """The commit of the work tree ``root``, ``-dirty`` where it was changed; None outside git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None

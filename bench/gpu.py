@@ -22,7 +22,7 @@
 Parts run in a process of their own, which is replaced where one fails, hangs, or ends it: the
 others still run. A part for which too little of the budget is left is ``skipped: time``. The record
 is rewritten after every part. The exit status is 1 where a part failed or outputs differ (in
-bfloat16: by more than rounding, see ``bench.gpu_rivals``), 2 without a CUDA device.
+bfloat16: by more than rounding, see ``bench.gpu_compare``), 2 without a CUDA device.
 
 ``--rehearse`` runs the same on the CPU at tiny sizes, to see that it works. Its figures say
 nothing, are marked, and are written nowhere but to ``--json``, not into ``bench/results``.
@@ -70,11 +70,12 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from bench import plots
 from bench.common import ROOT, Run, fail, flags, machine, rounded, strict_json
 from bench.gpu_child import Child, PartFailed, describe
-from bench.gpu_plot import draw
 from bench.gpu_setup import Result, Setup
 from bench.padding.sizes import PRESETS
+from overlap_spec.errors import ConfigError
 
 RESULTS = ROOT / "bench" / "results"
 LIKE = "llama-3.1-8b"
@@ -110,10 +111,10 @@ AFTER = (
     Part("verify", "bench.gpu_decode:verify", 25, 150),
     Part("constrained", "bench.gpu_decode:constrained", 40, 150),
     Part("host", "bench.gpu_decode:host", 15, 60),
-    Part("eagle3", "bench.gpu_rivals:eagle3", 40, 150),
-    Part("transformers", "bench.gpu_rivals:transformers", 50, 180),
+    Part("eagle3", "bench.gpu_compare:eagle3", 40, 150),
+    Part("transformers", "bench.gpu_compare:transformers", 50, 180),
     # Last, since its three engines leave no room for the others.
-    Part("overlap", "bench.gpu_rivals:modes", 50, 180),
+    Part("overlap", "bench.gpu_compare:modes", 50, 180),
 )
 
 
@@ -325,10 +326,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_all(report, setup, clock)
     if options.json is not None:
         plot = options.json.with_suffix(".svg")
-        if draw(record | run.head, plot):
+        try:
+            plots.write_svg(plots.targets(record | run.head), plot)
             record["plot"] = plot.name
-        else:
-            print("no plot: no figures, or matplotlib is not installed", file=sys.stderr)
+        except ConfigError as error:
+            print(f"no plot: {error}", file=sys.stderr)
     run.console.print(table(record["figures"]))
     run.finish(setup.size.repetitions, **rounded(record), seconds=round(clock.gone_s, 1))
     wrong = list(faults(record))

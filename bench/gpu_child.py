@@ -17,7 +17,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from bench.gpu_setup import Result, Setup, Shop
+from bench.gpu_setup import Context, Result, Setup
 
 LONGEST_MESSAGE = 2000
 
@@ -27,10 +27,10 @@ class PartFailed(Exception):
 
 
 class Child:
-    """Runs parts in one process, which keeps a :class:`Shop` for them until it is closed.
+    """Runs parts in one process, which keeps a :class:`Context` for them until it is closed.
 
     Args:
-        setup: What the shop is made of.
+        setup: What the context is made of.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -39,7 +39,7 @@ class Child:
         self._pipe: Connection | None = None
 
     def call(self, work: str, limit_s: float, tell: Callable[[], None] = lambda: None) -> Result:
-        """What the function ``work`` (``module:name``) returns for the shop.
+        """What the function ``work`` (``module:name``) returns for the context.
 
         Args:
             tell: Called about once a second meanwhile.
@@ -61,6 +61,8 @@ class Child:
                 if time.monotonic() >= end:
                     raise PartFailed(f"not done within {limit_s:.0f} s")
                 tell()
+            result: Result
+            error: str | None
             result, error = pipe.recv()
         except (EOFError, ConnectionError):
             raise PartFailed(f"its process ended with exit status {self._status()}") from None
@@ -101,7 +103,7 @@ def _serve(pipe: Connection, setup: Setup) -> None:
     os.setsid()
     # Standard output is the record's.
     os.dup2(2, 1)
-    shop = Shop(setup)
+    context = Context(setup)
     while True:
         try:
             module, _, name = pipe.recv().partition(":")
@@ -109,7 +111,7 @@ def _serve(pipe: Connection, setup: Setup) -> None:
             return
         result, wrong = None, None
         try:
-            result = getattr(import_module(module), name)(shop)
+            result = getattr(import_module(module), name)(context)
         except BaseException as error:
             # ``fail`` of another benchmark ends in SystemExit.
             traceback.print_exc()

@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 from bench.common import mean, median, spread
-from bench.gpu_setup import Result, Shop, figure
+from bench.gpu_setup import Context, Result, figure
 from bench.measure import GREEDY, Measured, measure
 from bench.overlap import accepts
 from bench.workloads import Ask, choose_samples, free_asks, json_asks, read_samples
@@ -102,15 +102,15 @@ def waits_timed() -> Iterator[Callable[[], int]]:
         yield lambda: total
 
 
-def schema_asks(shop: Shop, engine: Engine) -> Callable[[int], list[Ask]]:
+def schema_asks(context: Context, engine: Engine) -> Callable[[int], list[Ask]]:
     """Requests under schemas of the file, as many as are wanted."""
     samples = choose_samples(
-        read_samples(shop.setup.data),
-        shop.size.schemas,
-        shop.setup.seed,
+        read_samples(context.setup.data),
+        context.size.schemas,
+        context.setup.seed,
         lambda grammar: accepts(engine, grammar),
     )
-    return lambda count: json_asks(samples, count, shop.size.tokens)
+    return lambda count: json_asks(samples, count, context.size.tokens)
 
 
 def free(asks: Sequence[Ask]) -> list[Ask]:
@@ -135,16 +135,16 @@ def weight_bytes(folder: Path, itemsize: int) -> int:
     return total
 
 
-def itemsize(shop: Shop) -> int:
+def itemsize(context: Context) -> int:
     """Bytes of a weight as the engine holds it: float32 on the CPU."""
-    return 4 if shop.setup.rehearse else 2
+    return 4 if context.setup.rehearse else 2
 
 
-def verify(shop: Shop) -> Result:
+def verify(context: Context) -> Result:
     """A verify of 16 nodes at batch 1: the least bytes that it reads, over the copy's rate, over
     its time on the timeline."""
-    (engine,) = shop.engines("tree")
-    asks = free_asks(1, shop.size.long_tokens)
+    (engine,) = context.engines("tree")
+    asks = free_asks(1, context.size.long_tokens)
     drive(engine, asks, ignore_eos=True)
     driven = drive(engine, asks, ignore_eos=True)
     spans = [
@@ -155,11 +155,11 @@ def verify(shop: Shop) -> Result:
     if not spans:
         raise RuntimeError("the timeline holds no verify on compute")
     taken_ms = [(span.end_ns - span.start_ns) / 1e6 for span in spans]
-    shape, output = read_config(shop.setup.target), driven.outputs[0]
+    shape, output = read_config(context.setup.target), driven.outputs[0]
     keys = output.stats.prompt_tokens + output.stats.output_tokens / 2
-    row = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize(shop)
-    weights = weight_bytes(shop.setup.target, itemsize(shop))
-    least_ms = (weights + row * keys) / shop.copy_bytes_s * 1e3
+    row = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize(context)
+    weights = weight_bytes(context.setup.target, itemsize(context))
+    least_ms = (weights + row * keys) / context.copy_bytes_s * 1e3
     share = least_ms / median(taken_ms)
     return Result(
         {
@@ -172,7 +172,7 @@ def verify(shop: Shop) -> Result:
             "least_ms": least_ms,
             "weight_bytes": weights,
             "kv_bytes": row * keys,
-            "copy_gb_s": shop.copy_bytes_s / 1e9,
+            "copy_gb_s": context.copy_bytes_s / 1e9,
             "nodes": engine.core.policy.tiers[0].nodes,
             "accept_length": driven.accept_length,
         },
@@ -180,11 +180,11 @@ def verify(shop: Shop) -> Result:
     )
 
 
-def alike(engine: Engine, shop: Shop) -> list[Ask]:
+def alike(engine: Engine, context: Context) -> list[Ask]:
     """Extraction requests whose output is the same, token by token, with the grammar and without:
     what the grammar wants is what the model says by itself."""
-    cases = held_out_cases(shop.setup.seed, shop.size.cases)
-    asks = [Ask(c.prompt, Grammar.json_schema(c.schema), shop.size.tokens) for c in cases]
+    cases = held_out_cases(context.setup.seed, context.size.cases)
+    asks = [Ask(c.prompt, Grammar.json_schema(c.schema), context.size.tokens) for c in cases]
     outputs = zip(measure(engine, asks).outputs, measure(engine, free(asks)).outputs, strict=True)
     found = [
         ask
@@ -196,16 +196,16 @@ def alike(engine: Engine, shop: Shop) -> list[Ask]:
     return found
 
 
-def constrained(shop: Shop) -> Result:
+def constrained(context: Context) -> Result:
     """TPOT with a grammar over TPOT without, where both sides emit the same tokens by the same
     verifies; and ms per step under the file's schemas, where they do not."""
-    (engine,) = shop.engines("chain")
-    same, schemas = alike(engine, shop), schema_asks(shop, engine)
+    (engine,) = context.engines("chain")
+    same, schemas = alike(engine, context), schema_asks(context, engine)
     by: dict[str, float] = {}
-    result = Result(details={"alike": len(same), "cases": shop.size.cases})
-    for batch in shop.size.batches:
-        pairs = [_pair(engine, same, batch, n) for n in range(-1, shop.size.repetitions)][1:]
-        steps = [_steps(engine, schemas(batch), n) for n in range(-1, shop.size.repetitions)][1:]
+    result = Result(details={"alike": len(same), "cases": context.size.cases})
+    for batch in context.size.batches:
+        pairs = [_pair(engine, same, batch, n) for n in range(-1, context.size.repetitions)][1:]
+        steps = [_steps(engine, schemas(batch), n) for n in range(-1, context.size.repetitions)][1:]
         equal = [p for p in pairs if p["equal"]]
         if not equal:
             raise RuntimeError(f"batch {batch}: accept lengths never were the same on both sides")
@@ -262,20 +262,20 @@ def _steps(engine: Engine, asks: list[Ask], number: int) -> dict[str, Any]:
     }
 
 
-def host(shop: Shop) -> Result:
+def host(context: Context) -> Result:
     """What a step costs the host under the file's schemas: its time but for waits.
 
     A wait for an event may spin, so that the thread's time on a processor, which is told beside,
     holds waits too.
     """
-    (engine,) = shop.engines("chain")
-    schemas, result = schema_asks(shop, engine), Result()
+    (engine,) = context.engines("chain")
+    schemas, result = schema_asks(context, engine), Result()
     by: dict[str, float] = {}
-    for batch in (shop.size.batches[0], shop.size.batches[-1]):
+    for batch in (context.size.batches[0], context.size.batches[-1]):
         asks = schemas(batch)
         drive(engine, asks)
         with waits_timed() as waited_ns:
-            runs = [drive(engine, asks, waited_ns) for _ in range(shop.size.repetitions)]
+            runs = [drive(engine, asks, waited_ns) for _ in range(context.size.repetitions)]
             if not waited_ns():
                 raise RuntimeError("no wait was seen: the host's time cannot be told from it")
         by[f"batch {batch}"] = median(ms for run in runs for ms in run.host_ms)

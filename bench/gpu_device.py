@@ -14,12 +14,12 @@ from xml.etree import ElementTree
 
 from bench.common import ROOT
 from bench.gpu_child import describe
-from bench.gpu_setup import Result, Shop
+from bench.gpu_setup import Context, Result
 
 MARK = "pytest.mark.gpu"
 
 
-def tests(shop: Shop) -> Result:
+def tests(context: Context) -> Result:
     """``pytest -m gpu`` over the files that hold such tests: others may need what is not here."""
     files = [str(f) for f in sorted(ROOT.glob("tests/**/test_*.py")) if MARK in f.read_text()]
     # Kernels, each of which is compiled in many forms, come last.
@@ -30,9 +30,9 @@ def tests(shop: Shop) -> Result:
                    "--continue-on-collection-errors", f"--junitxml={report}", *files]  # fmt: skip
         process, late = subprocess.Popen(command, cwd=ROOT, stdout=2), []
         try:
-            process.wait(shop.setup.tests_s)
+            process.wait(context.setup.tests_s)
         except subprocess.TimeoutExpired:
-            late = [f"not done within {shop.setup.tests_s:.0f} s"]
+            late = [f"not done within {context.setup.tests_s:.0f} s"]
             # As Ctrl-C, upon which pytest still writes what it has.
             process.send_signal(signal.SIGINT)
             process.wait(20)
@@ -61,16 +61,16 @@ def counted(report: str) -> Result:
     return Result(details={"passed": passed, **counts, "failed": wrong}, faults=faults)
 
 
-def kernels(shop: Shop) -> Result:
+def kernels(context: Context) -> Result:
     """Every kernel of ``bench.kernels`` by itself, so that one which fails ends no other."""
     import torch
 
     from bench import kernels as bench
     from bench.kernel_work import Draw, works
 
-    quick = shop.setup.quick
-    run = shop.run("kernels")
-    draw = Draw(torch.device("cuda"), torch.bfloat16, shop.setup.seed)
+    quick = context.setup.quick
+    run = context.run("kernels")
+    draw = Draw(torch.device("cuda"), torch.bfloat16, context.setup.seed)
     found: dict[str, Any] = {"kernels": {}}
     faults = []
     for work in works(draw, (1,) if quick else (1, 32)):

@@ -120,7 +120,7 @@ def figure(
     return {"value": value, "target": target, "goal": goal, "met": met, **more}
 
 
-class Shop:
+class Context:
     """The engines on one checkpoint, opened when a part asks for them.
 
     Args:

@@ -79,7 +79,8 @@ def graph_us(work: Work, choice: str, sets: list[tuple[Any, ...]]) -> Callable[[
         graph.replay()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3 / CALLS
+        elapsed_ms: float = start.elapsed_time(end)
+        return elapsed_ms * 1e3 / CALLS
 
     return sample
 

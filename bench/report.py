@@ -1,44 +1,33 @@
 """One HTML page of all records of a folder, with plots; nothing in it is loaded from elsewhere.
 
 ``python -m bench.report FOLDER [--out FILE.html]`` reads every ``*.json`` record of the folder,
-with its raw samples where they are, and writes ``report.html`` there. Benchmarks have tables and
-plots of their own in ``bench.report_sections``; one that is not there has its record as a table.
+with its raw samples where they are, and writes ``report.html`` there. What is shown of a benchmark
+is said in ``report.html.j2``; one that is not there has its record as a table. The plots need
+matplotlib, of the extra ``bench``.
 """
 
 from __future__ import annotations
 
 import argparse
-import html
+import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
+from markupsafe import Markup
+
+from bench import plots
 from bench.common import fail, samples_path
-from bench.report_sections import SECTIONS, Page, plain
 from overlap_spec.errors import ConfigError
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
-  color: #202124; background: #fff }
-h1 { font-size: 1.6rem } h2 { margin-top: 2.6rem; border-bottom: 1px solid #ddd }
-h3 { margin-bottom: .3rem } p { max-width: 48rem } svg { max-width: 100%; height: auto }
-table { border-collapse: collapse; margin: .6rem 0 1rem; font-size: 14px; display: block;
-  overflow-x: auto }
-th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #eee }
-th:first-child, td:first-child { text-align: left }
-td { white-space: nowrap } th { background: #f6f7f9 }
-.meta { color: #5f6368; font-size: 13px } .bad { color: #b3261e; font-weight: 600 }
-code { background: #f6f7f9; padding: 0 .2rem }
-"""
+TEMPLATE = "report.html.j2"
 ORDER = ("overlap", "adaptive", "gsm8k", "json_schema", "peers", "maskbench", "soak")
-INTRO = (
-    "Every number here was measured by the command above its section, on the machine named there. "
-    "Things that are compared took turns within one run, and ratios are of neighbours in time. "
-    "Times are in milliseconds where nothing else is said; TTFT is the time to the first token, "
-    "TPOT the time per token after it, and accept length the tokens that a verify pass emits."
-)
+# Every record has these, and the section's head shows them.
+HEAD = {"bench", "date", "command", "quick", "seed", "machine", "versions", "commit",
+        "repetitions", "samples"}  # fmt: skip
 
 
 def read_records(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
@@ -64,53 +53,84 @@ def read_records(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]
     return [(record, samples) for _, record, samples in found]
 
 
+def show(value: Any) -> str:
+    """A cell: numbers at four digits, None as a dash."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def at(times: Mapping[str, float] | None, name: str = "p50") -> float | None:
+    """One of the percentiles, None where there are none."""
+    return None if times is None else times[name]
+
+
+def flat(record: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """A record's own fields, with the paths of their leaves."""
+    return list(_leaves({key: value for key, value in record.items() if key not in HEAD}, ""))
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path} › {key}" if path else str(key))
+    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{path} › {index}")
+    elif isinstance(value, list):
+        yield path, ", ".join(show(item) for item in value)
+    else:
+        yield path, value
+
+
+def _embedded(draw: Callable[..., Any], numbers: Iterator[int]) -> Callable[..., Markup]:
+    """``draw``, as SVG in the page itself."""
+
+    def embed(*args: Any) -> Markup:
+        return Markup(f"<figure>{plots.svg(draw(*args), f'p{next(numbers)}')}</figure>")
+
+    return embed
+
+
+def _template() -> Any:
+    """The template's macros."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        extensions=["jinja2.ext.do"],
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"show": show, "at": at, "flat": flat}
+    numbers = itertools.count()
+    drawn: dict[str, Callable[..., Any]]
+    drawn = {"bars": plots.bars, "soak_plot": plots.soak, "targets_plot": plots.targets}
+    environment.globals |= {name: _embedded(draw, numbers) for name, draw in drawn.items()}
+    environment.globals["one"] = {"median": 1.0}
+    return environment.get_template(TEMPLATE).module
+
+
 def render(folder: Path) -> str:
     """The page, as text.
 
     Raises:
-        ConfigError: as :func:`read_records`.
+        ConfigError: as :func:`read_records`, or matplotlib is missing.
     """
     records = read_records(folder)
-    parts = [f"<h1>overlap-spec: benchmarks</h1><p>{INTRO}</p>{_contents(records)}"]
+    template = _template()
+    sections = []
     for number, (record, samples) in enumerate(records):
-        page = Page(f"s{number}")
+        lacks = ""
         try:
-            SECTIONS.get(record["bench"], plain)(page, record, samples)
-        except KeyError as error:
+            body = getattr(template, record["bench"], template.plain)(record, samples)
+        except (jinja2.UndefinedError, KeyError) as error:
             # An older record may lack what its section shows now; it is shown as it is.
-            page = Page(f"s{number}")
-            page.text(f"This record has no {error}, which its section shows: it is shown as it is.")
-            plain(page, record, samples)
-        parts.append(_head(number, record) + page.html())
-    title = "<title>overlap-spec: benchmarks</title>"
-    head = f'<meta charset="utf-8">{title}<style>{STYLE}</style>'
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>'
-    )
-
-
-def _contents(records: Sequence[tuple[dict[str, Any], Any]]) -> str:
-    links = (
-        f'<a href="#bench-{number}">{html.escape(record["bench"])}</a>'
-        for number, (record, _) in enumerate(records)
-    )
-    return f"<p>{' · '.join(links)}</p>"
-
-
-def _head(number: int, record: dict[str, Any]) -> str:
-    machine, versions = record["machine"], record["versions"]
-    kept = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    words = [
-        f"<code>{html.escape(record['command'])}</code>",
-        html.escape(
-            f"{record['date']} · {machine['cpu']}, {machine['cores']} cores, "
-            f"{machine['memory_gib']} GiB, device {machine['device']}, load before the run "
-            f"{machine['load_1m']} · commit {record['commit'] or 'unknown'} · {kept} · "
-            f"repetitions {record['repetitions']}"
-        ),
-    ]
-    title = f'<h2 id="bench-{number}">{html.escape(record["bench"])}</h2>'
-    return f'{title}<p class="meta">{"<br>".join(words)}</p>'
+            lacks, body = str(error), template.plain(record, samples)
+        sections.append(template.section(number, record, body, lacks))
+    return str(template.page([record["bench"] for record, _ in records], sections))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -29,12 +29,13 @@ from typing import Any
 
 import torch
 
+from bench import plots
 from bench.common import Run, fail, flags, median, rounded
 from bench.targets import work_folder
 from bench.workloads import OWN_SCHEMAS, Ask, free_asks, json_asks, read_samples
 from overlap_spec.engine import Engine
 from overlap_spec.engine.request_handle import RequestHandle
-from overlap_spec.errors import OverlapSpecError
+from overlap_spec.errors import ConfigError, OverlapSpecError
 
 IN_FLIGHT = 32
 SAMPLES = 200
@@ -133,33 +134,6 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def draw(samples: Sequence[dict[str, Any]], path: Path) -> bool:
-    """Plot memory and pages over requests as SVG; False where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    done = [s["requests"] for s in samples]
-    figure = Figure(figsize=(8, 5.2), layout="constrained")
-    memory, pages = figure.subplots(2, 1, sharex=True)
-    memory.plot(done, [s["rss_mib"] for s in samples], color="#4e79a7", lw=1.2)
-    memory.set_ylabel("resident memory, MiB")
-    memory.set_ylim(0, 1.1 * max(s["rss_mib"] for s in samples))
-    pages.plot(done, [s["pages_in_use"] for s in samples], color="#f2a541", lw=0.9, label="pages")
-    pages.plot(done, [s["matchers"] for s in samples], color="#59a14f", lw=0.9, label="matchers")
-    pages.set_ylabel("in use")
-    pages.set_xlabel("requests ended")
-    pages.set_ylim(bottom=0)
-    pages.legend(frameon=False, loc="center right")
-    for axes in (memory, pages):
-        axes.grid(alpha=0.25)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="svg", metadata={"Date": None})
-    return True
-
-
 def faults(record: dict[str, Any]) -> list[str]:
     """What a record says that must not be, in words."""
     found = [
@@ -208,13 +182,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     left_over = {name: last[name] for name in ("pages_in_use", "matchers", "running", "waiting")}
-    drawn = draw(run.samples, options.plot)
+    plot = None
+    try:
+        plots.write_svg(plots.soak(run.samples), options.plot)
+        plot = options.plot.name
+    except ConfigError as error:
+        print(f"no plot: {error}", file=sys.stderr)
     record = run.finish(
         1,
         **rounded(summary(run.samples)),
         finish_reasons=dict(sorted(reasons.items())),
         left_over=left_over,
-        plot=options.plot.name if drawn else None,
+        plot=plot,
     )
     wrong = faults(record)
     if wrong:

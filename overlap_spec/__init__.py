@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from overlap_spec.grammar.spec import Grammar
     from overlap_spec.types import Delta, Output, SamplingParams, Verdict
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "AsyncEngine": "async_engine",
     "CheckpointError": "errors",

@@ -76,7 +76,7 @@ MAY_USE: dict[str, set[str] | None] = {
     "worker": {"torch", "numpy"},
     "training": None,
     "tokenizer": {"tokenizers", "jinja2"},
-    "timeline": {"matplotlib"},
+    "timeline": set(),
     "engine.grammar_manager": set(),
     "engine.core": set(),
     "engine.drafter_guard": set(),

@@ -90,7 +90,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Tensor, attend: Attend, layer: int) -> Tensor:
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         norm = None if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
-        return self.o_proj(attend(layer, Heads(qkv, rotary, self.kv_heads, norm)))
+        out: Tensor = self.o_proj(attend(layer, Heads(qkv, rotary, self.kv_heads, norm)))
+        return out
 
 
 class MLP(nn.Module):
@@ -106,7 +107,8 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return out
 
 
 class Layer(nn.Module):
@@ -191,4 +193,5 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``(T, hidden)`` → ``(T, vocab_size)``."""
-        return self.lm_head(hidden)
+        logits: Tensor = self.lm_head(hidden)
+        return logits

@@ -83,7 +83,8 @@ class Midlayer(nn.Module):
         both = torch.cat([self.input_layernorm(embeds), self.hidden_norm(feature)], -1)
         attended = self.self_attn(both, rotary, attend, 0)
         normed, x = self.post_attention_layernorm.add(feature, attended)
-        return x + self.mlp(normed)
+        out: Tensor = x + self.mlp(normed)
+        return out
 
 
 class Eagle3Head(nn.Module):
@@ -115,7 +116,8 @@ class Eagle3Head(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """``(T, 3 * target_hidden)`` of the target → ``(T, hidden)``."""
-        return self.fc(features)
+        fused: Tensor = self.fc(features)
+        return fused
 
     def forward(self, embeds: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """One pass of the head.
@@ -130,8 +132,11 @@ class Eagle3Head(nn.Module):
         Returns:
             ``(T, hidden)`` before the final norm: input of :meth:`logits` and the next feature.
         """
-        return self.midlayer(embeds, feature, self.rope[positions].to(embeds.dtype), attend)
+        rotary = self.rope[positions].to(embeds.dtype)
+        out: Tensor = self.midlayer(embeds, feature, rotary, attend)
+        return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``(T, hidden)`` → ``(T, draft_vocab_size)``."""
-        return self.lm_head(self.norm(hidden))
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits

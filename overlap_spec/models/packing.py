@@ -9,6 +9,7 @@ from typing import Any, List, Optional, Union  # noqa: UP035
 
 import torch
 from torch import Tensor, nn
+from torch.jit._trace import is_tracing
 from torch.nn import functional as F
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
@@ -32,7 +33,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(T, in_features)`` → ``(T, out_features)``."""
-        if torch.jit.is_tracing():
+        if is_tracing():
             # A recorded pass has few sizes of its own (``worker/graphs.py``), and no branches.
             return packed_linear()(x, self.packed, self.bias)
         rows = len(x)

@@ -9,11 +9,11 @@ from typing import Any
 
 from overlap_spec.scheduler.prefix import Node
 from overlap_spec.scheduler.stops import TextBuffer
+from overlap_spec.stats import RequestStats
 from overlap_spec.types import (
     FinishReason,
     Origin,
     Request,
-    RequestStats,
     RowResult,
     Tier,
     TokenLogprobs,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from bench import all as everything
 from bench import check, gsm8k, json_schema, peers, report
 from bench.backends.base import Batch, Reply, figures, tpot_ms
-from bench.common import rounded, samples_path
+from bench.common import ROOT, rounded, samples_path
 from overlap_spec.errors import ConfigError
 
 RUNS: dict[str, tuple[Any, list[str]]] = {
@@ -241,6 +242,36 @@ def test_the_report_shows_a_failed_check_and_unknown_benchmarks(
     (tmp_path / "c.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"c\.json"):
         report.render(tmp_path)
+
+
+def test_an_older_record_is_shown_as_it_is(folder: Path, tmp_path: Path) -> None:
+    record, _ = read(folder, "gsm8k")
+    del record["shots"]
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    page = report.render(tmp_path)
+    assert "shown as it is" in page
+    assert "&#39;shots&#39;" in page
+    assert "<td>sides › once-sync › accuracy</td>" in page
+
+
+def test_what_plots_need_is_said(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit) as ended:
+        report.main([str(folder), "--out", str(tmp_path / "report.html")])
+    assert ended.value.code == 1
+    assert "plots need matplotlib: pip install -e '.[bench]'" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_committed_records_have_their_sections() -> None:
+    page = report.render(ROOT / "bench" / "results")
+    assert "shown as it is" not in page
+    assert "All 1319 answers are the same" in page
 
 
 @pytest.mark.parametrize(

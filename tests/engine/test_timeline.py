@@ -1,4 +1,4 @@
-"""The timeline: what is kept, what is measured, and what is shown of it."""
+"""The timeline: what is kept, what is measured, and its trace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlap_spec.errors import ConfigError
-from overlap_spec.timeline import LANES, Span, Timeline, exposed_ms, hidden_fraction, union_ms
+from overlap_spec.timeline import LANES, Span, Timeline, hidden_fraction, union_ms
 
 MS = 1_000_000
 
@@ -72,9 +72,7 @@ def test_union_counts_covered_ticks(pairs: list[tuple[int, int]]) -> None:
     assert union_ms(span(start, end) for start, end in pairs) == len(covered) / 1e6
 
 
-def test_exposed_and_hidden() -> None:
-    assert exposed_ms(5 * MS, 3 * MS) == 2.0
-    assert exposed_ms(3 * MS, 5 * MS) == 0.0
+def test_hidden() -> None:
     assert hidden_fraction([0.0, 1.0], [4.0, 4.0]) == 0.875
     assert hidden_fraction([0.0], [2.0]) == 1.0
     assert hidden_fraction(iter([9.0]), iter([2.0])) == 0.0
@@ -195,26 +193,3 @@ def test_argument_that_is_no_json(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         timeline.write_trace(tmp_path / "trace.json")
     assert not (tmp_path / "trace.json").exists()
-
-
-def test_drawing(tmp_path: Path) -> None:
-    image = pytest.importorskip("matplotlib.image")
-    timeline = example()
-    timeline.draw(tmp_path / "steps.png")
-    pixels = image.imread(tmp_path / "steps.png")[..., :3]
-    assert pixels.shape[0] > 300
-    assert pixels.shape[1] > 900
-    red = (abs(pixels - [0xD6 / 255, 0x27 / 255, 0x28 / 255]) < 0.01).all(-1)
-    assert red.sum() > 500
-    timeline.draw(tmp_path / "calm.png", first_step=2, last_step=3)
-    pixels = image.imread(tmp_path / "calm.png")[..., :3]
-    assert not (abs(pixels - [0xD6 / 255, 0x27 / 255, 0x28 / 255]) < 0.01).all(-1).any()
-    timeline.draw(tmp_path / "steps.svg", 1, 2)
-    assert "<svg" in (tmp_path / "steps.svg").read_text()
-
-
-def test_drawing_refuses(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\.png or \.svg"):
-        example().draw(tmp_path / "steps.pdf")
-    with pytest.raises(ConfigError, match="no spans"):
-        example().draw(tmp_path / "steps.png", first_step=99)

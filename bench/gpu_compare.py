@@ -15,8 +15,7 @@ from bench.backends.base import Batch, System, Task, rate
 from bench.backends.engine import EngineSystem
 from bench.common import Run, paired
 from bench.gpu_decode import itemsize, weight_bytes
-from bench.gpu_setup import Result, Shop, figure
-from bench.overlap_report import summary
+from bench.gpu_setup import Context, Result, figure
 from bench.workloads import Ask, choose_samples, read_samples
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
@@ -61,23 +60,29 @@ def divergences(
                 yield f"{ask.prompt!r:.80}: from token {at} on, {apart:.3g} apart"
 
 
-def closeness(shop: Shop) -> float:
+def closeness(context: Context) -> float:
     """How far apart two tokens are that may stand for each other: in float32 not at all."""
-    return 0.0 if shop.setup.rehearse else CLOSE_LOGPROBS
+    return 0.0 if context.setup.rehearse else CLOSE_LOGPROBS
 
 
-def modes(shop: Shop) -> Result:
+def modes(context: Context) -> Result:
     """``bench.overlap``'s workloads in its three modes: what is exposed, and what is saved."""
-    shop.engines()
-    size = MODES_REHEARSAL if shop.setup.rehearse else overlap.QUICK if shop.setup.quick else MODES
-    run = shop.run("overlap")
+    context.engines()
+    size = (
+        MODES_REHEARSAL
+        if context.setup.rehearse
+        else overlap.QUICK
+        if context.setup.quick
+        else MODES
+    )
+    run = context.run("overlap")
     with ExitStack() as stack:
-        engines = overlap.open_engines(stack, shop.setup.target, shop.setup.draft)
+        engines = overlap.open_engines(stack, context.setup.target, context.setup.draft)
         first = engines["none"]
         samples = choose_samples(
-            read_samples(shop.setup.data),
+            read_samples(context.setup.data),
             size.schemas,
-            shop.setup.seed,
+            context.setup.seed,
             lambda grammar: overlap.accepts(first, grammar),
         )
         work = overlap.workloads(samples, size)
@@ -86,9 +91,9 @@ def modes(shop: Shop) -> Result:
         for name, by_mode in results.items():
             runs = [result.outputs for taken in by_mode.values() for result in taken]
             said = [[output.token_ids for output in outputs] for outputs in zip(*runs, strict=True)]
-            apart = divergences(first, work[name], said, closeness(shop))
+            apart = divergences(first, work[name], said, closeness(context))
             differences += [f"{name}: {text}" for text in apart]
-    found = summary(run.samples)
+    found = overlap.summary(run.samples)
     batches = {f"batch {size}": entry for size, entry in found["batches"].items()}
     once = {name: entry["modes"]["once-sync"] for name, entry in batches.items()}
     exposed = {name: f["exposed_ms"] / f["step_ms"] for name, f in once.items()}
@@ -163,10 +168,10 @@ class Contest:
         return figure(value, least=least, unit="×", judged=best, by=by), ratios
 
 
-def compete(shop: Shop, systems: dict[str, Any], repetitions: int) -> Contest:
+def compete(context: Context, systems: dict[str, Any], repetitions: int) -> Contest:
     """``bench.peers``' two workloads on every system in turn."""
-    size = shop.size
-    run = shop.run("peers", repetitions=repetitions, singles=size.singles,
+    size = context.size
+    run = context.run("peers", repetitions=repetitions, singles=size.singles,
                    cases=min(16, size.cases), max_tokens=size.tokens)  # fmt: skip
     tasks = peers.make_tasks(run.options)
     asks = [Ask(t.prompt, Grammar.json_schema(t.schema or {}), t.max_tokens) for t in tasks]
@@ -187,20 +192,21 @@ def drafting(chain: Engine, tree: Engine) -> dict[str, Any]:
     }
 
 
-def eagle3(shop: Shop) -> Result:
+def eagle3(context: Context) -> Result:
     """EAGLE-3, as a chain and as a tree, against plain decoding of the same requests.
 
     ``bound`` is what the accept length would give if a pass took the time of reading its weights:
     accept length × target / (target + draft steps × head).
     """
-    chain, tree, plain = shop.engines("chain", "tree", "plain")
+    chain, tree, plain = context.engines("chain", "tree", "plain")
     systems = drafting(chain, tree) | {PLAIN: EngineSystem(plain, "no drafts")}
-    contest = compete(shop, systems, shop.size.repetitions)
-    differences = list(divergences(plain, contest.asks, contest.said, closeness(shop)))
+    contest = compete(context, systems, context.size.repetitions)
+    differences = list(divergences(plain, contest.asks, contest.said, closeness(context)))
     found = peers.summary(contest.run.samples)
     speedup, ratios = contest.speedup(PLAIN, 2.36)
     weights, head = (
-        weight_bytes(folder, itemsize(shop)) for folder in (shop.setup.target, shop.setup.draft)
+        weight_bytes(folder, itemsize(context))
+        for folder in (context.setup.target, context.setup.draft)
     )
     accepted = found["workloads"]["batch 1"][DRAFTS[speedup["judged"]]]["accept_length"]
     bound = accepted * weights / (weights + chain.config.num_steps * head)
@@ -212,17 +218,17 @@ def eagle3(shop: Shop) -> Result:
     )
 
 
-def transformers(shop: Shop) -> Result:
+def transformers(context: Context) -> Result:
     """The engine against ``transformers``' ``generate`` with xgrammar's own logits processor."""
-    chain, tree = shop.engines("chain", "tree")
+    chain, tree = context.engines("chain", "tree")
 
     def encode(task: Task) -> list[int]:
         return list(chain.input_processor.prompt_ids(task.prompt, task.raw))
 
-    kind, device = (torch.float32, "cpu") if shop.setup.rehearse else (torch.bfloat16, "cuda")
-    checkpoint = hf.Checkpoint(shop.setup.target, encode, kind, device)
+    kind, device = (torch.float32, "cpu") if context.setup.rehearse else (torch.bfloat16, "cuda")
+    checkpoint = hf.Checkpoint(context.setup.target, encode, kind, device)
     systems = drafting(chain, tree) | {OTHER: hf.XGrammarSystem(checkpoint)}
-    contest = compete(shop, systems, min(3, shop.size.repetitions))
+    contest = compete(context, systems, min(3, context.size.repetitions))
     speedup, ratios = contest.speedup(OTHER, 5.0)
     details = {"ratios": ratios} | peers.summary(contest.run.samples)
     return Result({"transformers_speedup": speedup}, details, contest.run.samples)

@@ -1,0 +1,147 @@
+"""Two work trees side by side, and the scripts that are run in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import arrivals, side_by_side
+from bench.step_cost import DECODING, SETTINGS, answer, question, rounds, summary
+from overlap_spec import Engine
+
+SCRIPT = """
+import json, os, sys
+import overlap_spec
+print("noise")
+tpot = {"before": 4.0, "after": 3.0}[overlap_spec.SIDE]
+print(json.dumps({
+    "batch_1": {"tpot_ms": tpot, "accept_length": 3.5, "quick": True, "rounds": 9},
+    "output_sha256": sys.argv[1] + overlap_spec.SIDE,
+    "here": os.getcwd(),
+    "child": os.environ["PYTHONPATH"],
+}))
+"""
+
+
+@pytest.fixture
+def trees(tmp_path: Path) -> dict[str, Path]:
+    """Two trees that have a package of their own, and a script that neither has."""
+    for side in ("before", "after"):
+        package = tmp_path / side / "overlap_spec"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(f"SIDE = {side!r}")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    return {side: tmp_path / side for side in ("before", "after")} | {"script": script}
+
+
+def words(trees: dict[str, Path], *more: str) -> list[str]:
+    """A command line over the trees."""
+    return [part for name, path in trees.items() for part in (f"--{name}", str(path))] + list(more)
+
+
+def test_each_tree_runs_its_own_package(
+    trees: dict[str, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "out.json"
+    side_by_side.main(words(trees, "--pairs", "3", "--json", str(path), "--", "x"))
+    said = capsys.readouterr()
+    order = [line.rpartition(" ")[2] for line in said.err.splitlines()]
+    assert order == ["before", "after", "after", "before", "before", "after"]
+    record = json.loads(said.out.splitlines()[-1])
+    assert record == json.loads(path.read_text())
+    ratio = {"median": 0.75, "min": 0.75, "max": 0.75, "n": 3}
+    assert record["ratios"] == {"batch_1.tpot_ms": ratio}
+    assert record["before"] == {"batch_1.tpot_ms": 4.0}
+    assert record["after"] == {"batch_1.tpot_ms": 3.0}
+    assert record["unequal"] == ["output_sha256"]
+    assert record["command"] == "script.py x"
+    assert str(tmp_path) not in said.out
+
+
+def test_a_script_runs_with_its_tree_as_folder_and_path(trees: dict[str, Path]) -> None:
+    record = side_by_side.run_in(trees["before"], trees["script"], ["x"])
+    assert record["here"] == record["child"] == str(trees["before"])
+    assert record["output_sha256"] == "xbefore"
+
+
+def test_a_module_is_run_where_there_is_no_script(trees: dict[str, Path]) -> None:
+    (trees["after"] / "figure.py").write_text("print('{\"tpot_ms\": 2}')")
+    assert side_by_side.run_in(trees["after"], None, ["figure"]) == {"tpot_ms": 2}
+    with pytest.raises(SystemExit, match="in before: exit status 1"):
+        side_by_side.run_in(trees["before"], None, ["figure"])
+
+
+def test_the_median_is_over_pairs() -> None:
+    def pair(before: float, after: float) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {"a": {"x_ms": before}, "n": 1}, {"a": {"x_ms": after}, "n": 1}
+
+    result = side_by_side.compare([pair(1, 2), pair(10, 10), pair(4, 2)], ["*_ms"])
+    ratio = {"median": 1.0, "min": 0.5, "max": 2.0, "n": 3}
+    assert result["ratios"] == {"a.x_ms": ratio}
+    assert (result["before"], result["after"]) == ({"a.x_ms": 4}, {"a.x_ms": 2})
+    assert result["unequal"] == []
+    with pytest.raises(SystemExit, match="fits y"):
+        side_by_side.compare([pair(1, 2)], ["y"])
+    with pytest.raises(SystemExit, match=r"a\.x_ms: it is 0"):
+        side_by_side.compare([pair(0, 2)], ["*_ms"])
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (["--pairs", "0", "--", "x"], "at least 1"),
+        (["--script", "absent.py"], "no file"),
+        (["--after", "absent", "--", "x"], "no work tree"),
+    ],
+)
+def test_flags_that_cannot_be(
+    trees: dict[str, Path], given: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del trees["script"]
+    with pytest.raises(SystemExit):
+        side_by_side.main(words(trees, *given))
+    assert reason in capsys.readouterr().err
+
+
+def test_nothing_to_run(trees: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    del trees["script"]
+    with pytest.raises(SystemExit):
+        side_by_side.main(words(trees))
+    assert "nothing to run" in capsys.readouterr().err
+
+
+def test_questions_differ() -> None:
+    prompts = {question(number).prompt for number in range(64)}
+    assert len(prompts) == 64
+
+
+def test_rounds_are_alike_and_arrivals_leave_the_text() -> None:
+    with Engine(**SETTINGS) as engine:
+        done = rounds(engine, 2, 0.0)
+        assert len(done) == 3
+        figures = summary(done)
+        assert figures["output_tokens"] == sum(o.stats.output_tokens for o in done[0].outputs) > 40
+        alone, among = answer(engine, DECODING), answer(engine, DECODING, arrivals=True)
+        assert alone.output_sha256 == among.output_sha256 != figures["output_sha256"]
+        assert alone.accept_length == among.accept_length > 2
+        left = engine.snapshot()
+        assert (left["running"], left["waiting"], left["pages_in_use"]) == (0, 0, 0)
+
+
+def test_arrivals_end_in_their_record(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(arrivals, "QUICK_ROUNDS", 2)
+    arrivals.main(["--quick", "--json", str(tmp_path / "arrivals.json")])
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["equal"]
+    assert record["samples"] == 4
+    assert record["arrived"] == record["steps"] // 5 >= 2
+    lines = (tmp_path / "arrivals.samples.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    tpot = [s["tpot_ms"] for s in samples if s["kind"] == "arrivals"]
+    assert record["tpot_ms"]["arrivals"]["min"] == pytest.approx(min(tpot), rel=1e-4)

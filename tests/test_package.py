@@ -1,0 +1,32 @@
+"""What an installed package says of itself."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib import resources
+from pathlib import Path
+
+import overlap_spec
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_the_version_has_one_source() -> None:
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {
+        "attr": "overlap_spec.__version__"
+    }
+    assert re.fullmatch(r"\d+\.\d+\.\d+", overlap_spec.__version__)
+
+
+def test_type_checkers_read_the_package() -> None:
+    assert resources.files(overlap_spec).joinpath("py.typed").is_file()
+    assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["overlap_spec"]
+
+
+def test_the_licence_is_the_one_that_is_named() -> None:
+    assert PROJECT["project"]["license"] == "Apache-2.0"
+    lines = (ROOT / "LICENSE").read_text().splitlines()
+    assert (lines[0].strip(), lines[1].strip()) == ("Apache License", "Version 2.0, January 2004")
