@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import NumericFault
-from overlap_spec.grammar.lane import Lane as LanePool
+from overlap_spec.grammar.matcher_pool import MatcherPool as LanePool
 from overlap_spec.grammar_lane import GrammarLane, StepFigures
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence

@@ -19,8 +19,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import walk
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
-from overlap_spec.grammar.exclusion import excluded
-from overlap_spec.grammar.expressions import (
+from overlap_spec.grammar.lowering import to_ebnf
+from overlap_spec.grammar.parsing.exclusions import excluded
+from overlap_spec.grammar.parsing.expressions import (
     Chain,
     Expression,
     Ref,
@@ -28,12 +29,11 @@ from overlap_spec.grammar.expressions import (
     parts_of,
     references,
 )
-from overlap_spec.grammar.lexemes import Lexemes, cut
-from overlap_spec.grammar.loops import later, letters_first
-from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.regular import NonEmpty, literal, to_regex
+from overlap_spec.grammar.parsing.lexemes import Lexemes, cut
+from overlap_spec.grammar.parsing.regular import EpsilonFree, literal, to_regex
+from overlap_spec.grammar.parsing.slice_hints import later, letters_first
+from overlap_spec.grammar.parsing.syntax import ForeignConstruct, read
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.syntax import ForeignConstruct, read
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 _DEEPEST = 5
@@ -262,7 +262,7 @@ def to_lark(ebnf: str) -> Lark:
         GrammarError: the text is broken or too large.
     """
     syntax = read(ebnf)
-    grammar = NonEmpty(syntax)
+    grammar = EpsilonFree(syntax)
     if "root" not in grammar.rules:
         return Lark(f'{_OPTIONS}start: ""\n')
     lexemes = cut(grammar, syntax.recursive)

@@ -15,12 +15,12 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, Vocabulary, backends, walk
 from overlap_spec.grammar.backends.llguidance import to_lark
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
-from overlap_spec.grammar.exclusion import excluded
-from overlap_spec.grammar.lexemes import conflict, cut
 from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.network import utf8_spans
-from overlap_spec.grammar.regular import NonEmpty
-from overlap_spec.grammar.syntax import ForeignConstruct, read
+from overlap_spec.grammar.parsing.exclusions import excluded
+from overlap_spec.grammar.parsing.lexemes import conflict, cut
+from overlap_spec.grammar.parsing.network import utf8_spans
+from overlap_spec.grammar.parsing.regular import EpsilonFree
+from overlap_spec.grammar.parsing.syntax import ForeignConstruct, read
 
 NONE = -1
 STOPS = (0, 41)
@@ -273,7 +273,7 @@ def _walk(matcher):
 )
 def test_lexemes_are_proved_or_cut(ebnf: str, by_characters: int) -> None:
     syntax = read(ebnf)
-    lexemes = cut(NonEmpty(syntax), syntax.recursive)
+    lexemes = cut(EpsilonFree(syntax), syntax.recursive)
     assert lexemes.by_characters == bool(by_characters)
     assert not conflict(lexemes)
     check_walks(Grammar.ebnf(ebnf), 1)
@@ -281,11 +281,11 @@ def test_lexemes_are_proved_or_cut(ebnf: str, by_characters: int) -> None:
 
 def test_excluded_texts_are_found() -> None:
     schema = {"type": "object", "properties": {"a": True, "ab": True}}
-    rules = NonEmpty(read(to_ebnf(Grammar.json_schema(schema)))).rules.values()
+    rules = EpsilonFree(read(to_ebnf(Grammar.json_schema(schema)))).rules.values()
     found = [texts for rule in rules if (but := excluded(rule)) for texts in [but[1]]]
     assert ["a", "ab"] in found
     for pattern in ("(a|b)*", "(a|b(a|b)*)", "a*|b"):
-        syntax = NonEmpty(read(to_ebnf(Grammar.regex(pattern))))
+        syntax = EpsilonFree(read(to_ebnf(Grammar.regex(pattern))))
         for rule in syntax.rules.values():
             assert excluded(rule) is None or not excluded(rule)[1]
 
@@ -293,7 +293,7 @@ def test_excluded_texts_are_found() -> None:
 def test_many_and_long_excluded_texts_are_found() -> None:
     names = [f"{'long-key-' * 5}{i}é" for i in range(60)]
     schema = {"type": "object", "properties": dict.fromkeys(names, True)}
-    rules = NonEmpty(read(to_ebnf(Grammar.json_schema(schema)))).rules.values()
+    rules = EpsilonFree(read(to_ebnf(Grammar.json_schema(schema)))).rules.values()
     assert sorted(names) in [but[1] for rule in rules if (but := excluded(rule))]
     # Said with one word, not as a tree of all that differs.
     assert len(to_lark(to_ebnf(Grammar.json_schema(schema))).text) < 20_000

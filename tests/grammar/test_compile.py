@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import AcceptItem, FillItem, Grammar, GrammarCompiler, Lane, Vocabulary
+from overlap_spec.grammar import (
+    AcceptItem,
+    FillItem,
+    Grammar,
+    GrammarCompiler,
+    MatcherPool,
+    Vocabulary,
+)
 from overlap_spec.grammar import compile as compile_module
 from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher
@@ -131,7 +138,7 @@ def test_a_fault_in_one_request_stays_there(threads: int) -> None:
     bad.accept = bad.fill = bad.fill_tree = dies  # type: ignore[method-assign, assignment]
     one = np.array([0], np.int64), np.array([-1], np.int64), np.array([-1], np.int64)
     buffer = np.full((3, 1), -1, np.int32)
-    with Lane(threads) as lane:
+    with MatcherPool(threads) as lane:
         accepts = lane.accept_batch(
             [
                 AcceptItem(i, m, t)

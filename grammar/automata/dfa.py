@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar
 
-from overlap_spec.grammar.lowering.automaton import Chain, Chars, Either, Node
-from overlap_spec.grammar.lowering.charset import ALL, Ranges, intersect, negate, union
+from overlap_spec.grammar.automata.charset import ALL, Ranges, intersect, negate, union
+from overlap_spec.grammar.automata.regex_ast import Alternation, CharClass, Concat, Node
 
 Move = tuple[int, int, int]
 S = TypeVar("S", bound=Hashable)
@@ -78,15 +78,15 @@ class _Nfa:
 
     def add(self, node: Node, start: int) -> int:
         """Thompson's construction; the state in which the node ends."""
-        if isinstance(node, Chars):
+        if isinstance(node, CharClass):
             end = self.state()
             self.spans[start] += [(low, high, end) for low, high in node.members]
             return end
-        if isinstance(node, Chain):
+        if isinstance(node, Concat):
             for part in node.parts:
                 start = self.add(part, start)
             return start
-        if isinstance(node, Either):
+        if isinstance(node, Alternation):
             end = self.state()
             for way in node.ways:
                 self.free[self.add(way, start)].append(end)
