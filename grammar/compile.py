@@ -86,11 +86,6 @@ class GrammarCompiler:
         stop = self._executor.stop if isinstance(self._executor, Pool) else self._executor.close
         self._finalizer = weakref.finalize(self, stop)
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes that the cache holds now."""
-        return self._used_bytes
-
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """The compiled grammar, from the cache where it is there; blocks until it is ready.
 

@@ -40,17 +40,6 @@ class Dfa:
         """Whether no text is accepted; exact for trimmed automata, as all here are."""
         return not any(self.final)
 
-    def accepts(self, text: str) -> bool:
-        """Whether the automaton takes the whole text."""
-        state = 0
-        for char in text:
-            point = ord(char)
-            found = [to for low, high, to in self.moves[state] if low <= point <= high]
-            if not found:
-                return False
-            state = found[0]
-        return self.final[state]
-
     def targets(self, state: int) -> dict[int, Ranges]:
         """The characters that lead from a state to each of its successors."""
         spans: dict[int, list[tuple[int, int]]] = {}

@@ -32,7 +32,7 @@ from overlap_spec.grammar.parsing.expressions import (
 from overlap_spec.grammar.parsing.lexemes import Lexemes, cut
 from overlap_spec.grammar.parsing.regular import EpsilonFree, literal, to_regex
 from overlap_spec.grammar.parsing.slice_hints import later, letters_first
-from overlap_spec.grammar.parsing.syntax import ForeignConstruct, read
+from overlap_spec.grammar.parsing.syntax import read
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 
@@ -72,13 +72,6 @@ class LLGuidanceBackend(Backend):
 
     def compile_lowered(self, grammar: Grammar, ebnf: str) -> CompiledGrammar:
         return self.deserialize(grammar, to_lark(ebnf).text.encode())
-
-    def reads(self, grammar: Grammar) -> str | None:
-        try:
-            read(to_ebnf(grammar))
-        except ForeignConstruct as error:
-            return str(error)
-        return None
 
     def deserialize(self, grammar: Grammar, data: bytes) -> CompiledGrammar:
         lark = data.decode()

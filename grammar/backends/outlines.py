@@ -23,7 +23,7 @@ from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher, Row
 from overlap_spec.grammar.lowering import to_ebnf
 from overlap_spec.grammar.parsing.expressions import Expression, Ref, Repeat, parts_of
 from overlap_spec.grammar.parsing.regular import EpsilonFree, to_regex
-from overlap_spec.grammar.parsing.syntax import ForeignConstruct, Syntax, read
+from overlap_spec.grammar.parsing.syntax import Syntax, read
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.states import Automaton, StateMatcher
 from overlap_spec.grammar.vocabulary import Vocabulary
@@ -45,12 +45,6 @@ class OutlinesBackend(Backend):
             if text:
                 ids.setdefault(text, []).append(token)
         self._table = outlines_core.Vocabulary(vocabulary.stop_ids[0], ids)
-
-    def reads(self, grammar: Grammar) -> str | None:
-        try:
-            return _refusal(read(to_ebnf(grammar)))
-        except ForeignConstruct as error:
-            return str(error)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         return self.compile_lowered(grammar, to_ebnf(grammar))
@@ -127,7 +121,7 @@ class _Compiled(CompiledGrammar, Automaton[int]):
     ) -> None:
         self.vocabulary = vocabulary
         self._index = index
-        self._data = bytes([may_be_empty]) + index.__reduce__()[1][0]
+        self._data: bytes = bytes([may_be_empty]) + index.__reduce__()[1][0]
         self._first: int = index.get_initial_state()
         self._may_be_empty = may_be_empty
         self._lock = threading.Lock()

@@ -104,7 +104,8 @@ class _Compiled(CompiledGrammar):
     def serialize(self) -> bytes:
         if self._again is not None:
             return SOURCE + self._again.encode()
-        return self._compiled.serialize_json().encode()
+        text: str = self._compiled.serialize_json()
+        return text.encode()
 
 
 class _XGrammarMatcher(Matcher):
