@@ -101,7 +101,7 @@ def held(engine: Engine, start: float) -> dict[str, Any]:
         **{name: state[name] for name in ("pages_in_use", "pages", "running", "waiting")},
         "matchers": state["matchers"],
         "threads": threading.active_count(),
-        "grammar_cache_mib": engine.compiler.used_bytes / 2**20,
+        "grammar_cache_mib": engine.compiler.snapshot()["cache_bytes"] / 2**20,
     }
 
 

@@ -173,3 +173,106 @@ def test_links_are_committed_as_links() -> None:
     for name in ("grammar", "kernels"):
         assert (PACKAGE / name).is_symlink()
         assert (PACKAGE / name).readlink() == Path("..") / name
+
+
+# The rooms inside grammar/, from the bottom up → the rooms that each may import besides itself.
+GRAMMAR_MAY_IMPORT: dict[str, set[str]] = {
+    "automata": set(),
+    "parsing": {"automata"},
+    "spec": {"automata"},
+    "lowering": {"automata", "spec"},
+    "contract": {"spec"},
+    "backends": {"automata", "parsing", "spec", "lowering", "contract"},
+    "isolation": {"spec", "contract"},
+    "compile": {"spec", "contract", "isolation"},
+}
+# The rooms that have no folder of their own.
+GRAMMAR_FILES: dict[str, set[str]] = {
+    "spec": {
+        "markers",
+        "outputs",
+        "reasoning",
+        "source",
+        "spec",
+        "structural_tag",
+        "tool_format",
+        "tool_formats",
+        "tool_stream",
+        "tools",
+    },
+    "contract": {"contract", "states", "vocabulary", "walk"},
+    "compile": {"__init__", "compile", "matcher_pool", "reasoning_matcher", "reasoning_tables"},
+}
+
+
+def grammar_room(name: str) -> str:
+    """The room of `compile`, `backends.auto` and the like."""
+    top = name.partition(".")[0]
+    return next((room for room, files in GRAMMAR_FILES.items() if top in files), top)
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "overlap_spec" else ("overlap_spec", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def modules_used(path: Path, modules: dict[str, Path]) -> set[str]:
+    """Modules of the package that a file imports anywhere in it, also for annotations alone.
+
+    Importing a module runs the packages around it first, so these count too, but for those that
+    the file is in itself.
+    """
+    me, found = module_of(path), set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else str(node.module) for name in names}
+    for name in list(found):
+        parts = name.split(".")
+        around = {".".join(parts[:n]) for n in range(1, len(parts))}
+        found |= {name for name in around if not f"{me}.".startswith(f"{name}.")}
+    return {name for name in found if name in modules and name != me}
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules each of which imports the next, the last being the first again; empty if none do."""
+    done = set[str]()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name not in done:
+            for other in sorted(graph[name]):
+                found = visit(other, [*path, name])
+                if found:
+                    return found
+            done.add(name)
+        return []
+
+    return next((found for name in sorted(graph) if (found := visit(name, []))), [])
+
+
+def test_grammar_rooms() -> None:
+    paths = {module_of(path): path for path in sources()}
+    prefix = "overlap_spec.grammar."
+    for name, path in paths.items():
+        if not f"{name}.".startswith(prefix):
+            continue
+        room = grammar_room(name.removeprefix(prefix) if name.startswith(prefix) else "__init__")
+        assert room in GRAMMAR_MAY_IMPORT, f"{path} has no room in GRAMMAR_FILES"
+        for other in modules_used(path, paths):
+            if other.startswith(prefix):
+                theirs = grammar_room(other.removeprefix(prefix))
+                allowed = GRAMMAR_MAY_IMPORT[room] | {room}
+                assert theirs in allowed, f"{name} ({room}) imports {other} ({theirs})"
+
+
+def test_no_circles() -> None:
+    paths = {module_of(path): path for path in sources()}
+    graph = {name: {other for other in modules_used(path, paths)} for name, path in paths.items()}
+    found = circle(graph)
+    assert not found, f"imports in a circle: {' → '.join(found)}"
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]

@@ -11,7 +11,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.engine.drafter_guard import DrafterGuard
 from overlap_spec.engine.grammar_manager import GrammarManager, StepFigures
 from overlap_spec.errors import NumericFault
-from overlap_spec.grammar.lane import Lane as LanePool
+from overlap_spec.grammar.matcher_pool import MatcherPool
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.speculation.policy import LengthPolicy
@@ -47,7 +47,7 @@ class EngineCore:
         record = self.timeline.record
         reserve = reserve_tokens(max(tier.window_tokens for tier in self.policy.tiers))
         self.worker = build_worker(config, reserve, build_streams(config, record), record)
-        self.grammar = GrammarManager(LanePool(config.lanes, config.mask_deadline_ms), record)
+        self.grammar = GrammarManager(MatcherPool(config.lanes, config.mask_deadline_ms), record)
         self.drafter = DrafterGuard(self.worker, config.drafter)
         self.scheduler = Scheduler(
             pages=self.worker.pages,
@@ -282,7 +282,7 @@ class EngineCore:
                 sequence.fail(error)
 
 
-def _end_threads(pool: LanePool, worker: Worker) -> None:
+def _end_threads(pool: MatcherPool, worker: Worker) -> None:
     pool.close()
     worker.close()
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from overlap_spec.errors import RequestFailed
-from overlap_spec.grammar.lane import AcceptItem, FillItem, LaneResult
-from overlap_spec.grammar.lane import Lane as LanePool
+from overlap_spec.grammar.matcher_pool import AcceptItem, FillItem
+from overlap_spec.grammar.matcher_pool import MatcherPool
+from overlap_spec.grammar.matcher_pool import PoolResult as LaneResult
 from overlap_spec.timeline import Span, hidden_fraction, union_ms
 from overlap_spec.types import HostTrees, Int32s, Int64s
 
@@ -43,7 +44,7 @@ class GrammarManager:
         record: Takes spans, as :meth:`overlap_spec.timeline.Timeline.record`.
     """
 
-    def __init__(self, pool: LanePool, record: Callable[..., None]) -> None:
+    def __init__(self, pool: MatcherPool, record: Callable[..., None]) -> None:
         self.pool, self.record = pool, record
         self.matchers: dict[int, Any] = {}
         self.failed: dict[int, Exception] = {}

@@ -86,7 +86,7 @@ def _load_parsers(tools: str | None, reasoning: str | None) -> None:
     """Raises ConfigError where a parser does not exist."""
     from overlap_spec.errors import GrammarError
     from overlap_spec.grammar.reasoning import load_reasoning
-    from overlap_spec.grammar.tools import load_format
+    from overlap_spec.grammar.tool_formats import load_format
 
     try:
         if tools is not None:

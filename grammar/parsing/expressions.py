@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from overlap_spec.grammar.lowering.charset import Ranges
+from overlap_spec.grammar.automata.charset import Ranges
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any, Protocol
 
 from overlap_spec.grammar.lowering import keywords
-from overlap_spec.grammar.lowering.meet import Judge, consts, meet, tidy_array
+from overlap_spec.grammar.lowering.intersect import SchemaOracle, consts, intersect, tidy_array
 from overlap_spec.grammar.lowering.membership import key_of, kind_of, loads
 from overlap_spec.grammar.lowering.numbers import Bounds
 from overlap_spec.grammar.lowering.shapes import (
@@ -27,6 +27,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Shapes,
     Strings,
 )
+from overlap_spec.grammar.source import json_path
 
 Schema = dict[str, Any]
 _COMBINE = frozenset(
@@ -37,7 +38,7 @@ _COMBINE = frozenset(
 )  # fmt: skip
 
 
-class Source(Judge, Protocol):
+class Source(SchemaOracle, Protocol):
     """What makes expressions of subschemas."""
 
     def expr(self, schema: Any, path: str) -> Expr:
@@ -93,7 +94,7 @@ def _fixed(values: list[Any], allowed: list[Shape], source: Source) -> Iterator[
     for kind, pairs in groups.items():
         fixed = consts(kind, pairs)
         for shape in allowed:
-            held = meet(fixed, shape, source) if fixed else None
+            held = intersect(fixed, shape, source) if fixed else None
             if held is not None:
                 yield held
 
@@ -131,13 +132,13 @@ def _string(plain: Schema) -> Strings | None:
 
 def _array(plain: Schema, path: str, source: Source) -> Arrays:
     prefix = tuple(
-        source.expr(item, keywords.step(path, "prefixItems", i))
+        source.expr(item, json_path(path, "prefixItems", i))
         for i, item in enumerate(plain.get("prefixItems", []))
     )
-    rest = source.expr(plain.get("items", True), keywords.step(path, "items"))
+    rest = source.expr(plain.get("items", True), json_path(path, "items"))
     contains: tuple[Contains, ...] = ()
     if "contains" in plain:
-        item = source.expr(plain["contains"], keywords.step(path, "contains"))
+        item = source.expr(plain["contains"], json_path(path, "contains"))
         least = _count(plain, "minContains")
         one = Contains(0, item, 1 if least is None else least, _count(plain, "maxContains"))
         contains = (one,) if one.least or one.most is not None else ()
@@ -148,19 +149,19 @@ def _array(plain: Schema, path: str, source: Source) -> Arrays:
 def _object(plain: Schema, path: str, source: Source) -> Objects | None:
     properties = plain.get("properties", {})
     named = tuple(
-        (name, source.expr(schema, keywords.step(path, "properties", name)))
+        (name, source.expr(schema, json_path(path, "properties", name)))
         for name, schema in properties.items()
     )
     patterns = plain.get("patternProperties", {})
     rules: list[tuple[Keys, Expr]] = []
     for pattern, schema in patterns.items():
-        value = source.expr(schema, keywords.step(path, "patternProperties", pattern))
+        value = source.expr(schema, json_path(path, "patternProperties", pattern))
         rules.append((Keys(patterns=(pattern,)), value))
-    here = keywords.step(path, "additionalProperties")
+    here = json_path(path, "additionalProperties")
     rest = source.expr(plain.get("additionalProperties", True), here)
     if rest != ANY:
         rules.append((Keys(frozenset(properties), tuple(patterns), (), True), rest))
-    names = source.expr(plain.get("propertyNames", True), keywords.step(path, "propertyNames"))
+    names = source.expr(plain.get("propertyNames", True), json_path(path, "propertyNames"))
     if names != ANY:
         rules.append((Keys(exprs=(names,), inverted=True), NOTHING))
     required = plain.get("required", [])

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar
 
-from overlap_spec.grammar.lowering.automaton import Chain, Chars, Either, Node
-from overlap_spec.grammar.lowering.charset import ALL, Ranges, intersect, negate, union
+from overlap_spec.grammar.automata.charset import ALL, Ranges, intersect, negate, union
+from overlap_spec.grammar.automata.regex_ast import Alternation, CharClass, Concat, Node
 
 Move = tuple[int, int, int]
 S = TypeVar("S", bound=Hashable)
@@ -39,17 +39,6 @@ class Dfa:
     def is_empty(self) -> bool:
         """Whether no text is accepted; exact for trimmed automata, as all here are."""
         return not any(self.final)
-
-    def accepts(self, text: str) -> bool:
-        """Whether the automaton takes the whole text."""
-        state = 0
-        for char in text:
-            point = ord(char)
-            found = [to for low, high, to in self.moves[state] if low <= point <= high]
-            if not found:
-                return False
-            state = found[0]
-        return self.final[state]
 
     def targets(self, state: int) -> dict[int, Ranges]:
         """The characters that lead from a state to each of its successors."""
@@ -78,15 +67,15 @@ class _Nfa:
 
     def add(self, node: Node, start: int) -> int:
         """Thompson's construction; the state in which the node ends."""
-        if isinstance(node, Chars):
+        if isinstance(node, CharClass):
             end = self.state()
             self.spans[start] += [(low, high, end) for low, high in node.members]
             return end
-        if isinstance(node, Chain):
+        if isinstance(node, Concat):
             for part in node.parts:
                 start = self.add(part, start)
             return start
-        if isinstance(node, Either):
+        if isinstance(node, Alternation):
             end = self.state()
             for way in node.ways:
                 self.free[self.add(way, start)].append(end)

@@ -12,7 +12,7 @@ from overlap_spec.grammar.spec import Grammar
 
 
 @dataclass(eq=False)
-class Job:
+class WorkItem:
     """A grammar to be compiled, or with a text an output of it to be checked.
 
     The future is settled once: with the compiled grammar, or with what `violation` gives.
@@ -41,12 +41,12 @@ class Job:
 
 
 @dataclass(eq=False)
-class Worker:
+class CompileWorker:
     """A worker process as the engine sees it; times are of `time.monotonic`."""
 
     number: int
     end: socket.socket
-    job: Job | None = None
+    job: WorkItem | None = None
     given_s: float = 0.0
     started_s: float | None = None
     is_long: bool = False

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from overlap_spec.grammar.expressions import (
+from overlap_spec.grammar.automata.charset import Ranges
+from overlap_spec.grammar.parsing.expressions import (
     EMPTY,
     Chain,
     Chars,
@@ -17,13 +18,12 @@ from overlap_spec.grammar.expressions import (
     parts_of,
     references,
 )
-from overlap_spec.grammar.lowering.charset import Ranges
-from overlap_spec.grammar.syntax import Syntax
+from overlap_spec.grammar.parsing.syntax import Syntax
 
 _BARE = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_ \"':;,=<>!@%")
 
 
-class NonEmpty:
+class EpsilonFree:
     """A grammar all of whose rules match what they did but for the empty text.
 
     Attributes:

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, Vocabulary, backends
 from overlap_spec.grammar.contract import Backend
-from overlap_spec.grammar.free_text import free_start, free_text
 from overlap_spec.grammar.lowering import to_ebnf
 from overlap_spec.grammar.lowering.ebnf import Rules
-from overlap_spec.grammar.splice import splice
-from overlap_spec.grammar.syntax import read
+from overlap_spec.grammar.lowering.free_text import free_start, free_text
+from overlap_spec.grammar.lowering.splice import splice
+from overlap_spec.grammar.parsing.syntax import read
 
 
 @cache

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.expressions import Chain, Chars, Either, Expression, Ref, Repeat
-from overlap_spec.grammar.lowering.charset import Ranges
+from overlap_spec.grammar.automata.charset import Ranges
+from overlap_spec.grammar.parsing.expressions import Chain, Chars, Either, Expression, Ref, Repeat
 
 # First and last code point of each length in UTF-8.
 _LENGTHS = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF))

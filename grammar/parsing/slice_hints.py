@@ -6,9 +6,9 @@ begin with a loop that holds the slice, and walks all tokens where it is not, fo
 
 from __future__ import annotations
 
-from overlap_spec.grammar.expressions import Chain, Chars, Either, Expression, Ref, Repeat
-from overlap_spec.grammar.lowering.charset import Ranges, intersect, negate, union
-from overlap_spec.grammar.regular import chain
+from overlap_spec.grammar.automata.charset import Ranges, intersect, negate, union
+from overlap_spec.grammar.parsing.expressions import Chain, Chars, Either, Expression, Ref, Repeat
+from overlap_spec.grammar.parsing.regular import chain
 
 _LETTERS: Ranges = ((0x41, 0x5A), (0x61, 0x7A))
 _QUOTE: Ranges = ((0x22, 0x22),)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.expressions import (
+from overlap_spec.grammar.automata.charset import ALL, Ranges, intersect, negate, union
+from overlap_spec.grammar.parsing.expressions import (
     EMPTY,
     Chain,
     Chars,
@@ -27,7 +28,6 @@ from overlap_spec.grammar.expressions import (
     parts_of,
     references,
 )
-from overlap_spec.grammar.lowering.charset import ALL, Ranges, intersect, negate, union
 
 
 class ForeignConstruct(GrammarError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import chain as chained
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.expressions import (
+from overlap_spec.grammar.parsing.expressions import (
     Chain,
     Chars,
     Either,
@@ -51,11 +51,11 @@ def excluded(expression: Expression) -> tuple[Repeat, list[str]] | None:
     return None if texts is None else (base, texts)
 
 
-def shape(expression: Expression) -> object:
+def structure_key(expression: Expression) -> object:
     """Equal for expressions that are written alike."""
     if isinstance(expression, Chars):
         return expression.members
-    inner = tuple(shape(part) for part in parts_of(expression))
+    inner = tuple(structure_key(part) for part in parts_of(expression))
     if isinstance(expression, Repeat):
         return (expression.least, expression.most, inner)
     # What is left but chains and choices has no parts, and a name.
@@ -117,7 +117,7 @@ class _Points:
             self.add(repeat.body, start, after)
             start = after
         if repeat.most is None:
-            key = (shape(repeat.body), end)
+            key = (structure_key(repeat.body), end)
             if key not in self.loops:
                 hub = self.loops[key] = self.node()
                 inner = self.node()

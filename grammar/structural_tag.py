@@ -27,6 +27,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.automata.regex import parse
+from overlap_spec.grammar.source import canonical, check_schema, check_text, read_json
 
 _DEEPEST = 64
 _MOST = 1024
@@ -40,8 +42,6 @@ def read_tags(spec: Any) -> dict[str, Any]:
     Raises:
         GrammarError: names the path of what is wrong.
     """
-    from overlap_spec.grammar.spec import read_json
-
     if isinstance(spec, str):
         spec = read_json(spec, "structural_tag")
     spec = _mapping(spec, "$")
@@ -54,8 +54,6 @@ def read_tags(spec: Any) -> dict[str, Any]:
 
 
 def _legacy(spec: Mapping[str, Any]) -> dict[str, Any]:
-    from overlap_spec.grammar.spec import read_json
-
     _known(spec, {"type", "structures", "triggers"}, "$")
     structures, tags = _field(spec, "structures", "$"), []
     if not isinstance(structures, list):
@@ -176,22 +174,21 @@ def _ends(value: Any, path: str) -> list[str]:
 
 
 def _schema(value: Any, path: str) -> Any:
-    from overlap_spec.grammar.spec import Grammar
-
     if not isinstance(value, Mapping | bool):
         raise _error(path, f"{value!r} is not a schema")
     try:
-        Grammar.json_schema(value)
+        schema = value if isinstance(value, bool) else dict(value)
+        check_schema(schema)
+        check_text("json_schema", canonical(schema))
     except GrammarError as error:
         raise _error(path, str(error)) from error
     return value
 
 
 def _pattern(value: Any, path: str) -> str:
-    from overlap_spec.grammar.spec import Grammar
-
     try:
-        Grammar.regex(_text(value, path))
+        parse(_text(value, path))
+        check_text("regex", value)
     except GrammarError as error:
         raise _error(path, str(error)) from error
     return str(value)

@@ -25,8 +25,8 @@ from types import FrameType
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation import worker
 from overlap_spec.grammar.isolation.channel import Message, receive, send
+from overlap_spec.grammar.isolation.import_stubs import import_light
 from overlap_spec.grammar.isolation.limits import CompileLimits
-from overlap_spec.grammar.isolation.stand_ins import import_light
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 STDERR_BYTES = 2000
@@ -51,19 +51,19 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Worker:
+class ForkedWorker:
     """A forked worker: its number, and the file that its output goes to."""
 
     number: int
     output: int
 
 
-class Template:
+class ForkServer:
     """Forks, ends and reaps workers as it is told."""
 
     def __init__(self, end: socket.socket, backend: Backend, limits: CompileLimits) -> None:
         self.end, self.backend, self.limits = end, backend, limits
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[int, ForkedWorker] = {}
         self.wake_reader, self.wake_writer = socket.socketpair()
         for wake in (self.wake_reader, self.wake_writer):
             wake.setblocking(False)
@@ -112,7 +112,7 @@ class Template:
         if pid == 0:
             self.become_worker(fd, output)
         os.close(fd)
-        self.workers[pid] = Worker(number, output)
+        self.workers[pid] = ForkedWorker(number, output)
 
     def become_worker(self, fd: int, output: int) -> None:
         """The child's side of a fork; does not return."""
@@ -204,5 +204,5 @@ def main(arguments: list[str]) -> None:
     gc.freeze()
     # Not sooner: somebody waits for the first grammar.
     os.nice(setup.limits.nice)
-    Template(end, backend, setup.limits).run()
+    ForkServer(end, backend, setup.limits).run()
     os._exit(0)  # Nothing here has to be cleaned up, and the engine waits.

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from overlap_spec.grammar.exclusion import shape
-from overlap_spec.grammar.expressions import (
+from overlap_spec.grammar.automata.charset import ALL, negate
+from overlap_spec.grammar.parsing.exclusions import structure_key
+from overlap_spec.grammar.parsing.expressions import (
     Chain,
     Chars,
     Either,
@@ -22,9 +23,8 @@ from overlap_spec.grammar.expressions import (
     parts_of,
     references,
 )
-from overlap_spec.grammar.lowering.charset import ALL, negate
-from overlap_spec.grammar.network import Bytes, Closures, Network
-from overlap_spec.grammar.regular import NonEmpty, chain
+from overlap_spec.grammar.parsing.network import Bytes, Closures, Network
+from overlap_spec.grammar.parsing.regular import EpsilonFree, chain
 
 _MOST_SETS = 5_000
 """Beyond this many sets of states, lexemes are not proved but cut into characters."""
@@ -50,7 +50,7 @@ class Lexemes:
     by_characters: bool = False
 
 
-def cut(grammar: NonEmpty, recursive: frozenset[str]) -> Lexemes:
+def cut(grammar: EpsilonFree, recursive: frozenset[str]) -> Lexemes:
     """The grammar over the longest lexemes that a greedy lexer reads exactly.
 
     Args:
@@ -71,7 +71,7 @@ def cut(grammar: NonEmpty, recursive: frozenset[str]) -> Lexemes:
         shapes: dict[object, int] = {}
         for name, at in against.items():
             if at and isinstance(made.lexed[name], Chain):
-                shapes[shape(made.lexed[name])] = at
+                shapes[structure_key(made.lexed[name])] = at
         if not shapes:
             break
         split |= shapes
@@ -80,7 +80,7 @@ def cut(grammar: NonEmpty, recursive: frozenset[str]) -> Lexemes:
 
 class _Cutter:
     def __init__(
-        self, grammar: NonEmpty, recursive: frozenset[str], whole: bool, split: dict[object, int]
+        self, grammar: EpsilonFree, recursive: frozenset[str], whole: bool, split: dict[object, int]
     ) -> None:
         self.grammar = grammar
         self.recursive = recursive
@@ -181,7 +181,7 @@ class _Cutter:
             return Repeat(self._lexeme(Repeat(expression.body, 1, expression.most)), 0, 1)
         if isinstance(expression, Ref) and expression.name in self.grammar.plain:
             return Repeat(self._lexeme(Ref(self.grammar.plain[expression.name])), 0, 1)
-        key = shape(expression)
+        key = structure_key(expression)
         if key in self.split:
             parts, at = parts_of(expression), self.split[key]
             joined = self._joined(list(parts[:at])) + self._joined(list(parts[at:]))

@@ -47,7 +47,7 @@ class FillItem:
 
 
 @dataclass(frozen=True)
-class LaneResult:
+class PoolResult:
     """What became of one item.
 
     Args:
@@ -68,10 +68,10 @@ class LaneResult:
     root_only: bool = False
 
 
-class _Job(ABC):
+class _MatcherCall(ABC):
     """One item on its way through a runner."""
 
-    def __init__(self, item: AcceptItem | FillItem, after: _Job | None) -> None:
+    def __init__(self, item: AcceptItem | FillItem, after: _MatcherCall | None) -> None:
         self.request_id, self.matcher, self.after = item.request_id, item.matcher, after
         self.accepted = 0
         self.started = self.root_ready = self.returned = self.left_alone = False
@@ -100,8 +100,8 @@ class _Job(ABC):
         except Exception as caught:  # one request's fault must not end the batch
             self.error = caught
 
-    def result(self) -> LaneResult:
-        return LaneResult(
+    def result(self) -> PoolResult:
+        return PoolResult(
             self.request_id,
             self.accepted,
             self.error,
@@ -111,8 +111,8 @@ class _Job(ABC):
         )
 
 
-class _Accept(_Job):
-    def __init__(self, item: AcceptItem, after: _Job | None) -> None:
+class _AcceptCall(_MatcherCall):
+    def __init__(self, item: AcceptItem, after: _MatcherCall | None) -> None:
         super().__init__(item, after)
         self.tokens = item.tokens
 
@@ -126,13 +126,15 @@ class _Accept(_Job):
         """What was accepted is in the matcher."""
 
 
-class _Fill(_Job):
+class _FillCall(_MatcherCall):
     """Fills rows of its own first: a call that is left alone may write whenever it likes.
 
     ``scratch``: int32 ``(1 + nodes, words)``, the root's row by itself, then the tree's.
     """
 
-    def __init__(self, item: FillItem, after: _Job | None, scratch: Row, root_first: bool) -> None:
+    def __init__(
+        self, item: FillItem, after: _MatcherCall | None, scratch: Row, root_first: bool
+    ) -> None:
         super().__init__(item, after)
         self.item, self.scratch, self.root_first = item, scratch, root_first
 
@@ -154,7 +156,7 @@ class _Fill(_Job):
             rows[:] = self.scratch[1:]
 
 
-class Lane:
+class MatcherPool:
     """Runs items over requests, at most one item a matcher in a batch.
 
     Args:
@@ -169,8 +171,8 @@ class Lane:
         self.threads = threads
         self._deadline_ns = None if deadline_ms is None else int(deadline_ms * 1e6)
         self._lock = threading.Condition()
-        self._queue: deque[_Job] = deque()
-        self._latest: dict[int, _Job] = {}
+        self._queue: deque[_MatcherCall] = deque()
+        self._latest: dict[int, _MatcherCall] = {}
         self._scratch: dict[int, Row] = {}
         self._closed = False
         self._runners: set[threading.Thread] = set()
@@ -178,19 +180,19 @@ class Lane:
         for _ in range(threads):
             self._start_runner()
 
-    def accept_batch(self, items: Sequence[AcceptItem]) -> list[LaneResult]:
+    def accept_batch(self, items: Sequence[AcceptItem]) -> list[PoolResult]:
         """Accept each item's tokens until one is rejected; results in the items' order."""
-        return self._run([_Accept(item, self._latest.get(item.request_id)) for item in items])
+        return self._run([_AcceptCall(item, self._latest.get(item.request_id)) for item in items])
 
-    def fill_batch(self, items: Sequence[FillItem]) -> list[LaneResult]:
+    def fill_batch(self, items: Sequence[FillItem]) -> list[PoolResult]:
         """Fill each item's rows; results in the items' order."""
         # Only under a deadline is a root's row of its own worth its time.
         root_first = self.threads > 0 and self._deadline_ns is not None
-        jobs = [
-            _Fill(item, self._latest.get(item.request_id), self._rows_for(item), root_first)
+        calls = [
+            _FillCall(item, self._latest.get(item.request_id), self._rows_for(item), root_first)
             for item in items
         ]
-        return self._run(jobs)
+        return self._run(calls)
 
     def forget(self, request_id: int) -> None:
         """Drop what is kept for a request that has ended."""
@@ -212,7 +214,7 @@ class Lane:
         for thread in idle:
             thread.join()
 
-    def __enter__(self) -> Lane:
+    def __enter__(self) -> MatcherPool:
         return self
 
     def __exit__(
@@ -230,60 +232,60 @@ class Lane:
             rows = self._scratch[item.request_id] = np.zeros((nodes + 1, words), np.int32)
         return rows[: nodes + 1]
 
-    def _run(self, jobs: Sequence[_Job]) -> list[LaneResult]:
-        for job in jobs:
-            self._latest[job.request_id] = job
+    def _run(self, calls: Sequence[_MatcherCall]) -> list[PoolResult]:
+        for call in calls:
+            self._latest[call.request_id] = call
         if self.threads == 0:
-            for job in jobs:
-                job.run()
-                self._return(job)
+            for call in calls:
+                call.run()
+                self._return(call)
         else:
             with self._lock:
-                self._queue.extend(jobs)
+                self._queue.extend(calls)
                 self._lock.notify_all()
-                self._wait(set(jobs))
-        return [job.result() for job in jobs]
+                self._wait(set(calls))
+        return [call.result() for call in calls]
 
-    def _wait(self, pending: set[_Job]) -> None:
-        """Until every job has returned or was left alone; the lock is held."""
-        while pending := {job for job in pending if not (job.returned or job.left_alone)}:
+    def _wait(self, pending: set[_MatcherCall]) -> None:
+        """Until every call has returned or was left alone; the lock is held."""
+        while pending := {call for call in pending if not (call.returned or call.left_alone)}:
             if self._deadline_ns is None:
                 self._lock.wait()
                 continue
             now, rest = time.perf_counter_ns(), self._deadline_ns
-            for job in pending:
-                # A job that waits for a runner is not late; one whose matcher is busy is.
-                if job.started or not job.ready:
-                    left = job.start_ns + self._deadline_ns - now
-                    if left <= 0 and (job.root_ready or self._overdue(job, now)):
-                        self._leave_alone(job)
+            for call in pending:
+                # A call that waits for a runner is not late; one whose matcher is busy is.
+                if call.started or not call.ready:
+                    left = call.start_ns + self._deadline_ns - now
+                    if left <= 0 and (call.root_ready or self._overdue(call, now)):
+                        self._leave_alone(call)
                     rest = min(rest, left if left > 0 else self._deadline_ns // 4)
             self._lock.wait(rest / 1e9)
 
-    def _overdue(self, job: _Job, now: int) -> bool:
-        """Whether a job past its deadline used it: a thread that got no core is given longer."""
+    def _overdue(self, call: _MatcherCall, now: int) -> bool:
+        """Whether a call past its deadline used it: a thread that got no core is given longer."""
         assert self._deadline_ns is not None
-        if job.runner is None or now - job.start_ns > STARVED_DEADLINES * self._deadline_ns:
+        if call.runner is None or now - call.start_ns > STARVED_DEADLINES * self._deadline_ns:
             return True
-        clock = time.pthread_getcpuclockid(cast(int, job.runner.ident))
-        return time.clock_gettime_ns(clock) - job.start_cpu_ns > self._deadline_ns
+        clock = time.pthread_getcpuclockid(cast(int, call.runner.ident))
+        return time.clock_gettime_ns(clock) - call.start_cpu_ns > self._deadline_ns
 
-    def _leave_alone(self, job: _Job) -> None:
-        job.left_alone, job.end_ns = True, time.perf_counter_ns()
-        if not job.root_ready:
+    def _leave_alone(self, call: _MatcherCall) -> None:
+        call.left_alone, call.end_ns = True, time.perf_counter_ns()
+        if not call.root_ready:
             limit = (self._deadline_ns or 0) / 1e6
-            job.error = RequestFailed(f"the grammar's matcher took longer than {limit:g} ms")
-        job.publish()
-        if job.runner is None:
-            self._queue.remove(job)
-            job.returned = True
+            call.error = RequestFailed(f"the grammar's matcher took longer than {limit:g} ms")
+        call.publish()
+        if call.runner is None:
+            self._queue.remove(call)
+            call.returned = True
         else:
-            self._stuck.add(job.runner)
+            self._stuck.add(call.runner)
             self._start_runner()
 
-    def _return(self, job: _Job) -> None:
-        job.end_ns, job.returned = time.perf_counter_ns(), True
-        job.publish()
+    def _return(self, call: _MatcherCall) -> None:
+        call.end_ns, call.returned = time.perf_counter_ns(), True
+        call.publish()
 
     def _start_runner(self) -> None:
         thread = threading.Thread(target=self._loop, name="grammar-lane", daemon=True)
@@ -292,29 +294,29 @@ class Lane:
 
     def _loop(self) -> None:
         me = threading.current_thread()
-        while (job := self._take(me)) is not None:
-            job.run()
+        while (call := self._take(me)) is not None:
+            call.run()
             with self._lock:
-                if job.left_alone:
+                if call.left_alone:
                     # Another runner has taken this one's place.
-                    job.returned = True
+                    call.returned = True
                     self._stuck.discard(me)
                     self._runners.discard(me)
                     self._lock.notify_all()
                     return
-                self._return(job)
+                self._return(call)
                 self._lock.notify_all()
 
-    def _take(self, me: threading.Thread) -> _Job | None:
-        """The next job whose matcher is free; None when the lane closes."""
+    def _take(self, me: threading.Thread) -> _MatcherCall | None:
+        """The next call whose matcher is free; None when the lane closes."""
         with self._lock:
             while not self._closed:
-                for job in self._queue:
-                    if job.ready:
-                        self._queue.remove(job)
-                        job.started, job.runner = True, me
-                        job.start_ns = time.perf_counter_ns()
-                        job.start_cpu_ns = time.thread_time_ns()
-                        return job
+                for call in self._queue:
+                    if call.ready:
+                        self._queue.remove(call)
+                        call.started, call.runner = True, me
+                        call.start_ns = time.perf_counter_ns()
+                        call.start_cpu_ns = time.thread_time_ns()
+                        return call
                 self._lock.wait()
             return None

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from overlap_spec.grammar.exclusion import excluded
-from overlap_spec.grammar.expressions import Chars, Expression, Repeat, parts_of
-from overlap_spec.grammar.regular import NonEmpty
-from overlap_spec.grammar.syntax import Syntax
+from overlap_spec.grammar.parsing.exclusions import excluded
+from overlap_spec.grammar.parsing.expressions import Chars, Expression, Repeat, parts_of
+from overlap_spec.grammar.parsing.regular import EpsilonFree
+from overlap_spec.grammar.parsing.syntax import Syntax
 
 _SMALL_RULES = 24
 _LONG_COUNT = 16
@@ -48,7 +48,7 @@ def route(syntax: Syntax) -> Route:
     count = max((longest_count(body) for body in syntax.rules.values()), default=0)
     if count > _LONG_COUNT:
         return Route(LEXEMES, f"counts to {count}")
-    if any(excluded(body) for body in NonEmpty(syntax).rules.values()):
+    if any(excluded(body) for body in EpsilonFree(syntax).rules.values()):
         return Route(LEXEMES, "free keys beside named ones")
     if len(syntax.rules) > _SMALL_RULES:
         return Route(LEXEMES, f"{len(syntax.rules)} rules")

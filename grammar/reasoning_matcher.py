@@ -4,7 +4,7 @@ A matcher around any backend's matcher. Inside the thinking a mask row is one co
 stop and special tokens is legal, save for the few tokens that end the marker and go on with what
 the grammar forbids. Exact by bytes: the marker may be one token, many, or the middle of some.
 
-The same language as `structural.lower_structural` writes as EBNF, but for two things: line breaks
+The same language as `lowering.composite` writes as EBNF, but for two things: line breaks
 behind the marker belong to the gap first, also where the grammar could begin with one, and bytes of
 the thinking need not be whole characters.
 """
@@ -18,8 +18,8 @@ import numpy as np
 
 from overlap_spec.grammar import walk
 from overlap_spec.grammar.contract import CompiledGrammar, Links, Matcher, Row
-from overlap_spec.grammar.gate_tables import BREAK, Patch, marker_tokens
 from overlap_spec.grammar.reasoning import MOST_GAP
+from overlap_spec.grammar.reasoning_tables import BREAK, Patch, marker_tokens
 from overlap_spec.grammar.spec import Grammar
 
 # Where a matcher stands: before the decision whether there is thinking, in it, behind its end,
@@ -31,14 +31,14 @@ def wrap(inner: CompiledGrammar, grammar: Grammar) -> CompiledGrammar:
     """Put the gate of a grammar of kind `after_thinking` before its compiled inner grammar.
 
     Takes about a millisecond, and some 60 ms for the first grammar behind the same markers at a
-    vocabulary of 131,072 (call `gate_tables.marker_tokens` beforehand where that matters).
+    vocabulary of 131,072 (call `reasoning_tables.marker_tokens` beforehand where that matters).
 
     Args:
         inner: `grammar.inner`, compiled by any backend.
         grammar: What `Grammar.after_thinking` made.
     """
     source = json.loads(grammar.source)
-    return GatedGrammar(inner, source["end"].encode(), (source["begin"] or "").encode())
+    return ReasoningGrammar(inner, source["end"].encode(), (source["begin"] or "").encode())
 
 
 class _Place(NamedTuple):
@@ -48,7 +48,7 @@ class _Place(NamedTuple):
     at: int
 
 
-class GatedGrammar(CompiledGrammar):
+class ReasoningGrammar(CompiledGrammar):
     """A compiled grammar behind a gate; see the module.
 
     Args:
@@ -84,7 +84,7 @@ class GatedGrammar(CompiledGrammar):
         return self.inner.memory_bytes + patches + sum(row.nbytes for row in self.gap_rows)
 
     def matcher(self) -> Matcher:
-        return GatedMatcher(self)
+        return ReasoningMatcher(self)
 
     def enter(self, text: bytes) -> Matcher | None:
         """An inner matcher behind `text`; None where that is no beginning of the grammar."""
@@ -128,10 +128,10 @@ class GatedGrammar(CompiledGrammar):
         return row
 
 
-class GatedMatcher(Matcher):
+class ReasoningMatcher(Matcher):
     """One request's position before, in or behind its thinking."""
 
-    def __init__(self, compiled: GatedGrammar) -> None:
+    def __init__(self, compiled: ReasoningGrammar) -> None:
         self._compiled = compiled
         self.vocabulary = compiled.vocabulary
         self._place = _Place(_HEAD if compiled.head else _THINK, 0)
@@ -230,7 +230,7 @@ class GatedMatcher(Matcher):
         return super().ended() if self._inner is None else self._inner.ended()
 
     def fork(self) -> Matcher:
-        twin = object.__new__(GatedMatcher)
+        twin = object.__new__(ReasoningMatcher)
         twin.__dict__.update(self.__dict__)
         twin._before = self._before.copy()
         twin._direct = None if self._direct is None else self._direct.fork()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from overlap_spec.errors import ConfigError, GrammarError
-from overlap_spec.grammar import Grammar, Vocabulary, backends, gate
+from overlap_spec.grammar import Grammar, Vocabulary, backends, reasoning_matcher
 from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
 from overlap_spec.grammar.contract import Backend, Matcher
 from overlap_spec.grammar.lowering import to_ebnf
@@ -53,7 +53,7 @@ def oracle(grammar: Grammar):
 def gated(name: str, grammar: str, begin: str | None):
     thinking = GRAMMARS[grammar].after_thinking(begin=begin)
     assert thinking.inner == GRAMMARS[grammar]
-    return gate.wrap(backend(name).compile(GRAMMARS[grammar]), thinking), thinking
+    return reasoning_matcher.wrap(backend(name).compile(GRAMMARS[grammar]), thinking), thinking
 
 
 def token(text: str) -> int:
@@ -226,7 +226,7 @@ def test_nothing_ends_inside_the_thinking(name: str) -> None:
 
 def test_line_breaks_are_gap_first() -> None:
     inner = Grammar.regex(r"\n?a")
-    compiled = gate.wrap(backend("xgrammar").compile(inner), inner.after_thinking())
+    compiled = reasoning_matcher.wrap(backend("xgrammar").compile(inner), inner.after_thinking())
     for text, whole in (("\na", True), ("\n\na", True), ("\n\n\na", True), ("\n\n\n\na", False)):
         matcher = compiled.matcher()
         taken = all(matcher.accept(token(part)) for part in ("</think>", *text))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from overlap_spec.grammar.lowering.automaton import EMPTY, Node, Repeat, chain, either
-from overlap_spec.grammar.lowering.charset import Ranges
-from overlap_spec.grammar.lowering.dfa import Dfa
+from overlap_spec.grammar.automata.charset import Ranges
+from overlap_spec.grammar.automata.dfa import Dfa
+from overlap_spec.grammar.automata.regex_ast import EMPTY, Node, Repetition, alternate, concat
 
 # An expression, and how many characters it is made of.
 Sized = tuple[Node, int]
@@ -37,7 +37,7 @@ def to_node(dfa: Dfa, spell: Spell) -> Node | None:
     tail = edges[0].get(end)
     if tail is None:
         return None
-    return chain(Repeat(loop[0], 0, None), tail[0]) if loop is not None else tail[0]
+    return concat(Repetition(loop[0], 0, None), tail[0]) if loop is not None else tail[0]
 
 
 def _eliminate(edges: dict[int, dict[int, Sized]], state: int) -> bool:
@@ -50,11 +50,11 @@ def _eliminate(edges: dict[int, dict[int, Sized]], state: int) -> bool:
             continue
         head = into
         if loop is not None:
-            head = chain(into[0], Repeat(loop[0], 0, None)), into[1] + loop[1]
+            head = concat(into[0], Repetition(loop[0], 0, None)), into[1] + loop[1]
         for to, (node, size) in out.items():
-            path = head if node == EMPTY else (chain(head[0], node), head[1] + size)
+            path = head if node == EMPTY else (concat(head[0], node), head[1] + size)
             if to in ways:
-                path = either(ways[to][0], path[0]), ways[to][1] + path[1]
+                path = alternate(ways[to][0], path[0]), ways[to][1] + path[1]
             if path[1] > _LONGEST:
                 return False
             ways[to] = path

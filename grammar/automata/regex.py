@@ -15,10 +15,9 @@ from functools import cache, lru_cache
 from typing import Any
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.lowering import charset
-from overlap_spec.grammar.lowering.automaton import EMPTY, Chars, Node, Repeat, chain, either
-from overlap_spec.grammar.lowering.charset import Ranges
-from overlap_spec.grammar.lowering.dfa import (
+from overlap_spec.grammar.automata import charset
+from overlap_spec.grammar.automata.charset import Ranges
+from overlap_spec.grammar.automata.dfa import (
     EMPTY_TEXT,
     EVERY,
     Dfa,
@@ -28,7 +27,15 @@ from overlap_spec.grammar.lowering.dfa import (
     from_node,
     neither,
 )
-from overlap_spec.grammar.lowering.spell import plain
+from overlap_spec.grammar.automata.escape import plain
+from overlap_spec.grammar.automata.regex_ast import (
+    EMPTY,
+    CharClass,
+    Node,
+    Repetition,
+    alternate,
+    concat,
+)
 
 Spell = Callable[[Ranges], Node | None]
 
@@ -45,7 +52,7 @@ _REFUSED = {
 }
 _DOT = charset.negate(charset.LINE_END)
 _DOT_WIDE = charset.negate(((0x0A, 0x0A),))
-_LINE_FEED = Repeat(Chars(((0x0A, 0x0A),)), 0, 1)
+_LINE_FEED = Repetition(CharClass(((0x0A, 0x0A),)), 0, 1)
 _LOOKS = ("ASSERT", "ASSERT_NOT")
 
 
@@ -101,7 +108,7 @@ class Pattern:
     def found(self, spell: Spell) -> Node:
         """Texts in which the pattern is found, as JSON Schema means it."""
         anything = spell(charset.ALL)
-        return self._spelled(spell, Repeat(anything, 0, None) if anything else EMPTY)
+        return self._spelled(spell, Repetition(anything, 0, None) if anything else EMPTY)
 
     def automaton(self) -> Dfa:
         """Texts in which the pattern is found, also where it looks ahead.
@@ -116,7 +123,7 @@ class Pattern:
     def _from_start(self, items: list[Any], after: Dfa) -> Dfa:
         if items and _is_start(items[0]):
             return self._ahead(items[1:], after, True)
-        return before(Repeat(Chars(charset.ALL), 0, None), self._ahead(items, after, False))
+        return before(Repetition(CharClass(charset.ALL), 0, None), self._ahead(items, after, False))
 
     def _ahead(self, items: list[Any], after: Dfa, at_start: bool) -> Dfa:
         """Texts that match the items and then something of `after`."""
@@ -194,11 +201,11 @@ class Pattern:
                 items, before = items[1:], EMPTY
             if items and _is_end(items[-1]):
                 items, after = items[:-1], EMPTY
-            ways.append(chain(before, self._sequence(items, spell), after))
-        return either(*ways)
+            ways.append(concat(before, self._sequence(items, spell), after))
+        return alternate(*ways)
 
     def _sequence(self, items: Iterable[Any], spell: Spell) -> Node:
-        return chain(*(self._item(item, spell) for item in items))
+        return concat(*(self._item(item, spell) for item in items))
 
     def _item(self, item: Any, spell: Spell) -> Node:
         op, argument = str(item[0]), item[1]
@@ -208,7 +215,7 @@ class Pattern:
                 raise self.error("a character class that no character can match")
             return node
         if op == "BRANCH":
-            return either(*(self._sequence(part, spell) for part in argument[1]))
+            return alternate(*(self._sequence(part, spell) for part in argument[1]))
         if op == "SUBPATTERN":
             _, added, removed, body = argument
             if added or removed:
@@ -216,7 +223,7 @@ class Pattern:
             return self._sequence(body, spell)
         if op in ("MAX_REPEAT", "MIN_REPEAT"):
             low, high, body = argument
-            return Repeat(self._sequence(body, spell), int(low), _bound(high))
+            return Repetition(self._sequence(body, spell), int(low), _bound(high))
         if op == "AT":
             raise self.error("anchors are supported at the two ends only")
         raise self.error(f"{_REFUSED.get(op, op)} is not supported")

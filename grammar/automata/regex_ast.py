@@ -11,35 +11,35 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from overlap_spec.grammar.lowering.charset import Ranges, regex_class, rule_class
+from overlap_spec.grammar.automata.charset import Ranges, regex_class, rule_class
 
 # Beyond this many characters, determinism is not looked into.
 _MOST_POSITIONS = 3000
 
 
 @dataclass(frozen=True)
-class Chars:
+class CharClass:
     """One character of a set, which is not empty."""
 
     members: Ranges
 
 
 @dataclass(frozen=True)
-class Chain:
+class Concat:
     """Parts one after another; the empty chain is the empty text."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
-class Either:
+class Alternation:
     """One of several."""
 
     ways: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
-class Repeat:
+class Repetition:
     """`body` from `least` to `most` times; None means no bound."""
 
     body: Node
@@ -47,32 +47,32 @@ class Repeat:
     most: int | None
 
 
-Node = Chars | Chain | Either | Repeat
-EMPTY = Chain(())
+Node = CharClass | Concat | Alternation | Repetition
+EMPTY = Concat(())
 
 
-def chain(*parts: Node) -> Node:
+def concat(*parts: Node) -> Node:
     """Parts one after another."""
-    return parts[0] if len(parts) == 1 else Chain(parts)
+    return parts[0] if len(parts) == 1 else Concat(parts)
 
 
-def either(*ways: Node) -> Node:
+def alternate(*ways: Node) -> Node:
     """One of the ways."""
-    return ways[0] if len(ways) == 1 else Either(ways)
+    return ways[0] if len(ways) == 1 else Alternation(ways)
 
 
 def text(fixed: str) -> Node:
     """Exactly this text."""
-    return Chain(tuple(Chars(((ord(char), ord(char)),)) for char in fixed))
+    return Concat(tuple(CharClass(((ord(char), ord(char)),)) for char in fixed))
 
 
 def to_regex(node: Node) -> str:
     """The spelling inside a `Regex("…")` terminal."""
-    if isinstance(node, Chars):
+    if isinstance(node, CharClass):
         return regex_class(node.members)
-    if isinstance(node, Chain):
+    if isinstance(node, Concat):
         return "".join(to_regex(part) for part in node.parts)
-    if isinstance(node, Either):
+    if isinstance(node, Alternation):
         return f"({'|'.join(to_regex(way) for way in node.ways)})"
     body, least, most = f"({to_regex(node.body)})", node.least, node.most
     if most is None:
@@ -87,11 +87,11 @@ def to_regex(node: Node) -> str:
 
 def to_rule(node: Node) -> str:
     """The spelling as the body of an EBNF rule."""
-    if isinstance(node, Chars):
+    if isinstance(node, CharClass):
         return rule_class(node.members)
-    if isinstance(node, Chain):
+    if isinstance(node, Concat):
         return " ".join(to_rule(part) for part in node.parts) or '""'
-    if isinstance(node, Either):
+    if isinstance(node, Alternation):
         return f"({' | '.join(to_rule(way) for way in node.ways)})"
     body = f"({to_rule(node.body)})"
     if node.most is None:
@@ -106,16 +106,16 @@ class _Glushkov:
 
     def visit(self, node: Node) -> tuple[bool, set[int], set[int]]:
         """Whether the node may be empty, and the positions that it may begin and end with."""
-        if isinstance(node, Chars):
+        if isinstance(node, CharClass):
             self.sets.append(node.members)
             self.follow.append(set())
             here = {len(self.sets) - 1}
             return False, here, here
-        if isinstance(node, Either):
+        if isinstance(node, Alternation):
             seen = [self.visit(way) for way in node.ways]
             first = set().union(*(part[1] for part in seen))
             return any(part[0] for part in seen), first, set().union(*(part[2] for part in seen))
-        if isinstance(node, Chain):
+        if isinstance(node, Concat):
             return self._chain(node)
         empty, first, last = self.visit(node.body)
         if node.most is None or node.most > 1:
@@ -124,7 +124,7 @@ class _Glushkov:
                 self.follow[position] |= first
         return empty or node.least == 0, first, last
 
-    def _chain(self, node: Chain) -> tuple[bool, set[int], set[int]]:
+    def _chain(self, node: Concat) -> tuple[bool, set[int], set[int]]:
         empty, first, last = True, set[int](), set[int]()
         for part in node.parts:
             part_empty, part_first, part_last = self.visit(part)
@@ -146,11 +146,11 @@ def is_deterministic(node: Node) -> bool:
 
 
 def _positions(node: Node) -> int:
-    if isinstance(node, Chars):
+    if isinstance(node, CharClass):
         return 1
-    if isinstance(node, Repeat):
+    if isinstance(node, Repetition):
         return _positions(node.body)
-    return sum(map(_positions, node.parts if isinstance(node, Chain) else node.ways))
+    return sum(map(_positions, node.parts if isinstance(node, Concat) else node.ways))
 
 
 def _apart(sets: list[Ranges], group: set[int]) -> bool:

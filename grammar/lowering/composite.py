@@ -1,4 +1,4 @@
-"""Structural tags, tool calls and thinking as EBNF.
+"""Grammars that hold other grammars as EBNF: structural tags, tool calls and thinking.
 
 Free text is exact: no trigger, exclusion or marker occurs in it, wherever it would begin. JSON
 and patterns inside go through the same lowering as by themselves.
@@ -7,25 +7,32 @@ and patterns inside go through the same lowering as by themselves.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.free_text import free_start, free_text
-from overlap_spec.grammar.lowering import to_ebnf
 from overlap_spec.grammar.lowering.ebnf import Rules, choice, literal, repeat, sequence
+from overlap_spec.grammar.lowering.free_text import free_start, free_text
+from overlap_spec.grammar.lowering.splice import splice
 from overlap_spec.grammar.reasoning import GAP, MOST_GAP
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.splice import splice
-from overlap_spec.grammar.tools import ToolFormat, load_format
+from overlap_spec.grammar.tool_format import ToolFormat
+from overlap_spec.grammar.tool_formats import load_format
+
+KINDS = ("structural_tag", "tools", "after_thinking")
 
 
-def lower_structural(grammar: Grammar) -> str:
-    """EBNF of a grammar of kind `structural_tag`, `tools` or `after_thinking`.
+def lower_composite(grammar: Grammar, lower: Callable[[Grammar], str]) -> str:
+    """EBNF of a grammar of one of the `KINDS`.
+
+    Args:
+        grammar: The grammar.
+        lower: Lowers each grammar inside.
 
     Raises:
-        GrammarError: as `lowering.to_ebnf`, of any grammar inside.
+        GrammarError: as `lower` raises it.
     """
-    parts = _Parts(grammar)
+    parts = _Parts(grammar, lower)
     source = json.loads(grammar.source)
     if grammar.kind == "structural_tag":
         return parts.rules.text(_Tags(parts).lower(source, ()))
@@ -42,15 +49,15 @@ def lower_structural(grammar: Grammar) -> str:
 class _Parts:
     """The rules under construction, and the grammars that are part of them."""
 
-    def __init__(self, grammar: Grammar) -> None:
+    def __init__(self, grammar: Grammar, lower: Callable[[Grammar], str]) -> None:
         self.rules = Rules()
-        self._grammar = grammar
+        self._grammar, self._lower = grammar, lower
         self._known: dict[Grammar, str] = {}
 
     def add(self, inner: Grammar) -> str:
         """The rule of a whole grammar."""
         if inner not in self._known:
-            self._known[inner] = splice(self.rules, to_ebnf(inner), self._grammar.kind)
+            self._known[inner] = splice(self.rules, self._lower(inner), self._grammar.kind)
         return self._known[inner]
 
     def json(self, schema: Any, best_effort: bool = False) -> str:

@@ -19,14 +19,14 @@ HEAVY = ("torch", "transformers")
 BEFORE = "tvm_ffi"
 
 
-class Nothing:
+class StubName:
     """Any name of a stand-in module; to be mentioned, not used."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-class StandIn(ModuleType):
-    """A module whose every public name is `Nothing`."""
+class Stub(ModuleType):
+    """A module whose every public name is `StubName`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -35,7 +35,7 @@ class StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Nothing
+        return StubName
 
 
 def import_light(module: str) -> ModuleType:
@@ -49,5 +49,5 @@ def import_light(module: str) -> ModuleType:
     sys.modules.update(hidden)
     if importlib.util.find_spec(BEFORE) is not None:
         importlib.import_module(BEFORE)
-    sys.modules.update({name: StandIn(name) for name in HEAVY})
+    sys.modules.update({name: Stub(name) for name in HEAVY})
     return importlib.import_module(module)

@@ -7,18 +7,19 @@ import re
 
 import pytest
 
-from overlap_spec.grammar import Grammar, Vocabulary, backends, loops
-from overlap_spec.grammar.expressions import Expression
-from overlap_spec.grammar.loops import later, letters_first
+from overlap_spec.grammar import Grammar, Vocabulary, backends
 from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.regular import NonEmpty, to_regex
-from overlap_spec.grammar.syntax import read
+from overlap_spec.grammar.parsing import slice_hints
+from overlap_spec.grammar.parsing.expressions import Expression
+from overlap_spec.grammar.parsing.regular import EpsilonFree, to_regex
+from overlap_spec.grammar.parsing.slice_hints import later, letters_first
+from overlap_spec.grammar.parsing.syntax import read
 
 Rules = dict[str, Expression]
 
 
 def rules_of(grammar: Grammar) -> Rules:
-    return NonEmpty(read(to_ebnf(grammar))).rules
+    return EpsilonFree(read(to_ebnf(grammar))).rules
 
 
 def texts_of(expression: Expression, rules: Rules, chars: str, length: int) -> set[str]:
@@ -55,7 +56,7 @@ def test_letters_first_begins_with_a_loop() -> None:
 def test_later_is_some_of_the_language(
     pattern: str, has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loops, "_LATER", 3)
+    monkeypatch.setattr(slice_hints, "_LATER", 3)
     rules = rules_of(Grammar.json_schema({"type": "string", "pattern": pattern}))
     found = later(rules["root"], rules)
     assert (found is not None) == has

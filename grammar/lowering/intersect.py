@@ -18,14 +18,14 @@ from overlap_spec.grammar.lowering.shapes import (
     Objects,
     Shape,
     Strings,
-    Unsaid,
-    meet_of,
+    Unsupported,
+    all_of,
 )
 
 T = TypeVar("T")
 
 
-class Judge(Protocol):
+class SchemaOracle(Protocol):
     """What shapes cannot know of themselves."""
 
     def holds(self, shape: Shape, text: str) -> bool:
@@ -38,18 +38,18 @@ class Judge(Protocol):
         """Whether a name is in a set of keys."""
 
 
-def meet(a: Shape, b: Shape, judge: Judge) -> Shape | None:
+def intersect(a: Shape, b: Shape, oracle: SchemaOracle) -> Shape | None:
     """Values of both shapes; None where there are none, as far as can be seen from outside."""
     if a == b:
         return a
-    if isinstance(a, Unsaid) or isinstance(b, Unsaid):
-        return (a if isinstance(a, Unsaid) else b) if a.kind == b.kind else None
+    if isinstance(a, Unsupported) or isinstance(b, Unsupported):
+        return (a if isinstance(a, Unsupported) else b) if a.kind == b.kind else None
     if isinstance(a, Consts) or isinstance(b, Consts):
         one, other = (a, b) if isinstance(a, Consts) else (b, a)
         assert isinstance(one, Consts)
         if one.kind != other.kind:
             return None
-        return consts(one.kind, [pair for pair in one.values if judge.holds(other, pair[1])])
+        return consts(one.kind, [pair for pair in one.values if oracle.holds(other, pair[1])])
     if isinstance(a, Numbers) and isinstance(b, Numbers):
         return _numbers(a, b)
     if isinstance(a, Strings) and isinstance(b, Strings):
@@ -57,7 +57,7 @@ def meet(a: Shape, b: Shape, judge: Judge) -> Shape | None:
     if isinstance(a, Arrays) and isinstance(b, Arrays):
         return tidy_array(_arrays(a, b))
     if isinstance(a, Objects) and isinstance(b, Objects):
-        return tidy_object(_objects(a, b, judge), judge)
+        return tidy_object(_objects(a, b, oracle), oracle)
     return None
 
 
@@ -131,8 +131,8 @@ def _arrays(a: Arrays, b: Arrays) -> Arrays:
     one = (*a.prefix, *[a.rest] * (length - len(a.prefix)))
     other = (*b.prefix, *[b.rest] * (length - len(b.prefix)))
     return Arrays(
-        tuple(meet_of(p, q) for p, q in zip(one, other, strict=True)),
-        meet_of(a.rest, b.rest),
+        tuple(all_of(p, q) for p, q in zip(one, other, strict=True)),
+        all_of(a.rest, b.rest),
         max(a.least, b.least),
         least_of(a.most, b.most),
         a.unique or b.unique,
@@ -156,10 +156,10 @@ def tidy_array(shape: Arrays) -> Arrays | None:
     return Arrays(prefix, shape.rest, shape.least, most, shape.unique, shape.contains)
 
 
-def _objects(a: Objects, b: Objects, judge: Judge) -> Objects:
+def _objects(a: Objects, b: Objects, oracle: SchemaOracle) -> Objects:
     named = dict(a.named)
     for name, expr in b.named:
-        named[name] = _narrowed(named[name], expr, judge) if name in named else expr
+        named[name] = _narrowed(named[name], expr, oracle) if name in named else expr
     return Objects(
         tuple(named.items()),
         joined(a.rules, b.rules),
@@ -170,26 +170,26 @@ def _objects(a: Objects, b: Objects, judge: Judge) -> Objects:
     )
 
 
-def _narrowed(expr: Expr, other: Expr, judge: Judge) -> Expr:
+def _narrowed(expr: Expr, other: Expr, oracle: SchemaOracle) -> Expr:
     # What is excluded and not there anyway would only make equal shapes look different.
-    if isinstance(other, Not) and other != NOTHING and judge.is_empty(meet_of(expr, other.body)):
+    if isinstance(other, Not) and other != NOTHING and oracle.is_empty(all_of(expr, other.body)):
         return expr
-    return meet_of(expr, other)
+    return all_of(expr, other)
 
 
-def tidy_object(shape: Objects, judge: Judge) -> Objects | None:
+def tidy_object(shape: Objects, oracle: SchemaOracle) -> Objects | None:
     """The same objects; None where a required member cannot be, or too many are required."""
     if shape.most is not None and max(shape.least, len(shape.required)) > shape.most:
         return None
     if shape.some and shape.most == 0:
         return None
-    if any(judge.is_empty(member(shape, name, judge)) for name in shape.required):
+    if any(oracle.is_empty(member(shape, name, oracle)) for name in shape.required):
         return None
     return shape
 
 
-def member(shape: Objects, name: str, judge: Judge) -> Expr:
+def member(shape: Objects, name: str, oracle: SchemaOracle) -> Expr:
     """What the member of a name holds, from all rules."""
     own = dict(shape.named).get(name)
-    rules = [expr for keys, expr in shape.rules if judge.has_key(keys, name)]
-    return meet_of(*([] if own is None else [own]), *rules)
+    rules = [expr for keys, expr in shape.rules if oracle.has_key(keys, name)]
+    return all_of(*([] if own is None else [own]), *rules)

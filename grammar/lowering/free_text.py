@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from overlap_spec.grammar.lowering.charset import ALL, negate, rule_class
+from overlap_spec.grammar.automata.charset import ALL, negate, rule_class
 from overlap_spec.grammar.lowering.ebnf import Rules, choice, literal, sequence
 
 ANY_TEXT = f"{rule_class(ALL)}*"

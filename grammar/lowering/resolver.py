@@ -13,13 +13,13 @@ from contextlib import suppress
 from typing import Any
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.lowering import keywords, own
+from overlap_spec.grammar.automata.regex import Pattern
+from overlap_spec.grammar.lowering import keywords, local_keywords
 from overlap_spec.grammar.lowering.complement import complement
 from overlap_spec.grammar.lowering.emptiness import shape_is_empty
-from overlap_spec.grammar.lowering.meet import meet
+from overlap_spec.grammar.lowering.intersect import intersect
 from overlap_spec.grammar.lowering.membership import contains_value, loads
 from overlap_spec.grammar.lowering.references import References
-from overlap_spec.grammar.lowering.regex import Pattern
 from overlap_spec.grammar.lowering.shapes import (
     ANY,
     EVERYTHING,
@@ -37,6 +37,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Shapes,
     negated,
 )
+from overlap_spec.grammar.source import json_path
 
 _MOST_SHAPES = 512
 _MOST_MEETS = 100_000
@@ -53,8 +54,8 @@ class OpenError(GrammarError):
     """An expression that refers to itself without a member in between."""
 
 
-class Reader:
-    """Reads one schema document; also the judge of what shapes hold.
+class Resolver:
+    """Reads one schema document; also the oracle of what shapes hold.
 
     Args:
         root: The document.
@@ -121,8 +122,8 @@ class Reader:
         plain = keywords.constraints(doc.schema)
         if "$ref" in plain and self.references.stand_alone:
             plain = {"$ref": plain["$ref"]}
-        own.fold_unevaluated(plain, doc.path, self.best_effort)
-        found = own.shapes(plain, doc.path, self)
+        local_keywords.fold_unevaluated(plain, doc.path, self.best_effort)
+        found = local_keywords.shapes(plain, doc.path, self)
         for keyword in _APPLICATORS:
             if keyword not in plain:
                 continue
@@ -134,13 +135,13 @@ class Reader:
         return found
 
     def _apply(self, keyword: str, plain: dict[str, Any], base: Shapes, path: str) -> Shapes:
-        value, here = plain[keyword], keywords.step(path, keyword)
+        value, here = plain[keyword], json_path(path, keyword)
         if keyword == "$ref":
             target = self.shapes(self.expr(self.references.target(value, path), path))
             return self.both(target, base, keyword, path)
         if keyword == "allOf":
             for i, part in enumerate(value):
-                step = keywords.step(here, i)
+                step = json_path(here, i)
                 base = self.both(base, self.shapes(self.expr(part, step)), keyword, path)
             return base
         if keyword == "anyOf":
@@ -155,7 +156,7 @@ class Reader:
         return self._dependencies(base, keyword, value, path)
 
     def _branches(self, schemas: list[Any], path: str) -> list[Expr]:
-        return [self.expr(schema, keywords.step(path, i)) for i, schema in enumerate(schemas)]
+        return [self.expr(schema, json_path(path, i)) for i, schema in enumerate(schemas)]
 
     def _one_of(self, base: Shapes, branches: list[Expr], path: str) -> Shapes:
         ways = [self.both(base, self.shapes(branch), "oneOf", path) for branch in branches]
@@ -180,15 +181,15 @@ class Reader:
     def _apart(self, left: Shapes, right: Shapes) -> bool:
         for a in left:
             for b in right:
-                common = meet(a, b, self) if a.kind == b.kind else None
+                common = intersect(a, b, self) if a.kind == b.kind else None
                 if common is not None and not self._is_empty_shape(common):
                     return False
         return True
 
     def _cases(self, base: Shapes, plain: dict[str, Any], path: str) -> Shapes:
-        when = self.expr(plain["if"], keywords.step(path, "if"))
-        then = self.expr(plain.get("then", True), keywords.step(path, "then"))
-        other = self.expr(plain.get("else", True), keywords.step(path, "else"))
+        when = self.expr(plain["if"], json_path(path, "if"))
+        then = self.expr(plain.get("then", True), json_path(path, "then"))
+        other = self.expr(plain.get("else", True), json_path(path, "else"))
         if then == other:
             return self.both(base, self.shapes(then), "if", path)
         cases: list[Shape] = []
@@ -208,7 +209,7 @@ class Reader:
             if isinstance(wanted, list):
                 there: Shapes = (Objects(required=tuple(wanted)),)
             else:
-                here = keywords.step(path, keyword, names[0])
+                here = json_path(path, keyword, names[0])
                 found = self.shapes(self.expr(wanted, here))
                 there = tuple(shape for shape in found if shape.kind == "object")
                 if len(names) == 1:
@@ -245,7 +246,7 @@ class Reader:
         if self._meets > _MOST_MEETS:
             raise keywords.refusal(keyword, path, _TOO_MANY)
         full = EVERYTHING[a.kind]
-        return b if a == full else a if b == full else meet(a, b, self)
+        return b if a == full else a if b == full else intersect(a, b, self)
 
     def complement(self, shapes: Shapes, keyword: str, path: str) -> Shapes:
         """All values that are in none of the shapes."""

@@ -13,13 +13,13 @@ from typing import Any
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation.channel import pair, receive, send
+from overlap_spec.grammar.isolation.fork_server import Setup
 from overlap_spec.grammar.isolation.limits import CompileLimits
-from overlap_spec.grammar.isolation.template import Setup
 
 # The path goes first: by it the package is found. `-m` would load the module under two names.
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from overlap_spec.grammar.isolation.template import main; main(sys.argv[2:])"
+    "from overlap_spec.grammar.isolation.fork_server import main; main(sys.argv[2:])"
 )
 # Numerical libraries start threads when they are loaded, and a template must have none.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -37,7 +37,7 @@ def check_importable(backend: Backend) -> None:
         )
 
 
-class TemplateLink:
+class ForkServerLink:
     """Starts a template and gives it orders; belongs to the thread that made it.
 
     The system ends the template when that thread ends, however that happens.
