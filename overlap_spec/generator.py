@@ -30,6 +30,7 @@ class Generator:
 
     Raises:
         GrammarError: there is no grammar for the type, or it cannot be compiled.
+        EngineUnavailable: the engine is closed.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Generator:
         self.engine, self.sampling = engine, sampling
         self.grammar = None if output_type is str else Grammar.of(output_type)
         if not isinstance(engine, AsyncEngine) and self.grammar is not None:
-            engine.compiler.compile(self.grammar)
+            engine.compile(self.grammar)
 
     def __call__(
         self,
@@ -54,6 +55,7 @@ class Generator:
             options: See :class:`overlap_spec.engine.input_processor.PromptOptions`.
 
         Raises:
+            InvalidRequest, EngineUnavailable: as :meth:`Engine.generate`.
             RequestFailed: an output is no whole value: it failed, was cut by ``max_tokens`` or a
                 stop string, or is a best-effort one that is not valid.
         """

@@ -24,11 +24,11 @@ from overlap_spec.engine.input_processor import (
 )
 from overlap_spec.engine.output_processor import OutputProcessor
 from overlap_spec.engine.request_handle import RequestHandle
-from overlap_spec.errors import RequestFailed
+from overlap_spec.errors import EngineUnavailable, RequestFailed
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.compile import GrammarCompiler
 from overlap_spec.grammar.contract import CompiledGrammar
-from overlap_spec.grammar.isolation.limits import CompileLimits
+from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar_lane import StepFigures
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
@@ -71,6 +71,7 @@ class Engine:
         self._ids = itertools.count()
         self.output_processor = OutputProcessor(self.compiler.check)
         self._lock = threading.RLock()
+        self._closed = False
 
     @property
     def timeline(self) -> Timeline:
@@ -127,6 +128,7 @@ class Engine:
         Raises:
             InvalidRequest: a prompt, grammar or sampling field that cannot be served; nothing
                 has been generated then.
+            EngineUnavailable: the engine is closed.
         """
         prompts, single = as_prompts(prompt)
         grammars = each("grammar", grammar, len(prompts))
@@ -154,7 +156,7 @@ class Engine:
         Several streams may run at once, from one thread or many: they share the steps.
 
         Raises:
-            InvalidRequest: as for :meth:`generate`, at the call.
+            InvalidRequest, EngineUnavailable: as for :meth:`generate`, at the call.
             RequestFailed: the request ended with an error, after its last piece.
         """
         return self._pieces(self.submit(prompt, grammar, sampling, **options))
@@ -169,9 +171,24 @@ class Engine:
         """Queue a request; whoever submits calls :meth:`step`, and at last :meth:`release`.
 
         Raises:
-            InvalidRequest: as for :meth:`generate`.
+            InvalidRequest, EngineUnavailable: as for :meth:`generate`.
         """
         return self._enqueue(self._prepare(prompt, grammar, sampling, **options))
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """The compiled grammar, from the cache if it is there; blocks until it is ready.
+
+        Raises:
+            GrammarError: it cannot be compiled.
+            EngineUnavailable: the engine is closed.
+        """
+        self._check_open()
+        try:
+            return self.compiler.compile(grammar)
+        except CompileFailure:
+            # The engine may have been closed meanwhile.
+            self._check_open()
+            raise
 
     def admit(
         self, request: Request, compiled: CompiledGrammar | None = None, compile_ms: float = 0.0
@@ -234,8 +251,9 @@ class Engine:
         self.output_processor.deliver_validated()
 
     def close(self) -> None:
-        """Abort what runs and end the lane's threads."""
+        """Abort all requests and end all threads; later calls raise :class:`EngineUnavailable`."""
         with self._lock:
+            self._closed = True
             self.release(list(self.output_processor.handles.values()))
         self.compiler.close()
         self.core.close()
@@ -255,11 +273,12 @@ class Engine:
         self, prompt: Prompt, grammar: Any, sampling: Any, **options: Unpack[PromptOptions]
     ) -> SequenceState:
         """Check and compile everything that can be wrong with a request before it is queued."""
+        self._check_open()
         request = self.input_processor.process(prompt, grammar, sampling, **options)
         if request.grammar is None:
             return self._sequence(request, None, 0.0)
         compile_start_ns = time.perf_counter_ns()
-        compiled = self.compiler.compile(request.grammar)
+        compiled = self.compile(request.grammar)
         compile_ms = (time.perf_counter_ns() - compile_start_ns) / 1e6
         return self._sequence(request, compiled, compile_ms)
 
@@ -275,9 +294,15 @@ class Engine:
 
     def _enqueue(self, sequence: SequenceState) -> RequestHandle:
         with self._lock:
+            # Again: the engine may have been closed while the grammar was compiled.
+            self._check_open()
             handle = self.output_processor.add(sequence.request)
             self.core.add(sequence)
         return handle
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineUnavailable("the engine is closed: make a new one")
 
     def _wait(self, handle: RequestHandle) -> Output:
         while handle.output is None:
