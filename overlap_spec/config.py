@@ -1,4 +1,4 @@
-"""Settings of an engine, checked once."""
+"""Settings of an engine."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class EngineConfig:
 
     @classmethod
     def build(cls, **settings: Any) -> EngineConfig:
-        """The config with ``settings``; ConfigError names an unknown or wrong one."""
+        """The config with ``settings``; ConfigError names an unknown or invalid one."""
         known = {f.name for f in fields(cls)}
         for name in settings:
             if name not in known:
@@ -149,7 +149,7 @@ class EngineConfig:
         return config
 
     def check(self) -> None:
-        """Raises ConfigError that names the first setting that cannot be."""
+        """Raise ConfigError that names the first invalid setting."""
         algorithm = (self.algorithm or "none").lower().replace("-", "_")
         _one_of("algorithm", algorithm, ALGORITHMS, PLANNED_ALGORITHMS)
         _one_of("overlap", self.overlap, OVERLAP_MODES)

@@ -1,4 +1,4 @@
-"""The engine: requests in, constrained text out. Wires scheduler, worker and grammar together."""
+"""The engine: requests in, constrained text out. Joins input processor, core and outputs."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Engine:
         settings: Fields of :class:`overlap_spec.config.EngineConfig`.
 
     Raises:
-        ConfigError: a setting that cannot be.
-        CheckpointError: a checkpoint that cannot be loaded exactly.
+        ConfigError: an invalid setting.
+        CheckpointError: a checkpoint that does not fit exactly.
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
@@ -80,7 +80,7 @@ class Engine:
 
     @property
     def figures(self) -> StepFigures:
-        """What the grammar cost so far, and how much of it was hidden."""
+        """Time of grammar work so far, and how much of it was hidden."""
         return self.core.figures
 
     def snapshot(self) -> dict[str, Any]:
@@ -117,17 +117,17 @@ class Engine:
         Args:
             prompt: Text (one user turn), a list of messages (a chat), token ids, or a list of
                 these.
-            grammar: What the output must be; one for all prompts, or one each.
-            sampling: As SamplingParams or its fields; one for all prompts, or one each.
+            grammar: Constrains the output; one for all prompts, or one each.
+            sampling: SamplingParams or a mapping of its fields; one for all prompts, or one each.
             options: See :class:`overlap_spec.engine.input_processor.PromptOptions`.
 
         Returns:
-            Output, or a list of them in the prompts' order. A request that fails in the middle
-            has ``finish_reason`` ``error``; the others are not touched.
+            Output, or a list of them in the prompts' order. A request that fails while it runs has
+            ``finish_reason`` ``error``; the others go on.
 
         Raises:
-            InvalidRequest: a prompt, grammar or sampling field that cannot be served; nothing
-                has been generated then.
+            InvalidRequest: an invalid prompt, grammar or sampling field; nothing has been
+                generated.
             EngineUnavailable: the engine is closed.
         """
         prompts, single = as_prompts(prompt)
@@ -151,13 +151,13 @@ class Engine:
         sampling: Sampling = None,
         **options: Unpack[PromptOptions],
     ) -> Iterator[Delta]:
-        """Generate for one prompt, piece by piece; leaving the loop aborts the request.
+        """Generate for one prompt, piece by piece; closing the iterator aborts the request.
 
-        Several streams may run at once, from one thread or many: they share the steps.
+        Several streams may run at once, in one thread or many; they share the steps.
 
         Raises:
             InvalidRequest, EngineUnavailable: as for :meth:`generate`, at the call.
-            RequestFailed: the request ended with an error, after its last piece.
+            RequestFailed: after the last piece, if the request ended with an error.
         """
         return self._pieces(self.submit(prompt, grammar, sampling, **options))
 
@@ -168,7 +168,7 @@ class Engine:
         sampling: Sampling = None,
         **options: Unpack[PromptOptions],
     ) -> RequestHandle:
-        """Queue a request; whoever submits calls :meth:`step`, and at last :meth:`release`.
+        """Queue a request. The caller runs :meth:`step` until it ends, and then :meth:`release`.
 
         Raises:
             InvalidRequest, EngineUnavailable: as for :meth:`generate`.
@@ -193,22 +193,23 @@ class Engine:
     def admit(
         self, request: Request, compiled: CompiledGrammar | None = None, compile_ms: float = 0.0
     ) -> RequestHandle:
-        """Queue a request that was made and compiled elsewhere; otherwise as :meth:`submit`.
+        """Queue a request that is already processed and compiled; otherwise as :meth:`submit`.
 
         Args:
-            request: The engine gives it an id of its own.
-            compiled: Of ``request.grammar``.
+            request: Gets an id of this engine, in the order of the calls.
+            compiled: The compiled ``request.grammar``.
+            compile_ms: How long the request waited for that, for its statistics.
         """
         return self._enqueue(self._sequence(request, compiled, compile_ms))
 
     def abort(self, handle: RequestHandle) -> None:
-        """End a request now; what it has so far is its output, at once."""
+        """End a request now; its output, there at once, is what has been generated."""
         with self._lock:
             self._abort(handle)
             self._publish()
 
     def release(self, handles: Sequence[RequestHandle]) -> None:
-        """Forget requests that have ended, and abort the others."""
+        """Forget requests; those that still run are aborted."""
         with self._lock:
             for handle in handles:
                 self._abort(handle)
@@ -235,14 +236,14 @@ class Engine:
             self.release([handle])
 
     def step(self) -> bool:
-        """Run one step of whatever is queued; False when there is nothing to do."""
+        """Run one step of the queued requests; False if there is nothing to do."""
         with self._lock:
             busy = self.core.step()
             self._publish()
             return busy
 
     def _publish(self) -> None:
-        """Hand what has happened to those who wait for it."""
+        """Bring the handles up to date."""
         news = self.core.news()
         for sequence, _ in news.runs:
             self.output_processor.push(sequence)
@@ -272,7 +273,7 @@ class Engine:
     def _prepare(
         self, prompt: Prompt, grammar: Any, sampling: Any, **options: Unpack[PromptOptions]
     ) -> SequenceState:
-        """Check and compile everything that can be wrong with a request before it is queued."""
+        """Check, tokenise and compile a request: all its errors come before it is queued."""
         self._check_open()
         request = self.input_processor.process(prompt, grammar, sampling, **options)
         if request.grammar is None:
