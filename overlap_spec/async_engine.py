@@ -1,4 +1,4 @@
-"""The engine for asyncio: in a process of its own, which is started again when it dies."""
+"""The engine for asyncio: in a process of its own, which is restarted if it dies."""
 
 from __future__ import annotations
 
@@ -26,26 +26,25 @@ from overlap_spec.types import Delta, Output, Request
 
 __all__ = ["AsyncEngine", "AsyncRequestHandle"]
 
-# Prompts longer than this are tokenised beside the loop, characters.
+# Prompts longer than this are tokenised in a thread, in characters.
 LONG_PROMPT = 16384
 
 
 class AsyncEngine:
     """An engine for asyncio.
 
-    The model runs in a process of its own: a step is never late because of the caller's loop.
-    If that process dies, the requests under way fail with :class:`EngineUnavailable`, and it is
-    started again.
+    The model runs in a process of its own, so that the caller's event loop cannot delay a step.
+    If that process dies, open requests fail with :class:`EngineUnavailable`, and it is restarted.
 
     Args:
         model: Folder of a checkpoint; None is the embedded model and its draft head.
         chat_template: Jinja text to use instead of the checkpoint's.
-        max_queued_requests: Requests that may wait beside those that run.
-        stall_timeout_s: An engine that owes an answer and says nothing for so long is killed.
+        max_queued_requests: Most requests that wait, besides those that run.
+        stall_timeout_s: An engine that owes an answer and sends nothing for so long is restarted.
         settings: Fields of :class:`overlap_spec.config.EngineConfig`.
 
     Raises:
-        ConfigError: a setting that cannot be.
+        ConfigError: an invalid setting.
     """
 
     def __init__(
@@ -66,34 +65,34 @@ class AsyncEngine:
 
     @property
     def health(self) -> Health:
-        """``ready`` is the only state in which requests are taken."""
+        """State of the engine; it accepts requests only if it is ``ready``."""
         return self.client.health
 
     @property
     def restarts(self) -> int:
-        """How often the engine's process has died and was started again."""
+        """How often the engine's process has died and was restarted."""
         return self.client.restarts
 
     @property
     def input_processor(self) -> InputProcessor:
-        """What checks and tokenises requests; there once the engine has started."""
+        """Checks and tokenises requests; EngineUnavailable before the engine has started."""
         if self._input_processor is None:
             raise EngineUnavailable("the engine has not started: `async with engine:` starts it")
         return self._input_processor
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; there once the engine has started."""
+        """The model's tokenizer; EngineUnavailable before the engine has started."""
         return self.input_processor.tokenizer
 
     @property
     def context_length(self) -> int:
-        """The model's longest prompt + output, in tokens; there once the engine has started."""
+        """The model's longest prompt + output, in tokens; EngineUnavailable before the start."""
         return self.input_processor.limits.context_tokens
 
     @property
     def open_requests(self) -> int:
-        """Requests that wait, compile or run."""
+        """Number of requests that compile, wait or run."""
         return len(self.client.open)
 
     async def start(self) -> None:
@@ -106,7 +105,7 @@ class AsyncEngine:
         await self.client.start()
 
     async def close(self) -> None:
-        """End the process; requests under way fail."""
+        """End the process; open requests fail, and later ones raise :class:`EngineUnavailable`."""
         await self.client.close()
 
     async def __aenter__(self) -> AsyncEngine:
@@ -149,8 +148,8 @@ class AsyncEngine:
         """As :meth:`overlap_spec.engine.Engine.generate`; cancelling it aborts the requests.
 
         Raises:
-            InvalidRequest: a field that cannot be served; no prompt of the call is generated for.
-            QueueFull, EngineUnavailable: nothing is wrong with the request.
+            InvalidRequest: an invalid field; nothing is generated for any prompt of the call.
+            QueueFull, EngineUnavailable: the request itself is fine.
         """
         prompts, single = as_prompts(prompt)
         grammars = each("grammar", grammar, len(prompts))
@@ -174,11 +173,11 @@ class AsyncEngine:
         sampling: Sampling = None,
         **options: Unpack[PromptOptions],
     ) -> AsyncIterator[Delta]:
-        """Generate for one prompt, piece by piece; leaving the loop aborts the request.
+        """Generate for one prompt, piece by piece; closing the iterator aborts the request.
 
         Raises:
             InvalidRequest, QueueFull, EngineUnavailable: as :meth:`generate`.
-            RequestFailed: the request ended with an error, after its last piece.
+            RequestFailed: after the last piece, if the request ended with an error.
         """
         handle = await self.submit(await self.prepare(prompt, grammar, sampling, **options))
         try:
@@ -210,7 +209,7 @@ class AsyncEngine:
 
         Raises:
             InvalidRequest: the grammar cannot be compiled.
-            QueueFull, EngineUnavailable: nothing is wrong with the request.
+            QueueFull, EngineUnavailable: the request itself is fine.
         """
         handle = self.send(request)
         try:
@@ -224,12 +223,12 @@ class AsyncEngine:
         """Send a request; :meth:`AsyncRequestHandle.queued` waits until it is accepted.
 
         Raises:
-            QueueFull, EngineUnavailable: nothing is wrong with the request.
+            QueueFull, EngineUnavailable: the request itself is fine.
         """
         return self.client.send(request)
 
     async def snapshot(self) -> dict[str, Any]:
-        """The engine's state as plain data, as of now."""
+        """The engine's state as plain data."""
         return await self.client.query("snapshot")
 
     async def timeline(self, steps: int) -> list[dict[str, Any]]:

@@ -94,10 +94,10 @@ def with_flags(settings: Any, flags: Sequence[str]) -> Callable[[Command], Comma
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Make a file's values the defaults of the command's flags.
+    """Set the defaults of the command's flags from a file.
 
     Raises:
-        ConfigError: a file that cannot be read, or a key that is no flag.
+        ConfigError: the file cannot be read, or a key is not a flag.
     """
     if path is not None:
         context.default_map = config_values(path, context.command.params)
@@ -105,7 +105,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def config_values(path: Path, params: Sequence[Any]) -> dict[str, Any]:
-    """Values of a YAML or TOML file by the flags' parameters; keys are flags, dashes or not."""
+    """Values of a YAML or TOML file by parameter name; keys are flags, with or without dashes."""
     import tomllib
 
     import yaml
@@ -155,7 +155,7 @@ def generate(
     ] = None,
     **engine_flags: Any,
 ) -> None:
-    """Generate for one prompt; the text alone goes to standard output."""
+    """Generate for one prompt; only the text goes to standard output."""
     from overlap_spec.engine import Engine
     from overlap_spec.types import SamplingParams
 
@@ -171,10 +171,10 @@ def generate(
 
 
 def show(output: Output, stats: bool) -> None:
-    """Print an output, and its figures where they are asked for.
+    """Print an output, and with ``stats`` its figures on stderr.
 
     Raises:
-        OverlapSpecError: it failed, or is not valid.
+        OverlapSpecError: the output has an error or is not valid.
     """
     print(output.text)
     if stats:
@@ -187,7 +187,7 @@ def show(output: Output, stats: bool) -> None:
 
 
 def read_whitespace(text: str) -> Any:
-    """``compact``, ``bounded`` or an indent; ConfigError otherwise."""
+    """``compact``, ``bounded`` or an indent's width; ConfigError for any other text."""
     if text in ("compact", "bounded"):
         return text
     if text.isdecimal() and int(text) <= 8:
@@ -204,10 +204,10 @@ def build_grammar(
     whitespace: Any,
     best_effort: bool,
 ) -> Grammar | None:
-    """The one constraint that the flags ask for, or None.
+    """The grammar of the one constraint flag that is given, or None.
 
     Raises:
-        InvalidRequest: more than one, or one that cannot be read.
+        InvalidRequest: several flags are given, or one cannot be read.
     """
     from overlap_spec.grammar.spec import Grammar
 
@@ -248,7 +248,7 @@ def serve(
         typer.Option(
             callback=read_config,
             is_eager=True,
-            help="YAML or TOML file of these flags, by their names; flags go before it.",
+            help="YAML or TOML file with values of these flags; the command line overrides it.",
         ),
     ] = None,
     api_key: Annotated[
@@ -261,7 +261,10 @@ def serve(
     ] = None,
     whitespace: Annotated[str, typer.Option(help=HELP["whitespace"])] = "compact",
     stall_timeout_s: Annotated[
-        float, typer.Option(help="A silent engine is started again after this time.")
+        float,
+        typer.Option(
+            help="Restart an engine that owes an answer and sends nothing for so long, in seconds."
+        ),
     ] = 300.0,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help=f"{HELP['cors_origins']} Repeat it.")
@@ -269,10 +272,10 @@ def serve(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     **flags: Any,
 ) -> None:
-    """Serve the model over HTTP, in OpenAI's shapes; without a flag, the embedded one."""
+    """Serve a model over HTTP with OpenAI's API; by default the embedded model."""
     from overlap_spec.server.launch import launch
 
-    del config  # Its values have become the flags' defaults already.
+    del config  # `read_config` has made its values the flags' defaults.
     launch(
         api_key=api_key,
         served_model_name=served_model_name,
@@ -288,7 +291,7 @@ def serve(
 @app.command()
 @with_flags(EngineConfig, ("model", "draft"))
 def doctor(**paths: Any) -> None:
-    """Show what is installed, which device, which kernels and which weights would be used."""
+    """Show the installed libraries, and the device, kernels and weights that would be used."""
     from rich.console import Console
     from rich.table import Table
 
@@ -304,7 +307,7 @@ def doctor(**paths: Any) -> None:
 
 
 def main() -> None:
-    """Entry point: errors of use end in one line on stderr and exit code 2."""
+    """Entry point: user errors print one line on stderr and exit with code 2."""
     try:
         app(standalone_mode=False)
     except OverlapSpecError as error:

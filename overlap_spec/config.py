@@ -1,4 +1,4 @@
-"""Settings of an engine, checked once."""
+"""Settings of an engine."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class EngineConfig:
 
     @classmethod
     def build(cls, **settings: Any) -> EngineConfig:
-        """The config with ``settings``; ConfigError names an unknown or wrong one."""
+        """The config with ``settings``; ConfigError names an unknown or invalid one."""
         known = {f.name for f in fields(cls)}
         for name in settings:
             if name not in known:
@@ -150,7 +150,7 @@ class EngineConfig:
         return config
 
     def check(self) -> None:
-        """Raises ConfigError that names the first setting that cannot be."""
+        """Raise ConfigError that names the first invalid setting."""
         if ":" not in self.drafter:
             built = (*drafter_names(), "none")
             _one_of("algorithm", self.drafter, built, PLANNED_ALGORITHMS)

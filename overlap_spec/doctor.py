@@ -1,4 +1,4 @@
-"""What an installation can do, found by trying."""
+"""Checks an installation by loading what it would use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIBRARIES = ("torch", "xgrammar", "tokenizers", "safetensors", "jinja2", "pydant
 
 
 def examine(model: str | None, draft: str | None) -> list[Finding]:
-    """(what, finding, whether it is as it should be) of libraries, device, kernels and weights."""
+    """(subject, finding, whether it is fine) for libraries, device, kernels and weights."""
     findings: list[Finding] = [("python", platform.python_version(), True)]
     for name in LIBRARIES:
         try:

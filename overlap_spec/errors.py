@@ -5,7 +5,7 @@ OverlapSpecError
 │   └── GrammarError        the constraint itself is at fault
 ├── CheckpointError         a checkpoint cannot be loaded as it is
 ├── ConfigError             an engine setting is wrong or not built yet
-├── EngineUnavailable       the engine's process is gone or not there yet (HTTP 503)
+├── EngineUnavailable       the engine is closed, gone or not there yet (HTTP 503)
 ├── QueueFull               more requests wait than may wait (HTTP 429)
 └── RequestFailed           a running request ended with an error; the engine goes on
     └── NumericFault        its logits are not numbers, and its cache is not to be trusted
@@ -44,7 +44,7 @@ class ConfigError(OverlapSpecError, ValueError):
 
 
 class EngineUnavailable(OverlapSpecError):
-    """The engine's process is gone or not there yet; the request may be sent again."""
+    """The engine is closed, or its process is gone or not there yet; the message says which."""
 
 
 class QueueFull(OverlapSpecError):

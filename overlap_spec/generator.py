@@ -1,4 +1,4 @@
-"""An engine and an output type, made once and called often."""
+"""A callable that generates values of one type."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ if TYPE_CHECKING:
 
 
 class Generator:
-    """Calls an engine for values of one type.
+    """Generates values of one type with an engine.
 
     ``Generator(engine, Person)("Maria is 34.")`` is a ``Person``; with an :class:`AsyncEngine`
-    the call is awaited. The grammar is made once; an :class:`Engine` compiles it at once.
+    the call is awaited. The grammar is made once; an :class:`Engine` compiles it in advance.
 
     Args:
-        engine: Runs the requests; stays the caller's to close.
-        output_type: As :meth:`Grammar.of` reads it: a pydantic model, dataclass, TypedDict,
+        engine: Runs the requests; the caller closes it.
+        output_type: As for :meth:`Grammar.of`: a pydantic model, dataclass, TypedDict,
             ``Literal``, Enum, ``int``, ``list[…]``, a compiled pattern, a schema, or a Grammar;
             ``str`` is free text.
-        sampling: Defaults of every call.
+        sampling: Default of every call.
 
     Raises:
         GrammarError: there is no grammar for the type, or it cannot be compiled.
+        EngineUnavailable: the engine is closed.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Generator:
         self.engine, self.sampling = engine, sampling
         self.grammar = None if output_type is str else Grammar.of(output_type)
         if not isinstance(engine, AsyncEngine) and self.grammar is not None:
-            engine.compiler.compile(self.grammar)
+            engine.compile(self.grammar)
 
     def __call__(
         self,
@@ -50,12 +51,13 @@ class Generator:
 
         Args:
             prompt: As :meth:`Engine.generate` takes it.
-            sampling: Instead of the generator's own.
+            sampling: Replaces the generator's default.
             options: See :class:`overlap_spec.engine.input_processor.PromptOptions`.
 
         Raises:
-            RequestFailed: an output is no whole value: it failed, was cut by ``max_tokens`` or a
-                stop string, or is a best-effort one that is not valid.
+            InvalidRequest, EngineUnavailable: as :meth:`Engine.generate`.
+            RequestFailed: an output is not a complete value: it failed, was cut by ``max_tokens``
+                or a stop string, or is a best-effort output that is not valid.
         """
         _, single = as_prompts(prompt)
         chosen = self.sampling if sampling is None else sampling

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from overlap_spec.errors import ConfigError
 
-LANES = ("host", "plan", "compute", "copy", "lane")
+LANES = ("host", "plan", "compute", "prefill", "copy", "lane")
 
 
 class Span(NamedTuple):

@@ -1,4 +1,4 @@
-"""Text to tokens and back: tokenizer.json, chat template, stop tokens, generation defaults."""
+"""A checkpoint's tokenizer, chat template, stop tokens and generation defaults."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.types import SamplingParams
 
 Message = Mapping[str, Any]
-# Enough for an opened and closed thinking, spelled letter by letter.
+# Enough for the opening and closing marks of thinking, even with one token a character.
 ENDING_TOKENS = 32
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer, with everything around it that a request needs.
+    """A checkpoint's tokenizer and the files beside it that a request needs.
 
     Args:
-        path: Folder with ``tokenizer.json`` and the usual side files.
-        vocab_size: Rows of the model's head, which may exceed the tokenizer's.
+        path: Folder with ``tokenizer.json`` and its config files.
+        vocab_size: Size of the model's head, which may be larger than the tokenizer.
         chat_template: Jinja text to use instead of the checkpoint's.
 
     Raises:
@@ -49,7 +49,7 @@ class Tokenizer:
         self.vocab_size = vocab_size
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Tokens of ``text``; ``special`` adds what the tokenizer puts around a plain prompt."""
+        """Token ids of ``text``; ``special`` adds the tokenizer's special tokens, such as BOS."""
         ids: list[int] = self._fast.encode(text, add_special_tokens=special).ids
         return ids
 
@@ -59,15 +59,15 @@ class Tokenizer:
         return b"".join(pieces[i] for i in ids).decode("utf-8", errors="replace")
 
     def ending(self, ids: Sequence[int]) -> str:
-        """Text of the last tokens of a prompt, special tokens included."""
+        """Text of a prompt's last tokens, special tokens included."""
         text: str = self._fast.decode(list(ids[-ENDING_TOKENS:]), skip_special_tokens=False)
         return text
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
-        """Tokens of a chat through the model's template, up to where the answer begins.
+        """Token ids of a chat in the model's template, up to the start of the answer.
 
         Raises:
-            InvalidRequest: no template, or one that refuses these messages.
+            InvalidRequest: there is no template, or it rejects these messages.
         """
         import jinja2
 
@@ -89,7 +89,7 @@ class Tokenizer:
         return StreamDecoder(self.vocabulary.text)
 
     def sampling_defaults(self, params: SamplingParams) -> SamplingParams:
-        """``params`` with what it leaves open from ``generation_config.json``."""
+        """``params`` with unset fields filled in from ``generation_config.json``."""
         given = dict(self._generation)
         if given.get("do_sample") is False:
             given["temperature"] = 0.0
@@ -155,7 +155,7 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Tokens of one output to text, one at a time; see ``scheduler.stops.Detokenizer``."""
+    """Decodes the tokens of one output one by one; see ``scheduler.stops.Detokenizer``."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = pieces

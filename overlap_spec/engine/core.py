@@ -107,6 +107,7 @@ class EngineCore:
             self._accept(kept)
             self._before = None
             return True
+        self.worker.prefill(step)
         self.worker.verify(step)
         self._accept(self._results(last) if kept is None else kept)
         if step.constrained:

@@ -1,4 +1,4 @@
-"""The engine: requests in, constrained text out. Wires scheduler, worker and grammar together."""
+"""The engine: requests in, constrained text out. Joins input processor, core and outputs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from overlap_spec.engine.input_processor import (
 )
 from overlap_spec.engine.output_processor import OutputProcessor
 from overlap_spec.engine.request_handle import RequestHandle
-from overlap_spec.errors import RequestFailed
+from overlap_spec.errors import EngineUnavailable, RequestFailed
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.compile import GrammarCompiler
 from overlap_spec.grammar.contract import CompiledGrammar
-from overlap_spec.grammar.isolation.limits import CompileLimits
+from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
 from overlap_spec.scheduler.stops import TextBuffer
@@ -46,8 +46,8 @@ class Engine:
         settings: Fields of :class:`overlap_spec.config.EngineConfig`.
 
     Raises:
-        ConfigError: a setting that cannot be.
-        CheckpointError: a checkpoint that cannot be loaded exactly.
+        ConfigError: an invalid setting.
+        CheckpointError: a checkpoint that does not fit exactly.
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
@@ -70,6 +70,7 @@ class Engine:
         self._ids = itertools.count()
         self.output_processor = OutputProcessor(self.compiler.check)
         self._lock = threading.RLock()
+        self._closed = False
 
     @property
     def timeline(self) -> Timeline:
@@ -78,7 +79,7 @@ class Engine:
 
     @property
     def figures(self) -> StepFigures:
-        """What the grammar cost so far, and how much of it was hidden."""
+        """Time of grammar work so far, and how much of it was hidden."""
         return self.core.figures
 
     def snapshot(self) -> dict[str, Any]:
@@ -115,17 +116,18 @@ class Engine:
         Args:
             prompt: Text (one user turn), a list of messages (a chat), token ids, or a list of
                 these.
-            grammar: What the output must be; one for all prompts, or one each.
-            sampling: As SamplingParams or its fields; one for all prompts, or one each.
+            grammar: Constrains the output; one for all prompts, or one each.
+            sampling: SamplingParams or a mapping of its fields; one for all prompts, or one each.
             options: See :class:`overlap_spec.engine.input_processor.PromptOptions`.
 
         Returns:
-            Output, or a list of them in the prompts' order. A request that fails in the middle
-            has ``finish_reason`` ``error``; the others are not touched.
+            Output, or a list of them in the prompts' order. A request that fails while it runs has
+            ``finish_reason`` ``error``; the others go on.
 
         Raises:
-            InvalidRequest: a prompt, grammar or sampling field that cannot be served; nothing
-                has been generated then.
+            InvalidRequest: an invalid prompt, grammar or sampling field; nothing has been
+                generated.
+            EngineUnavailable: the engine is closed.
         """
         prompts, single = as_prompts(prompt)
         grammars = each("grammar", grammar, len(prompts))
@@ -148,13 +150,13 @@ class Engine:
         sampling: Sampling = None,
         **options: Unpack[PromptOptions],
     ) -> Iterator[Delta]:
-        """Generate for one prompt, piece by piece; leaving the loop aborts the request.
+        """Generate for one prompt, piece by piece; closing the iterator aborts the request.
 
-        Several streams may run at once, from one thread or many: they share the steps.
+        Several streams may run at once, in one thread or many; they share the steps.
 
         Raises:
-            InvalidRequest: as for :meth:`generate`, at the call.
-            RequestFailed: the request ended with an error, after its last piece.
+            InvalidRequest, EngineUnavailable: as for :meth:`generate`, at the call.
+            RequestFailed: after the last piece, if the request ended with an error.
         """
         return self._pieces(self.submit(prompt, grammar, sampling, **options))
 
@@ -165,32 +167,48 @@ class Engine:
         sampling: Sampling = None,
         **options: Unpack[PromptOptions],
     ) -> RequestHandle:
-        """Queue a request; whoever submits calls :meth:`step`, and at last :meth:`release`.
+        """Queue a request. The caller runs :meth:`step` until it ends, and then :meth:`release`.
 
         Raises:
-            InvalidRequest: as for :meth:`generate`.
+            InvalidRequest, EngineUnavailable: as for :meth:`generate`.
         """
         return self._enqueue(self._prepare(prompt, grammar, sampling, **options))
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """The compiled grammar, from the cache if it is there; blocks until it is ready.
+
+        Raises:
+            GrammarError: it cannot be compiled.
+            EngineUnavailable: the engine is closed.
+        """
+        self._check_open()
+        try:
+            return self.compiler.compile(grammar)
+        except CompileFailure:
+            # The engine may have been closed meanwhile.
+            self._check_open()
+            raise
 
     def admit(
         self, request: Request, compiled: CompiledGrammar | None = None, compile_ms: float = 0.0
     ) -> RequestHandle:
-        """Queue a request that was made and compiled elsewhere; otherwise as :meth:`submit`.
+        """Queue a request that is already processed and compiled; otherwise as :meth:`submit`.
 
         Args:
-            request: The engine gives it an id of its own.
-            compiled: Of ``request.grammar``.
+            request: Gets an id of this engine, in the order of the calls.
+            compiled: The compiled ``request.grammar``.
+            compile_ms: How long the request waited for that, for its statistics.
         """
         return self._enqueue(self._sequence(request, compiled, compile_ms))
 
     def abort(self, handle: RequestHandle) -> None:
-        """End a request now; what it has so far is its output, at once."""
+        """End a request now; its output, there at once, is what has been generated."""
         with self._lock:
             self._abort(handle)
             self._publish()
 
     def release(self, handles: Sequence[RequestHandle]) -> None:
-        """Forget requests that have ended, and abort the others."""
+        """Forget requests; those that still run are aborted."""
         with self._lock:
             for handle in handles:
                 self._abort(handle)
@@ -217,14 +235,14 @@ class Engine:
             self.release([handle])
 
     def step(self) -> bool:
-        """Run one step of whatever is queued; False when there is nothing to do."""
+        """Run one step of the queued requests; False if there is nothing to do."""
         with self._lock:
             busy = self.core.step()
             self._publish()
             return busy
 
     def _publish(self) -> None:
-        """Hand what has happened to those who wait for it."""
+        """Bring the handles up to date."""
         outputs = self.core.outputs()
         for sequence, _ in outputs.runs:
             self.output_processor.push(sequence)
@@ -233,8 +251,9 @@ class Engine:
         self.output_processor.deliver_validated()
 
     def close(self) -> None:
-        """Abort what runs and end the lane's threads."""
+        """Abort all requests and end all threads; later calls raise :class:`EngineUnavailable`."""
         with self._lock:
+            self._closed = True
             self.release(list(self.output_processor.handles.values()))
         self.compiler.close()
         self.core.close()
@@ -253,12 +272,13 @@ class Engine:
     def _prepare(
         self, prompt: Prompt, grammar: Any, sampling: Any, **options: Unpack[PromptOptions]
     ) -> SequenceState:
-        """Check and compile everything that can be wrong with a request before it is queued."""
+        """Check, tokenise and compile a request: all its errors come before it is queued."""
+        self._check_open()
         request = self.input_processor.process(prompt, grammar, sampling, **options)
         if request.grammar is None:
             return self._sequence(request, None, 0.0)
         compile_start_ns = time.perf_counter_ns()
-        compiled = self.compiler.compile(request.grammar)
+        compiled = self.compile(request.grammar)
         compile_ms = (time.perf_counter_ns() - compile_start_ns) / 1e6
         return self._sequence(request, compiled, compile_ms)
 
@@ -274,9 +294,15 @@ class Engine:
 
     def _enqueue(self, sequence: SequenceState) -> RequestHandle:
         with self._lock:
+            # Again: the engine may have been closed while the grammar was compiled.
+            self._check_open()
             handle = self.output_processor.add(sequence.request)
             self.core.add(sequence)
         return handle
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineUnavailable("the engine is closed: make a new one")
 
     def _wait(self, handle: RequestHandle) -> Output:
         while handle.output is None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overlap_spec.errors import RequestFailed
-from overlap_spec.grammar.matcher_pool import AcceptItem, FillItem
-from overlap_spec.grammar.matcher_pool import MatcherPool
+from overlap_spec.grammar.matcher_pool import AcceptItem, FillItem, MatcherPool
 from overlap_spec.grammar.matcher_pool import PoolResult as LaneResult
 from overlap_spec.timeline import Span, hidden_fraction, union_ms
 from overlap_spec.types import HostTrees, Int32s, Int64s

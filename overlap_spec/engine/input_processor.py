@@ -1,4 +1,4 @@
-"""From what a caller asks to what the engine runs: tokens, defaults, limits. Checks all of it.
+"""From a caller's arguments to a Request: checks, tokens, defaults and limits.
 
 Needs no model, so that the client of an engine process can do it.
 """
@@ -21,10 +21,10 @@ Sampling = SamplingParams | Mapping[str, Any] | None
 
 
 class PromptOptions(TypedDict, total=False):
-    """What every call that takes a prompt takes beside it, by name.
+    """Keyword arguments of every call that takes a prompt.
 
-    ``raw``: take text as it is, without the chat template. ``tools``: tool definitions for the
-    chat template. ``priority``: of waiting requests, the higher starts first.
+    ``raw``: use a text prompt as it is, without the chat template. ``tools``: tool definitions for
+    the chat template. ``priority``: waiting requests with a higher one start first.
     """
 
     raw: bool
@@ -34,10 +34,9 @@ class PromptOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may take, in tokens.
+    """Limits on prompt + output of one request, in tokens.
 
-    ``context_tokens``: the model's longest prompt + output. ``cache_tokens``: the longest that
-    the KV cache holds at all.
+    ``context_tokens``: of the model. ``cache_tokens``: of the whole KV cache.
     """
 
     context_tokens: int
@@ -45,7 +44,7 @@ class Limits:
 
 
 class InputProcessor:
-    """Makes the requests of one model."""
+    """Checks and tokenises the requests of one model."""
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
         self.tokenizer, self.limits = tokenizer, limits
@@ -67,7 +66,7 @@ class InputProcessor:
             raw, tools, priority: See :class:`PromptOptions`.
 
         Raises:
-            InvalidRequest: names the field at fault.
+            InvalidRequest: an invalid argument; names the field.
         """
         arrival_ns = time.perf_counter_ns()
         if grammar is not None and not isinstance(grammar, Grammar):
@@ -80,7 +79,7 @@ class InputProcessor:
         check_text(tools, "tools")
         check_text(grammar.source if grammar is not None else "", "grammar")
         ids = self.prompt_ids(prompt, raw, tools)
-        # Under a grammar an end-of-text token is allowed where the grammar may end, and ends it.
+        # Under a grammar, an end-of-text token is allowed only where the output may end.
         ignore = params.ignore_eos and grammar is None
         eos = frozenset[int]() if ignore else self.tokenizer.eos_ids
         return Request(
@@ -98,7 +97,7 @@ class InputProcessor:
     def prompt_ids(
         self, prompt: Prompt, raw: bool = False, tools: Sequence[Any] | None = None
     ) -> list[int]:
-        """Tokens of a prompt; arguments and errors as :meth:`process`."""
+        """Token ids of a prompt; arguments and errors as for :meth:`process`."""
         check_text(prompt, "prompt")
         ids = self._encode(prompt, raw, tools)
         if not ids:
@@ -117,7 +116,7 @@ class InputProcessor:
         return self.tokenizer.chat(cast("Sequence[Message]", prompt), tools)
 
     def _max_tokens(self, params: SamplingParams, prompt_tokens: int) -> int:
-        """Output tokens that a request may have; InvalidRequest where there is no room for it."""
+        """Most output tokens of a request; InvalidRequest if they do not fit."""
         context, cache = self.limits.context_tokens, self.limits.cache_tokens
         room = context - prompt_tokens
         if room < 1:
@@ -164,7 +163,7 @@ class InputProcessor:
 
 
 def is_token_ids(prompt: Any) -> bool:
-    """Whether a prompt is given as token ids."""
+    """Whether a prompt is a list of token ids."""
     return (
         isinstance(prompt, Sequence)
         and not isinstance(prompt, str)
@@ -174,7 +173,7 @@ def is_token_ids(prompt: Any) -> bool:
 
 
 def check_text(data: Any, param: str | None) -> None:
-    """Raises InvalidRequest where a text inside plain data is no Unicode: a lone surrogate."""
+    """Raise InvalidRequest if a text inside plain data has a lone surrogate."""
     stack = [data]
     while stack:
         value = stack.pop()
@@ -207,7 +206,7 @@ def as_prompts(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
 
 
 def each(name: str, value: Any, count: int) -> list[Any]:
-    """``value`` for each of ``count`` prompts, or the values if it is a list of them."""
+    """The value of each of ``count`` prompts: ``value`` itself, or its items if it is a list."""
     if isinstance(value, list | tuple):
         if len(value) != count:
             raise InvalidRequest(f"{len(value)} values of {name} for {count} prompts", name)
@@ -216,7 +215,7 @@ def each(name: str, value: Any, count: int) -> list[Any]:
 
 
 def parse_output(grammar: Grammar, text: str) -> Any:
-    """The parsed output; None where a stop string of the caller's cut it short."""
+    """The parsed output; None if the caller's stop string cut it short."""
     try:
         return grammar.parse(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""From the scheduler's sequences to the pieces and outputs that callers read."""
+"""Makes the pieces and outputs that callers read from the scheduler's sequences."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OutputProcessor:
         self.handles.pop(handle.request.id, None)
 
     def push(self, sequence: SequenceState) -> None:
-        """Hand out the newest tokens of a sequence that goes on."""
+        """Hand out the newest tokens of a sequence that is still running."""
         handle = self.handles[sequence.request.id]
         handle.push(_delta(sequence, handle.pushed_tokens, finished=False))
 
@@ -93,7 +93,7 @@ class OutputProcessor:
 
 
 def _delta(sequence: SequenceState, first: int, finished: bool) -> Delta:
-    """A piece: the tokens from ``first`` on, and the text that they let out."""
+    """A piece: the tokens from ``first`` on, and the text that they complete."""
     new = slice(first, None)
     return Delta(
         sequence.buffer.release(finished=finished),

@@ -18,7 +18,7 @@ class RequestHandle:
         deltas: Pieces that have come and are not read yet.
         output: The whole output, once the request has ended and a best-effort output has been
             validated.
-        error_type: Class name of the exception behind ``output.error``.
+        error_type: Class name of the exception whose text is ``output.error``.
         pushed_tokens: Tokens of all pieces so far, read or not.
     """
 

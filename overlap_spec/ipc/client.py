@@ -132,7 +132,7 @@ class EngineClient:
 
     def _ready_process(self) -> EngineProcess:
         if self.health == "closed":
-            raise EngineUnavailable("the engine is closed")
+            raise EngineUnavailable("the engine is closed: make a new one")
         if self._process is None:
             raise EngineUnavailable(f"the engine is {self.health}: try again in some seconds")
         return self._process
@@ -226,7 +226,9 @@ class EngineClient:
         if self.health == "ready":
             self.health = "restarting"
         error = EngineUnavailable(
-            "the engine stopped while this request was under way: it is being restarted, "
+            "the engine was closed while this request was under way"
+            if self.health == "closed"
+            else "the engine stopped while this request was under way: it is being restarted, "
             "send the request again"
         )
         handles, self.open = list(self.open.values()), {}

@@ -28,7 +28,7 @@ class LaunchArgs(msgspec.Struct):
 class AddRequest(msgspec.Struct, tag=True):
     """Compile the grammar of a request, and queue it.
 
-    ``request.id`` is the client's number. The grammar travels beside the request, because
+    ``request.id`` is the client's number. The grammar is a field of its own, because
     ``Request.grammar`` names no type to decode.
     """
 
@@ -95,7 +95,7 @@ class RequestDelta(msgspec.Struct):
 
 class FinishedRequest(msgspec.Struct):
     """A request's whole output, without `parsed`; `error_type` is the class of the exception
-    behind `output.error`."""
+    whose text is `output.error`."""
 
     id: int
     output: Output

@@ -29,7 +29,7 @@ from overlap_spec.ipc import messages as m
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Output, Request
 
-# If requests wait but no step can be planned, look for messages and try again after so long.
+# Pause before the next try if requests wait but no step can be planned.
 IDLE_POLL_MS = 1
 
 

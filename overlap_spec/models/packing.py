@@ -59,7 +59,7 @@ def _packed_linear(x: Tensor, packed: Tensor, bias: Optional[Tensor]) -> Tensor:
 
 def rounded_rows(rows: int) -> int:
     """Rows that a product is computed with: oneDNN makes, and keeps, code for each number."""
-    step = 1 if rows <= 8 else 4 if rows <= 64 else 32 if rows <= 256 else 128
+    step = 1 if rows <= 8 else 4 if rows <= 64 else 8 if rows <= 128 else 32 if rows <= 256 else 128
     return -(-rows // step) * step
 
 

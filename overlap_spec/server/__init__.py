@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's shapes, SGLang's `/generate`, and what operators need."""
+"""The HTTP server: OpenAI's API, SGLang's `/generate`, and routes for operators."""

@@ -1,4 +1,4 @@
-"""What is not generation: models, tokens, health, metrics, state, and the page."""
+"""Routes that do not generate for clients: models, tokens, health, metrics, state, playground."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PROBE_TIMEOUT_S = 20.0
 
 
 def models(service: Service) -> Response:
-    """The one model, as OpenAI lists models."""
+    """The served model, as OpenAI's list of models."""
     return Json({"object": "list", "data": [model_card(service)]})
 
 
 def model_card(service: Service) -> dict[str, Any]:
-    """One entry of the list."""
+    """The served model's entry in the list."""
     return {
         "id": service.settings.served_model_name,
         "object": "model",
@@ -41,7 +41,7 @@ def model_card(service: Service) -> dict[str, Any]:
 
 
 async def tokenize(service: Service, body: TokenizeBody) -> Response:
-    """Tokens of a text, or of a chat through the model's template."""
+    """Token ids of a text, or of a chat in the model's template."""
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", "prompt")
@@ -56,7 +56,7 @@ async def tokenize(service: Service, body: TokenizeBody) -> Response:
 
 
 def detokenize(service: Service, body: DetokenizeBody) -> Response:
-    """Text of tokens, without special tokens."""
+    """Text of token ids, without special tokens."""
     service.check_model(body.model)
     tokenizer = service.engine.tokenizer
     for token in body.tokens:
@@ -68,14 +68,14 @@ def detokenize(service: Service, body: DetokenizeBody) -> Response:
 
 
 def health(service: Service) -> Response:
-    """200 while requests are taken, 503 otherwise; says which it is."""
+    """Status 200 while the engine accepts requests, else 503, with the engine's health."""
     engine = service.engine
     ready = engine.health == "ready"
     return Json({"status": engine.health, "restarts": engine.restarts}, 200 if ready else 503)
 
 
 async def health_generate(service: Service, request: Request) -> Response:
-    """200 where a token can be generated now."""
+    """Status 200 if the engine can generate a token now."""
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
 
     async def probe() -> None:
@@ -89,7 +89,7 @@ async def health_generate(service: Service, request: Request) -> Response:
 
 
 async def prometheus(service: Service) -> Response:
-    """All metrics in Prometheus's text form."""
+    """All metrics in Prometheus's text format."""
     snapshot = await _snapshot(service)
     return Response(
         service.metrics.render(snapshot, service.engine.restarts), media_type=PROMETHEUS
@@ -97,7 +97,7 @@ async def prometheus(service: Service) -> Response:
 
 
 async def server_info(service: Service) -> Response:
-    """Settings and state: what runs, how it speculates, what the grammar costs."""
+    """Settings and state of server and engine."""
     engine, settings = service.engine, dataclasses.asdict(service.settings)
     settings["api_key"] = "set" if service.settings.api_key is not None else None
     state = await _snapshot(service)
@@ -132,7 +132,7 @@ async def timeline(service: Service, steps: int) -> Response:
 
 
 def page() -> Response:
-    """The playground, where it is installed."""
+    """The playground's page, if it is installed."""
     if not PAGE.is_file():
         raise ApiError(404, "this installation has no playground; the API is under /v1")
     return FileResponse(PAGE, media_type="text/html")

@@ -1,4 +1,4 @@
-"""The application: routes, errors and limits around one engine."""
+"""The ASGI application: routes, error handlers and limits around one engine."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from overlap_spec.server.protocol.text import (
 from overlap_spec.server.service import ClientGone, Service
 from overlap_spec.server.settings import ServerSettings
 
-# Nginx's number for a client that closed its connection; nobody reads it.
+# Nginx's status for a closed connection; no client reads it, only logs and metrics.
 CLIENT_CLOSED_REQUEST = 499
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
-    """The ASGI application around an engine that the caller starts and closes."""
+    """The application around an engine, which the caller starts and closes."""
     service = Service(engine, settings, Metrics(), Constraints(settings))
 
     app = FastAPI(title="overlap-spec", docs_url=None, redoc_url=None)

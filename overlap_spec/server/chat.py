@@ -38,7 +38,7 @@ from overlap_spec.types import Delta, Output, Request, TokenLogprobs
 
 
 async def chat_completions(service: Service, body: ChatBody, http: HttpRequest) -> Response:
-    """Answer a chat, whole or as a stream."""
+    """Complete a chat, as one reply or as a stream."""
     chat = Chat(service, body, new_id("chatcmpl"), service.check_model(body.model))
     request, field = await chat.prepare()
     group = RequestGroup(chat.id, fan_out([request], body.n or 1), field)
@@ -51,10 +51,11 @@ async def chat_completions(service: Service, body: ChatBody, http: HttpRequest) 
 
 @dataclass
 class Chat:
-    """One request for a chat.
+    """One request for a chat completion.
 
-    ``opened``: whether its prompt leaves the model's thinking open, or has closed it; None where
-    neither, or where the model does not think.
+    Attributes:
+        opened: True if the prompt ends inside the model's thinking, False if it has closed the
+            thinking; None if it does neither or the model does not think.
     """
 
     service: Service
@@ -64,7 +65,7 @@ class Chat:
     opened: bool | None = None
 
     async def prepare(self) -> tuple[Request, str | None]:
-        """The request, checked and tokenised, and the field that its grammar comes from."""
+        """The request, checked and tokenised, and the body's field that its grammar comes from."""
         body, service = self.body, self.service
         constraint = await service.constraints.tools(body, await service.constraints.of(body))
         request = await service.engine.prepare(
@@ -78,11 +79,11 @@ class Chat:
         if form is not None:
             ending = service.engine.tokenizer.ending(request.prompt_ids)
             self.opened = opened_by(form, ending)
-            request = replace(request, grammar=self._behind_thinking(request.grammar, form))
+            request = replace(request, grammar=self._after_thinking(request.grammar, form))
         return request, constraint.field
 
     def whole(self, outputs: Sequence[Output], request: Request) -> dict[str, Any]:
-        """The answer in one piece."""
+        """The reply as one object."""
         choices = []
         for index, output in enumerate(outputs):
             assembler = self._assembler()
@@ -100,7 +101,7 @@ class Chat:
     async def events(
         self, handles: Sequence[AsyncRequestHandle], with_usage: bool
     ) -> AsyncIterator[Any]:
-        """The answer in chunks: the role first, then deltas, then why it ended."""
+        """The reply in chunks: for each choice its role, its deltas, and its finish reason."""
         head = self._head("chat.completion.chunk")
         if with_usage:
             head["usage"] = None
@@ -117,7 +118,7 @@ class Chat:
             if not pieces and (logprobs or extra):
                 pieces = [{"content": ""}]
             for number, piece in enumerate(pieces):
-                # Log-probabilities are of the run of tokens, and go with its first piece.
+                # Of the deltas of one run of tokens, the first carries the log-probabilities.
                 mine = (ids, logprobs) if number == 0 else ((), ())
                 choice = self._choice(index, {"delta": piece}, *mine)
                 yield head | {"choices": [choice]} | (extra if number == 0 else {})
@@ -161,7 +162,7 @@ class Chat:
         parser = self.service.settings.reasoning_parser
         return None if parser is None else load_reasoning(parser)
 
-    def _behind_thinking(self, grammar: Grammar | None, form: ReasoningFormat) -> Grammar | None:
+    def _after_thinking(self, grammar: Grammar | None, form: ReasoningFormat) -> Grammar | None:
         if grammar is None or self.opened is False:
             return grammar
         begins_inside = self.opened or form.opens_inside

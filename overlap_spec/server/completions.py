@@ -29,7 +29,7 @@ from overlap_spec.types import Request
 
 
 async def completions(service: Service, body: CompletionBody, http: HttpRequest) -> Response:
-    """Complete texts, whole or as a stream."""
+    """Complete texts, as one reply or as a stream."""
     model, label = service.check_model(body.model), new_id("cmpl")
     constraint, sampling = await service.constraints.of(body), body.sampling()
     prompts = each_prompt(body.prompt)

@@ -199,7 +199,7 @@ class Constraints:
 
 
 def _size(name: str, source: Any) -> int:
-    """Bytes of a constraint's text; GrammarError where it has none."""
+    """Bytes of a constraint's text; GrammarError if it is not valid text."""
     try:
         text = source if isinstance(source, str) else json.dumps(source, ensure_ascii=False)
         return len(text.encode())

@@ -1,4 +1,4 @@
-"""Every error of the server in OpenAI's form: ``{"error": {message, type, param, code}}``."""
+"""Errors in OpenAI's form: ``{"error": {message, type, param, code}}``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from overlap_spec.errors import EngineUnavailable, InvalidRequest, OverlapSpecEr
 from overlap_spec.grammar.isolation.limits import CompileFailure
 
 RETRY_AFTER_S = 1
-# What a request's own grammar may do to it while it runs; anything else is the server's fault.
-OWN_FAULTS = ("RequestFailed",)
+# Errors of a running request that its own grammar causes; any other is the server's.
+GRAMMAR_ERRORS = ("RequestFailed",)
 
 
 class ApiError(OverlapSpecError):
-    """An answer that is not 200."""
+    """An error with an HTTP status."""
 
     def __init__(
         self,
@@ -49,12 +49,12 @@ class Json(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """One document; floats that JSON has not become null."""
+        """The JSON text; NaN and infinity become null."""
         return msgspec.json.encode(content)
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of any error."""
+    """Any error as the client sees it."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, CompileFailure):
@@ -76,12 +76,12 @@ def _compile_failure(error: CompileFailure) -> ApiError:
         return ApiError(429, str(error), code="queue_full", kind="rate_limit_error")
     if error.kind == "closed":
         return ApiError(503, str(error), code="engine_unavailable", kind="service_unavailable")
-    # Too long, too large, or more than a library can read: the grammar's fault.
+    # Over a limit, or too much for a backend: the grammar is at fault.
     return ApiError(400, str(error), error.param, code=f"grammar_{error.kind}")
 
 
 def error_response(error: ApiError) -> Json:
-    """An error as a response; those that pass by themselves say when to try again."""
+    """An error as a response; transient errors carry Retry-After."""
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else None
     if error.status == 401:
         headers = {"WWW-Authenticate": "Bearer"}
@@ -89,7 +89,7 @@ def error_response(error: ApiError) -> Json:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Let every exception of a route become an error in OpenAI's form."""
+    """Turn every exception of a route into an error in OpenAI's form."""
 
     async def invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -112,7 +112,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def from_validation(error: RequestValidationError) -> ApiError:
-    """The error of the place deepest in the body: of a union, the member that came closest."""
+    """The deepest of pydantic's errors: in a union, that of the member that fits best."""
     items = error.errors()
     found = [(place(i["loc"][1:], error.body, i["type"] == "missing"), i) for i in items]
     where, item = max(found, key=lambda pair: pair[0].count(".") + pair[0].count("["))
@@ -133,9 +133,11 @@ def from_validation(error: RequestValidationError) -> ApiError:
 
 
 def place(loc: tuple[int | str, ...], body: Any, missing: bool) -> str:
-    """A path like ``messages[0].content``, without the names that pydantic gives to the members
-    of unions, which are found by looking into the body. Where the last part is ``missing``, it is
-    in the path all the same."""
+    """A path such as ``messages[0].content`` from pydantic's location.
+
+    Parts that are not in the body are pydantic's names of union members, and are left out, except
+    for the last part if that is the ``missing`` field itself.
+    """
     path = ""
     for index, part in enumerate(loc):
         last = missing and index == len(loc) - 1

@@ -1,4 +1,4 @@
-"""From the flags of ``overlap-spec serve`` to a running server."""
+"""Starts a server from the flags of ``overlap-spec serve``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from overlap_spec.server.run import serve
 from overlap_spec.server.settings import ServerSettings, Whitespace
 
 LEVELS = ("debug", "info", "warning", "error")
-# How the embedded model spells its calls.
+# Format of the embedded model's tool calls.
 EMBEDDED_CALLS = "embedded"
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes, and in SGLang's."""
+"""Log-probabilities in OpenAI's two formats, and in SGLang's."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import TokenLogprobs
 
-# JSON has no infinity.
+# Stands for -inf, which JSON does not have.
 LOWEST = -9999.0
 
 
 def chat_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
 ) -> dict[str, Any]:
-    """``choice.logprobs`` of a chat."""
+    """``choice.logprobs`` of a chat completion."""
     return {
         "content": [
             {
@@ -55,7 +55,7 @@ def sglang_logprobs(
     logprobs: Sequence[TokenLogprobs],
     with_text: bool,
 ) -> dict[str, Any]:
-    """The entries of ``meta_info`` in SGLang's shape: (logprob, token id, text or None)."""
+    """The fields of ``meta_info``; each entry is (logprob, token id, text or None)."""
 
     def entry(token: int, value: float) -> tuple[float, int, str | None]:
         return _finite(value), token, tokenizer.decode([token]) if with_text else None

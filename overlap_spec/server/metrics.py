@@ -1,4 +1,4 @@
-"""Prometheus metrics: requests as they end, and the engine's state when it is asked for."""
+"""Prometheus metrics: ended requests, and the engine's state at the time of a scrape."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ class Metrics:
         self.tpot = self._histogram("time_per_output_token_seconds", "After the first token.")
         self.whole = self._histogram("e2e_request_latency_seconds", "Until the last token.")
         self.compiling = self._histogram(
-            "grammar_compile_seconds", "Until a request's grammar was there."
+            "grammar_compile_seconds", "Until a request's grammar was compiled."
         )
         self.lengths = self._histogram(
-            "spec_accept_length", "Tokens that a verify gave, bonus included.", LENGTHS
+            "spec_accept_length", "Tokens that a verify emitted, bonus included.", LENGTHS
         )
         self.prompt = self._counter("prompt_tokens", "Tokens of prompts.")
         self.cached = self._counter("cached_tokens", "Tokens of prompts found in the cache.")
         self.output = self._counter("generation_tokens", "Tokens generated.")
         self.drafted = self._counter("spec_draft_tokens", "Tokens drafted and verified.")
         self.accepted = self._counter("spec_accepted_tokens", "Drafted tokens accepted.")
-        self.verifies = self._counter("spec_verifies", "Verify passes of requests.")
-        self.requests = self._counter("requests", "Requests ended.", ("finish_reason",))
-        self.rejected = self._counter("requests_rejected", "HTTP requests refused.", ("status",))
-        self.gone = self._counter("client_disconnects", "Clients that left before the end.")
+        self.verifies = self._counter("spec_verifies", "Verify passes, counted for each request.")
+        self.requests = self._counter("requests", "Ended requests.", ("finish_reason",))
+        self.rejected = self._counter("requests_rejected", "Rejected HTTP requests.", ("status",))
+        self.gone = self._counter("client_disconnects", "Clients that disconnected before the end.")
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens that a verify gave on average so far; None before the first."""
+        """Mean tokens a verify emitted so far, bonus included; None before the first verify."""
         return self._verified_tokens / self._verifies if self._verifies else None
 
     def observe(self, handle: AsyncRequestHandle) -> None:
-        """Enter a request that has ended, or that nobody waits for any more."""
+        """Count a request that has ended; one without an output counts as aborted."""
         output = handle.output
         if output is None:
             self.requests.labels("abort").inc()
@@ -79,7 +79,7 @@ class Metrics:
                 self.lengths.observe(drafts + 1)
 
     def render(self, snapshot: dict[str, Any] | None, restarts: int) -> bytes:
-        """The text that Prometheus reads; ``snapshot`` is None where the engine is not there."""
+        """The text that Prometheus reads; ``snapshot`` is None while there is no engine."""
         self.engine.snapshot, self.engine.restarts = snapshot, restarts
         return generate_latest(self.registry)
 
@@ -91,8 +91,8 @@ class Metrics:
 
 
 class EngineCollector(Collector):
-    """The engine's own figures, as they were when it was asked last. Its counters start again
-    with a restarted engine, which Prometheus expects of counters."""
+    """The engine's own figures at the last scrape. Its counters restart at zero with the engine,
+    as Prometheus allows."""
 
     def __init__(self) -> None:
         self.snapshot: dict[str, Any] | None = None
@@ -101,14 +101,14 @@ class EngineCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """See prometheus_client."""
         state = self.snapshot
-        yield _gauge("engine_up", "Whether the engine takes requests.", float(state is not None))
-        yield _count("engine_restarts", "Times that the engine was started again.", self.restarts)
+        yield _gauge("engine_up", "Whether the engine accepts requests.", float(state is not None))
+        yield _count("engine_restarts", "Restarts of the engine.", self.restarts)
         if state is None:
             return
         gauges = {
-            "num_requests_running": ("running", "Requests that run."),
-            "num_requests_waiting": ("waiting", "Requests that wait for a row or pages."),
-            "num_requests_compiling": ("compiling", "Requests whose grammar is compiled."),
+            "num_requests_running": ("running", "Running requests."),
+            "num_requests_waiting": ("waiting", "Requests that wait for a batch slot or pages."),
+            "num_requests_compiling": ("compiling", "Requests whose grammar is being compiled."),
             "kv_pages_in_use": ("pages_in_use", "Pages of the KV cache in use."),
             "kv_pages": ("pages", "Pages of the KV cache."),
             "engine_resident_bytes": ("rss_bytes", "Resident memory of the engine's process."),
@@ -118,11 +118,13 @@ class EngineCollector(Collector):
         usage = state["pages_in_use"] / state["pages"]
         yield _gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", usage)
         if state["hidden_fraction"] is not None:
-            about = "Share of grammar time that ran beside verify, 0 to 1."
+            about = "Share of grammar time hidden under verify, 0 to 1."
             yield _gauge("grammar_hidden_fraction", about, state["hidden_fraction"])
         yield _count("steps", "Steps of the engine.", state["steps"])
-        yield _count("preemptions", "Requests that gave up their pages.", state["preemptions"])
-        yield _count("grammar_seconds", "Time of masks and accepts.", state["grammar_ms"] / 1e3)
+        yield _count("preemptions", "Preempted requests.", state["preemptions"])
+        yield _count(
+            "grammar_seconds", "Time spent on masks and accepts.", state["grammar_ms"] / 1e3
+        )
         yield _count(
             "grammar_exposed_seconds", "Time compute waited for masks.", state["exposed_ms"] / 1e3
         )
@@ -133,10 +135,10 @@ class EngineCollector(Collector):
 def _compiles(compiler: dict[str, Any]) -> Iterable[Metric]:
     about = "Bytes of compiled grammars in the cache."
     yield _gauge("grammar_cache_bytes", about, compiler["cache_bytes"])
-    yield _count("grammar_compiles", "Grammars that were compiled.", compiler["compiles"])
+    yield _count("grammar_compiles", "Compiled grammars.", compiler["compiles"])
     yield _count("grammar_cache_hits", "Grammars found in the cache.", compiler["hits"])
     failures = CounterMetricFamily(
-        f"{PREFIX}grammar_failures", "Grammars that did not compile.", labels=["kind"]
+        f"{PREFIX}grammar_failures", "Grammars that failed to compile.", labels=["kind"]
     )
     for kind, count in compiler["failures"].items():
         failures.add_metric([kind], float(count))
@@ -145,7 +147,7 @@ def _compiles(compiler: dict[str, Any]) -> Iterable[Metric]:
 
 def _tiers(speculation: dict[str, Any]) -> Iterable[Metric]:
     steps = GaugeMetricFamily(
-        f"{PREFIX}spec_num_steps", "Draft steps by least batch size.", labels=["min_batch_size"]
+        f"{PREFIX}spec_num_steps", "Draft steps by smallest batch size.", labels=["min_batch_size"]
     )
     for slot in speculation.get("slots", []):
         steps.add_metric([str(slot["min_batch_size"])], float(slot["steps"]))

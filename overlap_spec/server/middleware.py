@@ -1,4 +1,4 @@
-"""What every request passes on its way to a route: the API key, the size of its body, a count."""
+"""Checks that every HTTP request passes before its route: API key and body size."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from overlap_spec.server.errors import ApiError, error_response
 from overlap_spec.server.settings import ServerSettings
 
-# Probes of health carry no key, and the page asks for one.
+# Health probes carry no key, and the playground's page asks its user for it.
 OPEN_PATHS = ("/", "/health")
 
 
 class GuardMiddleware:
-    """ASGI middleware; refuses with 401 and 413, and counts every answer of 400 and above.
+    """ASGI middleware that rejects with 401 and 413, and reports all error statuses.
 
     Args:
-        rejected: Called with the status of such an answer.
+        rejected: Called with the status of every response of 400 and above.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class GuardMiddleware:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A body that was read already, and then what the client does next."""
+    """A ``receive`` that gives the body that was read, and then the client's next messages."""
     whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:

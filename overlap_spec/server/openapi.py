@@ -1,4 +1,4 @@
-"""The server's OpenAPI document: what FastAPI derives, with our errors in place of its own."""
+"""The server's OpenAPI document: FastAPI's, with this server's errors instead of its 422."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ ERROR = {
     },
 }
 STATUSES = {
-    "400": "The request is wrong; `param` names the field.",
-    "401": "No or a wrong API key.",
+    "400": "The request is invalid; `param` names the field.",
+    "401": "The API key is missing or wrong.",
     "404": "No such route or model.",
     "413": "The body is too large.",
     "429": "Too many requests wait; `Retry-After` says when to try again.",
-    "500": "A fault of the server.",
-    "503": "The engine is not there; `Retry-After` says when to try again.",
+    "500": "Internal error.",
+    "503": "The engine is not available; `Retry-After` says when to try again.",
     "504": "The request took too long.",
 }
 
 
 def describe(app: FastAPI) -> None:
-    """Let ``app`` serve the document at ``/openapi.json``."""
+    """Serve the document at ``/openapi.json``."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -68,7 +68,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
 def _good(path: str) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": {}}}
     if path in ("/v1/chat/completions", "/v1/completions", "/generate"):
-        # An event is an object of the stream, which a schema here would be held to.
+        # No schema: it would describe the whole stream and not one event.
         content["text/event-stream"] = {}
     if path == "/metrics":
         content = {"text/plain": {"schema": {"type": "string"}}}

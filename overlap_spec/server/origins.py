@@ -1,4 +1,4 @@
-"""How the tokens of a stream came: the project's own addition to a chunk."""
+"""The ``overlap_spec`` field of a chunk: how each of its tokens was generated."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from overlap_spec.types import Delta
 
 
 class TokenOrigins:
-    """Tells, piece by piece, the text and the origin of each token of one output."""
+    """Describes the tokens of one output, piece by piece."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._eos_ids, self._decoder = tokenizer.eos_ids, tokenizer.detokenizer()
 
     def chunk_fields(self, delta: Delta) -> dict[str, Any]:
-        """Fields of the chunk that carries ``delta``, which is one step's; none without tokens.
+        """The fields to add to the chunk of ``delta``; none if the delta has no origins.
 
-        ``tokens``: text (empty for a stop token or part of a character) and origin of each;
-        ``tier``: what the step drafted.
+        ``tokens``: text (empty for a stop token or part of a character) and origin of each.
+        ``tier``: the step's draft budget. ``accepted``: accepted drafts.
         """
         if not delta.origins or delta.tier is None:
             return {}

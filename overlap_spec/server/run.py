@@ -1,4 +1,4 @@
-"""Runs the server until it is told to end, and lets what is under way end first."""
+"""Runs the server until a signal, and drains open requests before it ends."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ log = logging.getLogger("overlap_spec")
 
 
 def serve(engine: AsyncEngine, settings: ServerSettings, log_level: str = "info") -> None:
-    """Serve until SIGTERM or SIGINT; then take no new requests, let those under way end for at
-    most ``drain_timeout_s``, and close the engine.
+    """Serve until SIGTERM or SIGINT; then reject new requests, wait at most ``drain_timeout_s``
+    for the open ones, and close the engine.
 
     Raises:
         ConfigError, CheckpointError: the engine cannot be started.
@@ -39,7 +39,7 @@ def serve(engine: AsyncEngine, settings: ServerSettings, log_level: str = "info"
         timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
         timeout_keep_alive=30,
     )
-    # A signal while the engine loads: there is nothing to drain.
+    # A signal while the engine loads cancels the task: there is nothing to drain.
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(_serve(engine, Server(config)))
 
@@ -54,7 +54,7 @@ async def _serve(engine: AsyncEngine, server: Server) -> None:
 
 
 class Server(uvicorn.Server):
-    """Says where it listens, which a port of 0 leaves open; ends without a signal of its own."""
+    """Logs its address, which a port of 0 leaves open; does not raise its signal again."""
 
     async def startup(self, sockets: Any = None) -> None:
         """See uvicorn."""
@@ -66,7 +66,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Unlike uvicorn's, does not raise the signal again: the engine has to be closed yet."""
+        """Unlike uvicorn's, does not raise the signal again: the engine is still to be closed."""
         loop, signals = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
         for each in signals:
             loop.add_signal_handler(each, self.handle_exit, each, None)

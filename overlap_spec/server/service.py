@@ -1,4 +1,4 @@
-"""What the routes share: the engine, and the way of one HTTP request through it."""
+"""What the routes share: one HTTP request's way through the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from overlap_spec.async_engine import AsyncEngine, AsyncRequestHandle
 from overlap_spec.errors import GrammarError, InvalidRequest
 from overlap_spec.server.constraints import Constraints
-from overlap_spec.server.errors import OWN_FAULTS, ApiError, as_api_error
+from overlap_spec.server.errors import GRAMMAR_ERRORS, ApiError, as_api_error
 from overlap_spec.server.metrics import Metrics
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Output, Request
@@ -43,12 +43,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ClientGone(Exception):
-    """The client has closed its connection; nobody reads the answer."""
+    """The client has closed its connection."""
 
 
 @dataclass
 class Service:
-    """One server's parts."""
+    """The parts of one server."""
 
     engine: AsyncEngine
     settings: ServerSettings
@@ -59,7 +59,7 @@ class Service:
     by_label: dict[str, list[AsyncRequestHandle]] = field(default_factory=dict)
 
     def check_model(self, model: str | None) -> str:
-        """The served model's name; 404 for any other."""
+        """The served model's name; ApiError 404 if ``model`` is another."""
         name = self.settings.served_model_name
         if model is not None and model != name:
             raise ApiError(
@@ -69,7 +69,7 @@ class Service:
         return name
 
     async def start(self, group: RequestGroup) -> list[AsyncRequestHandle]:
-        """Send all requests of one body and wait until all are queued; all or none.
+        """Send all requests of a group and wait until all are queued; if one fails, abort the rest.
 
         Raises:
             InvalidRequest, QueueFull, EngineUnavailable: as :meth:`AsyncEngine.submit`.
@@ -96,7 +96,7 @@ class Service:
         return handles
 
     def finish(self, handles: Sequence[AsyncRequestHandle], label: str) -> None:
-        """Abort what still runs, and enter the rest into the metrics."""
+        """Abort requests that still run, and count all of them in the metrics."""
         if self.by_label.get(label) is handles:
             del self.by_label[label]
         for handle in handles:
@@ -104,10 +104,10 @@ class Service:
             self.metrics.observe(handle)
 
     async def outputs(self, http: HttpRequest, group: RequestGroup) -> list[Output]:
-        """The whole outputs of requests; they are aborted where the client goes away.
+        """The outputs of a group; if the client disconnects, the requests are aborted.
 
         Raises:
-            ApiError: one of them failed.
+            ApiError: a request failed.
         """
         outputs: list[Output] = await self.run_until_disconnect(http, self._outputs(group))
         return outputs
@@ -123,7 +123,12 @@ class Service:
             self.finish(handles, group.label)
 
     async def run_until_disconnect(self, http: HttpRequest, work: Coroutine[Any, Any, Any]) -> Any:
-        """The result of ``work``, which is cancelled when the client goes or the time is over."""
+        """The result of ``work``, which is cancelled if the client disconnects or time runs out.
+
+        Raises:
+            ClientGone: the client has disconnected.
+            TimeoutError: ``request_timeout_s`` is over.
+        """
         task = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(_disconnect(http))
         limit = self.settings.request_timeout_s
@@ -145,8 +150,9 @@ class Service:
         group: RequestGroup,
         events: Callable[[Sequence[AsyncRequestHandle]], AsyncIterator[Any]],
     ) -> Response:
-        """Server-sent events of requests: nothing is sent before all of them are queued, so that
-        a refusal still has its status.
+        """A group's outputs as server-sent events.
+
+        Nothing is sent before all requests are queued, so that a rejection still sets the status.
 
         Args:
             events: Makes the events, as plain data, from the handles.
@@ -177,11 +183,11 @@ class Service:
 
 
 class Events(StreamingResponse):
-    """A stream of server-sent events.
+    """A response of server-sent events.
 
     Args:
-        end: Called once, however it ends, also where the client leaves before its first event;
-            with whether all was sent.
+        end: Called exactly once at the end, even if the client leaves before the first event, with
+            whether all events were sent.
     """
 
     def __init__(self, lines: AsyncIterator[bytes], end: Callable[[bool], None]) -> None:
@@ -202,32 +208,32 @@ class Events(StreamingResponse):
 
 
 def fan_out(requests: Sequence[Request], count: int) -> list[Request]:
-    """``count`` requests of each, with seeds that follow one another."""
+    """``count`` copies of each request, with consecutive seeds."""
     return [
         replace(one, seed=wrapped(one.seed + number)) for one in requests for number in range(count)
     ]
 
 
 def wrapped(seed: int) -> int:
-    """A seed as a signed 64-bit integer."""
+    """The seed modulo 2⁶⁴, as a signed integer."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
 def check_output(handle: AsyncRequestHandle) -> None:
-    """Raises ApiError where a handle has ended with an error."""
+    """Raise ApiError if the request has ended with an error."""
     output = handle.output
     assert output is not None
     if output.error is not None:
-        own = handle.error_type in OWN_FAULTS
+        own = handle.error_type in GRAMMAR_ERRORS
         code = "grammar_failed" if own else "generation_failed"
         raise ApiError(400 if own else 500, output.error, code=code)
 
 
 async def interleaved(handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[tuple[int, Delta]]:
-    """The pieces of several handles as they come, each with its handle's place.
+    """The pieces of several requests in the order of their arrival, each with its handle's index.
 
     Raises:
-        ApiError: a handle has ended with an error.
+        ApiError: a request has ended with an error.
     """
     if len(handles) == 1:
         async for delta in handles[0]:
@@ -257,7 +263,7 @@ async def interleaved(handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[tu
 
 @contextlib.contextmanager
 def pumping(tasks: list[asyncio.Task[None]]) -> Iterator[list[asyncio.Task[None]]]:
-    """Tasks that end with the block."""
+    """Cancel tasks at the end of the block."""
     try:
         yield tasks
     finally:
@@ -266,22 +272,22 @@ def pumping(tasks: list[asyncio.Task[None]]) -> Iterator[list[asyncio.Task[None]
 
 
 def stop_reason(output: Output, eos_ids: frozenset[int]) -> str | int | None:
-    """What of the caller's own ended an output: a stop string or token, as vLLM tells it."""
+    """The caller's stop string or token that ended the output, as in vLLM; None for EOS."""
     return None if output.stop_match in eos_ids else output.stop_match
 
 
 def verdict(ended: Output | Delta) -> dict[str, Any]:
-    """What validation found of a best-effort output; nothing where nothing had to be checked."""
+    """The ``verdict`` field of a validated best-effort output; no field for any other."""
     return {} if ended.verdict is None else {"verdict": asdict(ended.verdict)}
 
 
 def new_id(prefix: str) -> str:
-    """An id that nobody can guess."""
+    """A random id."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def usage(outputs: Sequence[Output], prompts: Sequence[Request]) -> dict[str, Any]:
-    """OpenAI's usage: a prompt with several outputs counts once."""
+    """OpenAI's usage; a prompt with several outputs counts once."""
     prompt_tokens = sum(len(prompt.prompt_ids) for prompt in prompts)
     output_tokens = sum(output.stats.output_tokens for output in outputs)
     cached = sum(output.stats.cached_tokens for output in outputs)

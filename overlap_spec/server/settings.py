@@ -1,4 +1,4 @@
-"""Settings of the server, checked once. The engine's are in ``overlap_spec.config``."""
+"""Settings of the server. The engine's are in ``overlap_spec.config``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ServerSettings:
     ] = ()
 
     def __post_init__(self) -> None:
-        """Raises ConfigError that names the first setting that cannot be."""
+        """Raise ConfigError that names the first invalid setting."""
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be between 0 and 65535: {self.port}")
         if self.api_key == "":
@@ -83,7 +83,7 @@ class ServerSettings:
 
 
 def _load_parsers(tools: str | None, reasoning: str | None) -> None:
-    """Raises ConfigError where a parser does not exist."""
+    """Raise ConfigError if a parser does not exist."""
     from overlap_spec.errors import GrammarError
     from overlap_spec.grammar.reasoning import load_reasoning
     from overlap_spec.grammar.tool_formats import load_format

@@ -20,7 +20,7 @@ from overlap_spec.types import Delta, Output, Request
 
 
 async def generate(service: Service, body: GenerateBody, http: HttpRequest) -> Response:
-    """Complete texts as they are, in SGLang's shape; a list in gives a list out."""
+    """Complete raw texts, in SGLang's format; a list of prompts gives a list of results."""
     prompts, single = body.prompts()
     count = len(prompts)
     samplings = _each("sampling_params", body.sampling_params, count)
@@ -46,13 +46,13 @@ async def generate(service: Service, body: GenerateBody, http: HttpRequest) -> R
 
 
 class SGLangFormatter:
-    """Outputs as SGLang shows them: each event of a stream holds all that there is so far."""
+    """Formats outputs as SGLang does: each event of a stream holds the whole output so far."""
 
     def __init__(self, tokenizer: Tokenizer, body: GenerateBody, label: str) -> None:
         self.tokenizer, self.body, self.label = tokenizer, body, label
 
     def result(self, output: Output, index: int) -> dict[str, Any]:
-        """A whole output."""
+        """A finished output."""
         reason: dict[str, Any] = {"type": output.finish_reason}
         if output.finish_reason == "stop" and output.stop_match is not None:
             reason["matched"] = output.stop_match
@@ -64,7 +64,7 @@ class SGLangFormatter:
     async def events(
         self, handles: Sequence[AsyncRequestHandle], single: bool
     ) -> AsyncIterator[Any]:
-        """All that is there so far, whenever there is more."""
+        """The whole output so far, after each piece."""
         seen: list[list[Delta]] = [[] for _ in handles]
         async for index, delta in interleaved(handles):
             seen[index].append(delta)
@@ -121,7 +121,7 @@ class SGLangFormatter:
 
 
 def speculation(stats: RequestStats) -> dict[str, Any]:
-    """What speculation gave a request, under SGLang's names."""
+    """A request's speculation figures, under SGLang's names."""
     return {
         "spec_accept_rate": stats.accept_rate,
         "spec_accept_length": stats.accept_length,
@@ -131,7 +131,7 @@ def speculation(stats: RequestStats) -> dict[str, Any]:
 
 
 async def abort_request(service: Service, body: AbortBody) -> Response:
-    """Abort what runs under an id, or everything; says how many were found."""
+    """Abort the requests of an id, or all; the reply says how many were running."""
     if body.abort_all:
         labels = list(service.by_label)
     elif body.rid is not None:

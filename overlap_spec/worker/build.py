@@ -82,7 +82,9 @@ def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:
         return CudaStreams(device, record)
     if config.overlap == "none":
         return InlineStreams(record)
-    return ThreadStreams(lambda name: ThreadStream(name, record))
+    # Threads of torch's own already take all cores where they are as many.
+    spare = torch.get_num_threads() < (os.cpu_count() or 1)
+    return ThreadStreams(lambda name: ThreadStream(name, record), prefill=spare)
 
 
 def pick_device(name: str) -> torch.device:

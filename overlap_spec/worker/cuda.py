@@ -156,9 +156,9 @@ class CudaStreams(Streams):
         self._clock = CudaClock(device)
         self._all = [
             CudaStream(name, device, self._clock, record, priority)
-            for name, priority in (("compute", 0), ("plan", -1), ("copy", -1))
+            for name, priority in (("compute", 0), ("prefill", 0), ("plan", -1), ("copy", -1))
         ]
-        self.compute, self.plan, self.copy = self._all
+        self.compute, self.prefill, self.plan, self.copy = self._all
 
     def event(self) -> Event:
         return CudaEvent(self._clock)

@@ -24,11 +24,14 @@ class Events:
 
     def __init__(self, streams: Streams) -> None:
         self.uploaded = streams.event()
+        self.pages_entered = streams.event()
+        self.prefilled = streams.event()
         self.drafted = streams.event()
         self.tree_on_host = streams.event()
         self.verified = streams.event()
         self.masks_ready = streams.event()
         self.results_on_host = streams.event()
+        self.prefill_extended = streams.event()
         self.free = streams.event()
 
     def reset(self) -> None:
@@ -104,7 +107,7 @@ class InFlightStep:
             time is measured from it.
         constrained: Whether any of its requests has a grammar.
         features: What its requests ask of the sampler.
-        batch, drafted, verified, decided: What the streams' work hands on.
+        batch, prefilled, drafted, verified, decided: What the streams' work hands on.
         limits: Depth down to which each request's mask rows are good.
         results: The packed results of the trees and of the final chunks, on the host.
     """
@@ -115,6 +118,7 @@ class InFlightStep:
     constrained: bool
     features: SamplingFeatures
     batch: Value[Batch] = field(default_factory=Value)
+    prefilled: Value[Any] = field(default_factory=Value)
     drafted: Value[Any] = field(default_factory=Value)
     verified: Value[Any] = field(default_factory=Value)
     decided: Value[Any] = field(default_factory=Value)

@@ -41,17 +41,25 @@ class Drafted(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """The target's answers.
+    """The target's answers to the trees.
 
-    ``logits``: of the trees' verified nodes, ``(S * N, V)`` or ``(T, V)``; ``features``: the
-    drafter's, ``(S * N, F)``. ``chunk_logits (F, V)``: of the final chunks' last tokens;
-    ``chunk_features``: of all chunks' tokens.
+    ``logits``: of the verified nodes, ``(S * N, V)`` or ``(T, V)``; ``features``: the drafter's,
+    ``(S * N, F)``.
+    """
+
+    logits: Tensor
+    features: Tensor | None
+
+
+class Prefilled(NamedTuple):
+    """The target's answers to the chunks.
+
+    ``logits (F, V)``: of the final chunks' last tokens, None where there are none; ``features``:
+    the drafter's, of all chunks' tokens.
     """
 
     logits: Tensor | None
     features: Tensor | None
-    chunk_logits: Tensor | None
-    chunk_features: Tensor | None
 
 
 class AcceptResult(NamedTuple):
@@ -142,17 +150,24 @@ class ModelRunner(nn.Module):
             width = len(self.feature_layers) * target.config.hidden_size
             self.register_buffer("page_features", pool.k.new_zeros(pool.k.shape[1], width))
 
+    @property
+    def recorded_drafter(self) -> bool:
+        """Whether the drafter's methods depend on nothing but tensors."""
+        return self.drafter is None or self.drafter.recorded
+
     # Draft
 
+    def enter_pages(self, batch: Batch) -> None:
+        """Enter the plan's new pages into the page tables."""
+        self.tables.pages.view(-1)[batch.page_index] = batch.page_values
+
     def draft(self, batch: Batch, proposed: Draft | None = None) -> Drafted | None:
-        """Enter the plan's pages, then grow the trees; None where a step only prefills.
+        """Grow the trees; None where a step only prefills.
 
         Args:
             proposed: What a host drafter proposed for the first rows of the batch.
         """
         plan, tables, rows = batch.plan, self.tables, batch.rows
-        if len(batch.page_index):
-            tables.pages.view(-1)[batch.page_index] = batch.page_values
         if not batch.trees:
             return None
         pages = tables.pages[rows, : self._visible(plan)]
@@ -223,23 +238,18 @@ class ModelRunner(nn.Module):
 
     # Verify
 
-    def verify(self, batch: Batch, drafted: Drafted | None) -> Verified:
-        """The target over the trees, and over the chunks beside them."""
-        logits = features = chunk_logits = chunk_features = None
-        if drafted is not None:
-            roots, tree, _, pack = drafted
-            inputs = (roots.pages, roots.positions, tree.tokens, tree.depths, tree.ancestors)
-            tier = batch.plan.tier
-            if pack is None:
-                logits, *rest = self.graphs.find(tier, len(roots.rows)).verify(*inputs)
-            else:
-                logits, *rest = self.graphs.find_packed(tier, len(roots.rows), len(pack))(
-                    pack, *inputs
-                )
-            features = rest[0] if rest else None
-        if batch.chunks is not None:
-            chunk_logits, chunk_features = self._prefill(batch.chunks)
-        return Verified(logits, features, chunk_logits, chunk_features)
+    def verify(self, batch: Batch, drafted: Drafted | None) -> Verified | None:
+        """The target over the trees."""
+        if drafted is None:
+            return None
+        roots, tree, _, pack = drafted
+        inputs = (roots.pages, roots.positions, tree.tokens, tree.depths, tree.ancestors)
+        tier = batch.plan.tier
+        if pack is None:
+            logits, *rest = self.graphs.find(tier, len(roots.rows)).verify(*inputs)
+        else:
+            logits, *rest = self.graphs.find_packed(tier, len(roots.rows), len(pack))(pack, *inputs)
+        return Verified(logits, rest[0] if rest else None)
 
     def verify_trees(
         self,
@@ -292,8 +302,10 @@ class ModelRunner(nn.Module):
         every = features.new_zeros(batch * nodes, features.shape[1])
         return logits, every.index_copy_(0, pack, features)
 
-    def _prefill(self, chunks: Chunks) -> tuple[Tensor | None, Tensor | None]:
+    def prefill(self, batch: Batch) -> Prefilled:
         """The target over all chunks in one pass."""
+        chunks = batch.chunks
+        assert chunks is not None
         span = KeySpan(
             self.tables.pages[chunks.rows],
             chunks.starts,
@@ -305,8 +317,8 @@ class ModelRunner(nn.Module):
         attend = PagedAttend(self.pool, slots, span)
         hidden, features = self.target(chunks.tokens, chunks.positions, attend, self.feature_layers)
         if not len(chunks.last):
-            return None, features
-        return self.target.logits(hidden[chunks.last]), features
+            return Prefilled(None, features)
+        return Prefilled(self.target.logits(hidden[chunks.last]), features)
 
     # Accept
 
@@ -314,7 +326,8 @@ class ModelRunner(nn.Module):
         self,
         batch: Batch,
         drafted: Drafted | None,
-        verified: Verified,
+        verified: Verified | None,
+        prefilled: Prefilled | None,
         features: SamplingFeatures,
         masks: tuple[Masks, Tensor] | None,
     ) -> Accepted:
@@ -325,10 +338,10 @@ class ModelRunner(nn.Module):
                 limits int64 ``(S,)`` of the trees; None where no request has a grammar.
         """
         trees = chunks = None
-        if drafted is not None:
+        if drafted is not None and verified is not None:
             trees = self._accept_trees(batch, drafted, verified, features, masks)
-        if batch.chunks is not None:
-            chunks = self._accept_chunks(batch, verified, features, masks)
+        if prefilled is not None:
+            chunks = self._accept_chunks(batch, prefilled, features, masks)
         return Accepted(trees, chunks)
 
     def _accept_trees(
@@ -340,7 +353,6 @@ class ModelRunner(nn.Module):
         masks: tuple[Masks, Tensor] | None,
     ) -> AcceptResult:
         (roots, tree, _, pack), logits = drafted, verified.logits
-        assert logits is not None
         rows, nodes = tree.tokens.shape
         count = batch.trees * nodes
         limits = self.tables.depth_limit[roots.rows]
@@ -410,11 +422,11 @@ class ModelRunner(nn.Module):
     def _accept_chunks(
         self,
         batch: Batch,
-        verified: Verified,
+        prefilled: Prefilled,
         features: SamplingFeatures,
         masks: tuple[Masks, Tensor] | None,
     ) -> AcceptResult | None:
-        chunks, logits = batch.chunks, verified.chunk_logits
+        chunks, logits = batch.chunks, prefilled.logits
         assert chunks is not None
         self.tables.committed[chunks.rows] = chunks.starts + chunks.sizes
         if logits is None:
@@ -448,23 +460,30 @@ class ModelRunner(nn.Module):
     # Extend
 
     def extend(
-        self, batch: Batch, drafted: Drafted | None, verified: Verified, accepted: Accepted
+        self, batch: Batch, drafted: Drafted, verified: Verified, accepted: Accepted
     ) -> None:
-        """Feed the drafter what was committed: each token with the feature before it."""
-        if not self.extends or self.fault is not None:
+        """Feed the drafter what the trees committed: each token with the feature before it."""
+        if not self.extends or self.fault is not None or accepted.trees is None:
             return
         try:
-            if drafted is not None and accepted.trees is not None:
-                roots, (lengths, tokens, path, *_) = drafted.roots, accepted.trees
-                graphs = self.graphs.find(batch.plan.tier, len(roots.rows))
-                features = () if verified.features is None else (verified.features,)
-                inputs = (roots.rows, roots.pages, roots.positions, tokens, path, lengths)
-                if graphs.extend is not None:
-                    graphs.extend(*inputs, *features)
-                else:
-                    self.extend_trees(batch.plan.tier, *inputs, *features)
-            if batch.chunks is not None:
-                self._extend_chunks(batch.chunks, verified.chunk_features, accepted.chunks)
+            roots, (lengths, tokens, path, *_) = drafted.roots, accepted.trees
+            graphs = self.graphs.find(batch.plan.tier, len(roots.rows))
+            features = () if verified.features is None else (verified.features,)
+            inputs = (roots.rows, roots.pages, roots.positions, tokens, path, lengths)
+            if graphs.extend is not None:
+                graphs.extend(*inputs, *features)
+            else:
+                self.extend_trees(batch.plan.tier, *inputs, *features)
+        except Exception as error:  # a drafter's fault costs no request
+            self.fault = error
+
+    def extend_chunks(self, batch: Batch, prefilled: Prefilled, accepted: Accepted) -> None:
+        """Feed the drafter what the chunks committed."""
+        if not self.extends or self.fault is not None:
+            return
+        assert batch.chunks is not None
+        try:
+            self._extend_chunks(batch.chunks, prefilled.features, accepted.chunks)
         except Exception as error:  # a drafter's fault costs no request
             self.fault = error
 
@@ -505,7 +524,7 @@ class ModelRunner(nn.Module):
     def _extend_chunks(
         self, chunks: Chunks, own: Tensor | None, accepted: AcceptResult | None
     ) -> None:
-        """:meth:`extend` over chunks; ``own``: their features."""
+        """Extend over chunks; ``own``: their features."""
         assert self.drafter is not None
         tokens, before = chunks.extend_tokens, None
         if accepted is not None:

@@ -101,15 +101,20 @@ class Stream(ABC):
 
 
 class Streams(ABC):
-    """The streams of one worker, and its events."""
+    """The streams of one worker, and its events.
+
+    ``prefill`` may be ``compute``, where there is nothing to gain from two.
+    """
 
     compute: Stream
+    prefill: Stream
     plan: Stream
     copy: Stream
 
     def begin(self, step: int) -> None:
         """Count what is queued from now on towards ``step``."""
-        self.compute.step = self.plan.step = self.copy.step = step
+        for stream in (self.compute, self.prefill, self.plan, self.copy):
+            stream.step = step
 
     @abstractmethod
     def event(self) -> Event:
@@ -294,7 +299,7 @@ class InlineStreams(Streams):
     """For the serial mode on the CPU."""
 
     def __init__(self, record: RecordSpan | None = None) -> None:
-        self.compute = InlineStream("compute", record)
+        self.compute = self.prefill = InlineStream("compute", record)
         self.plan = InlineStream("plan", record)
         self.copy = InlineStream("copy", record)
 
@@ -309,11 +314,20 @@ class InlineStreams(Streams):
 
 
 class ThreadStreams(Streams):
-    """One thread a stream. ``make`` builds each, by name."""
+    """One thread a stream.
 
-    def __init__(self, make: Callable[[str], ThreadStream]) -> None:
-        self._all = [make(name) for name in ("compute", "plan", "copy")]
-        self.compute, self.plan, self.copy = self._all
+    Args:
+        make: Builds each, by name.
+        prefill: Whether prefill has a thread of its own: where a core is left for it.
+    """
+
+    def __init__(self, make: Callable[[str], ThreadStream], prefill: bool = True) -> None:
+        self.compute, self.plan, self.copy = (make(name) for name in ("compute", "plan", "copy"))
+        self._all = [self.compute, self.plan, self.copy]
+        self.prefill = self.compute
+        if prefill:
+            self.prefill = make("prefill")
+            self._all.append(self.prefill)
 
     def event(self) -> Event:
         return HostEvent()

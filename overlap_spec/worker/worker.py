@@ -134,7 +134,23 @@ class Worker:
         step.batch = planner.run("upload", self._upload, plan, step.buffers.staging)
         planner.record(step.events.uploaded)
         self.streams.compute.wait(step.events.uploaded)
+        if plan.pages:
+            self.streams.compute.run("pages", self.runner.enter_pages, step.batch)
+        if plan.chunks:
+            self.streams.compute.record(step.events.pages_entered)
         return step
+
+    @torch.inference_mode()
+    def prefill(self, step: InFlightStep) -> None:
+        """Queue the target's pass over the prompts' chunks, beside the trees' draft and verify.
+
+        After the drafts: where all share one stream, the trees are on their way to the host then.
+        """
+        prefill = self.streams.prefill
+        if step.plan.chunks:
+            prefill.wait(step.events.pages_entered)
+            step.prefilled = prefill.run("prefill", self.runner.prefill, step.batch)
+            prefill.record(step.events.prefilled)
 
     @torch.inference_mode()
     def draft(self, step: InFlightStep, histories: Sequence[Sequence[int]] | None = None) -> None:
@@ -170,9 +186,11 @@ class Worker:
 
     @torch.inference_mode()
     def verify(self, step: InFlightStep) -> None:
-        """Queue the target's pass over the trees, and over the chunks."""
+        """Queue the target's pass over the trees."""
         compute = self.streams.compute
         step.verified = compute.run("verify", self.runner.verify, step.batch, step.drafted)
+        if step.plan.chunks:
+            compute.wait(step.events.prefilled)
         compute.record(step.events.verified)
         if step.constrained and self.overlap == "none":
             step.events.verified.synchronize()
@@ -215,6 +233,7 @@ class Worker:
             step.batch,
             step.drafted,
             step.verified,
+            step.prefilled,
             step.features,
             masks,
         )
@@ -222,14 +241,31 @@ class Worker:
         copy.wait(step.accepted)
         copy.run("results", _copy_results, step.decided, step)
         copy.record(events.results_on_host)
-        step.buffers.keep = (step.batch, step.drafted, step.verified, masks, step.decided)
+        step.buffers.keep = (
+            step.batch,
+            step.prefilled,
+            step.drafted,
+            step.verified,
+            masks,
+            step.decided,
+        )
 
     @torch.inference_mode()
     def extend(self, step: InFlightStep) -> None:
         """Queue the drafter's way to the next root."""
-        passes = step.batch, step.drafted, step.verified, step.decided
-        self.streams.compute.run("extend", self.runner.extend, *passes)
-        self.streams.compute.record(step.events.free)
+        compute, prefill = self.streams.compute, self.streams.prefill
+        if step.plan.decode_rows:
+            passes = step.batch, step.drafted, step.verified, step.decided
+            compute.run("extend", self.runner.extend, *passes)
+        if step.plan.chunks:
+            chunks = step.batch, step.prefilled, step.decided
+            # A drafter that is not recorded may not bear two threads at once.
+            beside = prefill if self.runner.recorded_drafter else compute
+            beside.wait(step.accepted)
+            beside.run("extend", self.runner.extend_chunks, *chunks)
+            beside.record(step.events.prefill_extended)
+            compute.wait(step.events.prefill_extended)
+        compute.record(step.events.free)
 
     @torch.inference_mode()
     def drop(self, step: InFlightStep) -> None:
@@ -269,8 +305,8 @@ class Worker:
                 self._record("compute", "exposed", start, end, plan.index)
         if before is not None:
             idle_ms = before.accepted.idle_ms(step.accepted)
-        logits = step.verified.get().logits
-        verified_rows = 0 if logits is None else len(logits)
+        verified = step.verified.get()
+        verified_rows = 0 if verified is None else len(verified.logits)
         return StepResult(plan, tuple(rows), exposed_ms, idle_ms, verified_rows)
 
     def _tree_result(

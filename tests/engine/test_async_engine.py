@@ -12,7 +12,7 @@ import pytest
 import zmq
 from pydantic import BaseModel
 
-from overlap_spec import AsyncEngine, Engine, Grammar, SamplingParams
+from overlap_spec import AsyncEngine, Engine, Generator, Grammar, SamplingParams
 from overlap_spec.errors import (
     ConfigError,
     EngineUnavailable,
@@ -231,6 +231,31 @@ def test_what_cannot_start_says_why(runner: asyncio.Runner) -> None:
         AsyncEngine(speed=9)
     with pytest.raises(EngineUnavailable, match="async with"):
         run(runner, AsyncEngine().generate("x"))
+
+
+def test_a_closed_engine_takes_no_requests(tiny: dict[str, str], runner: asyncio.Runner) -> None:
+    async def work() -> None:
+        engine = AsyncEngine(**tiny, context_length=200)
+        await engine.start()
+        generator = Generator(engine, DATE)
+        task = asyncio.create_task(engine.generate("go", None, LONG))
+        while not engine.open_requests:
+            await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineUnavailable, match="was closed while"):
+            await task
+        for call in (
+            lambda: engine.generate("go"),
+            lambda: anext(engine.stream("go")),
+            lambda: generator("go"),
+            engine.snapshot,
+        ):
+            with pytest.raises(EngineUnavailable, match="the engine is closed"):
+                await call()
+        assert engine.health == "closed"
+        await engine.close()
+
+    run(runner, work())
 
 
 def test_a_connection_without_unix_sockets(

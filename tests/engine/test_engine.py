@@ -18,8 +18,14 @@ import torch
 from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 
-from overlap_spec import Engine, Grammar, SamplingParams
-from overlap_spec.errors import CheckpointError, ConfigError, GrammarError, InvalidRequest
+from overlap_spec import Engine, Generator, Grammar, SamplingParams
+from overlap_spec.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineUnavailable,
+    GrammarError,
+    InvalidRequest,
+)
 from overlap_spec.grammar.contract import Matcher
 from tests.support import checkpoints
 
@@ -276,6 +282,39 @@ def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, st
         assert handle.output.error is None
         assert handle.output.text == want.text
         assert handle.output.stats.limited_steps == 2
+
+
+def test_a_closed_engine_takes_no_requests(tiny: dict[str, str]) -> None:
+    engine = Engine(**tiny, num_steps=3)
+    generator = Generator(engine, DATE)
+    handle = engine.submit("go", None, SamplingParams(max_tokens=90))
+    engine.step()
+    engine.close()
+    assert handle.output is not None
+    assert handle.output.finish_reason == "abort"
+    for call in (
+        lambda: engine.generate("go"),
+        lambda: engine.generate(["go", "on"], DATE),
+        lambda: engine.stream("go"),
+        lambda: engine.submit("go", Grammar.choice(["not compiled before"])),
+        lambda: generator("go"),
+        lambda: Generator(engine, Grammar.choice(["nor this one"])),
+    ):
+        with pytest.raises(EngineUnavailable, match="closed"):
+            call()
+    assert not engine.step()
+    engine.close()
+
+
+def test_closing_ends_a_call_of_another_thread(tiny: dict[str, str]) -> None:
+    engine = Engine(**tiny, num_steps=3)
+    stream = engine.stream("go", None, SamplingParams(max_tokens=150, ignore_eos=True))
+    next(stream)
+    thread = threading.Thread(target=engine.close)
+    thread.start()
+    thread.join(20)
+    *_, last = stream
+    assert last.finish_reason == "abort"
 
 
 def run_cli(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:

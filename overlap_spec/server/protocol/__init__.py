@@ -1,1 +1,1 @@
-"""What comes in over the wire. Strict: an unknown field or a wrong type is an error."""
+"""Bodies of HTTP requests. Strict: an unknown field or a wrong type is an error."""

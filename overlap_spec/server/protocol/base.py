@@ -1,4 +1,4 @@
-"""Fields that several routes share, and how they become sampling parameters."""
+"""Fields that several routes share, and their conversion to sampling parameters."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ GUIDED = {
 
 
 class Strict(BaseModel):
-    """A body that knows all its fields."""
+    """A part of a body; an unknown field is an error."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, protected_namespaces=(), populate_by_name=False
     )
 
-    # Fields that clients know and this server does not have → what to do instead.
+    # Unsupported fields of other servers → what to do instead.
     refused: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
@@ -75,7 +75,7 @@ class StructuredOutputs(Strict):
 
 
 class Sampling(Strict):
-    """How tokens are chosen: OpenAI's fields, and those of vLLM and SGLang."""
+    """Sampling fields of OpenAI, vLLM and SGLang."""
 
     temperature: Number | None = None
     top_p: Number | None = None
@@ -90,13 +90,13 @@ class Sampling(Strict):
     speculate: bool | None = Field(None, description="False: take no drafts for this request.")
 
     def parameters(self, **more: Any) -> SamplingParams:
-        """As the engine takes them; None is the default."""
+        """The fields as SamplingParams; None is the default."""
         given = {name: getattr(self, name) for name in Sampling.model_fields} | more
         return SamplingParams(**{name: v for name, v in given.items() if v is not None})
 
 
 class Constraint(Strict):
-    """The constraint beside ``response_format``: SGLang's names and vLLM's."""
+    """Constraints besides ``response_format``, under SGLang's names."""
 
     json_schema: str | None = Field(None, description="A JSON schema as text.")
     regex: str | None = None
@@ -105,18 +105,18 @@ class Constraint(Strict):
 
 
 class StreamOptions(Strict):
-    """What a stream tells beside its output."""
+    """What a stream has besides its output."""
 
     include_usage: bool | None = None
-    # Padding against readers of packet sizes, which a server on one's own machine need not add.
+    # OpenAI's padding against traffic analysis: accepted, and not added.
     include_obfuscation: bool | None = None
     include_token_origins: bool | None = Field(
-        None, description="How each token came: drafted, bonus or forced; in `overlap_spec`."
+        None, description="The origin of each token (drafted, bonus or forced), in `overlap_spec`."
     )
 
 
 class OpenAIBody(Body, Sampling, Constraint):
-    """What chat and text completions share."""
+    """Fields that chat and text completions share."""
 
     model: str | None = None
     n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = None
@@ -128,7 +128,7 @@ class OpenAIBody(Body, Sampling, Constraint):
     max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)] | None = None
-    user: str | None = Field(None, description="Taken and not used.")
+    user: str | None = Field(None, description="Accepted and not used.")
 
     refused: ClassVar[Mapping[str, str]] = {
         name: f"send structured_outputs{f'.{kind}' if kind else ''} instead"
@@ -145,7 +145,7 @@ class OpenAIBody(Body, Sampling, Constraint):
 
     @property
     def with_origins(self) -> bool:
-        """Whether the stream tells how each token came."""
+        """Whether the stream has the origin of each token."""
         options = self.stream_options
         return bool(options is not None and options.include_token_origins)
 

@@ -14,7 +14,7 @@ from overlap_spec.types import SamplingParams
 
 
 class TextPart(Strict):
-    """A part of a message; text is all that there is."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -24,24 +24,24 @@ Content = str | list[TextPart]
 
 
 class FunctionCall(Strict):
-    """What an assistant called; ``arguments`` is JSON text."""
+    """A call of a function; ``arguments`` is JSON text."""
 
     name: str
     arguments: str
 
 
-class CallMade(Strict):
-    """A call in an assistant's message."""
+class MessageToolCall(Strict):
+    """A tool call in an assistant's message."""
 
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
-    # Chunks of a stream that a client has put together carry it.
+    # Present if a client has put the message together from a stream's chunks.
     index: int | None = None
 
 
 class SystemMessage(Strict):
-    """Instructions."""
+    """The system's instructions."""
 
     role: Literal["system", "developer"]
     content: Content
@@ -49,7 +49,7 @@ class SystemMessage(Strict):
 
 
 class UserMessage(Strict):
-    """What the user says."""
+    """The user's message."""
 
     role: Literal["user"]
     content: Content
@@ -57,14 +57,14 @@ class UserMessage(Strict):
 
 
 class AssistantMessage(Strict):
-    """What the model said before."""
+    """The model's earlier message."""
 
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
-    tool_calls: list[CallMade] | None = None
+    tool_calls: list[MessageToolCall] | None = None
     name: str | None = None
-    # A message of a reply goes back as it came.
+    # Fields of a reply's message, so that clients can send it back unchanged.
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -72,7 +72,7 @@ class AssistantMessage(Strict):
 
 
 class ToolMessage(Strict):
-    """What a call gave."""
+    """The result of a tool call."""
 
     role: Literal["tool"]
     content: Content
@@ -92,14 +92,14 @@ class TextFormat(Strict):
 
 
 class JsonObjectFormat(Strict):
-    """Any JSON object; or, as some clients send it, JSON under a schema."""
+    """Any JSON object; with ``schema``, as some clients send it, JSON under a schema."""
 
     type: Literal["json_object"]
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
 class NamedSchema(Strict):
-    """A schema; ``strict: false`` leaves out keywords that cannot be held to."""
+    """A schema; ``strict: false`` leaves out keywords that no backend enforces."""
 
     name: str | None = None
     description: str | None = None
@@ -115,7 +115,7 @@ class JsonSchemaFormat(Strict):
 
 
 class StructuralTagFormat(Strict):
-    """Text with tags: the form with ``format``, or the older one with ``structures``."""
+    """A structural tag: the form with ``format``, or the older one with ``structures``."""
 
     type: Literal["structural_tag"]
     format: dict[str, Any] | None = None
@@ -140,12 +140,12 @@ class ChatBody(OpenAIBody):
     tools: Annotated[list[dict[str, Any]], Field(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, str] | None = Field(None, description="Taken and not used.")
+    metadata: dict[str, str] | None = Field(None, description="Accepted and not used.")
     store: Literal[False] | None = Field(None, description="Nothing is ever stored.")
     service_tier: Literal["auto", "default"] | None = None
     modalities: list[Literal["text"]] | None = None
-    safety_identifier: str | None = Field(None, description="Taken and not used.")
-    prompt_cache_key: str | None = Field(None, description="Taken and not used.")
+    safety_identifier: str | None = Field(None, description="Accepted and not used.")
+    prompt_cache_key: str | None = Field(None, description="Accepted and not used.")
 
     refused: ClassVar[Mapping[str, str]] = {
         **OpenAIBody.refused,
@@ -160,7 +160,7 @@ class ChatBody(OpenAIBody):
     }
 
     def sampling(self) -> SamplingParams:
-        """As the engine takes it.
+        """The sampling parameters.
 
         Raises:
             InvalidRequest: fields that contradict each other.
@@ -183,7 +183,7 @@ class ChatBody(OpenAIBody):
         )
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as chat templates read them: content as text, arguments as objects."""
+        """The messages as chat templates expect them: content as text, arguments as objects."""
         return [_plain(message, index) for index, message in enumerate(self.messages)]
 
 

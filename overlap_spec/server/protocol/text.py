@@ -1,4 +1,4 @@
-"""Bodies of ``/v1/completions``, of SGLang's ``/generate``, and of the small routes."""
+"""Bodies of ``/v1/completions``, SGLang's ``/generate``, and the token and abort routes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Prompts = (
 
 
 def each_prompt(prompts: Any) -> list[str | list[int]]:
-    """The prompts of a field that may hold one or many, as text or as token ids."""
+    """The prompts of a field that holds one or many, as text or as token ids."""
     if isinstance(prompts, str) or isinstance(prompts[0], int):
         return [prompts]
     return list(prompts)
@@ -39,7 +39,7 @@ class CompletionBody(OpenAIBody):
     response_format: ResponseFormat | None = None
 
     def sampling(self) -> SamplingParams:
-        """As the engine takes it.
+        """The sampling parameters.
 
         Raises:
             InvalidRequest: fields that contradict each other.
@@ -78,7 +78,7 @@ class SGLangSampling(Sampling, Constraint):
     }
 
     def sampling(self, logprobs: int | None) -> SamplingParams:
-        """As the engine takes it; ``logprobs`` as in SamplingParams."""
+        """The sampling parameters; ``logprobs`` as in SamplingParams."""
         if self.min_new_tokens is not None and self.min_tokens is not None:
             raise InvalidRequest("min_new_tokens and min_tokens: send one", "min_new_tokens")
         minimum = self.min_new_tokens if self.min_tokens is None else self.min_tokens
@@ -90,7 +90,7 @@ Samplings = Annotated[list[SGLangSampling], Field(min_length=1)]
 
 
 class GenerateBody(Body):
-    """A request in SGLang's shape: ``text`` or ``input_ids``, one or a list."""
+    """A request in SGLang's format: ``text`` or ``input_ids``, one or a list."""
 
     text: str | Annotated[list[str], Field(min_length=1)] | None = None
     input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1)] | None = None
@@ -120,14 +120,14 @@ class GenerateBody(Body):
 
 
 class AbortBody(Body):
-    """Which request to abort: its ``rid``, the ``id`` of its reply, or all."""
+    """Which request to abort: its ``rid`` or its reply's ``id``, or all."""
 
     rid: str | None = None
     abort_all: bool | None = None
 
 
 class TokenizeBody(Body):
-    """Text, or a chat, to be tokenised."""
+    """A text or a chat to tokenise."""
 
     model: str | None = None
     prompt: str | None = None
@@ -136,7 +136,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """Tokens to be turned into text."""
+    """Token ids to decode."""
 
     model: str | None = None
     tokens: Annotated[list[Count], Field(max_length=2**20)]
