@@ -249,7 +249,7 @@ def attention(
     first: int = 0,
     head_dim: int = HEAD_DIM,
 ) -> Work:
-    """Queries of each request after ``prefix`` keys: a tree's, or causal ones."""
+    """Queries of each request behind ``prefix`` keys: a tree's, or causal ones."""
     keys, item = prefix + queries, d.dtype.itemsize
     pages = -(-keys // PAGE)
 
