@@ -223,7 +223,7 @@ def transformers(context: Context) -> Result:
     chain, tree = context.engines("chain", "tree")
 
     def encode(task: Task) -> list[int]:
-        return list(chain.preparer.prompt_ids(task.prompt, task.raw))
+        return list(chain.input_processor.prompt_ids(task.prompt, task.raw))
 
     kind, device = (torch.float32, "cpu") if context.setup.rehearse else (torch.bfloat16, "cuda")
     checkpoint = hf.Checkpoint(context.setup.target, encode, kind, device)

@@ -18,7 +18,7 @@ from bench.measure import GREEDY, Measured, measure
 from bench.overlap import accepts
 from bench.workloads import Ask, choose_samples, free_asks, json_asks, read_samples
 from overlap_spec.engine import Engine
-from overlap_spec.grammar.lane import Lane
+from overlap_spec.grammar.matcher_pool import MatcherPool
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.models.config import read_config
 from overlap_spec.training.data import held_out_cases
@@ -98,7 +98,7 @@ def waits_timed() -> Iterator[Callable[[], int]]:
         for kind in Event.__subclasses__():
             stack.enter_context(patch.object(kind, "synchronize", timed(kind.synchronize)))
         for name in ("fill_batch", "accept_batch"):
-            stack.enter_context(patch.object(Lane, name, timed(getattr(Lane, name))))
+            stack.enter_context(patch.object(MatcherPool, name, timed(getattr(MatcherPool, name))))
         yield lambda: total
 
 

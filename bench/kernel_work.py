@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -75,6 +76,9 @@ def works(draw: Draw, batches: tuple[int, ...] = (1, 32)) -> Iterator[Work]:
         yield attention(draw, batch, NODES, CONTEXT, tree=True)
         yield attention(draw, batch, 1, CONTEXT)
         yield attention(draw, batch, TOP_K, CONTEXT, tree=True, first=1)
+        counts = tuple(1 + 5 * request % NODES for request in range(batch + 1))
+        yield ragged(draw, counts, CONTEXT, NODES)
+    yield ragged(draw, (1536, 300, 212), 1024)
     yield attention(draw, 1, 2048, 0)
     yield attention(draw, 1, 2048, 6144)
 
@@ -212,7 +216,12 @@ def _tree(d: Draw, batch: int) -> Iterator[Work]:
     def nodes() -> tuple[Any, ...]:
         below = torch.arange(1, NODES, device=d.device)
         parents = d.integers(0, NODES, batch, NODES - 1) % below
-        return d.integers(0, VOCAB, batch), d.integers(0, VOCAB, batch, NODES - 1), parents, STEPS
+        root, tokens = d.integers(0, VOCAB, batch), d.integers(0, VOCAB, batch, NODES - 1)
+        return root, tokens, parents, -d.uniform(batch, NODES - 1), STEPS
+
+    def select() -> tuple[Any, ...]:
+        least, most = d.integers(1, 3, batch), d.integers(NODES // 2, NODES + 1, batch)
+        return -d.uniform(batch, NODES), batch * NODES // 2, least, most
 
     def accept() -> tuple[Any, ...]:
         tree = kernels.build_tree(*nodes())
@@ -235,7 +244,8 @@ def _tree(d: Draw, batch: int) -> Iterator[Work]:
         children,
         batch * TOP_K * (8 * TOP_K + 40 + 2 * seen + TOP_K),
     )
-    yield Work(f"build_tree/{batch}", kernels.build_tree, nodes, 56 * batch * NODES + square)
+    yield Work(f"build_tree/{batch}", kernels.build_tree, nodes, 64 * batch * NODES + square)
+    yield Work(f"select_nodes/{batch}", kernels.select_nodes, select, 12 * batch * NODES)
     yield Work(f"accept_path/{batch}", kernels.accept_path, accept, 40 * batch * NODES)
     yield Work(f"pack_mask/{batch}", kernels.pack_mask, mask, square + 8 * batch * NODES)
 
@@ -250,31 +260,48 @@ def attention(
     head_dim: int = HEAD_DIM,
 ) -> Work:
     """Queries of each request behind ``prefix`` keys: a tree's, or causal ones."""
-    keys, item = prefix + queries, d.dtype.itemsize
-    pages = -(-keys // PAGE)
+    what = "draft" if first else "tree" if tree else "causal"
+    name = f"{batch}x{queries}@{prefix}/{what}/{head_dim}"
+    return _attention(d, name, (queries,) * batch, prefix, queries if tree else 0, first, head_dim)
+
+
+def ragged(d: Draw, counts: tuple[int, ...], prefix: int, nodes: int = 0) -> Work:
+    """Each request's number of queries: of a tree of ``nodes`` nodes, or (0) of a chunk."""
+    name = f"ragged_{len(counts)}x{max(counts)}@{prefix}/{'tree' if nodes else 'causal'}"
+    return _attention(d, name, counts, prefix, nodes, 0, HEAD_DIM)
+
+
+def _attention(
+    d: Draw, name: str, counts: tuple[int, ...], prefix: int, nodes: int, first: int, head_dim: int
+) -> Work:
+    batch, total, longest, item = len(counts), sum(counts), max(counts), d.dtype.itemsize
+    width = nodes or longest
+    pages = -(-(prefix + width) // PAGE)
 
     def draw() -> tuple[Any, ...]:
         k, v = (d.normal(batch * pages, PAGE, KV_HEADS, head_dim) for _ in range(2))
         start = torch.full((batch,), prefix, device=d.device)
-        offset = torch.arange(queries, device=d.device)
-        mask = None
-        if tree:
-            mask = (d.uniform(batch, queries, queries) < 0.5) | (offset == offset[:, None])
+        offset = torch.cat([torch.arange(count, device=d.device) for count in counts])
+        mask = offsets = None
+        if nodes:
+            own = offset[:, None] == torch.arange(width, device=d.device)
+            mask = (d.uniform(total, width) < 0.5) | own
+        if total < batch * longest:
+            offsets = torch.tensor([0, *accumulate(counts)], device=d.device)
         places = d.distinct(batch * pages, batch * pages).view(batch, pages)
-        span = KeySpan(places, start, start[:, None] + offset, mask, first)
-        return d.normal(batch, queries, HEADS, head_dim), k, v, span
+        span = KeySpan(places, start, prefix + offset, mask, first, offsets, longest)
+        return d.normal(total, HEADS, head_dim), k, v, span
 
     # What a query sees on average: the prefix, and of the window about half.
-    seen = prefix + queries / 2
+    seen = sum(count * (prefix + (nodes or count) / 2) for count in counts)
+    keys = sum(prefix + (nodes or count) for count in counts)
     size = max(16, 1 << (head_dim - 1).bit_length())
-    kind = "prefill" if queries * HEADS // KV_HEADS > 64 else "decode"
-    kv = 2 * batch * keys * KV_HEADS * head_dim * item
-    what = "draft" if first else "tree" if tree else "causal"
+    kind = "prefill" if longest * HEADS // KV_HEADS > 64 else "decode"
     return Work(
-        f"attention/{batch}x{queries}@{prefix}/{what}/{head_dim}",
+        f"attention/{name}",
         kernels.tree_attention,
         draw,
-        kv + 2 * batch * queries * HEADS * head_dim * item,
-        int(4 * batch * queries * HEADS * head_dim * seen),
+        2 * (keys * KV_HEADS + total * HEADS) * head_dim * item,
+        int(4 * seen * HEADS * head_dim),
         config=f"attention.{kind}/{8 * item}bit/{size}",
     )

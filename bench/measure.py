@@ -12,9 +12,10 @@ from typing import Any
 
 from bench.common import mean, percentile
 from bench.workloads import Ask
-from overlap_spec.engine import Engine, Ticket
+from overlap_spec.engine import Engine
+from overlap_spec.engine.grammar_manager import StepFigures
+from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import RequestFailed
-from overlap_spec.grammar_lane import StepFigures
 from overlap_spec.types import Output
 
 GREEDY = {"temperature": 0.0}
@@ -140,7 +141,7 @@ def measure(engine: Engine, asks: Sequence[Ask]) -> Measured:
     )
 
 
-def _has_begun(ticket: Ticket) -> bool:
+def _has_begun(ticket: RequestHandle) -> bool:
     return bool(ticket.deltas) or ticket.output is not None
 
 

@@ -92,7 +92,7 @@ def open_systems(
     path = EngineConfig.build(**settings, **draft).target_path
 
     def encode(task: Task) -> list[int]:
-        return engine.preparer.prompt_ids(task.prompt, task.raw)
+        return engine.input_processor.prompt_ids(task.prompt, task.raw)
 
     checkpoint: hf.Checkpoint | None = None
     for name, make in LOCAL.items():

@@ -33,7 +33,8 @@ from bench import plots
 from bench.common import Run, fail, flags, median, rounded
 from bench.targets import work_folder
 from bench.workloads import OWN_SCHEMAS, Ask, free_asks, json_asks, read_samples
-from overlap_spec.engine import Engine, Ticket
+from overlap_spec.engine import Engine
+from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import ConfigError, OverlapSpecError
 
 IN_FLIGHT = 32
@@ -52,7 +53,7 @@ class Traffic:
         self.asks: list[Ask] = asks
         self.seed = seed
 
-    def submit(self, engine: Engine, number: int) -> Ticket:
+    def submit(self, engine: Engine, number: int) -> RequestHandle:
         """Queue request ``number``: 1 to 12 tokens long, some with a stop string."""
         rng = Random(f"{self.seed} {number}")
         ask = rng.choice(self.asks)
@@ -65,7 +66,7 @@ class Traffic:
 def soak(engine: Engine, run: Run, requests: int, seed: int) -> Counter[str]:
     """Run all requests, a sample every so many; how many ended for which reason."""
     traffic, reasons, tokens = Traffic(seed), Counter[str](), 0
-    open_tickets: dict[int, Ticket] = {}
+    open_tickets: dict[int, RequestHandle] = {}
     submitted = ended = 0
     every = max(1, requests // SAMPLES)
     start = time.perf_counter()
@@ -100,7 +101,7 @@ def held(engine: Engine, start: float) -> dict[str, Any]:
         **{name: state[name] for name in ("pages_in_use", "pages", "running", "waiting")},
         "matchers": state["matchers"],
         "threads": threading.active_count(),
-        "grammar_cache_mib": engine.compiler.used_bytes / 2**20,
+        "grammar_cache_mib": engine.compiler.snapshot()["cache_bytes"] / 2**20,
     }
 
 

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from bench.common import ROOT
-from overlap_spec.engine import Prompt
+from overlap_spec.engine.input_processor import Prompt
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.spec import Grammar
 

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from overlap_spec.grammar.compile import GrammarCompiler
     from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher
-    from overlap_spec.grammar.lane import AcceptItem, FillItem, Lane, LaneResult
+    from overlap_spec.grammar.matcher_pool import AcceptItem, FillItem, MatcherPool, PoolResult
     from overlap_spec.grammar.spec import Grammar
     from overlap_spec.grammar.vocabulary import Vocabulary
 
 _HOME = {
-    "AcceptItem": "lane",
+    "AcceptItem": "matcher_pool",
     "Backend": "contract",
     "CompiledGrammar": "contract",
-    "FillItem": "lane",
+    "FillItem": "matcher_pool",
     "Grammar": "spec",
     "GrammarCompiler": "compile",
-    "Lane": "lane",
-    "LaneResult": "lane",
     "Matcher": "contract",
+    "MatcherPool": "matcher_pool",
+    "PoolResult": "matcher_pool",
     "Vocabulary": "vocabulary",
 }
 
@@ -35,9 +35,9 @@ __all__ = [
     "FillItem",
     "Grammar",
     "GrammarCompiler",
-    "Lane",
-    "LaneResult",
     "Matcher",
+    "MatcherPool",
+    "PoolResult",
     "Vocabulary",
 ]
 

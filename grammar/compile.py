@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from overlap_spec.errors import ConfigError, GrammarError
-from overlap_spec.grammar import gate
+from overlap_spec.grammar import reasoning_matcher
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
 from overlap_spec.grammar.isolation.check import is_best_effort
 from overlap_spec.grammar.isolation.executor import Executor, InProcess
@@ -37,7 +37,7 @@ TIMINGS = 1024
 
 
 @dataclass(eq=False)
-class _Flight:
+class _PendingCompile:
     """A grammar on its way, and all who wait for it."""
 
     key: Key
@@ -77,7 +77,7 @@ class GrammarCompiler:
         self._lock = threading.RLock()
         self._done: OrderedDict[Key, CompiledGrammar] = OrderedDict()
         self._failed: OrderedDict[Key, tuple[float, GrammarError]] = OrderedDict()
-        self._flights: dict[Key, _Flight] = {}
+        self._pending: dict[Key, _PendingCompile] = {}
         self._used_bytes = 0
         self._counts = Counter[str]()
         self._failures = Counter[str]()
@@ -85,11 +85,6 @@ class GrammarCompiler:
         self._executor = _executor(backend, isolated, limits or CompileLimits())
         stop = self._executor.stop if isinstance(self._executor, Pool) else self._executor.close
         self._finalizer = weakref.finalize(self, stop)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes that the cache holds now."""
-        return self._used_bytes
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """The compiled grammar, from the cache where it is there; blocks until it is ready.
@@ -112,7 +107,7 @@ class GrammarCompiler:
         Cancelling it leaves the compilation; where nobody else waits, that is stopped.
         """
         if grammar.kind == "after_thinking" and grammar.inner is not None:
-            return self._gated(grammar, grammar.inner)
+            return self._with_reasoning(grammar, grammar.inner)
         waiter = Waiter()
         key = (grammar, self.backend.vocabulary.fingerprint, self.backend.name)
         with self._lock:
@@ -147,13 +142,13 @@ class GrammarCompiler:
         self._finalizer.detach()
         self._executor.close()
         with self._lock:
-            flights = list(self._flights.values())
-        for flight in flights:
+            unfinished = list(self._pending.values())
+        for pending in unfinished:
             closed: Future[CompiledGrammar] = Future()
             closed.set_exception(CompileFailure("the engine was closed", "closed"))
-            self._land(flight, closed)
-            if flight.inner is not None:
-                flight.inner.cancel()
+            self._land(pending, closed)
+            if pending.inner is not None:
+                pending.inner.cancel()
 
     def __enter__(self) -> GrammarCompiler:
         return self
@@ -179,14 +174,14 @@ class GrammarCompiler:
             return {
                 **{name: self._counts[name] for name in names},
                 "failures": dict(self._failures),
-                "in_flight": len(self._flights),
+                "in_flight": len(self._pending),
                 "compile_ms": _percentiles(self._compile_ms),
                 "cache_bytes": self._used_bytes,
                 "cache_entries": len(self._done),
                 "executor": self._executor.snapshot(),
             }
 
-    def _gated(self, grammar: Grammar, behind: Grammar) -> Future[CompiledGrammar]:
+    def _with_reasoning(self, grammar: Grammar, behind: Grammar) -> Future[CompiledGrammar]:
         """The grammar behind the thinking, compiled and cached by itself, with its gate."""
         inner, waiter = self.submit(behind), Waiter()
 
@@ -194,7 +189,7 @@ class GrammarCompiler:
             if done.cancelled() or not waiter.set_running_or_notify_cancel():
                 return
             try:
-                waiter.set_result(gate.wrap(done.result(), grammar))
+                waiter.set_result(reasoning_matcher.wrap(done.result(), grammar))
             except Exception as error:  # whoever waits shall have it
                 waiter.set_exception(error)
 
@@ -217,43 +212,43 @@ class GrammarCompiler:
         return copy.copy(error)
 
     def _board(self, key: Key, waiter: Waiter) -> None:
-        flight = self._flights.get(key)
-        if flight is not None:
+        pending = self._pending.get(key)
+        if pending is not None:
             self._counts["joined"] += 1
-            flight.waiters.append(waiter)
+            pending.waiters.append(waiter)
         else:
             self._counts["compiles"] += 1
-            flight = self._flights[key] = _Flight(key, time.perf_counter_ns(), [waiter])
-            flight.inner = self._executor.submit(key[0])
-            flight.inner.add_done_callback(lambda inner: self._land(flight, inner))
-        waiter.add_done_callback(lambda done: self._leave(flight, done))
+            pending = self._pending[key] = _PendingCompile(key, time.perf_counter_ns(), [waiter])
+            pending.inner = self._executor.submit(key[0])
+            pending.inner.add_done_callback(lambda inner: self._land(pending, inner))
+        waiter.add_done_callback(lambda done: self._leave(pending, done))
 
-    def _leave(self, flight: _Flight, waiter: Waiter) -> None:
+    def _leave(self, pending: _PendingCompile, waiter: Waiter) -> None:
         if not waiter.cancelled():
             return
         with self._lock:
-            if waiter in flight.waiters:
-                flight.waiters.remove(waiter)
-            if flight.waiters or self._flights.get(flight.key) is not flight:
+            if waiter in pending.waiters:
+                pending.waiters.remove(waiter)
+            if pending.waiters or self._pending.get(pending.key) is not pending:
                 return
-            del self._flights[flight.key]
+            del self._pending[pending.key]
             self._counts["cancelled"] += 1
-        if flight.inner is not None:
-            flight.inner.cancel()
+        if pending.inner is not None:
+            pending.inner.cancel()
 
-    def _land(self, flight: _Flight, inner: Future[CompiledGrammar]) -> None:
+    def _land(self, pending: _PendingCompile, inner: Future[CompiledGrammar]) -> None:
         if inner.cancelled():
             return
         error = inner.exception()
         with self._lock:
-            if self._flights.get(flight.key) is flight:
-                del self._flights[flight.key]
-            waiters, flight.waiters = flight.waiters, []
+            if self._pending.get(pending.key) is pending:
+                del self._pending[pending.key]
+            waiters, pending.waiters = pending.waiters, []
             if error is not None:
-                self._note_failure(flight.key, error)
+                self._note_failure(pending.key, error)
             else:
-                self._compile_ms.append((time.perf_counter_ns() - flight.start_ns) / 1e6)
-                self._keep(flight.key, inner.result())
+                self._compile_ms.append((time.perf_counter_ns() - pending.start_ns) / 1e6)
+                self._keep(pending.key, inner.result())
         # Outside the lock: whoever waits may run code of his own now.
         for waiter in waiters:
             if waiter.set_running_or_notify_cancel():

@@ -159,16 +159,6 @@ class Backend(ABC):
         """`compile`, for who has the grammar's EBNF (`lowering.to_ebnf`) at hand."""
         return self.compile(grammar)
 
-    def reads(self, grammar: Grammar) -> str | None:  # noqa: ARG002
-        """Why this backend cannot read a grammar exactly, or None where nothing speaks against it.
-
-        Cheap, and it compiles nothing: `compile` may still refuse.
-
-        Raises:
-            GrammarError: the grammar is broken, or none of its lowerings is exact.
-        """
-        return None
-
     def deserialize(self, grammar: Grammar, data: bytes) -> CompiledGrammar:  # noqa: ARG002
         """The grammar compiled elsewhere, from what its `serialize` gave.
 

@@ -6,7 +6,7 @@ from functools import cache
 
 from overlap_spec.grammar import tool_formats
 from overlap_spec.grammar.reasoning import FORMATS
-from overlap_spec.grammar.tools import load_format
+from overlap_spec.grammar.tool_formats import load_format
 
 
 @cache

@@ -1,16 +1,13 @@
-"""Types of outputs: the schema of a type, and the grammar whose values are of a type."""
+"""Types of outputs: the schema of a type, its texts, and the value that a text stands for."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from overlap_spec.errors import GrammarError
-
-if TYPE_CHECKING:
-    from overlap_spec.grammar.spec import Grammar, Whitespace
 
 
 def schema_of(source: Any) -> Any:
@@ -36,25 +33,6 @@ def schema_of(source: Any) -> Any:
         ) from error
 
 
-def grammar_of(output_type: Any, whitespace: Whitespace) -> Grammar:
-    """See `Grammar.of`."""
-    from overlap_spec.grammar.spec import Grammar
-
-    if isinstance(output_type, Grammar):
-        return output_type
-    if isinstance(output_type, re.Pattern):
-        return _pattern(output_type)
-    if output_type is str:
-        raise GrammarError("str is free text, which needs no grammar", "output_type")
-    if output_type is dict:
-        return Grammar.json_object(whitespace=whitespace)
-    texts = _texts(output_type)
-    if texts is not None:
-        choice = Grammar.choice(texts)
-        return Grammar("choice", choice.source, output=output_type)
-    return Grammar.json_schema(output_type, whitespace=whitespace)
-
-
 def value_of(output: Any, text: str) -> Any:
     """The member of a `Literal` or an Enum of texts that a text is.
 
@@ -68,15 +46,19 @@ def value_of(output: Any, text: str) -> Any:
     return text
 
 
-def _pattern(pattern: re.Pattern[Any]) -> Grammar:
-    from overlap_spec.grammar.spec import Grammar
+def pattern_text(pattern: re.Pattern[Any]) -> str:
+    """The source of a compiled pattern.
 
+    Raises:
+        GrammarError: it is one of bytes, or has flags.
+    """
     if not isinstance(pattern.pattern, str) or pattern.flags & ~re.UNICODE:
         raise GrammarError(f"{pattern!r}: give a pattern of text without flags", "output_type")
-    return Grammar.regex(pattern.pattern)
+    return pattern.pattern
 
 
-def _texts(output_type: Any) -> list[str] | None:
+def texts_of(output_type: Any) -> list[str] | None:
+    """The texts of a `Literal` or an Enum of non-empty texts; None for any other type."""
     values: list[Any] = []
     if get_origin(output_type) is Literal:
         values = list(get_args(output_type))

@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.tool_stream import partial_end
-
-if TYPE_CHECKING:
-    from overlap_spec.grammar.spec import Grammar
 
 GAP = "\n"
 MOST_GAP = 2
@@ -137,16 +133,20 @@ def without_gap(text: str) -> str:
     return text[min(len(text) - len(text.lstrip(GAP)), MOST_GAP) :]
 
 
-def answer_of(grammar: Grammar, text: str) -> str:
-    """What comes after the thinking in an output of a grammar of kind `after_thinking`.
+def answer_of(source: str, text: str) -> str:
+    """What follows the thinking in an output.
+
+    Args:
+        source: Of a grammar of kind `after_thinking`.
+        text: The whole output.
 
     Raises:
         ValueError: the thinking does not end.
     """
-    source = json.loads(grammar.source)
-    if source["begin"] is not None and not text.startswith(source["begin"]):
+    markers = json.loads(source)
+    if markers["begin"] is not None and not text.startswith(markers["begin"]):
         return text
-    _, found, answer = text.partition(source["end"])
+    _, found, answer = text.partition(markers["end"])
     if not found:
-        raise ValueError(f"the thinking does not end: there is no {source['end']!r}")
+        raise ValueError(f"the thinking does not end: there is no {markers['end']!r}")
     return without_gap(answer)

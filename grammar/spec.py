@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.automata.regex import parse
+from overlap_spec.grammar.outputs import pattern_text, schema_of, texts_of, value_of
+from overlap_spec.grammar.reasoning import answer_of
+from overlap_spec.grammar.source import canonical, check_schema, check_text, read_json
+from overlap_spec.grammar.structural_tag import read_tags
+from overlap_spec.grammar.tool_stream import ToolReply, parse_reply
+from overlap_spec.grammar.tools import read_tools
 
 Kind = Literal[
     "json_schema",
@@ -48,14 +56,7 @@ class Grammar:
     output: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        try:
-            self.source.encode()
-        except UnicodeEncodeError as error:
-            half = self.source[error.start]
-            raise GrammarError(
-                f"the {self.kind} grammar has {half!r}, half a surrogate pair, which is no text",
-                self.kind,
-            ) from error
+        check_text(self.kind, self.source)
 
     @classmethod
     def json_schema(
@@ -79,11 +80,9 @@ class Grammar:
         elif isinstance(schema, Mapping):
             schema = dict(schema)
         elif not isinstance(schema, bool):
-            from overlap_spec.grammar.outputs import schema_of
-
             output, schema = schema, schema_of(schema)
         check_schema(schema)
-        return cls("json_schema", _canonical(schema), _layout(whitespace), best_effort, output)
+        return cls("json_schema", canonical(schema), _layout(whitespace), best_effort, output)
 
     @classmethod
     def json_object(cls, *, whitespace: Whitespace = "compact") -> Grammar:
@@ -97,8 +96,6 @@ class Grammar:
         Raises:
             GrammarError: the pattern does not parse, or has a construct that is not supported.
         """
-        from overlap_spec.grammar.lowering.regex import parse
-
         parse(pattern)
         return cls("regex", pattern)
 
@@ -137,17 +134,15 @@ class Grammar:
         Args:
             spec: `{"type": "structural_tag", "format": {…}}` as published by xgrammar, or the
                 older `{"structures": [{"begin", "schema", "end"}], "triggers": […]}` (with or
-                without its `type`), as dict or JSON text. `overlap_spec.grammar.tags` lists the
-                formats that are read.
+                without its `type`), as dict or JSON text.
+                `overlap_spec.grammar.structural_tag` lists the formats that are read.
             whitespace: See the class; of all JSON inside.
 
         Raises:
             GrammarError: a field that is unknown, missing or of the wrong type, by its path; or
                 an inner schema or pattern that is broken.
         """
-        from overlap_spec.grammar.tags import read_tags
-
-        return cls("structural_tag", _canonical(read_tags(spec)), _layout(whitespace))
+        return cls("structural_tag", canonical(read_tags(spec)), _layout(whitespace))
 
     @classmethod
     def tools(
@@ -186,15 +181,13 @@ class Grammar:
         Raises:
             GrammarError: names the field at fault.
         """
-        from overlap_spec.grammar.tools import read_tools
-
         source = read_tools(tools, choice, parallel, format, strict)
         if otherwise is not None:
             if source["choice"] != "auto":
                 raise GrammarError('otherwise needs choice "auto"', "tool_choice")
             source["otherwise"] = otherwise._packed()
         output = None if otherwise is None else otherwise.output
-        return cls("tools", _canonical(source), _layout(whitespace), output=output)
+        return cls("tools", canonical(source), _layout(whitespace), output=output)
 
     @classmethod
     def of(cls, output_type: Any, *, whitespace: Whitespace = "compact") -> Grammar:
@@ -207,9 +200,18 @@ class Grammar:
         Raises:
             GrammarError: there is no grammar for it.
         """
-        from overlap_spec.grammar.outputs import grammar_of
-
-        return grammar_of(output_type, whitespace)
+        if isinstance(output_type, Grammar):
+            return output_type
+        if isinstance(output_type, re.Pattern):
+            return cls.regex(pattern_text(output_type))
+        if output_type is str:
+            raise GrammarError("str is free text, which needs no grammar", "output_type")
+        if output_type is dict:
+            return cls.json_object(whitespace=whitespace)
+        texts = texts_of(output_type)
+        if texts is not None:
+            return cls("choice", cls.choice(texts).source, output=output_type)
+        return cls.json_schema(output_type, whitespace=whitespace)
 
     def after_thinking(self, end: str = "</think>", begin: str | None = None) -> Grammar:
         """This grammar behind a model's thinking: any text up to the first `end`, then at most
@@ -233,7 +235,7 @@ class Grammar:
             if marker is not None and (not isinstance(marker, str) or not marker):
                 raise GrammarError(f"{marker!r} is not a marker of thinking", "thinking")
         source = {"end": end, "begin": begin, "inner": self._packed()}
-        return Grammar("after_thinking", _canonical(source), output=self.output)
+        return Grammar("after_thinking", canonical(source), output=self.output)
 
     @property
     def inner(self) -> Grammar | None:
@@ -256,34 +258,28 @@ class Grammar:
             ValueError: the text is not whole, or not valid under `output`.
         """
         if self.kind == "tools":
-            from overlap_spec.grammar.tools import reply_of
-
-            return reply_of(self, text)
+            return self._parse_reply(text)
         if self.kind == "after_thinking":
-            from overlap_spec.grammar.reasoning import answer_of
-
             assert self.inner is not None
-            return self.inner.parse(answer_of(self, text))
+            return self.inner.parse(answer_of(self.source, text))
         if self.output is None:
             return json.loads(text) if self.kind in ("json_schema", "json_object") else text
         if self.kind not in ("json_schema", "json_object"):
-            from overlap_spec.grammar.outputs import value_of
-
             return value_of(self.output, text)
         from pydantic import TypeAdapter
 
         return TypeAdapter(self.output).validate_json(text)
 
+    def _parse_reply(self, text: str) -> ToolReply:
+        reply = parse_reply(text, json.loads(self.source)["format"])
+        if reply.calls and not reply.calls[-1].is_whole:
+            raise ValueError(f"the call of {reply.calls[-1].name} is cut off")
+        if self.inner is None or reply.calls:
+            return reply
+        return ToolReply(text, parsed=self.inner.parse(text))
+
     def _packed(self) -> list[Any]:
         return [self.kind, self.source, self.whitespace, self.best_effort]
-
-
-def _canonical(schema: Any) -> str:
-    # The order of keys stays: it is the order in which members are written.
-    try:
-        return json.dumps(schema, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise GrammarError(f"the schema is not JSON: {error}", "schema") from error
 
 
 def _layout(whitespace: Whitespace) -> Whitespace:
@@ -294,45 +290,3 @@ def _layout(whitespace: Whitespace) -> Whitespace:
         f"whitespace {whitespace!r} is not 'compact', 'bounded' or an indent from 0 to 8",
         "whitespace",
     )
-
-
-def read_json(text: str, param: str = "schema") -> Any:
-    """The value of a JSON text; `param` names the field in the error.
-
-    Raises:
-        GrammarError: it is no JSON, or nested too deep.
-    """
-    what = param.replace("_", " ")
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise GrammarError(
-            f"the {what} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}", param
-        ) from error
-    except RecursionError as error:
-        raise GrammarError(f"the {what} is nested too deep", param) from error
-
-
-def check_schema(schema: Any) -> None:
-    """Hold a schema to its metaschema.
-
-    Raises:
-        GrammarError: names the place that breaks it.
-    """
-    from jsonschema import SchemaError, validators
-
-    from overlap_spec.grammar.lowering.keywords import step
-
-    if not isinstance(schema, dict | bool):
-        raise GrammarError(f"$: a schema is an object or a boolean, not {schema!r}", "schema")
-    default = validators.Draft202012Validator
-    try:
-        validators.validator_for(schema, default).check_schema(schema)  # type: ignore[arg-type]
-    except SchemaError as error:
-        path = step("$", *error.absolute_path)
-        reason = error.message
-        if error.absolute_path and error.absolute_path[-1] == "type":
-            reason = f"{error.instance!r} is not a JSON Schema type"
-        raise GrammarError(f"{path}: {reason}", "schema") from error
-    except RecursionError as error:
-        raise GrammarError("the schema is nested too deep", "schema") from error

@@ -5,13 +5,35 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from overlap_spec.grammar.tools import ToolCall, ToolFormat, ToolReply, load_format
+from overlap_spec.grammar.tool_format import ToolFormat
+from overlap_spec.grammar.tool_formats import load_format
 
 _NAME_CHAR = re.compile(r"[A-Za-z0-9_.\-]")
 _LONGEST_NAME = 64
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _INSIDE = re.compile(r'["\\]')
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call. `arguments` is the JSON text as the model wrote it; it is partial where
+    `is_whole` is false, which a reply that was cut off can have as its last call."""
+
+    name: str
+    arguments: str
+    is_whole: bool = True
+
+
+@dataclass(frozen=True)
+class ToolReply:
+    """A reply: `content` is the text outside of calls; `parsed` is the value of the grammar that
+    stood in place of calls (`Grammar.tools(otherwise=…)`), where there are none."""
+
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+    parsed: Any = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +70,7 @@ class CallStream:
     pieces are cut. A call that is not spelled as one, as free generation can write it, is content.
 
     Args:
-        format: A name as for `tools.load_format`, or the format.
+        format: A name as for `tool_formats.load_format`, or the format.
     """
 
     def __init__(self, format: str | ToolFormat) -> None:
@@ -220,6 +242,15 @@ class CallStream:
             self._events[-1] = ContentDelta(last.text + text)
         else:
             self._events.append(ContentDelta(text))
+
+
+def parse_reply(text: str, format: str | ToolFormat) -> ToolReply:
+    """A whole reply, read back. What is not spelled as a call is content, unchanged; white space
+    between the parts of a call is free, whatever the format asks for when generating."""
+    stream = CallStream(format)
+    stream.push(text)
+    stream.finish()
+    return stream.reply
 
 
 class _Json:

@@ -6,122 +6,15 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from overlap_spec.errors import GrammarError
-
-if TYPE_CHECKING:
-    from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.source import check_schema
+from overlap_spec.grammar.tool_formats import load_format
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
-
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """How a model spells its calls. A reply with calls is, without the spaces:
-
-        opening begin NAME middle ARGUMENTS end (separator begin NAME middle ARGUMENTS end)* close
-
-    Args:
-        starts: Texts that start calls; every opening + `begin` starts with one of them.
-        anywhere: Whether calls may follow free text, which then holds none of `starts`. If not,
-            calls stand at the start of the reply, and free text does not begin with `starts`.
-        begin: Before the name.
-        middle: Between name and arguments.
-        end: After the arguments.
-        openings: Texts, one of which stands before the first call.
-        separator: Between two calls: white space, with at most one other character.
-        close: After the last call: nothing, or one character.
-        markers: Parts that are single tokens, often special ones, in real tokenizers.
-    """
-
-    starts: tuple[str, ...]
-    anywhere: bool
-    begin: str
-    middle: str
-    end: str
-    openings: tuple[str, ...] = ("",)
-    separator: str = ""
-    close: str = ""
-    markers: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """One call. `arguments` is the JSON text as the model wrote it; it is partial where
-    `is_whole` is false, which a reply that was cut off can have as its last call."""
-
-    name: str
-    arguments: str
-    is_whole: bool = True
-
-
-@dataclass(frozen=True)
-class ToolReply:
-    """A reply: `content` is the text outside of calls; `parsed` is the value of the grammar that
-    stood in place of calls (`Grammar.tools(otherwise=…)`), where there are none."""
-
-    content: str
-    calls: tuple[ToolCall, ...] = ()
-    parsed: Any = None
-
-
-def load_format(name: str) -> ToolFormat:
-    """A format by its file's name (hyphen is underscore, case does not matter), or
-    `"package.module:NAME"`.
-
-    Raises:
-        GrammarError: there is none.
-    """
-    from overlap_spec.grammar import tool_formats
-
-    if not isinstance(name, str):
-        raise GrammarError(f"{name!r} is not the name of a tool format", "tool_format")
-    module_name, colon, attribute = name.partition(":")
-    if colon:
-        try:
-            found = getattr(importlib.import_module(module_name), attribute, None)
-        except ImportError as error:
-            raise GrammarError(f"tool format {name!r}: {error}", "tool_format") from error
-    else:
-        wanted = name.lower().replace("-", "_")
-        if wanted not in tool_formats.names():
-            known = ", ".join(tool_formats.names())
-            raise GrammarError(f"unknown tool format {name!r}; there are: {known}", "tool_format")
-        found = importlib.import_module(f"{tool_formats.__name__}.{wanted}").FORMAT
-    if not isinstance(found, ToolFormat):
-        raise GrammarError(f"{name!r} is not a tool format: it must be a ToolFormat", "tool_format")
-    return found
-
-
-def parse_reply(text: str, format: str | ToolFormat) -> ToolReply:
-    """A whole reply, read back. What is not spelled as a call is content, unchanged; white space
-    between the parts of a call is free, whatever the format asks for when generating."""
-    from overlap_spec.grammar.tool_stream import CallStream
-
-    stream = CallStream(format)
-    stream.push(text)
-    stream.finish()
-    return stream.reply
-
-
-def reply_of(grammar: Grammar, text: str) -> ToolReply:
-    """What `Grammar.parse` returns for tools.
-
-    Raises:
-        ValueError: the last call is cut off, or the text is not valid under `otherwise`.
-    """
-    reply = parse_reply(text, json.loads(grammar.source)["format"])
-    if reply.calls and not reply.calls[-1].is_whole:
-        raise ValueError(f"the call of {reply.calls[-1].name} is cut off")
-    if grammar.inner is None or reply.calls:
-        return reply
-    return ToolReply(text, parsed=grammar.inner.parse(text))
 
 
 def read_tools(
@@ -154,8 +47,6 @@ def read_tools(
 
 
 def _read_tool(tool: Any, path: str, strict: bool | None) -> list[Any]:
-    from overlap_spec.grammar.spec import check_schema
-
     if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
         raise GrammarError(f'{path} must be {{"type": "function", "function": {{…}}}}', "tools")
     _only(tool, {"type", "function"}, path)

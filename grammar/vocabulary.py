@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.errors import CheckpointError
+from overlap_spec.grammar.markers import known_markers
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,8 +116,6 @@ class Vocabulary:
             spec = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} is not a readable tokenizer.json: {error}") from error
-        from overlap_spec.grammar.markers import known_markers
-
         tokens = [b""] * vocab_size
         for token, text in _model_tokens(spec, path):
             if token < vocab_size:

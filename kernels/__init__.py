@@ -25,18 +25,21 @@ from overlap_spec.kernels.sampling import (
 from overlap_spec.kernels.tree import (
     Accepted,
     Grown,
+    Selected,
     Tree,
     accept_path,
     build_chain,
     build_tree,
     grow,
     rerank,
+    select_nodes,
 )
 
 __all__ = [
     "Accepted",
     "Grown",
     "KeySpan",
+    "Selected",
     "Tree",
     "accept_path",
     "add_rms_norm",
@@ -57,6 +60,7 @@ __all__ = [
     "rerank",
     "rms_norm",
     "rotate_and_store",
+    "select_nodes",
     "silu_and_mul",
     "top_candidates",
     "tree_attention",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,16 +20,22 @@ from overlap_spec.kernels.elementwise import apply_rope, rms_norm
 
 @dataclass(frozen=True)
 class KeySpan:
-    """Which keys each query of a rectangle of requests may see.
+    """Which keys each query of a batch of requests may see.
+
+    The queries lie end to end, one request's after the other's.
 
     Attributes:
         pages: int64 ``(B, P)``: page of logical positions ``[p * page_size, (p + 1) * page_size)``;
             ``P * page_size`` covers prefix and window. Unused entries name any valid page.
         prefix: int64 ``(B,)``: keys before the window.
-        positions: int64 ``(B, Q)``: each query's own position (for sliding windows).
-        mask: bool ``(B, Q, W)``: query q sees window key w; None means causal with W = Q.
+        positions: int64 ``(T,)``: each query's own position (for sliding windows).
+        mask: bool ``(T, W)``: query t sees window key w of its request; None means causal: a
+            request's query i sees its window keys 0 to i, of which it has as many as queries.
         first: Keys at logical positions below this are never seen (1 for EAGLE's draft cache,
             whose slot 0 does not exist).
+        offsets: int64 ``(B + 1,)``, from 0 to T: request b owns queries ``offsets[b]`` to
+            ``offsets[b + 1] - 1``, which may be none; None: each owns ``T / B``.
+        longest: No request owns more queries; of no interest without offsets.
     """
 
     pages: Tensor
@@ -36,13 +43,64 @@ class KeySpan:
     positions: Tensor
     mask: Tensor | None = None
     first: int = 0
+    offsets: Tensor | None = None
+    longest: int = 0
+
+    def rectangle(self, rows: Tensor) -> Tensor:
+        """What is the queries', ``(T, ...)``, by request: ``(B, Q, ...)``.
+
+        Without offsets a view; with them Q is :attr:`longest`, and what is no query's copies one.
+        """
+        if self.offsets is None:
+            return rows.view(self.pages.shape[0], -1, *rows.shape[1:])
+        return rows[self._places[0]]
+
+    def flat(self, rectangle: Tensor) -> Tensor:
+        """The queries' rows of a rectangle, ``(B, Q, ...)`` → ``(T, ...)``."""
+        rows = rectangle.flatten(0, 1)
+        return rows if self.offsets is None else rows.index_select(0, self._places[1])
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Queries by request ``(B, longest)``, and each one's place ``(T,)`` among those."""
+        assert self.offsets is not None
+        device = self.offsets.device
+        query = torch.arange(self.positions.shape[0], device=device)
+        queries = self.offsets[:-1, None] + torch.arange(self.longest, device=device)
+        request = torch.searchsorted(self.offsets[1:], query, right=True)
+        place = query - self.offsets[request] + request * self.longest
+        return queries.clamp(max=query.shape[0] - 1), place
+
+    @cached_property
+    def _requests(self) -> dict[int, list[tuple[slice, KeySpan]]]:
+        return {}
+
+    def requests(self, page_size: int) -> list[tuple[slice, KeySpan]]:
+        """Each request's queries and its own span, with no more pages than its keys are on.
+
+        Waits for the device, and is of causal spans. Made once for all layers.
+        """
+        assert self.offsets is not None
+        if page_size not in self._requests:
+            found = []
+            bounds, prefixes = self.offsets.tolist(), self.prefix.tolist()
+            for b, (start, end) in enumerate(pairwise(bounds)):
+                if start < end:
+                    own, here = slice(b, b + 1), slice(start, end)
+                    pages = self.pages[own, : -(-(prefixes[b] + end - start) // page_size)]
+                    positions = self.positions[here]
+                    span = KeySpan(pages, self.prefix[own], positions, None, self.first)
+                    found.append((here, span))
+            self._requests[page_size] = found
+        return self._requests[page_size]
 
     def visible(self, page_size: int, window: int | None) -> Tensor:
-        """The dense form: bool ``(B, Q, P * page_size)``."""
+        """The dense form of :meth:`rectangle`: bool ``(B, Q, P * page_size)``."""
         keys = torch.arange(self.pages.shape[1] * page_size, device=self.pages.device)
         offset = keys - self.prefix[:, None]
-        queries = self.positions.shape[1]
-        mask = self.mask
+        positions = self.rectangle(self.positions)
+        queries = positions.shape[1]
+        mask = None if self.mask is None else self.rectangle(self.mask)
         if mask is None:
             index = torch.arange(queries, device=keys.device)
             seen = offset[:, None, :] <= index[:, None]
@@ -54,7 +112,7 @@ class KeySpan:
         if self.first:
             seen = seen & (keys >= self.first)
         if window is not None:
-            near = keys > self.positions[:, :, None] - window
+            near = keys > positions[:, :, None] - window
             if mask is not None:
                 # A tree's keys lie by node, not by depth; its ancestors are always near.
                 near = near | (offset >= 0)[:, None, :]
@@ -153,30 +211,38 @@ def move_kv(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) ->
 
 @operation
 def tree_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    span: KeySpan,
-    window: int | None = None,
-    out: Tensor | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, span: KeySpan, window: int | None = None
 ) -> Tensor:
-    """Attention of a rectangle of queries over paged keys, with grouped heads.
+    """Attention of a batch's queries over paged keys, with grouped heads.
 
     Args:
-        q: ``(B, Q, heads, D)``; heads is a multiple of kv_heads, head h reads kv head
+        q: ``(T, heads, D)``; heads is a multiple of kv_heads, head h reads kv head
             ``h // (heads / kv_heads)``. Scores are scaled by ``1 / sqrt(D)``.
         k_cache, v_cache: ``(pages, page_size, kv_heads, D)``.
         span: Which keys are seen; every query must see at least one.
         window: Sliding window in tokens, the query's own position included, or None; longer
             than a tree is deep.
-        out: Contiguous ``(B, Q, heads * D)`` to write to; None: a new one.
 
     Returns:
-        ``(B, Q, heads * D)``.
+        ``(T, heads * D)``.
     """
-    batch, queries, heads, dim = q.shape
+    if span.offsets is None or span.mask is not None:
+        return _attend(q, k_cache, v_cache, span, window)
+    # Requests may be of very different lengths: each by itself reads and masks its own keys only.
+    out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+    for here, own in span.requests(k_cache.shape[1]):
+        out[here] = _attend(q[here], k_cache, v_cache, own, window)
+    return out
+
+
+def _attend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, span: KeySpan, window: int | None
+) -> Tensor:
+    """:func:`tree_attention` of the queries as one rectangle."""
+    heads, dim = q.shape[1:]
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     group = heads // kv_heads
+    batch = span.pages.shape[0]
     # Whole pages are copied, which indexing by a matrix of them would do number by number.
     pages = span.pages.flatten()
     keys, values = (
@@ -184,13 +250,12 @@ def tree_attention(
         for cache in (k_cache, v_cache)
     )
     # The heads of a group share their keys: they become more queries of one kv head.
-    grouped = q.view(batch, queries, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
+    grouped = span.rectangle(q).unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4)
     mixed = F.scaled_dot_product_attention(
-        grouped.reshape(batch, kv_heads, group * queries, dim),
+        grouped.flatten(2, 3),
         keys,
         values,
         attn_mask=span.dense(page_size, window, group, q.dtype),
     )
-    mixed = mixed.view(batch, kv_heads, group, queries, dim).permute(0, 3, 1, 2, 4)
-    mixed = mixed.reshape(batch, queries, heads * dim)
-    return mixed if out is None else out.copy_(mixed)
+    mixed = mixed.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4)
+    return span.flat(mixed.flatten(2))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from overlap_spec.kernels.dispatch import operation
 
@@ -18,6 +19,10 @@ class Tree(NamedTuple):
 
     ``tokens``, ``parents`` (root: -1), ``first_child``, ``next_sibling`` (none: -1), ``depths``:
     int64 ``(B, N)``. ``ancestors``: bool ``(B, N, N)``, ``[b, i, j]``: j is i or above it.
+    ``scores``: float32 ``(B, N)``, summed log-probability of each node's path (root: 0).
+
+    A score of -inf marks a dead node: parent, first child and next sibling are -1, depth is 0, no
+    link leads to it, and it is never accepted. It keeps its place and its token.
     """
 
     tokens: Tensor
@@ -26,6 +31,7 @@ class Tree(NamedTuple):
     next_sibling: Tensor
     depths: Tensor
     ancestors: Tensor
+    scores: Tensor
 
 
 class Grown(NamedTuple):
@@ -79,47 +85,111 @@ def rerank(scores: Tensor, count: int) -> Tensor:
     return order.sort(dim=-1).values
 
 
+class Selected(NamedTuple):
+    """The nodes of a batch that are verified.
+
+    ``pack`` int64 ``(count,)``: flat node numbers ``b * N + n``, ascending. ``scores`` float32
+    ``(B, N)``: those of the nodes in ``pack`` that are alive, -inf at all others.
+    """
+
+    pack: Tensor
+    scores: Tensor
+
+
 @operation
-def build_tree(root: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Tree:
+def select_nodes(
+    scores: Tensor, count: int, least: Tensor | None = None, most: Tensor | None = None
+) -> Selected:
+    """The ``count`` nodes of the whole batch that are worth verifying.
+
+    A node's rank within its request is by (score descending, index ascending), the root's is 0.
+    Kept are all roots, then nodes of rank below ``least``, then the others, each by (score
+    descending, flat number ascending). Nodes of rank ``most`` or more are dead. If fewer than
+    ``count`` nodes live, dead ones fill up, those of lowest number.
+
+    A child scores at most what its parent does and comes later, so a kept child's parent is kept.
+
+    Args:
+        scores: float32 ``(B, N)``, as in :class:`Tree`; NaN counts as -inf.
+        count: From B to B * N.
+        least, most: int64 ``(B,)``, nodes of each request, root included; None: no such bound.
+    """
+    key = torch.where(scores > -torch.inf, scores, -torch.inf)
+    key[:, 0] = torch.inf
+    rank = None
+    if least is not None or most is not None:
+        order = key.sort(dim=-1, descending=True, stable=True).indices
+        index = torch.arange(scores.shape[1], device=scores.device).expand_as(order)
+        rank = torch.empty_like(order).scatter_(1, order, index)
+    if rank is not None and most is not None:
+        key[:, 1:].masked_fill_(rank[:, 1:] >= most[:, None], -torch.inf)
+    order = key.flatten().sort(descending=True, stable=True).indices
+    if rank is not None and least is not None:
+        first = (rank < least[:, None]) & (key > -torch.inf)
+        first[:, 0] = True
+        later = (~first).flatten()[order].to(torch.uint8)
+        order = order[later.sort(stable=True).indices]
+    pack = order[:count].sort().values
+    kept = torch.zeros_like(key, dtype=torch.bool).flatten().index_fill_(0, pack, 1)
+    kept = kept.view_as(key) & (key > -torch.inf)
+    return Selected(pack, torch.where(kept, scores, -torch.inf))
+
+
+@operation
+def build_tree(root: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, depth: int) -> Tree:
     """Links and ancestor mask of reranked candidates.
+
+    A dead node's only ancestor is itself. Nodes below a dead one must be dead too.
 
     Args:
         root: int64 ``(B,)``, last committed tokens.
         tokens: int64 ``(B, N - 1)``, siblings distinct and in descending draft probability.
-        parents: int64 ``(B, N - 1)``: node number of each one's parent, below its own.
+        parents: int64 ``(B, N - 1)``: node number of each one's parent, below its own; of no
+            interest where the node is dead.
+        scores: float32 ``(B, N - 1)``, as in :class:`Tree`; NaN counts as -inf.
         depth: No node is deeper than this.
     """
     tokens = torch.cat([root[:, None], tokens], 1)
-    parents = torch.cat([torch.full_like(root, -1)[:, None], parents], 1)
+    alive = scores > -torch.inf
+    parents = F.pad(torch.where(alive, parents, -1), (1, 0), value=-1)
     nodes = tokens.shape[1]
     index = torch.arange(nodes, device=tokens.device)
     child_of = parents[:, :, None] == index  # (B, child, parent)
     reach = (child_of | (index[:, None] == index)).to(torch.float32)
     for _ in range(max(depth - 1, 0).bit_length()):
         reach = (reach @ reach).clamp_(max=1.0)
-    later_twin = (parents[:, :, None] == parents[:, None, :]) & (index[:, None] < index)
+    # Without a parent there are no siblings.
+    twin = (parents[:, :, None] == parents[:, None, :]) & (parents >= 0)[:, None, :]
     return Tree(
         tokens=tokens,
         parents=parents,
         first_child=_first(child_of.transpose(1, 2)),
-        next_sibling=_first(later_twin),
+        next_sibling=_first(twin & (index[:, None] < index)),
         depths=reach.sum(-1).long() - 1,
         ancestors=reach > 0,
+        scores=F.pad(torch.where(alive, scores, -torch.inf), (1, 0)),
     )
 
 
-def build_chain(root: Tensor, tokens: Tensor) -> Tree:
-    """:func:`build_tree` of chains, in which each token ``(B, N - 1)`` follows the one before."""
+def build_chain(root: Tensor, tokens: Tensor, scores: Tensor) -> Tree:
+    """:func:`build_tree` of chains, in which each token ``(B, N - 1)`` follows the one before.
+
+    One difference: a dead node's ancestors are all nodes up to itself. They are one view for all
+    requests, and as the dead nodes are a chain's last ones they are no living node's ancestors.
+    """
     tokens = torch.cat([root[:, None], tokens], 1)
     batch, nodes = tokens.shape
     index = torch.arange(nodes, device=tokens.device)
+    alive = scores > -torch.inf
+    depths = F.pad(torch.where(alive, index[1:], 0), (1, 0))
     return Tree(
         tokens=tokens,
-        parents=(index - 1).expand(batch, nodes),
-        first_child=torch.where(index < nodes - 1, index + 1, -1).expand(batch, nodes),
+        parents=depths - 1,
+        first_child=F.pad(torch.where(alive, index[1:], -1), (0, 1), value=-1),
         next_sibling=torch.full_like(index, -1).expand(batch, nodes),
-        depths=index.expand(batch, nodes),
+        depths=depths,
         ancestors=(index <= index[:, None]).expand(batch, nodes, nodes),
+        scores=F.pad(torch.where(alive, scores, -torch.inf), (1, 0)),
     )
 
 
@@ -146,8 +216,9 @@ def accept_path(targets: Tensor, tree: Tree, width: int, limits: Tensor | None =
     """Follow the target's own choices down each tree.
 
     A node is accepted when its whole path is: each token on it is the target's choice at its
-    parent. Choices are argmax or, in sampling, the inverse of the masked distribution at a coin
-    that depends on position alone, so that the emitted text is plain decoding's, token by token.
+    parent, and no node on it is dead. Choices are argmax or, in sampling, the inverse of the
+    masked distribution at a coin that depends on position alone, so that the emitted text is plain
+    decoding's, token by token.
 
     Args:
         targets: int64 ``(B, N)``, the target's choice after each node; -1 for an empty row.
@@ -156,6 +227,8 @@ def accept_path(targets: Tensor, tree: Tree, width: int, limits: Tensor | None =
         limits: int64 ``(B,)``: no deeper node is accepted; None: no limit.
     """
     chosen = targets.gather(1, tree.parents.clamp(min=0)) == tree.tokens
+    # A dead node's token may be -1, as the choice of an empty row is.
+    chosen &= tree.parents >= 0
     if limits is not None:
         chosen &= tree.depths <= limits[:, None]
     chosen[:, 0] = True

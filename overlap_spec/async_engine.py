@@ -8,24 +8,23 @@ from types import TracebackType
 from typing import Any, Unpack, overload
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.errors import EngineUnavailable, RequestFailed
-from overlap_spec.grammar.spec import Grammar
-from overlap_spec.link import messages as m
-from overlap_spec.link.front import Front, Health
-from overlap_spec.link.reply import Reply
-from overlap_spec.prepare import (
-    Prepared,
-    Preparer,
+from overlap_spec.engine.input_processor import (
+    InputProcessor,
     Prompt,
     PromptOptions,
     Sampling,
     as_prompts,
     each,
 )
+from overlap_spec.errors import EngineUnavailable, RequestFailed
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.ipc import messages as m
+from overlap_spec.ipc.client import EngineClient, Health
+from overlap_spec.ipc.request_handle import AsyncRequestHandle
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import Delta, Output
+from overlap_spec.types import Delta, Output, Request
 
-__all__ = ["AsyncEngine", "Reply"]
+__all__ = ["AsyncEngine", "AsyncRequestHandle"]
 
 # Prompts longer than this are tokenised beside the loop, characters.
 LONG_PROMPT = 16384
@@ -61,35 +60,41 @@ class AsyncEngine:
         self.config = EngineConfig.build(model=model, **settings)
         self._chat_template = chat_template
         self._max_queued_requests = max_queued_requests
-        self._preparer: Preparer | None = None
-        self.front = Front({"model": model, **settings}, stall_timeout_s, self._welcome)
+        self._input_processor: InputProcessor | None = None
+        settings = {"model": model, **settings}
+        self.client = EngineClient(settings, stall_timeout_s, self._set_ready)
 
     @property
     def health(self) -> Health:
         """``ready`` is the only state in which requests are taken."""
-        return self.front.health
+        return self.client.health
 
     @property
     def restarts(self) -> int:
         """How often the engine's process has died and was started again."""
-        return self.front.restarts
+        return self.client.restarts
 
     @property
-    def preparer(self) -> Preparer:
+    def input_processor(self) -> InputProcessor:
         """What checks and tokenises requests; there once the engine has started."""
-        if self._preparer is None:
+        if self._input_processor is None:
             raise EngineUnavailable("the engine has not started: `async with engine:` starts it")
-        return self._preparer
+        return self._input_processor
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; there once the engine has started."""
-        return self.preparer.tokenizer
+        return self.input_processor.tokenizer
+
+    @property
+    def context_length(self) -> int:
+        """The model's longest prompt + output, in tokens; there once the engine has started."""
+        return self.input_processor.limits.context_tokens
 
     @property
     def open_requests(self) -> int:
         """Requests that wait, compile or run."""
-        return len(self.front.open)
+        return len(self.client.open)
 
     async def start(self) -> None:
         """Start the engine's process, and wait until it is loaded.
@@ -98,11 +103,11 @@ class AsyncEngine:
             ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
             EngineUnavailable: the process died while it loaded.
         """
-        await self.front.start()
+        await self.client.start()
 
     async def close(self) -> None:
         """End the process; requests under way fail."""
-        await self.front.close()
+        await self.client.close()
 
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
@@ -150,16 +155,16 @@ class AsyncEngine:
         prompts, single = as_prompts(prompt)
         grammars = each("grammar", grammar, len(prompts))
         samplings = each("sampling", sampling, len(prompts))
-        replies: list[Reply] = []
+        handles: list[AsyncRequestHandle] = []
         try:
             for p, g, s in zip(prompts, grammars, samplings, strict=True):
-                replies.append(self.send(await self.prepare(p, g, s, **options)))
-            for reply in replies:
-                await reply.accepted()
-            outputs = [await reply.finish() for reply in replies]
+                handles.append(self.send(await self.prepare(p, g, s, **options)))
+            for handle in handles:
+                await handle.queued()
+            outputs = [await handle.finish() for handle in handles]
         finally:
-            for reply in replies:
-                reply.abort()
+            for handle in handles:
+                handle.abort()
         return outputs[0] if single else outputs
 
     async def stream(
@@ -175,15 +180,15 @@ class AsyncEngine:
             InvalidRequest, QueueFull, EngineUnavailable: as :meth:`generate`.
             RequestFailed: the request ended with an error, after its last piece.
         """
-        reply = await self.submit(await self.prepare(prompt, grammar, sampling, **options))
+        handle = await self.submit(await self.prepare(prompt, grammar, sampling, **options))
         try:
-            async for delta in reply:
+            async for delta in handle:
                 yield delta
-            assert reply.output is not None
-            if reply.output.error is not None:
-                raise RequestFailed(reply.output.error)
+            assert handle.output is not None
+            if handle.output.error is not None:
+                raise RequestFailed(handle.output.error)
         finally:
-            reply.abort()
+            handle.abort()
 
     async def prepare(
         self,
@@ -191,54 +196,54 @@ class AsyncEngine:
         grammar: Grammar | None = None,
         sampling: Sampling = None,
         **options: Unpack[PromptOptions],
-    ) -> Prepared:
-        """Check and tokenise, as :meth:`overlap_spec.prepare.Preparer.prepare`; a long prompt
-        does so in a thread, so that the loop goes on."""
-        preparer = self.preparer
+    ) -> Request:
+        """Check and tokenise, as :meth:`InputProcessor.process`; a long prompt in a thread, so that
+        the loop goes on."""
+        process = self.input_processor.process
         size = len(prompt) if isinstance(prompt, str) else _characters(prompt)
         if size <= LONG_PROMPT:
-            return preparer.prepare(prompt, grammar, sampling, **options)
-        return await asyncio.to_thread(preparer.prepare, prompt, grammar, sampling, **options)
+            return process(prompt, grammar, sampling, **options)
+        return await asyncio.to_thread(process, prompt, grammar, sampling, **options)
 
-    async def submit(self, prepared: Prepared) -> Reply:
+    async def submit(self, request: Request) -> AsyncRequestHandle:
         """Send a request, and wait until its grammar is compiled and it is queued.
 
         Raises:
             InvalidRequest: the grammar cannot be compiled.
             QueueFull, EngineUnavailable: nothing is wrong with the request.
         """
-        reply = self.send(prepared)
+        handle = self.send(request)
         try:
-            await reply.accepted()
+            await handle.queued()
         except BaseException:
-            reply.abort()
+            handle.abort()
             raise
-        return reply
+        return handle
 
-    def send(self, prepared: Prepared) -> Reply:
-        """Send a request; :meth:`Reply.accepted` tells whether it was taken.
+    def send(self, request: Request) -> AsyncRequestHandle:
+        """Send a request; :meth:`AsyncRequestHandle.queued` waits until it is accepted.
 
         Raises:
             QueueFull, EngineUnavailable: nothing is wrong with the request.
         """
-        return self.front.send(prepared)
+        return self.client.send(request)
 
     async def snapshot(self) -> dict[str, Any]:
         """The engine's state as plain data, as of now."""
-        return await self.front.ask("snapshot")
+        return await self.client.query("snapshot")
 
     async def timeline(self, steps: int) -> list[dict[str, Any]]:
         """Spans of the last steps: ``lane``, ``name``, ``start_ns``, ``end_ns``, ``step``,
         ``args``."""
-        spans: list[dict[str, Any]] = (await self.front.ask("timeline", steps))["spans"]
+        spans: list[dict[str, Any]] = (await self.client.query("timeline", steps))["spans"]
         return spans
 
-    def _welcome(self, hello: m.Hello) -> None:
-        self.config = EngineConfig(**hello.config)
-        self.front.most_open = self.config.max_running_requests + self._max_queued_requests
-        if self._preparer is None:
-            tokenizer = Tokenizer(self.config.target_path, hello.vocab_size, self._chat_template)
-            self._preparer = Preparer(tokenizer, hello.limits)
+    def _set_ready(self, ready: m.EngineReady) -> None:
+        self.config = EngineConfig(**ready.config)
+        self.client.max_open_requests = self.config.max_running_requests + self._max_queued_requests
+        if self._input_processor is None:
+            tokenizer = Tokenizer(self.config.target_path, ready.vocab_size, self._chat_template)
+            self._input_processor = InputProcessor(tokenizer, ready.limits)
 
 
 def _characters(prompt: Any) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from overlap_spec.config import EngineConfig
+from overlap_spec.config import EngineConfig, helps
 from overlap_spec.errors import ConfigError, InvalidRequest, OverlapSpecError
 from overlap_spec.server.settings import ServerSettings
 
@@ -29,63 +29,59 @@ app = typer.Typer(
 )
 
 
-# Fields of settings as flags: the help, and the names where these are not the field's own.
-ENGINE_FLAGS = {
-    "model": ("Checkpoint folder; the embedded model if absent.",),
-    "draft": ("Draft head folder.", "--speculative-draft-model-path", "--draft"),
-    "algorithm": ("eagle3 or none.", "--speculative-algorithm"),
-    "num_steps": ("Depth of the draft.", "--speculative-num-steps"),
-    "eagle_topk": ("Branches of a draft step; 1 is a chain.", "--speculative-eagle-topk"),
-    "num_draft_tokens": ("Verified nodes, root included.", "--speculative-num-draft-tokens"),
-    "adaptive": (
-        "guarded, static, default, aggressive, with-off, or a JSON file.",
-        "--speculative-adaptive-config",
-        "--adaptive",
-    ),
-    "overlap": ("How grammar work overlaps.",),
-    "grammar_backend": ("Library of the masks.",),
-    "dtype": ("auto, float32, bfloat16, float16.",),
-    "device": ("auto, cpu or cuda.",),
-    "context_length": ("Longest prompt + output, in tokens.",),
-    "mem_fraction_static": ("Share of memory for the engine.",),
-    "max_running_requests": ("Requests that run at once.",),
-    "chunked_prefill_size": ("Prompt tokens of a step, at most.",),
-}
-SERVING_ENGINE_FLAGS = {
-    "max_total_tokens": ("Tokens that the KV cache holds, if fewer than fit.",),
-    "mask_deadline_ms": ("Time of one request's matcher a step; 0 waits for ever.",),
-}
-SERVER_FLAGS = {
-    "host": ("Address to listen on.",),
-    "port": ("Port to listen on; 0 takes a free one.",),
-    "tool_call_parser": ("How the model spells tool calls: hermes, mistral, …",),
-    "reasoning_parser": ("How the model marks its thinking: deepseek_r1, qwen3, …",),
-    "best_effort": ("Leave out schema keywords that nobody holds to.", "--best-effort"),
-    "max_queued_requests": ("Requests that may wait.",),
-    "request_timeout_s": ("Time of one request.",),
-    "drain_timeout_s": ("Time to end after SIGTERM.",),
-    "max_body_bytes": ("Size of a request.",),
-    "max_schema_bytes": ("Size of a schema.",),
-    "max_choices": ("Outputs of one request.",),
-}
+# Fields of the settings that are flags; their help and names are the fields' own.
+ENGINE_FLAGS = (
+    "model",
+    "draft",
+    "algorithm",
+    "num_steps",
+    "eagle_topk",
+    "num_draft_tokens",
+    "adaptive",
+    "overlap",
+    "grammar_backend",
+    "dtype",
+    "device",
+    "context_length",
+    "mem_fraction_static",
+    "max_running_requests",
+    "chunked_prefill_size",
+)
+SERVING_ENGINE_FLAGS = ("max_total_tokens", "mask_deadline_ms")
+SERVER_FLAGS = (
+    "host",
+    "port",
+    "tool_call_parser",
+    "reasoning_parser",
+    "best_effort",
+    "max_queued_requests",
+    "request_timeout_s",
+    "drain_timeout_s",
+    "max_body_bytes",
+    "max_schema_bytes",
+    "max_choices",
+)
+HELP = {name: help.text for name, help in helps(ServerSettings).items()}
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def with_flags(settings: Any, flags: Mapping[str, tuple[str, ...]]) -> Callable[[Command], Command]:
-    """Give a command fields of a settings class as flags, with their types and defaults.
+def with_flags(settings: Any, flags: Sequence[str]) -> Callable[[Command], Command]:
+    """Give a command fields of a settings class as flags, with their types, defaults and help.
 
     The command takes them as keywords. Of several decorators the lowest flags come first.
     """
-    types = get_type_hints(settings)
+    types, about = get_type_hints(settings), helps(settings)
     defaults = {field.name: field.default for field in fields(settings)}
     added = [
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=defaults[name],
-            annotation=Annotated[types[name], typer.Option(*names, help=text)],
+            annotation=Annotated[
+                types[name], typer.Option(*about[name].flags, help=about[name].text)
+            ],
         )
-        for name, (text, *names) in flags.items()
+        for name in flags
     ]
 
     def add(command: Command) -> Command:
@@ -147,12 +143,8 @@ def generate(
     ebnf: Annotated[Path | None, typer.Option(help="File with an EBNF grammar.")] = None,
     choice: Annotated[list[str] | None, typer.Option(help="One of these; repeat it.")] = None,
     json_object: Annotated[bool, typer.Option("--json-object", help="Any JSON object.")] = False,
-    whitespace: Annotated[
-        str, typer.Option(help="compact, bounded, or the indent's width.")
-    ] = "compact",
-    best_effort: Annotated[
-        bool, typer.Option("--best-effort", help="Serve schemas that no backend reads exactly.")
-    ] = False,
+    whitespace: Annotated[str, typer.Option(help=HELP["whitespace"])] = "compact",
+    best_effort: Annotated[bool, typer.Option("--best-effort", help=HELP["best_effort"])] = False,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
@@ -248,7 +240,7 @@ def build_grammar(
 
 
 @app.command()
-@with_flags(EngineConfig, ENGINE_FLAGS | SERVING_ENGINE_FLAGS)
+@with_flags(EngineConfig, ENGINE_FLAGS + SERVING_ENGINE_FLAGS)
 @with_flags(ServerSettings, SERVER_FLAGS)
 def serve(
     config: Annotated[
@@ -261,22 +253,18 @@ def serve(
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="OVERLAP_SPEC_API_KEY", help="Bearer token that clients must send."),
+        typer.Option(envvar="OVERLAP_SPEC_API_KEY", help=HELP["api_key"]),
     ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="The model's name for clients.")
-    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help=HELP["served_model_name"])] = None,
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja file to use instead of the checkpoint's template.")
     ] = None,
-    whitespace: Annotated[
-        str, typer.Option(help="White space of JSON: compact, bounded, or the indent's width.")
-    ] = "compact",
+    whitespace: Annotated[str, typer.Option(help=HELP["whitespace"])] = "compact",
     stall_timeout_s: Annotated[
         float, typer.Option(help="A silent engine is started again after this time.")
     ] = 300.0,
     cors_origin: Annotated[
-        list[str] | None, typer.Option(help="Origin whose pages may call; repeat it.")
+        list[str] | None, typer.Option(help=f"{HELP['cors_origins']} Repeat it.")
     ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     **flags: Any,
@@ -298,7 +286,7 @@ def serve(
 
 
 @app.command()
-@with_flags(EngineConfig, {name: ENGINE_FLAGS[name] for name in ("model", "draft")})
+@with_flags(EngineConfig, ("model", "draft"))
 def doctor(**paths: Any) -> None:
     """Show what is installed, which device, which kernels and which weights would be used."""
     from rich.console import Console

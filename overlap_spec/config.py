@@ -5,81 +5,138 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from overlap_spec.errors import ConfigError
 
 EMBEDDED = Path(__file__).parent / "embedded"
-ALGORITHMS = ("eagle3", "none")
+DRAFTERS = Path(__file__).parent / "drafters"
 PLANNED_ALGORITHMS = ("eagle", "draft_model", "ngram", "mtp")
 OVERLAP_MODES = ("once-sync", "double-sync", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
+class Help:
+    """Metadata of a setting: its help text, and its flags if they are not named as the field."""
+
+    text: str
+    flags: tuple[str, ...] = ()
+
+
+def helps(settings: type) -> dict[str, Help]:
+    """The help of each field of a settings class."""
+    hints = get_type_hints(settings, include_extras=True)
+    return {field.name: hints[field.name].__metadata__[0] for field in fields(settings)}
+
+
+@dataclass(frozen=True)
 class EngineConfig:
-    """Everything that an engine can be told. Lengths and sizes in tokens.
+    """All settings of an engine. Lengths and sizes in tokens."""
 
-    Attributes:
-        model: Folder of a Hugging Face checkpoint; None is the embedded model.
-        draft: Folder of a draft head; None is the embedded head for the embedded model.
-        algorithm: ``eagle3`` or ``none``; None is eagle3 where there is a draft head.
-        num_steps: Depth of the draft.
-        eagle_topk: Branches of a draft step; 1 is a chain.
-        num_draft_tokens: Verified nodes, the root included; None is all that is drafted, at most
-            16 in a tree.
-        adaptive: Length policy: ``guarded``, ``static`` (num_steps always), a published preset
-            (``default``, ``aggressive``, ``with-off``), or the path of a JSON config file.
-        overlap: How grammar work overlaps with verify.
-        grammar_backend: Library that makes the masks; ``auto`` takes for each grammar the one
-            that is quickest with it.
-        grammar_isolated: Compile grammars in worker processes, under the two limits below; None
-            does where the system can (Linux).
-        grammar_compile_timeout_s: Seconds that compiling a grammar may take.
-        grammar_compile_memory_bytes: Memory that compiling a grammar may take.
-        grammar_cache_bytes: Memory of the cache of compiled grammars.
-        dtype: ``auto`` is float32 on the CPU and the checkpoint's type on a GPU.
-        device: ``auto`` is CUDA where there is one.
-        context_length: Longest prompt + output; None is the checkpoint's.
-        mem_fraction_static: Share of the device's memory for weights and caches.
-        max_total_tokens: Tokens that the caches hold, if fewer than memory allows.
-        max_running_requests: Requests that run at once; more wait.
-        chunked_prefill_size: Prompt tokens that a step computes at most.
-        page_size: Tokens of a cache page.
-        prefix_cache: Keep computed pages for prompts that start alike.
-        graphs: Record the passes of a decode step and replay them: as CUDA graphs on a GPU (one for
-            each tier and size of batch, at start-up), as TorchScript on the CPU.
-        lane_threads: Threads of the grammar lane; 0 runs it in the step's own thread. None is half
-            the cores, or 0 in the serial mode.
-        mask_deadline_ms: Time that one request's matcher may take a step; later ones cost that
-            request its draft, or its life. None waits for ever. Threads are needed for it to hold.
-    """
-
-    model: str | None = None
-    draft: str | None = None
-    algorithm: str | None = None
-    num_steps: int = 5
-    eagle_topk: int = 1
-    num_draft_tokens: int | None = None
-    adaptive: str = "guarded"
-    overlap: str = "once-sync"
-    grammar_backend: str = "auto"
-    grammar_isolated: bool | None = None
-    grammar_compile_timeout_s: float = 10.0
-    grammar_compile_memory_bytes: int = 2 * 2**30
-    grammar_cache_bytes: int = 256 * 2**20
-    dtype: str = "auto"
-    device: str = "auto"
-    context_length: int | None = None
-    mem_fraction_static: float | None = None
-    max_total_tokens: int | None = None
-    max_running_requests: int = 32
-    chunked_prefill_size: int = 1024
-    page_size: int = 16
-    prefix_cache: bool = True
-    graphs: bool = True
-    lane_threads: int | None = None
-    mask_deadline_ms: float | None = 50.0
+    model: Annotated[
+        str | None, Help("Folder of a Hugging Face checkpoint; by default the embedded model.")
+    ] = None
+    draft: Annotated[
+        str | None,
+        Help(
+            "Folder of a draft head; by default the embedded head for the embedded model.",
+            ("--speculative-draft-model-path", "--draft"),
+        ),
+    ] = None
+    algorithm: Annotated[
+        str | None,
+        Help(
+            "Drafter: eagle3, none, or package.module:Class of your own; by default eagle3 if "
+            "there is a draft head.",
+            ("--speculative-algorithm",),
+        ),
+    ] = None
+    num_steps: Annotated[int, Help("Depth of the draft.", ("--speculative-num-steps",))] = 5
+    eagle_topk: Annotated[
+        int, Help("Branches of a draft step; 1 is a chain.", ("--speculative-eagle-topk",))
+    ] = 1
+    num_draft_tokens: Annotated[
+        int | None,
+        Help(
+            "Nodes that are verified, root included; by default all drafted ones, at most 16 in a "
+            "tree.",
+            ("--speculative-num-draft-tokens",),
+        ),
+    ] = None
+    adaptive: Annotated[
+        str,
+        Help(
+            "Length policy: guarded, static (always num_steps), a published preset (default, "
+            "aggressive, with-off), or a JSON config file.",
+            ("--speculative-adaptive-config", "--adaptive"),
+        ),
+    ] = "guarded"
+    overlap: Annotated[
+        str, Help("How grammar work overlaps with verify: once-sync, double-sync or none.")
+    ] = "once-sync"
+    grammar_backend: Annotated[
+        str,
+        Help("Library that makes the masks; auto picks the fastest backend for each grammar."),
+    ] = "auto"
+    grammar_isolated: Annotated[
+        bool | None,
+        Help(
+            "Compile grammars in worker processes, under the two limits below; by default if the "
+            "system can (Linux)."
+        ),
+    ] = None
+    grammar_compile_timeout_s: Annotated[
+        float, Help("Time limit for compiling a grammar, in seconds.")
+    ] = 10.0
+    grammar_compile_memory_bytes: Annotated[
+        int, Help("Memory limit for compiling a grammar, in bytes.")
+    ] = 2 * 2**30
+    grammar_cache_bytes: Annotated[
+        int, Help("Size of the cache of compiled grammars, in bytes.")
+    ] = 256 * 2**20
+    dtype: Annotated[
+        str,
+        Help(
+            "float32, bfloat16, float16, or auto: float32 on the CPU and the checkpoint's type on "
+            "a GPU."
+        ),
+    ] = "auto"
+    device: Annotated[str, Help("cpu, cuda, or auto: CUDA if there is a device.")] = "auto"
+    context_length: Annotated[
+        int | None, Help("Longest prompt + output, in tokens; by default the checkpoint's.")
+    ] = None
+    mem_fraction_static: Annotated[
+        float | None, Help("Share of the device's memory for weights and caches.")
+    ] = None
+    max_total_tokens: Annotated[
+        int | None, Help("Tokens that the KV cache holds, if fewer than fit into memory.")
+    ] = None
+    max_running_requests: Annotated[int, Help("Requests that run at once; more wait.")] = 32
+    chunked_prefill_size: Annotated[int, Help("Most prompt tokens that one step computes.")] = 1024
+    page_size: Annotated[int, Help("Tokens of a cache page.")] = 16
+    prefix_cache: Annotated[bool, Help("Keep computed pages for prompts that start alike.")] = True
+    graphs: Annotated[
+        bool,
+        Help(
+            "Record the passes of a decode step when they are first needed, and replay them: as "
+            "CUDA graphs on a GPU (for each tier and batch size), as TorchScript on the CPU."
+        ),
+    ] = True
+    lane_threads: Annotated[
+        int | None,
+        Help(
+            "Threads for grammar work; 0 runs it in the step's own thread. By default half the "
+            "cores, or 0 in the serial mode."
+        ),
+    ] = None
+    mask_deadline_ms: Annotated[
+        float | None,
+        Help(
+            "Time limit for one request's grammar work in a step, in ms; a request over it loses "
+            "its draft or fails. None, or 0 as a flag, is no limit. Needs lane_threads."
+        ),
+    ] = 50.0
 
     @classmethod
     def build(cls, **settings: Any) -> EngineConfig:
@@ -94,8 +151,9 @@ class EngineConfig:
 
     def check(self) -> None:
         """Raises ConfigError that names the first setting that cannot be."""
-        algorithm = (self.algorithm or "none").lower().replace("-", "_")
-        _one_of("algorithm", algorithm, ALGORITHMS, PLANNED_ALGORITHMS)
+        if ":" not in self.drafter:
+            built = (*drafter_names(), "none")
+            _one_of("algorithm", self.drafter, built, PLANNED_ALGORITHMS)
         _one_of("overlap", self.overlap, OVERLAP_MODES)
         _one_of("dtype", self.dtype, DTYPES)
         least = {
@@ -127,8 +185,6 @@ class EngineConfig:
         fraction = self.mem_fraction_static
         if fraction is not None and not 0 < fraction < 1:
             raise ConfigError(f"mem_fraction_static must be between 0 and 1: {fraction!r}")
-        if algorithm == "eagle3" and self.draft is None and self.model is not None:
-            raise ConfigError("algorithm 'eagle3' needs draft, the folder of a draft head")
 
     @property
     def lanes(self) -> int:
@@ -142,13 +198,26 @@ class EngineConfig:
         return Path(self.model) if self.model is not None else EMBEDDED / "target"
 
     @property
+    def drafter(self) -> str:
+        """Name of the drafter, ``none`` where nothing is drafted."""
+        if self.algorithm is None:
+            return "eagle3" if self.draft_path is not None else "none"
+        if ":" in self.algorithm:
+            return self.algorithm
+        return self.algorithm.lower().replace("-", "_")
+
+    @property
     def draft_path(self) -> Path | None:
-        """Folder of the draft head, or None where nothing is drafted."""
-        if self.algorithm is not None and self.algorithm.lower() == "none":
-            return None
+        """Folder of the draft head, if there is one."""
         if self.draft is not None:
             return Path(self.draft)
         return EMBEDDED / "eagle3" if self.model is None else None
+
+
+def drafter_names() -> tuple[str, ...]:
+    """The drafters that have a file."""
+    support = {"__init__", "base", "registry"}
+    return tuple(sorted(f.stem for f in DRAFTERS.glob("*.py") if f.stem not in support))
 
 
 def _one_of(name: str, value: str, built: tuple[str, ...], planned: tuple[str, ...] = ()) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from overlap_spec.async_engine import AsyncEngine
+from overlap_spec.engine.input_processor import Prompt, PromptOptions, Sampling, as_prompts
 from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.prepare import Prompt, PromptOptions, Sampling, as_prompts
 from overlap_spec.types import Output
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Generator:
         Args:
             prompt: As :meth:`Engine.generate` takes it.
             sampling: Instead of the generator's own.
-            options: See :class:`overlap_spec.prepare.PromptOptions`.
+            options: See :class:`overlap_spec.engine.input_processor.PromptOptions`.
 
         Raises:
             RequestFailed: an output is no whole value: it failed, was cut by ``max_tokens`` or a

@@ -23,6 +23,7 @@ class RequestStats:
     itl_ms: list[float] = field(default_factory=list)
     grammar_ms: float = 0.0
     exposed_ms: float = 0.0
+    idle_ms: float = 0.0
     limited_steps: int = 0
     grammar_compile_ms: float = 0.0
 

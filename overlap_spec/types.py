@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,6 +179,25 @@ class Tier:
 
 
 @dataclass(frozen=True)
+class Budget:
+    """How much a step drafts and verifies.
+
+    Attributes:
+        tier: What is drafted.
+        nodes: Nodes of the whole batch that are verified, roots included: the best by score. None
+            verifies every node.
+        least, most: Of each request, in the order of the plan's decode rows: its ``least`` best
+            nodes are kept before the others compete, and none beyond its ``most`` best. Empty
+            where ``nodes`` is None.
+    """
+
+    tier: Tier
+    nodes: int | None = None
+    least: tuple[int, ...] = ()
+    most: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Chunk:
     """A run of one request's tokens to prefill, at positions ``start ..``; starts with a page.
 
@@ -198,15 +218,15 @@ class StepPlan:
 
     Attributes:
         index: Number of the step.
-        tier: Draft budget of the step's trees.
+        budget: What the step's trees may cost.
         request_ids: Request of each decode row, then of each chunk.
         grammar: Whether each of these has a grammar.
-        max_keys: No row's committed length exceeds this, in tokens.
+        max_keys: No key of a decode row lies at or beyond this position.
         pages: New pages of rows: (row, index of the first, page numbers).
     """
 
     index: int
-    tier: Tier
+    budget: Budget
     decode_rows: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     request_ids: tuple[int, ...]
@@ -215,11 +235,16 @@ class StepPlan:
     pages: tuple[tuple[int, int, tuple[int, ...]], ...]
 
     @property
+    def tier(self) -> Tier:
+        """What the step's trees draft."""
+        return self.budget.tier
+
+    @property
     def final_chunks(self) -> tuple[Chunk, ...]:
         """The chunks that end their known text: one-node trees, verified behind the others."""
         return tuple(chunk for chunk in self.chunks if chunk.final)
 
-    @property
+    @cached_property
     def verified(self) -> tuple[tuple[int, int, bool], ...]:
         """(request id, row, has a grammar) of what the step verifies, in the order of its trees."""
         trees = len(self.decode_rows)
@@ -227,6 +252,11 @@ class StepPlan:
         final = (True,) * trees + tuple(chunk.final for chunk in self.chunks)
         everyone = zip(self.request_ids, rows, self.grammar, final, strict=True)
         return tuple(member[:3] for member in everyone if member[3])
+
+    @property
+    def verified_ids(self) -> tuple[int, ...]:
+        """The request ids of :attr:`verified`."""
+        return tuple(request_id for request_id, _, _ in self.verified)
 
 
 @dataclass(frozen=True)
@@ -241,33 +271,6 @@ class HostTrees:
     first_child: Int64s
     next_sibling: Int64s
     offsets: Int64s
-
-
-class Lane(Protocol):
-    """The grammar's side of a step, as the worker sees it."""
-
-    def spent(self, plan: StepPlan) -> bool:
-        """Whether the step before is known to end every request of ``plan``: by a stop token or
-        by length. Waits for that step's tokens."""
-
-    def settle(self) -> None:
-        """Cut the step before by the stop rules, and feed the kept tokens to the matchers.
-
-        Called once masks are about to be needed; does nothing if it has been done.
-        """
-
-    def fill(
-        self, request_ids: Sequence[int], trees: HostTrees, rows: Int32s, limits: Int64s
-    ) -> None:
-        """Write one mask row a node of each constrained request's tree.
-
-        Args:
-            request_ids: Who owns the trees, in their order.
-            rows: ``(nodes, words)``; rows of whoever has no grammar, and of whatever the walk does
-                not reach, become zero.
-            limits: ``(len(request_ids),)``: lowered to the depth down to which a request's rows
-                are good, if that is not the whole tree.
-        """
 
 
 @dataclass(frozen=True)
@@ -287,8 +290,11 @@ class RowResult:
 
     Attributes:
         tokens: Accepted drafts, then the bonus; the bonus is absent where its mask row was empty.
-        drafted: Drafted tokens that were verified (0 in prefill).
+        drafted: Drafted tokens that were verified: the tree's living nodes but its root; 0 in
+            prefill.
         accepted: How many of ``tokens`` are drafts.
+        confidences: The drafter's probability of each accepted draft after the one before it;
+            then, where the last one had children that were all refused, of the best of these.
         logprobs: One entry a token, if asked for.
         error: Why the request must end, if it must.
         limited: The masks were late: only the root's row was used.
@@ -302,18 +308,23 @@ class RowResult:
     error: Exception | None = None
     limited: bool = False
     origins: tuple[Origin, ...] = ()
+    confidences: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class StepResult:
     """Results in the order of ``plan.verified``.
 
-    ``exposed_ms``: how long compute stood idle for the masks.
+    ``exposed_ms``: how long compute stood idle for the masks. ``idle_ms``: how long it stood idle
+    for whatever reason since the accept of the step before; 0 where no step came right before.
+    ``verified_rows``: rows that the target computed for the trees.
     """
 
     plan: StepPlan
     rows: tuple[RowResult, ...]
     exposed_ms: float = 0.0
+    idle_ms: float = 0.0
+    verified_rows: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "overlap_spec"
 BASE = {"types", "stats", "config", "errors"}
-# Room → rooms that it may import, besides BASE. Faces (cli, doctor, __main__) may import any.
+# Room → rooms that it may import, besides BASE. A module with a line of its own is its own room.
+# Faces (cli, doctor, __main__) may import any.
 MAY_IMPORT: dict[str, set[str]] = {
     "types": {"errors"},
     "stats": set(),
@@ -29,24 +31,35 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {"training", "drafters", "models", "kernels", "grammar", "tokenizer"},
     "tokenizer": {"grammar"},
     "timeline": set(),
-    "grammar_lane": {"grammar", "timeline"},
-    "core": {"scheduler", "speculation", "worker", "grammar", "grammar_lane", "timeline"},
-    "prepare": {"grammar", "tokenizer"},
-    "ticket": {"scheduler", "grammar", "prepare"},
+    "engine.grammar_manager": {"grammar", "timeline"},
+    "engine.drafter_guard": set(),
+    "engine.core": {
+        "scheduler",
+        "speculation",
+        "worker",
+        "grammar",
+        "engine.grammar_manager",
+        "engine.drafter_guard",
+        "timeline",
+    },
+    "engine.input_processor": {"grammar", "tokenizer"},
+    "engine.request_handle": {"grammar", "engine.input_processor"},
+    "engine.output_processor": {"scheduler", "grammar", "engine.request_handle"},
     "engine": {
-        "core",
+        "engine.core",
         "scheduler",
         "grammar",
-        "grammar_lane",
-        "prepare",
-        "ticket",
+        "engine.grammar_manager",
+        "engine.input_processor",
+        "engine.output_processor",
+        "engine.request_handle",
         "timeline",
         "tokenizer",
     },
-    "link": {"engine", "grammar", "prepare", "tokenizer"},
-    "async_engine": {"link", "grammar", "prepare", "tokenizer"},
-    "generator": {"engine", "async_engine", "grammar", "prepare"},
-    "server": {"async_engine", "grammar", "prepare", "tokenizer"},
+    "ipc": {"engine", "engine.input_processor", "engine.request_handle", "grammar", "tokenizer"},
+    "async_engine": {"ipc", "grammar", "engine.input_processor", "tokenizer"},
+    "generator": {"engine", "async_engine", "grammar", "engine.input_processor"},
+    "server": {"async_engine", "grammar", "engine.input_processor", "tokenizer"},
 }
 # Room → third-party modules that it may import; None: any that the project depends on.
 MAY_USE: dict[str, set[str] | None] = {
@@ -59,17 +72,19 @@ MAY_USE: dict[str, set[str] | None] = {
     "scheduler": {"numpy"},
     "speculation": {"numpy"},
     "models": {"torch", "safetensors"},
-    "drafters": {"torch"},
+    "drafters": {"torch", "numpy"},
     "worker": {"torch", "numpy"},
     "training": None,
     "tokenizer": {"tokenizers", "jinja2"},
     "timeline": set(),
-    "grammar_lane": set(),
-    "core": set(),
-    "prepare": set(),
-    "ticket": set(),
+    "engine.grammar_manager": set(),
+    "engine.core": set(),
+    "engine.drafter_guard": set(),
+    "engine.input_processor": set(),
+    "engine.request_handle": set(),
+    "engine.output_processor": set(),
     "engine": set(),
-    "link": {"zmq", "msgspec", "numpy"},
+    "ipc": {"zmq", "msgspec"},
     "async_engine": set(),
     "generator": set(),
     "server": None,
@@ -84,7 +99,13 @@ def sources() -> list[Path]:
 
 def room_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return parts[1] if parts[0] == "overlap_spec" else parts[0]
+    return room(parts[1:] if parts[0] == "overlap_spec" else parts)
+
+
+def room(parts: Sequence[str]) -> str:
+    """The longest of a module's parents, itself included, that is a room."""
+    names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next((name for name in names if name in MAY_IMPORT), parts[0] if parts else "")
 
 
 def imports(path: Path) -> set[str]:
@@ -104,17 +125,16 @@ def imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_import_law(path: Path) -> None:
-    room = room_of(path)
-    if room in FACES:
+    here = room_of(path)
+    if here in FACES:
         return
-    assert room in MAY_IMPORT, f"{room} is not in the import law"
+    assert here in MAY_IMPORT, f"{here} is not in the import law"
     for name in imports(path):
         top, *rest = name.split(".")
         if top == "overlap_spec":
-            other = rest[0] if rest else ""
-            assert other in MAY_IMPORT[room] | BASE | {room}, f"{path} imports {name}"
+            assert room(rest) in MAY_IMPORT[here] | BASE | {here}, f"{path} imports {name}"
         elif top not in sys.stdlib_module_names:
-            allowed = MAY_USE[room]
+            allowed = MAY_USE[here]
             own = {path.stem, f"{path.stem}_core"} if path.parent.name == "backends" else set()
             assert allowed is None or top in allowed | own, f"{path} uses {name}"
 
@@ -144,7 +164,115 @@ def test_import_is_lazy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def test_the_servers_process_needs_no_model() -> None:
+    code = "import sys, overlap_spec.server.run\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def test_links_are_committed_as_links() -> None:
     for name in ("grammar", "kernels"):
         assert (PACKAGE / name).is_symlink()
         assert (PACKAGE / name).readlink() == Path("..") / name
+
+
+# The rooms inside grammar/, from the bottom up → the rooms that each may import besides itself.
+GRAMMAR_MAY_IMPORT: dict[str, set[str]] = {
+    "automata": set(),
+    "parsing": {"automata"},
+    "spec": {"automata"},
+    "lowering": {"automata", "spec"},
+    "contract": {"spec"},
+    "backends": {"automata", "parsing", "spec", "lowering", "contract"},
+    "isolation": {"spec", "contract"},
+    "compile": {"spec", "contract", "isolation"},
+}
+# The rooms that have no folder of their own.
+GRAMMAR_FILES: dict[str, set[str]] = {
+    "spec": {
+        "markers",
+        "outputs",
+        "reasoning",
+        "source",
+        "spec",
+        "structural_tag",
+        "tool_format",
+        "tool_formats",
+        "tool_stream",
+        "tools",
+    },
+    "contract": {"contract", "states", "vocabulary", "walk"},
+    "compile": {"__init__", "compile", "matcher_pool", "reasoning_matcher", "reasoning_tables"},
+}
+
+
+def grammar_room(name: str) -> str:
+    """The room of `compile`, `backends.auto` and the like."""
+    top = name.partition(".")[0]
+    return next((room for room, files in GRAMMAR_FILES.items() if top in files), top)
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "overlap_spec" else ("overlap_spec", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def modules_used(path: Path, modules: dict[str, Path]) -> set[str]:
+    """Modules of the package that a file imports anywhere in it, also for annotations alone.
+
+    Importing a module runs the packages around it first, so these count too, but for those that
+    the file is in itself.
+    """
+    me, found = module_of(path), set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else str(node.module) for name in names}
+    for name in list(found):
+        parts = name.split(".")
+        around = {".".join(parts[:n]) for n in range(1, len(parts))}
+        found |= {name for name in around if not f"{me}.".startswith(f"{name}.")}
+    return {name for name in found if name in modules and name != me}
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules each of which imports the next, the last being the first again; empty if none do."""
+    done = set[str]()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name not in done:
+            for other in sorted(graph[name]):
+                found = visit(other, [*path, name])
+                if found:
+                    return found
+            done.add(name)
+        return []
+
+    return next((found for name in sorted(graph) if (found := visit(name, []))), [])
+
+
+def test_grammar_rooms() -> None:
+    paths = {module_of(path): path for path in sources()}
+    prefix = "overlap_spec.grammar."
+    for name, path in paths.items():
+        if not f"{name}.".startswith(prefix):
+            continue
+        room = grammar_room(name.removeprefix(prefix) if name.startswith(prefix) else "__init__")
+        assert room in GRAMMAR_MAY_IMPORT, f"{path} has no room in GRAMMAR_FILES"
+        for other in modules_used(path, paths):
+            if other.startswith(prefix):
+                theirs = grammar_room(other.removeprefix(prefix))
+                allowed = GRAMMAR_MAY_IMPORT[room] | {room}
+                assert theirs in allowed, f"{name} ({room}) imports {other} ({theirs})"
+
+
+def test_no_circles() -> None:
+    paths = {module_of(path): path for path in sources()}
+    graph = {name: {other for other in modules_used(path, paths)} for name, path in paths.items()}
+    found = circle(graph)
+    assert not found, f"imports in a circle: {' → '.join(found)}"
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]

@@ -9,7 +9,8 @@ from copy import copy
 from typing import Any
 
 from bench.backends.base import Batch, Reply, Task
-from overlap_spec.engine import Engine, Ticket
+from overlap_spec.engine import Engine
+from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.timeline import hidden_fraction, union_ms
@@ -29,7 +30,7 @@ class EngineSystem:
     def run(self, tasks: Sequence[Task], parallel: int) -> Batch:
         """See :class:`bench.backends.base.System`. Grammars should have been compiled before."""
         waiting = deque(enumerate(tasks))
-        open_tickets: dict[int, Ticket] = {}
+        open_tickets: dict[int, RequestHandle] = {}
         replies = [Reply() for _ in tasks]
         before, start_ns = copy(self.engine.figures), time.perf_counter_ns()
         while waiting or open_tickets:
@@ -58,7 +59,7 @@ class EngineSystem:
         """See :class:`bench.backends.base.System`."""
         self.engine.close()
 
-    def _submit(self, task: Task) -> Ticket:
+    def _submit(self, task: Task) -> RequestHandle:
         grammar = Grammar.json_schema(task.schema) if task.schema is not None else None
         sampling = {"temperature": 0.0, "max_tokens": task.max_tokens, "stop": task.stop}
         return self.engine.submit(task.prompt, grammar, sampling, raw=task.raw)
@@ -89,7 +90,7 @@ def takes(system: EngineSystem, schema: dict[str, Any]) -> tuple[float | None, s
         return None, str(error)
 
 
-def _reply(ticket: Ticket) -> Reply:
+def _reply(ticket: RequestHandle) -> Reply:
     output = ticket.output
     assert output is not None
     stats = output.stats

@@ -8,9 +8,9 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher
 from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.route import CHARACTERS, FOREIGN, Route, route
+from overlap_spec.grammar.parsing.route import CHARACTERS, FOREIGN, Route, route
+from overlap_spec.grammar.parsing.syntax import ForeignConstruct, read
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.syntax import ForeignConstruct, read
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 

@@ -19,8 +19,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import walk
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
-from overlap_spec.grammar.exclusion import excluded
-from overlap_spec.grammar.expressions import (
+from overlap_spec.grammar.lowering import to_ebnf
+from overlap_spec.grammar.parsing.exclusions import excluded
+from overlap_spec.grammar.parsing.expressions import (
     Chain,
     Expression,
     Ref,
@@ -28,12 +29,11 @@ from overlap_spec.grammar.expressions import (
     parts_of,
     references,
 )
-from overlap_spec.grammar.lexemes import Lexemes, cut
-from overlap_spec.grammar.loops import later, letters_first
-from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.regular import NonEmpty, literal, to_regex
+from overlap_spec.grammar.parsing.lexemes import Lexemes, cut
+from overlap_spec.grammar.parsing.regular import EpsilonFree, literal, to_regex
+from overlap_spec.grammar.parsing.slice_hints import later, letters_first
+from overlap_spec.grammar.parsing.syntax import read
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.syntax import ForeignConstruct, read
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 _DEEPEST = 5
@@ -72,13 +72,6 @@ class LLGuidanceBackend(Backend):
 
     def compile_lowered(self, grammar: Grammar, ebnf: str) -> CompiledGrammar:
         return self.deserialize(grammar, to_lark(ebnf).text.encode())
-
-    def reads(self, grammar: Grammar) -> str | None:
-        try:
-            read(to_ebnf(grammar))
-        except ForeignConstruct as error:
-            return str(error)
-        return None
 
     def deserialize(self, grammar: Grammar, data: bytes) -> CompiledGrammar:
         lark = data.decode()
@@ -262,7 +255,7 @@ def to_lark(ebnf: str) -> Lark:
         GrammarError: the text is broken or too large.
     """
     syntax = read(ebnf)
-    grammar = NonEmpty(syntax)
+    grammar = EpsilonFree(syntax)
     if "root" not in grammar.rules:
         return Lark(f'{_OPTIONS}start: ""\n')
     lexemes = cut(grammar, syntax.recursive)

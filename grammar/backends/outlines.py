@@ -20,12 +20,12 @@ import outlines_core
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher, Row
-from overlap_spec.grammar.expressions import Expression, Ref, Repeat, parts_of
 from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.regular import NonEmpty, to_regex
+from overlap_spec.grammar.parsing.expressions import Expression, Ref, Repeat, parts_of
+from overlap_spec.grammar.parsing.regular import EpsilonFree, to_regex
+from overlap_spec.grammar.parsing.syntax import Syntax, read
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.states import Automaton, StateMatcher
-from overlap_spec.grammar.syntax import ForeignConstruct, Syntax, read
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 # Beyond these the table takes minutes and gigabytes to make.
@@ -46,12 +46,6 @@ class OutlinesBackend(Backend):
                 ids.setdefault(text, []).append(token)
         self._table = outlines_core.Vocabulary(vocabulary.stop_ids[0], ids)
 
-    def reads(self, grammar: Grammar) -> str | None:
-        try:
-            return _refusal(read(to_ebnf(grammar)))
-        except ForeignConstruct as error:
-            return str(error)
-
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         return self.compile_lowered(grammar, to_ebnf(grammar))
 
@@ -62,7 +56,7 @@ class OutlinesBackend(Backend):
             raise GrammarError(
                 f"outlines cannot read this {grammar.kind} grammar: {refusal}", grammar.kind
             )
-        plain = NonEmpty(syntax)
+        plain = EpsilonFree(syntax)
         try:
             index = outlines_core.Index(_whole(plain), self._table)
         except ValueError as error:
@@ -85,7 +79,7 @@ class OutlinesBackend(Backend):
 def _refusal(syntax: Syntax) -> str | None:
     if "root" in syntax.recursive:
         return "it nests without bound, and the library reads regular expressions only"
-    if "root" not in NonEmpty(syntax).rules:
+    if "root" not in EpsilonFree(syntax).rules:
         return "it allows the empty text only"
     counts: dict[str, int] = {}
 
@@ -105,7 +99,7 @@ def _refusal(syntax: Syntax) -> str | None:
     return None
 
 
-def _whole(grammar: NonEmpty) -> str:
+def _whole(grammar: EpsilonFree) -> str:
     known: dict[str, str] = {}
 
     def rule(name: str) -> str:
@@ -127,7 +121,7 @@ class _Compiled(CompiledGrammar, Automaton[int]):
     ) -> None:
         self.vocabulary = vocabulary
         self._index = index
-        self._data = bytes([may_be_empty]) + index.__reduce__()[1][0]
+        self._data: bytes = bytes([may_be_empty]) + index.__reduce__()[1][0]
         self._first: int = index.get_initial_state()
         self._may_be_empty = may_be_empty
         self._lock = threading.Lock()

@@ -15,10 +15,10 @@ import numpy as np
 
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher, Row
 from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.network import Network
+from overlap_spec.grammar.parsing.network import Network
+from overlap_spec.grammar.parsing.syntax import Syntax, read
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.states import Automaton, StateMatcher
-from overlap_spec.grammar.syntax import Syntax, read
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 

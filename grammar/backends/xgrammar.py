@@ -18,13 +18,13 @@ import xgrammar as xgr
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import walk
+from overlap_spec.grammar.automata.charset import rule_class
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
-from overlap_spec.grammar.expressions import Chain, Chars, Either, Expression, Ref
 from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.lowering.charset import rule_class
-from overlap_spec.grammar.regular import NonEmpty
+from overlap_spec.grammar.parsing.expressions import Chain, Chars, Either, Expression, Ref
+from overlap_spec.grammar.parsing.regular import EpsilonFree
+from overlap_spec.grammar.parsing.syntax import ForeignConstruct, read
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.syntax import ForeignConstruct, read
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 # A grammar that compiles quicker than this travels as text: writing and reading its compiled form
@@ -104,7 +104,8 @@ class _Compiled(CompiledGrammar):
     def serialize(self) -> bytes:
         if self._again is not None:
             return SOURCE + self._again.encode()
-        return self._compiled.serialize_json().encode()
+        text: str = self._compiled.serialize_json()
+        return text.encode()
 
 
 class _XGrammarMatcher(Matcher):
@@ -193,7 +194,7 @@ def _respelled(ebnf: str) -> str:
     crashes the process where a rule may be empty and calls itself first (`x ::= x{0,2}`).
     """
     try:
-        grammar = NonEmpty(read(ebnf))
+        grammar = EpsilonFree(read(ebnf))
     except ForeignConstruct:
         return ebnf
     if "root" not in grammar.rules:

@@ -73,11 +73,6 @@ def receive(end: socket.socket) -> Message | None:
     return Message(json.loads(data), fds[0] if fds else -1)
 
 
-def body_bytes(message: Message) -> int:
-    """Size of a message's body."""
-    return os.fstat(message.fd).st_size if message.fd >= 0 else 0
-
-
 def read_body(message: Message) -> bytes:
     """The body of a message, which is closed by that."""
     with os.fdopen(message.fd, "rb") as file:

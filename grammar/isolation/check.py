@@ -15,10 +15,10 @@ from decimal import Decimal
 from typing import Any
 
 from overlap_spec.grammar.isolation.limits import CompileFailure
-from overlap_spec.grammar.lowering.keywords import step
 from overlap_spec.grammar.reasoning import answer_of
+from overlap_spec.grammar.source import json_path
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.tools import parse_reply
+from overlap_spec.grammar.tool_stream import parse_reply
 
 MOST_CHARACTERS = 500
 MOST_DIGITS = 400
@@ -42,7 +42,7 @@ def violation(grammar: Grammar, text: str) -> str | None:
     """
     inner = grammar.inner
     if inner is not None and grammar.kind == "after_thinking":
-        return violation(inner, answer_of(grammar, text))
+        return violation(inner, answer_of(grammar.source, text))
     if inner is not None:
         called = parse_reply(text, json.loads(grammar.source)["format"]).calls
         return None if called else violation(inner, text)
@@ -63,7 +63,7 @@ def _first_error(schema: Any, instance: Any) -> str | None:
     error = next(kind(schema, registry=Registry()).iter_errors(instance), None)
     if error is None:
         return None
-    return f"{step('$', *error.absolute_path)}: {error.message}"[:MOST_CHARACTERS]
+    return f"{json_path('$', *error.absolute_path)}: {error.message}"[:MOST_CHARACTERS]
 
 
 class _Exact(Decimal):

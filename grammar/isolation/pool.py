@@ -11,10 +11,10 @@ from weakref import WeakValueDictionary
 
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
 from overlap_spec.grammar.isolation.executor import Executor
-from overlap_spec.grammar.isolation.jobs import Job
+from overlap_spec.grammar.isolation.fork_server_link import check_importable
 from overlap_spec.grammar.isolation.limits import CompileLimits
 from overlap_spec.grammar.isolation.supervisor import Supervisor
-from overlap_spec.grammar.isolation.template_link import check_importable
+from overlap_spec.grammar.isolation.work_items import WorkItem
 from overlap_spec.grammar.spec import Grammar
 
 
@@ -88,12 +88,12 @@ class Pool(Executor):
         self._crew, self._supervisor = crew, crew.supervisor
 
     def submit(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        return self._enqueue(Job(grammar, Future()))
+        return self._enqueue(WorkItem(grammar, Future()))
 
     def check(self, grammar: Grammar, text: str) -> Future[str | None]:
-        return self._enqueue(Job(grammar, Future(), text))
+        return self._enqueue(WorkItem(grammar, Future(), text))
 
-    def _enqueue(self, job: Job) -> Future[Any]:
+    def _enqueue(self, job: WorkItem) -> Future[Any]:
         if not self._start():
             job.fail("closed", "the engine is closed")
             return job.future
@@ -127,7 +127,7 @@ class Pool(Executor):
     def snapshot(self) -> dict[str, Any]:
         return self._supervisor.snapshot()
 
-    def _left(self, job: Job) -> None:
+    def _left(self, job: WorkItem) -> None:
         self._supervisor.cancelled.append(job)
         self._supervisor.wake()
 

@@ -23,9 +23,9 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation import channel
 from overlap_spec.grammar.isolation.channel import Message
-from overlap_spec.grammar.isolation.jobs import Job, Worker
+from overlap_spec.grammar.isolation.fork_server_link import ForkServerLink
 from overlap_spec.grammar.isolation.limits import CompileLimits
-from overlap_spec.grammar.isolation.template_link import TemplateLink
+from overlap_spec.grammar.isolation.work_items import CompileWorker, WorkItem
 from overlap_spec.grammar.isolation.worker import means_out_of_memory
 
 # A template that is not ready, or a worker that does not begin, after so long is given up.
@@ -44,14 +44,14 @@ class Supervisor:
 
     def __init__(self, backend: Backend, limits: CompileLimits) -> None:
         self.backend, self.limits = backend, limits
-        self.inbox: deque[Job] = deque()
-        self.cancelled: deque[Job] = deque()
+        self.inbox: deque[WorkItem] = deque()
+        self.cancelled: deque[WorkItem] = deque()
         self.has_ended = False
         self.wakes: tuple[socket.socket, socket.socket] | None = None
-        self.fast: deque[Job] = deque()
-        self.long: deque[Job] = deque()
-        self.workers: dict[int, Worker] = {}
-        self.link: TemplateLink | None = None
+        self.fast: deque[WorkItem] = deque()
+        self.long: deque[WorkItem] = deque()
+        self.workers: dict[int, CompileWorker] = {}
+        self.link: ForkServerLink | None = None
         self.link_since_s = 0.0
         self.numbers = itertools.count()
         self.forked = self.killed = 0
@@ -69,7 +69,7 @@ class Supervisor:
         link = self.link
         return {
             "isolated": True,
-            "template_pid": link.process.pid if link else None,
+            "fork_server_pid": link.process.pid if link else None,
             "workers": len(self.workers),
             "fast_running": sum(not worker.is_long for worker in busy),
             "long_running": sum(worker.is_long for worker in busy),
@@ -148,14 +148,14 @@ class Supervisor:
         if all(worker.job for worker in self.workers.values()):
             self._fork()
 
-    def _give(self, queue: deque[Job], is_long: bool) -> bool:
+    def _give(self, queue: deque[WorkItem], is_long: bool) -> bool:
         for worker in [worker for worker in self.workers.values() if worker.job is None]:
             if self._send(worker, queue, is_long):
                 return True
         new = self._fork()
         return new is not None and self._send(new, queue, is_long)
 
-    def _send(self, worker: Worker, queue: deque[Job], is_long: bool) -> bool:
+    def _send(self, worker: CompileWorker, queue: deque[WorkItem], is_long: bool) -> bool:
         grammar = dataclasses.replace(queue[0].grammar, output=None)
         try:
             channel.send_body(worker.end, pickle.dumps((grammar, queue[0].text)))
@@ -169,18 +169,18 @@ class Supervisor:
             self._make_long(worker)
         return True
 
-    def _make_long(self, worker: Worker) -> None:
+    def _make_long(self, worker: CompileWorker) -> None:
         worker.is_long = worker.is_slow = True
-        self._order(TemplateLink.slow, worker)
+        self._order(ForkServerLink.slow, worker)
 
-    def _fork(self) -> Worker | None:
+    def _fork(self) -> CompileWorker | None:
         try:
             if self.link is None:
-                self.link = TemplateLink(self.backend, self.limits)
+                self.link = ForkServerLink(self.backend, self.limits)
                 self.link_since_s = time.monotonic()
                 self.selector.register(self.link.end, selectors.EVENT_READ, self.link)
             number = next(self.numbers)
-            worker = Worker(number, self.link.fork(number))
+            worker = CompileWorker(number, self.link.fork(number))
         except OSError as error:
             self._blame_link(error)
             return None
@@ -191,21 +191,21 @@ class Supervisor:
 
     # Taking away.
 
-    def _forget(self, worker: Worker) -> None:
+    def _forget(self, worker: CompileWorker) -> None:
         if self.workers.pop(worker.number, None):
             self._hush(worker)
             worker.end.close()
 
-    def _hush(self, worker: Worker) -> None:
+    def _hush(self, worker: CompileWorker) -> None:
         with contextlib.suppress(KeyError):
             self.selector.unregister(worker.end)
 
-    def _kill(self, worker: Worker) -> None:
+    def _kill(self, worker: CompileWorker) -> None:
         self._forget(worker)
         self.killed += 1
-        self._order(TemplateLink.kill, worker)
+        self._order(ForkServerLink.kill, worker)
 
-    def _order(self, order: Callable[[TemplateLink, int], None], worker: Worker) -> None:
+    def _order(self, order: Callable[[ForkServerLink, int], None], worker: CompileWorker) -> None:
         try:
             if self.link:
                 order(self.link, worker.number)
@@ -242,16 +242,16 @@ class Supervisor:
 
     # Listening.
 
-    def _handle(self, source: TemplateLink | Worker | None) -> None:
+    def _handle(self, source: ForkServerLink | CompileWorker | None) -> None:
         if source is None:
             assert self.wakes is not None
             self.wakes[0].recv(4096)
-        elif isinstance(source, Worker):
+        elif isinstance(source, CompileWorker):
             self._listen(source)
         elif source is self.link:
             self._take_events(source)
 
-    def _take_events(self, link: TemplateLink) -> None:
+    def _take_events(self, link: ForkServerLink) -> None:
         with contextlib.suppress(BlockingIOError):
             while self.link is link:
                 event = link.event()
@@ -264,7 +264,7 @@ class Supervisor:
                 elif event["number"] in self.workers:
                     self._bury(self.workers[event["number"]], event["exit"], event["output"])
 
-    def _bury(self, worker: Worker, code: int, output: str) -> None:
+    def _bury(self, worker: CompileWorker, code: int, output: str) -> None:
         """A worker ended: its last answer may still lie in the channel."""
         self._listen(worker)
         self._forget(worker)
@@ -283,7 +283,7 @@ class Supervisor:
         said = f": {' '.join(output.split())[:300]}" if output.strip() else ""
         job.fail("crash", f"its worker process ended with {how}{said}")
 
-    def _listen(self, worker: Worker) -> None:
+    def _listen(self, worker: CompileWorker) -> None:
         try:
             while worker.number in self.workers:
                 message = channel.receive(worker.end)
@@ -295,7 +295,7 @@ class Supervisor:
         except BlockingIOError:
             return
 
-    def _take_answer(self, worker: Worker, message: Message) -> None:
+    def _take_answer(self, worker: CompileWorker, message: Message) -> None:
         answer, job = message.header["answer"], worker.job
         if answer == "started":
             worker.started_s = time.monotonic()
@@ -329,7 +329,7 @@ class Supervisor:
             "simplify it (long repetitions are the usual cause)"
         )
 
-    def _load(self, job: Job, message: Message) -> None:
+    def _load(self, job: WorkItem, message: Message) -> None:
         """Read back what a worker made; on a loader's thread."""
         try:
             if message.header["answer"] == "rebuild":
@@ -345,7 +345,7 @@ class Supervisor:
 
     # Keeping time.
 
-    def _deadline_s(self, worker: Worker) -> float:
+    def _deadline_s(self, worker: CompileWorker) -> float:
         if worker.started_s is None:
             return worker.given_s + START_S
         limits = self.limits
@@ -382,7 +382,7 @@ class Supervisor:
             else:
                 self._outgrow(worker, job)
 
-    def _outgrow(self, worker: Worker, job: Job) -> None:
+    def _outgrow(self, worker: CompileWorker, job: WorkItem) -> None:
         """A compile is not a short one: it goes on, or waits, or is refused."""
         running = sum(one.is_long for one in self.workers.values() if one.job)
         if running < self.limits.long_running:

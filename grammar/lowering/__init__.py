@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.automata.regex import parse
+from overlap_spec.grammar.lowering.composite import KINDS, lower_composite
 from overlap_spec.grammar.lowering.ebnf import Rules, choice, literal
-from overlap_spec.grammar.lowering.regex import parse
 from overlap_spec.grammar.lowering.schema import SchemaLowering
 from overlap_spec.grammar.spec import Grammar
 
@@ -25,10 +26,8 @@ def to_ebnf(grammar: Grammar, linear: bool = False) -> str:
     Raises:
         GrammarError: names the keyword and its path, or the pattern and the position.
     """
-    if grammar.kind in ("structural_tag", "tools", "after_thinking"):
-        from overlap_spec.grammar.structural import lower_structural
-
-        return lower_structural(grammar)
+    if grammar.kind in KINDS:
+        return lower_composite(grammar, to_ebnf)
     if grammar.kind == "ebnf":
         return grammar.source
     if grammar.kind == "regex":

@@ -17,9 +17,10 @@ from overlap_spec.grammar.lowering.shapes import (
     Consts,
     Contains,
     Expr,
-    meet_of,
+    all_of,
     negated,
 )
+from overlap_spec.grammar.source import json_path
 
 _MOST_STATES = 1200
 # A state of an array under construction: whatever tells what may follow.
@@ -59,12 +60,12 @@ class ArrayWriter:
 
     def _item(self, expr: Expr, place: int | None) -> str | None:
         keys: tuple[str | int, ...] = ("items",) if place is None else ("prefixItems", place)
-        return self.writer.value(expr, keywords.step(self.path, *keys), self.depth + 1)
+        return self.writer.value(expr, json_path(self.path, *keys), self.depth + 1)
 
     def _distinct(self) -> str | None:
         """Arrays without equal items, where there are few values."""
         shape, values = self.shape, list[tuple[str, str]]()
-        for found in self.writer.reader.shapes(shape.rest):
+        for found in self.writer.resolver.shapes(shape.rest):
             if not isinstance(found, Consts):
                 raise keywords.refusal("uniqueItems", self.path, "is not supported for such items")
             values += found.values
@@ -98,7 +99,7 @@ class ArrayWriter:
             for hits in itertools.product(
                 *(self._hits(one, place, n) for one, n in zip(shape.contains, counts, strict=True))
             ):
-                item = meet_of(base, *(expr for expr, _ in hits))
+                item = all_of(base, *(expr for expr, _ in hits))
                 if item != NOTHING:
                     here = place if known else None
                     yield self._item(item, here), (after, *(n for _, n in hits))
@@ -114,11 +115,11 @@ class ArrayWriter:
     def _hits(one: Contains, place: int, count: int) -> Iterator[tuple[Expr, int]]:
         """What an item may be for one `contains`, and the count after it."""
         if place < one.start or (one.most is None and count >= one.least):
-            yield meet_of(), count
+            yield all_of(), count
             return
         if one.most is None or count < one.most:
             yield one.item, count + 1
-        yield (meet_of() if one.most is None else negated(one.item)), count
+        yield (all_of() if one.most is None else negated(one.item)), count
 
     def _array(
         self,

@@ -21,7 +21,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Objects,
     Shape,
     Strings,
-    Unsaid,
+    Unsupported,
     negated,
 )
 
@@ -31,7 +31,7 @@ def complement(shape: Shape) -> Iterator[Shape]:
 
     Fixed arrays and objects are none of these: the caller takes them apart first.
     """
-    if isinstance(shape, Unsaid):
+    if isinstance(shape, Unsupported):
         yield shape
     elif isinstance(shape, Consts):
         yield from _consts(shape)
@@ -98,7 +98,7 @@ def _strings(shape: Strings) -> Iterator[Shape]:
 
 def _arrays(shape: Arrays) -> Iterator[Shape]:
     if shape.unique:
-        yield Unsaid("array", "uniqueItems")
+        yield Unsupported("array", "uniqueItems")
     if shape.least:
         yield Arrays(most=shape.least - 1)
     if shape.most is not None:

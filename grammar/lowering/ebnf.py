@@ -8,18 +8,18 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 
-from overlap_spec.grammar.lowering.automaton import (
-    Chain,
-    Chars,
+from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError, from_node
+from overlap_spec.grammar.automata.dfa_to_regex import Spell, to_node
+from overlap_spec.grammar.automata.escape import in_json, plain
+from overlap_spec.grammar.automata.regex_ast import (
+    CharClass,
+    Concat,
     Node,
-    Repeat,
+    Repetition,
     is_deterministic,
     to_regex,
     to_rule,
 )
-from overlap_spec.grammar.lowering.dfa import Dfa, TooLargeError, from_node
-from overlap_spec.grammar.lowering.spell import in_json, plain
-from overlap_spec.grammar.lowering.spread import Spell, to_node
 
 # Of an automaton that counts, each state costs the library that reads it.
 _MOST_COUNTING = 600
@@ -115,11 +115,11 @@ class Rules:
 
 def _counts(node: Node) -> bool:
     """Whether a repetition has a bound that is not small."""
-    if isinstance(node, Chars):
+    if isinstance(node, CharClass):
         return False
-    if isinstance(node, Repeat):
+    if isinstance(node, Repetition):
         return (node.most or node.least) > 1 or _counts(node.body)
-    return any(map(_counts, node.parts if isinstance(node, Chain) else node.ways))
+    return any(map(_counts, node.parts if isinstance(node, Concat) else node.ways))
 
 
 def literal(text: str) -> str:

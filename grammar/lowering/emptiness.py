@@ -3,41 +3,41 @@
 from __future__ import annotations
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.lowering.dfa import TooLargeError
-from overlap_spec.grammar.lowering.meet import Judge, member
+from overlap_spec.grammar.automata.dfa import TooLargeError
+from overlap_spec.grammar.lowering.intersect import SchemaOracle, member
 from overlap_spec.grammar.lowering.shapes import (
     Arrays,
     Numbers,
     Objects,
     Shape,
     Strings,
-    meet_of,
+    all_of,
 )
 from overlap_spec.grammar.lowering.strings import automaton
 
 _FEW = 64
 
 
-def shape_is_empty(shape: Shape, judge: Judge) -> bool:
+def shape_is_empty(shape: Shape, oracle: SchemaOracle) -> bool:
     """Whether a shape has no value; False where that takes a long look."""
     if isinstance(shape, Numbers):
-        return _numbers(shape, judge)
+        return _numbers(shape, oracle)
     if isinstance(shape, Strings):
         return _strings(shape)
     if isinstance(shape, Arrays):
-        return _arrays(shape, judge)
+        return _arrays(shape, oracle)
     if isinstance(shape, Objects):
-        return any(judge.is_empty(member(shape, name, judge)) for name in shape.required)
+        return any(oracle.is_empty(member(shape, name, oracle)) for name in shape.required)
     return False
 
 
-def _numbers(shape: Numbers, judge: Judge) -> bool:
+def _numbers(shape: Numbers, oracle: SchemaOracle) -> bool:
     if shape.bounds.is_empty:
         return True
     low, high = shape.bounds.integers()
     if not shape.whole or low is None or high is None or high - low > _FEW:
         return False
-    return not any(judge.holds(shape, str(value)) for value in range(low, high + 1))
+    return not any(oracle.holds(shape, str(value)) for value in range(low, high + 1))
 
 
 def _strings(shape: Strings) -> bool:
@@ -51,16 +51,16 @@ def _strings(shape: Strings) -> bool:
         return False
 
 
-def _arrays(shape: Arrays, judge: Judge) -> bool:
+def _arrays(shape: Arrays, oracle: SchemaOracle) -> bool:
     places = [*shape.prefix[: shape.least]]
     if shape.least > len(shape.prefix):
         places.append(shape.rest)
-    if any(map(judge.is_empty, places)):
+    if any(map(oracle.is_empty, places)):
         return True
     items = [*shape.prefix, shape.rest]
     return any(
         one.least > 0
-        and all(judge.is_empty(meet_of(item, one.item)) for item in items[one.start :])
+        and all(oracle.is_empty(all_of(item, one.item)) for item in items[one.start :])
         for one in shape.contains
         if one.start <= len(shape.prefix)
     )

@@ -114,14 +114,3 @@ class Refusal(GrammarError):
 def refusal(keyword: str, path: str, reason: str) -> Refusal:
     """An error that names a keyword and where it stands."""
     return Refusal(f"{path}: keyword {keyword!r} {reason}", "schema")
-
-
-def step(path: str, *keys: str | int) -> str:
-    """The path one level deeper: `$.properties.age`, `$.items[0]`, `$['a b']`."""
-    for key in keys:
-        if isinstance(key, int):
-            path += f"[{key}]"
-        else:
-            plain = key.replace("$", "_").isidentifier()
-            path += f".{key}" if plain else f"[{key!r}]"
-    return path

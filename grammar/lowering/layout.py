@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from overlap_spec.grammar.automata.regex import parse
 from overlap_spec.grammar.lowering.ebnf import Rules, literal, sequence
-from overlap_spec.grammar.lowering.regex import parse
 
 # One line break and some indentation: enough for any pretty printer, too little to loop in.
 _BOUNDED = parse(r"\n?[ \t]{0,16}")

@@ -6,8 +6,8 @@ import json
 from decimal import Decimal
 from typing import Any, Protocol
 
-from overlap_spec.grammar.lowering.meet import Judge, member
-from overlap_spec.grammar.lowering.regex import Pattern
+from overlap_spec.grammar.automata.regex import Pattern
+from overlap_spec.grammar.lowering.intersect import SchemaOracle, member
 from overlap_spec.grammar.lowering.shapes import (
     Arrays,
     Consts,
@@ -17,12 +17,12 @@ from overlap_spec.grammar.lowering.shapes import (
     Objects,
     Shape,
     Strings,
-    Unsaid,
+    Unsupported,
 )
 
 
-class Evaluator(Judge, Protocol):
-    """A judge that also looks into expressions."""
+class Evaluator(SchemaOracle, Protocol):
+    """A oracle that also looks into expressions."""
 
     def has(self, expr: Expr, value: Any) -> bool:
         """Whether a value, with numbers as Decimal, is in an expression."""
@@ -53,10 +53,10 @@ def key_of(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def contains_value(shape: Shape, value: Any, judge: Evaluator) -> bool:
+def contains_value(shape: Shape, value: Any, oracle: Evaluator) -> bool:
     """Whether a value is in a shape."""
-    if isinstance(shape, Unsaid) or kind_of(value) != shape.kind:
-        return isinstance(shape, Unsaid) and kind_of(value) == shape.kind
+    if isinstance(shape, Unsupported) or kind_of(value) != shape.kind:
+        return isinstance(shape, Unsupported) and kind_of(value) == shape.kind
     if isinstance(shape, Consts):
         return key_of(value) in dict(shape.values)
     if isinstance(shape, Numbers):
@@ -64,8 +64,8 @@ def contains_value(shape: Shape, value: Any, judge: Evaluator) -> bool:
     if isinstance(shape, Strings):
         return _string(shape, value)
     if isinstance(shape, Arrays):
-        return _array(shape, value, judge)
-    return _object(shape, value, judge)
+        return _array(shape, value, oracle)
+    return _object(shape, value, oracle)
 
 
 def _number(shape: Numbers, value: Decimal) -> bool:
@@ -98,30 +98,30 @@ def _string(shape: Strings, value: str) -> bool:
     return not any(Pattern(pattern, "schema").matches(value) for pattern in shape.without)
 
 
-def _array(shape: Arrays, value: list[Any], judge: Evaluator) -> bool:
+def _array(shape: Arrays, value: list[Any], oracle: Evaluator) -> bool:
     if len(value) < shape.least or (shape.most is not None and len(value) > shape.most):
         return False
     if shape.unique and len(set(map(key_of, value))) < len(value):
         return False
     items = [*shape.prefix, *[shape.rest] * max(len(value) - len(shape.prefix), 0)]
-    if not all(judge.has(expr, item) for expr, item in zip(items, value, strict=False)):
+    if not all(oracle.has(expr, item) for expr, item in zip(items, value, strict=False)):
         return False
-    return all(_counted(one, value, judge) for one in shape.contains)
+    return all(_counted(one, value, oracle) for one in shape.contains)
 
 
-def _counted(one: Contains, value: list[Any], judge: Evaluator) -> bool:
-    count = sum(judge.has(one.item, item) for item in value[one.start :])
+def _counted(one: Contains, value: list[Any], oracle: Evaluator) -> bool:
+    count = sum(oracle.has(one.item, item) for item in value[one.start :])
     return count >= one.least and (one.most is None or count <= one.most)
 
 
-def _object(shape: Objects, value: dict[str, Any], judge: Evaluator) -> bool:
+def _object(shape: Objects, value: dict[str, Any], oracle: Evaluator) -> bool:
     if len(value) < shape.least or (shape.most is not None and len(value) > shape.most):
         return False
     if any(name not in value for name in shape.required):
         return False
-    if not all(judge.has(member(shape, name, judge), held) for name, held in value.items()):
+    if not all(oracle.has(member(shape, name, oracle), held) for name, held in value.items()):
         return False
     return all(
-        any(judge.has_key(keys, name) and judge.has(expr, held) for name, held in value.items())
+        any(oracle.has_key(keys, name) and oracle.has(expr, held) for name, held in value.items())
         for keys, expr in shape.some
     )

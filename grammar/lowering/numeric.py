@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from overlap_spec.grammar.lowering import dfa, keywords
-from overlap_spec.grammar.lowering.automaton import Node
-from overlap_spec.grammar.lowering.dfa import Dfa, Move, TooLargeError
+from overlap_spec.grammar.automata import dfa
+from overlap_spec.grammar.automata.dfa import Dfa, Move, TooLargeError
+from overlap_spec.grammar.automata.regex import parse
+from overlap_spec.grammar.automata.regex_ast import Node
+from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.numbers import (
     INTEGER,
     Bounds,
     decimal_regex,
     integer_regex,
 )
-from overlap_spec.grammar.lowering.regex import parse
 from overlap_spec.grammar.lowering.shapes import Numbers
 
 _MOST_VALUES = 4096

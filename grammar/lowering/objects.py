@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from overlap_spec.grammar.lowering import dfa, keywords
-from overlap_spec.grammar.lowering.dfa import Dfa, TooLargeError
+from overlap_spec.grammar.automata import dfa
+from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError
+from overlap_spec.grammar.automata.escape import in_json
+from overlap_spec.grammar.automata.regex import Pattern
+from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.ebnf import Rules, choice, sequence
+from overlap_spec.grammar.lowering.intersect import member
 from overlap_spec.grammar.lowering.layout import Layout
-from overlap_spec.grammar.lowering.meet import member
 from overlap_spec.grammar.lowering.members import Member, Members, Tail
-from overlap_spec.grammar.lowering.reader import Reader
-from overlap_spec.grammar.lowering.regex import Pattern
+from overlap_spec.grammar.lowering.resolver import Resolver
 from overlap_spec.grammar.lowering.shapes import (
     ANY,
     Consts,
@@ -25,11 +27,11 @@ from overlap_spec.grammar.lowering.shapes import (
     Keys,
     Objects,
     Strings,
-    meet_of,
+    all_of,
     negated,
 )
-from overlap_spec.grammar.lowering.spell import in_json
 from overlap_spec.grammar.lowering.strings import KEY_CHARS, automaton, found_in, key_node
+from overlap_spec.grammar.source import json_path
 
 _MOST_KINDS = 64
 Predicate = str | Expr
@@ -40,7 +42,7 @@ class Writer(Protocol):
 
     rules: Rules
     layout: Layout
-    reader: Reader
+    resolver: Resolver
 
     def value(self, expr: Expr, path: str, depth: int) -> str | None:
         """The rule of a value; None if there is none."""
@@ -89,7 +91,7 @@ class ObjectWriter:
 
     def _cases(self) -> Iterator[Objects]:
         """Shapes in which a member that must be there is a named one, or else a free one."""
-        shape, has_key = self.shape, self.writer.reader.has_key
+        shape, has_key = self.shape, self.writer.resolver.has_key
         choices = [
             [*(name for name in self.names if has_key(keys, name)), None] for keys, _ in shape.some
         ]
@@ -101,7 +103,7 @@ class ObjectWriter:
                 if name is None:
                     free.append(some)
                 else:
-                    named[name] = meet_of(named.get(name, ANY), some[1])
+                    named[name] = all_of(named.get(name, ANY), some[1])
                     required.append(name)
             wanted = tuple(dict.fromkeys(required))
             yield replace(shape, named=tuple(named.items()), required=wanted, some=tuple(free))
@@ -110,8 +112,8 @@ class ObjectWriter:
         writer = self.writer
         members = []
         for name in self.names:
-            expr = member(shape, name, writer.reader)
-            rule = writer.value(expr, keywords.step(self.path, "properties", name), self.depth + 1)
+            expr = member(shape, name, writer.resolver)
+            rule = writer.value(expr, json_path(self.path, "properties", name), self.depth + 1)
             if rule is not None:
                 key = writer.layout.value(name, 0)
                 rule = sequence(key, writer.layout.colon(), rule)
@@ -135,14 +137,14 @@ class ObjectWriter:
         if every is None or not some:
             return None if every is None else Tail(every)
         keys, expr = some[0]
-        must = [(k, meet_of(self._held(k), expr)) for k in self._kinds if _covers(keys, k)]
+        must = [(k, all_of(self._held(k), expr)) for k in self._kinds if _covers(keys, k)]
         others = [(k, self._held(k)) for k in self._kinds if not _covers(keys, k)]
         # A key that comes again must not undo the one that had to be there.
         found = self._members(must)
         return None if found is None else Tail(every, found, self._members([*others, *must]))
 
     def _held(self, kind: FreeKeys) -> Expr:
-        return meet_of(*(expr for keys, expr in self.shape.rules if _covers(keys, kind)))
+        return all_of(*(expr for keys, expr in self.shape.rules if _covers(keys, kind)))
 
     def _members(self, kinds: list[tuple[FreeKeys, Expr]]) -> str | None:
         """Free members of several kinds; kinds that hold the same are written as one."""
@@ -151,7 +153,7 @@ class ObjectWriter:
             groups.setdefault(expr, []).append(kind)
         ways = []
         for expr, members in groups.items():
-            here = keywords.step(self.path, "additionalProperties")
+            here = json_path(self.path, "additionalProperties")
             value = self.writer.value(expr, here, self.depth + 1)
             if value is not None:
                 ways.append(sequence(self._key(members), self.writer.layout.colon(), value))
@@ -214,7 +216,7 @@ class ObjectWriter:
 
     def _texts(self, expr: Expr) -> Dfa:
         found = []
-        for shape in self.writer.reader.shapes(expr):
+        for shape in self.writer.resolver.shapes(expr):
             if isinstance(shape, Strings):
                 found.append(automaton(shape))
             elif isinstance(shape, Consts) and shape.kind == "string":

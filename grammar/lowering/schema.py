@@ -12,14 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.automata.dfa import Dfa
+from overlap_spec.grammar.automata.escape import plain
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.arrays import ArrayWriter
-from overlap_spec.grammar.lowering.dfa import Dfa
 from overlap_spec.grammar.lowering.ebnf import Rules, choice, literal
 from overlap_spec.grammar.lowering.layout import Layout
 from overlap_spec.grammar.lowering.numeric import number_language
 from overlap_spec.grammar.lowering.objects import ObjectWriter
-from overlap_spec.grammar.lowering.reader import Reader
+from overlap_spec.grammar.lowering.resolver import Resolver
 from overlap_spec.grammar.lowering.shapes import (
     Arrays,
     Consts,
@@ -28,9 +29,8 @@ from overlap_spec.grammar.lowering.shapes import (
     Objects,
     Shape,
     Strings,
-    Unsaid,
+    Unsupported,
 )
-from overlap_spec.grammar.lowering.spell import plain
 from overlap_spec.grammar.lowering.strings import string_language
 
 _DEEPEST = 200
@@ -54,7 +54,7 @@ class SchemaLowering:
         self.rules = rules or Rules()
         self.layout = Layout(self.rules, whitespace)
         self.best_effort = best_effort
-        self.reader = Reader(root, best_effort)
+        self.resolver = Resolver(root, best_effort)
         self._known: dict[tuple[Expr, int], str | None] = {}
         self._recursive: set[tuple[Expr, int]] = set()
 
@@ -65,7 +65,7 @@ class SchemaLowering:
             GrammarError: names the keyword that is not read exactly, or says that no value is
                 valid.
         """
-        start = self.value(self.reader.expr(self.root, "$"), "$", 0)
+        start = self.value(self.resolver.expr(self.root, "$"), "$", 0)
         if start is None:
             raise GrammarError("$: no value is valid under this schema", "schema")
         return self.rules.text(start)
@@ -81,7 +81,7 @@ class SchemaLowering:
             return self._known[key]
         name = self._known[key] = self.rules.reserve()
         parts = [
-            part for shape in self.reader.shapes(expr) for part in self._ways(shape, path, depth)
+            part for shape in self.resolver.shapes(expr) for part in self._ways(shape, path, depth)
         ]
         found = choice(parts) if parts else None
         if key in self._recursive or len(parts) > 1:
@@ -107,7 +107,7 @@ class SchemaLowering:
             return ObjectWriter(self, shape, path, depth).rule()
         if isinstance(shape, Consts):
             return self._fixed(shape, depth)
-        if isinstance(shape, Unsaid):
+        if isinstance(shape, Unsupported):
             raise keywords.refusal(
                 "not", path, f"excludes {shape.keyword!r}, which has no opposite"
             )
@@ -122,7 +122,7 @@ class SchemaLowering:
 
     def _fixed(self, shape: Consts, depth: int) -> list[str]:
         values = [json.loads(text) for _, text in shape.values]
-        # 2.0 is equal to 2, and both are how a reader expects to see it.
+        # 2.0 is equal to 2, and both are how a resolver expects to see it.
         values += [int(v) for v in values if isinstance(v, float) and v.is_integer()]
         return [self.layout.value(value, depth) for value in values]
 
@@ -148,4 +148,4 @@ def _loose(shape: Shape) -> Shape | None:
     if isinstance(shape, Objects):
         kept = tuple((keys, expr) for keys, expr in shape.rules if not keys.exprs)
         return replace(shape, rules=kept, some=(), least=min(shape.least, len(shape.required)))
-    return None if isinstance(shape, Unsaid) else shape
+    return None if isinstance(shape, Unsupported) else shape

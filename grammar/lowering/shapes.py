@@ -45,7 +45,7 @@ ANY = Both(())
 NOTHING = Not(ANY)
 
 
-def meet_of(*parts: Expr) -> Expr:
+def all_of(*parts: Expr) -> Expr:
     """Values of all parts."""
     found: dict[Expr, None] = {}
     for part in parts:
@@ -150,14 +150,14 @@ class Objects:
 
 
 @dataclass(frozen=True)
-class Unsaid:
+class Unsupported:
     """Values of one type that a keyword excludes in a way that no shape says."""
 
     kind: str
     keyword: str
 
 
-Shape = Consts | Numbers | Strings | Arrays | Objects | Unsaid
+Shape = Consts | Numbers | Strings | Arrays | Objects | Unsupported
 Shapes = tuple[Shape, ...]
 
 BOOLEANS = Consts("boolean", (("true", "true"), ("false", "false")))

@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from overlap_spec.grammar.lowering import dfa, keywords
-from overlap_spec.grammar.lowering.automaton import EMPTY, Node, Repeat, chain, either
-from overlap_spec.grammar.lowering.charset import ALL, Ranges, intersect, negate, union
-from overlap_spec.grammar.lowering.dfa import Dfa, TooLargeError
-from overlap_spec.grammar.lowering.regex import Pattern
+from overlap_spec.grammar.automata import dfa
+from overlap_spec.grammar.automata.charset import ALL, Ranges, intersect, negate, union
+from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError
+from overlap_spec.grammar.automata.escape import ANY_CHAR, ANY_TEXT, in_json
+from overlap_spec.grammar.automata.regex import Pattern
+from overlap_spec.grammar.automata.regex_ast import EMPTY, Node, Repetition, alternate, concat
+from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.shapes import Strings
-from overlap_spec.grammar.lowering.spell import ANY_CHAR, ANY_TEXT, in_json
 
 _DATE = (
     "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])"
@@ -55,7 +56,7 @@ def string_language(shape: Strings, path: str) -> Node | Dfa | None:
     if not shape.patterns and not shape.without:
         if least > 0 or most is not None:
             if not shape.outside:
-                return Repeat(ANY_CHAR, least, most)
+                return Repetition(ANY_CHAR, least, most)
         elif shape.outside:
             return all_but(shape.outside, ALL)
         else:
@@ -131,15 +132,15 @@ def _outside(node: dict[str, Any], members: Ranges) -> Node:
     points = negate(union(((ord(char), ord(char)),) for char in children))
     other = in_json(intersect(members, points))
     if other:
-        ways.append(chain(other, _any_of(members)))
+        ways.append(concat(other, _any_of(members)))
     for char, child in children.items():
         spelled = in_json(((ord(char), ord(char)),))
         # A lone surrogate is no character, and no key can spell it.
         if spelled:
-            ways.append(chain(spelled, _outside(child, members)))
+            ways.append(concat(spelled, _outside(child, members)))
     if "" not in node:
         ways.append(EMPTY)
-    return either(*ways)
+    return alternate(*ways)
 
 
 @lru_cache(8)
@@ -147,7 +148,7 @@ def _any_of(members: Ranges) -> Node:
     # In one spelling a character, also where the set is that of all.
     sets = (members[:1], members[1:]) if members == ALL else (members,)
     parts = [in_json(part) for part in sets]
-    return Repeat(either(*(part for part in parts if part)), 0, None)
+    return Repetition(alternate(*(part for part in parts if part)), 0, None)
 
 
 def _pattern(pattern: Pattern, least: int, most: int | None) -> Node | None:
@@ -166,4 +167,4 @@ def _pattern(pattern: Pattern, least: int, most: int | None) -> Node | None:
     low, high = max(low, least), min(tops) if tops else None
     if char is None or (high is not None and low > high):
         return None
-    return Repeat(char, low, high)
+    return Repetition(char, low, high)

@@ -2,9 +2,39 @@
 
 from __future__ import annotations
 
+import importlib
 import pkgutil
+
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.tool_format import ToolFormat
 
 
 def names() -> list[str]:
     """The formats that have a file here."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def load_format(name: str) -> ToolFormat:
+    """A format by its file's name (hyphen is underscore, case does not matter), or
+    `"package.module:NAME"`.
+
+    Raises:
+        GrammarError: there is none.
+    """
+    if not isinstance(name, str):
+        raise GrammarError(f"{name!r} is not the name of a tool format", "tool_format")
+    module_name, colon, attribute = name.partition(":")
+    if colon:
+        try:
+            found = getattr(importlib.import_module(module_name), attribute, None)
+        except ImportError as error:
+            raise GrammarError(f"tool format {name!r}: {error}", "tool_format") from error
+    else:
+        wanted = name.lower().replace("-", "_")
+        if wanted not in names():
+            known = ", ".join(names())
+            raise GrammarError(f"unknown tool format {name!r}; there are: {known}", "tool_format")
+        found = importlib.import_module(f"{__name__}.{wanted}").FORMAT
+    if not isinstance(found, ToolFormat):
+        raise GrammarError(f"{name!r} is not a tool format: it must be a ToolFormat", "tool_format")
+    return found

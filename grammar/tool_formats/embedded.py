@@ -1,6 +1,6 @@
 """The embedded model: compact JSON objects, one after the other, as its template writes them."""
 
-from overlap_spec.grammar.tools import ToolFormat
+from overlap_spec.grammar.tool_format import ToolFormat
 
 FORMAT = ToolFormat(
     starts=("{",),

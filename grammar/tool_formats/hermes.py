@@ -1,6 +1,6 @@
 """Hermes, Qwen 2.5, Qwen 3: one JSON object between tags a call, after any text."""
 
-from overlap_spec.grammar.tools import ToolFormat
+from overlap_spec.grammar.tool_format import ToolFormat
 
 FORMAT = ToolFormat(
     starts=("<tool_call>",),

@@ -1,6 +1,6 @@
 """Llama 3.1 and later: the reply is JSON objects and nothing else, parted by semicolons."""
 
-from overlap_spec.grammar.tools import ToolFormat
+from overlap_spec.grammar.tool_format import ToolFormat
 
 FORMAT = ToolFormat(
     starts=("{", "<|python_tag|>"),

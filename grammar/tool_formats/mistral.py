@@ -1,6 +1,6 @@
 """Mistral before tokenizer version 11: one JSON list of calls behind a marker."""
 
-from overlap_spec.grammar.tools import ToolFormat
+from overlap_spec.grammar.tool_format import ToolFormat
 
 FORMAT = ToolFormat(
     starts=("[TOOL_CALLS]",),

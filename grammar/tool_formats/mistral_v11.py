@@ -1,6 +1,6 @@
 """Mistral from tokenizer version 11 on: name and arguments behind markers of their own."""
 
-from overlap_spec.grammar.tools import ToolFormat
+from overlap_spec.grammar.tool_format import ToolFormat
 
 FORMAT = ToolFormat(
     starts=("[TOOL_CALLS]",),

@@ -98,29 +98,38 @@ def _sweep(
     return best, total, mean
 
 
-@triton.jit(do_not_specialize=["width", "queries", "window"])
+@triton.jit(
+    do_not_specialize=["queries", "pages_row", "width", "window"],
+    do_not_specialize_on_alignment=["pages", "prefix", "positions", "offsets"],
+)
 def _attend(
-    q, k_cache, v_cache, pages, prefix, positions, mask, out, part, log_sum,
-    queries, q_batch, q_query, q_head, pages_row, place_batch, place_query,
-    width, first, window, key_slot, key_head, scale,
+    q, k_cache, v_cache, pages, prefix, positions, mask, offsets, out, part, log_sum,
+    queries, q_query, q_head, pages_row, width, first, window, key_slot, key_head, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    TREE: tl.constexpr, WINDOW: tl.constexpr, OPEN: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr,
+    RAGGED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, OPEN: tl.constexpr,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows (query, head of the group) of one key head over one share of its keys."""
     head = tl.program_id(1) % HEADS
     split = tl.program_id(1) // HEADS
     request = tl.program_id(2).to(tl.int64)
+    # The request's first query, and how many it has.
+    begin = request * queries
+    if RAGGED:
+        begin = tl.load(offsets + request)
+        queries = (tl.load(offsets + request + 1) - begin).to(tl.int32)
+        if tl.program_id(0) * ROWS >= queries * GROUP:
+            return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     query, member = row // GROUP, row % GROUP
     live = query < queries
     column = tl.arange(0, SIZE)
     own = live[:, None] & (column < DIM)[None, :]
-    q_row = request * q_batch + query.to(tl.int64) * q_query + (head * GROUP + member) * q_head
-    tile = tl.load(q + q_row[:, None] + column[None, :], mask=own, other=0.0)
+    q_row = query.to(tl.int64) * q_query + (head * GROUP + member) * q_head
+    tile = tl.load(q + begin * q_query + q_row[:, None] + column[None, :], mask=own, other=0.0)
     start = tl.load(prefix + request).to(tl.int32)
-    place = positions + request * place_batch + query * place_query
-    position = tl.load(place, mask=live, other=2147483647).to(tl.int32)
+    position = tl.load(positions + begin + query, mask=live, other=2147483647).to(tl.int32)
     if TREE:
         end = start + width
     else:
@@ -136,7 +145,7 @@ def _attend(
     total = tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, SIZE], tl.float32)
     own_pages = pages + request * pages_row
-    words = mask + (request * queries + query) * WORDS
+    words = mask + begin * WORDS + query * WORDS
     k_cache += head * key_head
     v_cache += head * key_head
     if OPEN:
@@ -156,7 +165,7 @@ def _attend(
     # A share may hold nothing that a row sees: its maximum is then -inf, and so is its weight.
     total = tl.where(total == 0.0, 1.0, total)
     mean = mean / total[:, None]
-    out_row = (request * queries + query) * (HEADS * GROUP) + head * GROUP + member
+    out_row = (begin + query) * (HEADS * GROUP) + head * GROUP + member
     if SPLITS == 1:
         tl.store(out + out_row[:, None] * DIM + column[None, :], mean.to(out.dtype.element_ty), own)
     else:
@@ -204,46 +213,44 @@ def _blocks(rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Co
 
 
 def tree_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    span: KeySpan,
-    window: int | None = None,
-    out: Tensor | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, span: KeySpan, window: int | None = None
 ) -> Tensor:
     """See :func:`overlap_spec.kernels.tree_attention`; a query that sees no key gets zeros."""
     require_float("tree_attention", q, k_cache, v_cache)
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("tree_attention: the cache of a layer must be contiguous")
-    batch, queries, heads, dim = q.shape
-    page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    total, heads, dim = q.shape
+    batch, page_size, kv_heads = span.pages.shape[0], k_cache.shape[1], k_cache.shape[2]
     group, device, size = heads // kv_heads, q.device, max(16, power_of_two(dim))
+    ragged, tree = span.offsets is not None, span.mask is not None
+    queries = span.longest if ragged else total // batch
+    width = span.mask.shape[1] if span.mask is not None else queries
     tuned = _blocks(queries * group, size, q.dtype, device)
     tiles = -(-queries * group // tuned["rows"])
-    pages, q = span.pages.contiguous(), q if q.stride(3) == 1 else q.contiguous()
-    tree = span.mask is not None
-    width = span.mask.shape[2] if span.mask is not None else queries
-    shares = _shares(tuned, tiles * kv_heads * batch, pages.shape[1] * page_size, device)
-    if out is None:
-        out = torch.empty(batch, queries, heads * dim, dtype=q.dtype, device=device)
+    # Programs with something to do: each request leaves at most one tile in part empty.
+    working = min(tiles * batch, total * group // tuned["rows"] + batch)
+    pages, q = span.pages.contiguous(), q if q.stride(2) == 1 else q.contiguous()
+    shares = _shares(tuned, working * kv_heads, pages.shape[1] * page_size, device)
+    out = torch.empty(total, heads * dim, dtype=q.dtype, device=device)
     part, log_sum = out, out
     if shares > 1:
-        part = torch.empty(batch * queries * heads, shares, dim, dtype=torch.float32, device=device)
+        part = torch.empty(total * heads, shares, dim, dtype=torch.float32, device=device)
         log_sum = torch.empty(part.shape[:2], dtype=torch.float32, device=device)
     launch(
         _attend, (tiles, kv_heads * shares, batch),
-        q, k_cache, v_cache, pages, span.prefix.contiguous(), span.positions,
-        span.packed if tree else pages, out, part, log_sum,
-        queries, *q.stride()[:3], pages.stride(0), *span.positions.stride(),
+        q, k_cache, v_cache, pages, span.prefix.contiguous(), span.positions.contiguous(),
+        span.packed if tree else pages,
+        pages if span.offsets is None else span.offsets.contiguous(), out, part, log_sum,
+        queries, *q.stride()[:2], pages.stride(0),
         width, span.first, window or 0, kv_heads * dim, dim, LOG2_E / math.sqrt(dim),
-        HEADS=kv_heads, GROUP=group, DIM=dim, PAGE=page_size,
+        HEADS=kv_heads, GROUP=group, DIM=dim, PAGE=page_size, RAGGED=ragged,
         TREE=tree, WINDOW=window is not None, OPEN=window is None and span.first == 0,
         SPLITS=shares, ROWS=tuned["rows"], KEYS=tuned["keys"], SIZE=size, WORDS=-(-width // 64),
         num_warps=tuned["num_warps"], num_stages=tuned["num_stages"],
     )  # fmt: skip
     if shares > 1:
         launch(
-            _merge, (batch * queries * heads,), part, log_sum, out,
+            _merge, (total * heads,), part, log_sum, out,
             DIM=dim, SPLITS=shares, PARTS=power_of_two(shares), SIZE=size, num_warps=4,
         )  # fmt: skip
     return out

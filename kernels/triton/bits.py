@@ -14,7 +14,7 @@ from torch import Tensor
 from overlap_spec.kernels.triton.launch import launch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _pack_mask(mask, out, rows, width, WORDS: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     bit = tl.arange(0, 64)

@@ -85,6 +85,7 @@ def compile_for(noted: Launch, capability: int) -> Any:
 
     kernel = noted.kernel
     free = {p.name for p in kernel.params if p.do_not_specialize}
+    anywhere = {p.name for p in kernel.params if p.do_not_specialize_on_alignment}
     names = [p.name for p in kernel.params if not p.is_constexpr]
     constants = {k: v for k, v in noted.constants.items() if k in kernel.arg_names}
     constants |= dict(zip(kernel.arg_names[len(names) :], noted.args[len(names) :], strict=False))
@@ -101,7 +102,7 @@ def compile_for(noted: Launch, capability: int) -> Any:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
         if isinstance(value, int) and value == 1 and name not in free:
             signature[name], constants[name] = "constexpr", 1
-        elif name not in free and _divisible(value):
+        elif name not in free | anywhere and _divisible(value):
             attributes[(kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
     source = ASTSource(
         fn=kernel,

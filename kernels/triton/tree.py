@@ -1,4 +1,4 @@
-"""Draft trees: one program a tree, which fits in registers."""
+"""Draft trees: one program a tree, which fits in registers; one a batch where nodes compete."""
 
 # ruff: noqa: N803
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -11,9 +11,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overlap_spec.kernels.tree import Accepted, Grown, Tree
+from overlap_spec.kernels import tree as definitions
+from overlap_spec.kernels.dispatch import reference_of
+from overlap_spec.kernels.tree import Accepted, Grown, Selected, Tree
 from overlap_spec.kernels.triton.filters import key_of, value_of
 from overlap_spec.kernels.triton.launch import launch, power_of_two
+
+# What one program selects from, a request's nodes rounded up to a power of two.
+SELECTED = 16384
+# Keys of nodes: 0 for a dead one, below 2 ** 32 by score, ``FIRST`` more below a request's least,
+# and the roots'.
+LOWEST = tl.constexpr(-0x7F800001)
+FIRST = tl.constexpr(2**32)
+ROOT = tl.constexpr(2**33)
+END = tl.constexpr(2**33 + 1)
+STEPS = tl.constexpr(34)
 
 
 @triton.jit
@@ -121,9 +133,95 @@ def grow(score: Tensor, added: Tensor, choices: Tensor, mask: Tensor | None = No
 
 
 @triton.jit
+def _sums(x, EACH: tl.constexpr):
+    """The sum of each row, or of all of them."""
+    total = tl.sum(x, 1, keep_dims=True)
+    return total if EACH else tl.sum(total, 0, keep_dims=True)
+
+
+@triton.jit
+def _best(key, count, EACH: tl.constexpr):
+    """Which ``count`` entries are first by (key descending, place ascending); keys below 0 never.
+
+    Of each row, or (EACH false) of all rows laid end to end. Bisected as in :func:`_rerank`.
+    """
+    low = tl.zeros_like(count)
+    high = low + END
+    for _ in range(STEPS):
+        middle = low + (high - low) // 2
+        enough = _sums((key >= middle).to(tl.int32), EACH) >= count
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+    room = count - _sums((key > low).to(tl.int32), EACH)
+    return (key > low) | ((key == low) & (_counted(key == low, EACH) <= room))
+
+
+@triton.jit
+def _counted(flag, EACH: tl.constexpr):
+    """How many flags are set up to each one, itself included, in its row or in all of them."""
+    flag = flag.to(tl.int32)
+    number = tl.cumsum(flag, 1)
+    if not EACH:
+        rows = tl.sum(flag, 1)
+        number += (tl.cumsum(rows, 0) - rows)[:, None]
+    return number
+
+
+@triton.jit(do_not_specialize=["batch", "count"])
+def _select_nodes(
+    scores, least, most, pack, kept_scores, batch, count, row_stride,
+    LEAST: tl.constexpr, MOST: tl.constexpr, NODES: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    row, node = tl.arange(0, ROWS)[:, None], tl.arange(0, SIZE)[None, :]
+    inside = (row < batch) & (node < NODES)
+    place = row.to(tl.int64) * row_stride + node
+    score = tl.load(scores + place, mask=inside, other=-float("inf"))
+    score = tl.where(score != score, -float("inf"), score)
+    # Below 0: no node. 0: a dead one. Then by score, and roots above all.
+    key = key_of(score, 0).to(tl.int64) - LOWEST
+    key = tl.where(inside, tl.where(node == 0, ROOT, key), -1)
+    if MOST:
+        bound = tl.load(most + row, mask=row < batch, other=0)
+        over = (key > 0) & (node > 0) & (_best(key, bound, True) == 0)
+        key = tl.where(over, 0, key)
+    live = key > 0
+    if LEAST:
+        bound = tl.load(least + row, mask=row < batch, other=0)
+        # After those that ``most`` leaves, which are each row's first: ranks are the same.
+        first = live & (node > 0) & _best(key, bound, True)
+        key = tl.where(first, key + FIRST, key)
+    kept = _best(key, tl.zeros([1, 1], tl.int64) + count, False)
+    index = row.to(tl.int64) * NODES + node
+    tl.store(pack + _counted(kept, False) - 1, index, mask=kept)
+    tl.store(kept_scores + index, tl.where(kept & live, score, -float("inf")), mask=inside)
+
+
+def select_nodes(
+    scores: Tensor, count: int, least: Tensor | None = None, most: Tensor | None = None
+) -> Selected:
+    """See :func:`overlap_spec.kernels.select_nodes`."""
+    batch, nodes = scores.shape
+    rows, size = power_of_two(batch), power_of_two(nodes)
+    if rows * size > SELECTED:
+        # One program would hold too much; torch's sorts wait for nothing either.
+        return reference_of(definitions.select_nodes)(scores, count, least, most)
+    scores = _dense_rows(scores)
+    pack = torch.empty(count, dtype=torch.int64, device=scores.device)
+    kept = torch.empty(batch, nodes, dtype=torch.float32, device=scores.device)
+    launch(
+        _select_nodes, (1,),
+        scores, pack if least is None else least.contiguous(),
+        pack if most is None else most.contiguous(), pack, kept, batch, count, scores.stride(0),
+        LEAST=least is not None, MOST=most is not None, NODES=nodes, ROWS=rows, SIZE=size,
+        num_warps=min(16, max(1, rows * size // 256)),
+    )  # fmt: skip
+    return Selected(pack, kept)
+
+
+@triton.jit
 def _build_tree(
-    root, tokens, parents, all_tokens, all_parents, child, sibling, depths, ancestors,
-    token_row, parent_row, depth, NODES: tl.constexpr, SIZE: tl.constexpr,
+    root, tokens, parents, scores, all_tokens, all_parents, child, sibling, depths, ancestors,
+    all_scores, token_row, parent_row, score_row, depth, NODES: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     tree = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, SIZE)
@@ -133,7 +231,11 @@ def _build_tree(
     token = tl.load(tokens + tree * token_row + node - 1, mask=drafted, other=0)
     token = tl.where(node == 0, tl.load(root + tree), token)
     parent = tl.load(parents + tree * parent_row + node - 1, mask=drafted, other=-1)
-    parent = tl.where(drafted, parent, -1).to(tl.int32)
+    score = tl.load(scores + tree * score_row + node - 1, mask=drafted, other=-float("inf"))
+    alive = score > -float("inf")
+    parent = tl.where(alive, parent, -1).to(tl.int32)
+    score = tl.where(alive, score, tl.where(node == 0, 0.0, -float("inf")))
+    tl.store(all_scores + here, score, mask=inside)
     tl.store(all_tokens + here, token, mask=inside)
     tl.store(all_parents + here, parent.to(tl.int64), mask=inside)
 
@@ -151,9 +253,11 @@ def _build_tree(
     tl.store(depths + here, (tl.sum(above.to(tl.int32), 1) - 1).to(tl.int64), mask=inside)
 
     # Node numbers along rows here, those looked for along columns.
-    column_parent = tl.load(
-        parents + tree * parent_row + other - 1, mask=(other > 0) & (other < NODES), other=-2
-    ).to(tl.int32)
+    column = (other > 0) & (other < NODES)
+    column_parent = tl.load(parents + tree * parent_row + other - 1, mask=column, other=-2)
+    column_score = tl.load(scores + tree * score_row + other - 1, mask=column, other=0.0)
+    # No node's number, and not the -1 of the dead and the root, which have no siblings.
+    column_parent = tl.where(column_score > -float("inf"), column_parent, -2).to(tl.int32)
     first = tl.min(tl.where(column_parent == node[:, None], other, SIZE), 1)
     later = (column_parent == parent[:, None]) & (other > node[:, None])
     following = tl.min(tl.where(later, other, SIZE), 1)
@@ -161,21 +265,22 @@ def _build_tree(
     tl.store(sibling + here, tl.where(following < SIZE, following, -1).to(tl.int64), mask=inside)
 
 
-def build_tree(root: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> Tree:
+def build_tree(root: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, depth: int) -> Tree:
     """See :func:`overlap_spec.kernels.build_tree`."""
     batch, drafted = tokens.shape
     nodes = drafted + 1
     made = torch.empty(5, batch, nodes, dtype=torch.int64, device=root.device)
     ancestors = torch.empty(batch, nodes, nodes, dtype=torch.bool, device=root.device)
-    tokens, parents = tokens.contiguous(), parents.contiguous()
+    all_scores = torch.empty(batch, nodes, dtype=torch.float32, device=root.device)
+    tokens, parents, scores = tokens.contiguous(), parents.contiguous(), scores.contiguous()
     size = power_of_two(nodes)
     launch(
         _build_tree, (batch,),
-        root.contiguous(), tokens, parents, *made.unbind(), ancestors.view(torch.uint8),
-        tokens.stride(0), parents.stride(0), depth,
+        root.contiguous(), tokens, parents, scores, *made.unbind(), ancestors.view(torch.uint8),
+        all_scores, tokens.stride(0), parents.stride(0), scores.stride(0), depth,
         NODES=nodes, SIZE=size, num_warps=4 if size > 32 else 1,
     )  # fmt: skip
-    return Tree(made[0], made[1], made[2], made[3], made[4], ancestors)
+    return Tree(made[0], made[1], made[2], made[3], made[4], ancestors, all_scores)
 
 
 def _dense_rows(x: Tensor) -> Tensor:

@@ -1,39 +1,66 @@
-"""What the worker asks of a drafter, and what it lends to one."""
+"""What the worker asks of a drafter, and what it lends to one.
+
+A drafter is one file, ``drafters/NAME.py``, with one :class:`Drafter`; NAME is its
+``speculative-algorithm``.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor, nn
 
-from overlap_spec.kernels import Tree
-from overlap_spec.models.decoder import Attend
-from overlap_spec.types import Tier
+from overlap_spec.config import EngineConfig
+from overlap_spec.models.config import ModelConfig
+from overlap_spec.models.decoder import Attend, Decoder
+from overlap_spec.types import Floats, Int64s, Tier
 
 
 class DraftCache(Protocol):
-    """The worker's paged cache for a drafter with keys of its own.
+    """A paged cache of a drafter's own keys, on the same pages as the target's.
 
-    Slot i of a sequence holds (feature of position i - 1, token i): slot 0 does not exist, and a
-    page's content depends on nothing behind it.
+    Slot i of a sequence belongs to token i; a page's content depends on nothing after it.
     """
 
     def attend(
         self, pages: Tensor, slots: Tensor, prefix: Tensor, positions: Tensor, mask: Tensor | None
     ) -> Attend:
-        """Attention of one rectangle of queries.
+        """Attention of one rectangle of queries, which stores their keys first.
 
         Args:
             pages: int64 ``(B, P)``: :attr:`Roots.pages`.
             slots: int64 ``(B, Q)``: logical slots into which the queries' own keys go.
-            prefix, positions, mask: As in :class:`overlap_spec.kernels.KeySpan`.
+            prefix: int64 ``(B,)``: cached keys that every query sees.
+            positions: int64 ``(B, Q)``: each query's position.
+            mask: bool ``(B, Q, W)``: which of the W keys after the prefix each query sees; None:
+                causal.
         """
 
 
-@dataclass(frozen=True)
-class Roots:
+class MakeCache(Protocol):
+    """Makes a drafter's cache; its memory is there once the drafter has been built."""
+
+    def __call__(self, layers: ModelConfig, first: int = 0) -> DraftCache:
+        """A cache for layers of this shape; slots below ``first`` do not exist."""
+
+
+class Tables(Protocol):
+    """The rows' state on the device; R rows, the last of which belongs to no request.
+
+    ``committed`` int64 ``(R,)``: the root's position. ``roots`` int64 ``(R,)``: last committed
+    tokens. ``pages`` int64 ``(R, P)``. ``vocab_size``: the target's.
+    """
+
+    committed: Tensor
+    roots: Tensor
+    pages: Tensor
+    vocab_size: int
+
+
+class Roots(NamedTuple):
     """The trees' roots, int64: ``rows (B,)`` and their ``pages (B, P)``, last committed
     ``tokens (B,)`` and their ``positions (B,)``."""
 
@@ -43,37 +70,119 @@ class Roots:
     positions: Tensor
 
 
+class Draft(NamedTuple):
+    """Drafted nodes after each root, in node order: node n is number ``n - 1`` here.
+
+    ``tokens`` int64 ``(B, M)``: siblings are distinct and in descending probability. ``parents``
+    int64 ``(B, M)``: each one's parent node (0: the root), which comes earlier; None: a chain.
+    ``scores`` float32 ``(B, M)``: summed log-probability of the node's path; at most the parent's.
+    -inf is a dead node: it is not verified, nor is any node after it on its path.
+    """
+
+    tokens: Tensor
+    parents: Tensor | None
+    scores: Tensor
+
+
+class HostDraft(NamedTuple):
+    """A :class:`Draft` made on the host, of one request: numpy arrays ``(m,)``, m <= M."""
+
+    tokens: Int64s
+    parents: Int64s | None
+    scores: Floats
+
+
+class Committed(ABC):
+    """Committed tokens on their way into the drafter.
+
+    Attributes:
+        tokens, positions: int64 ``(T,)``.
+        features: ``(T, F)``, of the position before each token: the target's
+            :attr:`Drafter.feature_layers` side by side; None where the drafter asks for none.
+        rows, last: int64 ``(B,)``: the new root of ``rows[b]`` is token number ``last[b]``.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    features: Tensor | None
+    rows: Tensor
+    last: Tensor
+
+    @abstractmethod
+    def attend(self, cache: DraftCache) -> Attend:
+        """Attention of these tokens over what ``cache`` holds of their sequences."""
+
+
 class Drafter(nn.Module, ABC):
-    """Proposes a tree behind each root; learns what was accepted.
+    """Proposes a tree after each root; takes in what was accepted.
 
-    Both are recorded once and replayed for batches of other sizes: what they do depends on shapes
-    and on the tier alone, sizes are taken from ``tensor.shape``, no result is read on the host,
-    and what they keep between calls is a registered buffer, written in place.
+    A recorded drafter's methods are run once and replayed for batches of other sizes: what they do
+    depends on shapes and on the tier alone, sizes are taken from ``tensor.shape``, no result is
+    read on the host, and what is kept between calls is a registered buffer, written in place. The
+    worker checks a recording against the method itself, and a drafter that raises, or is recorded
+    wrongly, costs no request anything but its drafts.
 
-    ``feature_layers``: layers of the target whose inputs :meth:`extend` receives.
+    Attributes:
+        feature_layers: Layers of the target whose inputs :meth:`extend` receives (``num_layers``:
+            the last output). Set by the instance where it depends on the checkpoint.
+        recorded: Whether both methods may be recorded.
+        host: Whether it drafts on the host, by :meth:`propose` in place of :meth:`draft`.
     """
 
     feature_layers: tuple[int, ...] = ()
+    recorded: ClassVar[bool] = True
+    host: ClassVar[bool] = False
 
+    @classmethod
     @abstractmethod
-    def draft(self, roots: Roots, tier: Tier) -> Tree:
-        """Trees of ``tier.nodes`` nodes, at most ``tier.steps`` deep; ``tier.steps`` >= 1."""
-
-    @abstractmethod
-    def extend(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        rows: Tensor,
-        last: Tensor,
-    ) -> None:
-        """Take in committed tokens, so that the next draft can start behind them.
+    def build(
+        cls, config: EngineConfig, target: Decoder, tables: Tables, make_cache: MakeCache
+    ) -> Drafter:
+        """The drafter for ``target``.
 
         Args:
-            tokens, positions: int64 ``(T,)``: tokens and their positions.
-            features: ``(T, len(feature_layers) * hidden)`` of the positions before.
-            attend: Attention over the drafter's cache for these tokens.
-            rows, last: int64 ``(B,)``: the new root of ``rows[b]`` is token number ``last[b]``.
+            config: The engine's settings; :attr:`EngineConfig.draft_path` is the drafter's folder.
+            target: On its device, in its type, not yet packed.
+            tables: State of the rows; not to be written.
+            make_cache: Called once for each cache that the drafter has.
+
+        Raises:
+            ConfigError: a setting that this drafter cannot have.
+            CheckpointError: a checkpoint that does not fit the target.
         """
+
+    def draft(self, roots: Roots, tier: Tier) -> Draft:
+        """``tier.nodes - 1`` nodes a root, at most ``tier.steps`` deep; ``tier.steps`` >= 1."""
+        raise NotImplementedError(f"{type(self).__name__} must have draft or, as host, propose")
+
+    def propose(self, histories: Sequence[Sequence[int]], tier: Tier) -> list[HostDraft]:
+        """The same on the host, for a drafter that is ``host``.
+
+        Args:
+            histories: Each request's known tokens, prompt and output; its root is the last.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must have propose")
+
+    def extend(self, committed: Committed) -> None:
+        """Take in committed tokens, so that the next draft can start after them."""
+
+
+def host_draft(drafts: Sequence[HostDraft], tier: Tier) -> tuple[Int64s, Int64s, Floats]:
+    """Drafts of a batch as rectangles ``(B, tier.nodes - 1)``: what is missing is dead.
+
+    Raises:
+        ValueError: a draft that is too long or whose parents are no earlier nodes.
+    """
+    shape = len(drafts), tier.nodes - 1
+    tokens, parents = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    scores = np.full(shape, -np.inf, np.float32)
+    for row, draft in enumerate(drafts):
+        count = len(draft.tokens)
+        own = np.arange(count) if draft.parents is None else np.asarray(draft.parents)
+        if count > shape[1] or len(own) != count or len(draft.scores) != count:
+            raise ValueError(f"draft {row} has {count} nodes; at most {shape[1]} fit the tier")
+        if count and not ((own >= 0) & (own <= np.arange(count))).all():
+            raise ValueError(f"draft {row}: a node's parent must be an earlier node")
+        tokens[row, :count], parents[row, :count] = draft.tokens, own
+        scores[row, :count] = draft.scores
+    return tokens, parents, scores

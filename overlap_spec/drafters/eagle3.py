@@ -5,10 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overlap_spec.drafters.base import DraftCache, Drafter, Roots
-from overlap_spec.kernels import Tree, build_chain, build_tree, grow, rerank, top_candidates
-from overlap_spec.models.decoder import Attend, Decoder
+from overlap_spec.config import EngineConfig
+from overlap_spec.drafters.base import (
+    Committed,
+    Draft,
+    DraftCache,
+    Drafter,
+    MakeCache,
+    Roots,
+    Tables,
+)
+from overlap_spec.errors import ConfigError
+from overlap_spec.kernels import grow, rerank, top_candidates
+from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.eagle3 import Eagle3Head, feature_layers
+from overlap_spec.models.weights import load_eagle3
 from overlap_spec.types import Tier
 
 
@@ -16,7 +27,8 @@ class Eagle3Drafter(Drafter):
     """Grows ``top_k`` branches a step and keeps the best nodes over all steps.
 
     Between steps it keeps one vector a row: the head's output at the root, from which the first
-    candidates come. Scores are summed log-probabilities, so a child never outranks its parent.
+    candidates come. Slot i of its cache holds (feature of position i - 1, token i), so that slot 0
+    does not exist.
     """
 
     root_state: Tensor
@@ -31,37 +43,44 @@ class Eagle3Drafter(Drafter):
         state = self.embed_tokens.weight.new_zeros(rows, head.fc.out_features)
         self.register_buffer("root_state", state)
 
-    def extend(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        rows: Tensor,
-        last: Tensor,
-    ) -> None:
-        fused = self.head.fuse(features)
-        state = self.head(self.embed_tokens(tokens), fused, positions, attend)
-        self.root_state.index_copy_(0, rows, state[last])
+    @classmethod
+    def build(
+        cls, config: EngineConfig, target: Decoder, tables: Tables, make_cache: MakeCache
+    ) -> Eagle3Drafter:
+        if config.draft_path is None:
+            raise ConfigError("algorithm 'eagle3' needs draft, the folder of a draft head")
+        head = load_eagle3(config.draft_path, target, target.embed_tokens.weight.dtype)
+        return cls(head, target, make_cache(head.config.layer, first=1), len(tables.roots))
 
-    def draft(self, roots: Roots, tier: Tier) -> Tree:
+    def extend(self, committed: Committed) -> None:
+        assert committed.features is not None
+        state = self.head(
+            self.embed_tokens(committed.tokens),
+            self.head.fuse(committed.features),
+            committed.positions,
+            committed.attend(self.cache),
+        )
+        self.root_state.index_copy_(0, committed.rows, state[committed.last])
+
+    def draft(self, roots: Roots, tier: Tier) -> Draft:
         state = self.root_state[roots.rows]
         return (
             self._chain(roots, state, tier) if tier.top_k == 1 else self._tree(roots, state, tier)
         )
 
-    def _chain(self, roots: Roots, state: Tensor, tier: Tier) -> Tree:
+    def _chain(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
         feature = state[:, None]
-        token = self._candidates(state, 1)[1]
-        tokens = [token]
-        for step in range(1, tier.steps):
+        score, token = self._candidates(state, 1)
+        scores, tokens = [score], [token]
+        for step in range(1, tier.nodes - 1):
             # Everything before is an ancestor: plain causal attention.
             feature = self._advance(roots, token, feature, step, None)
-            token = self._candidates(feature.flatten(0, 1), 1)[1]
+            score, token = self._candidates(feature.flatten(0, 1), 1)
+            scores.append(score)
             tokens.append(token)
-        return build_chain(roots.tokens, torch.cat(tokens, 1)[:, : tier.nodes - 1])
+        return Draft(torch.cat(tokens, 1), None, torch.cat(scores, 1).cumsum(1))
 
-    def _tree(self, roots: Roots, state: Tensor, tier: Tier) -> Tree:
+    def _tree(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
         batch, k, device = roots.rows.shape[0], tier.top_k, roots.rows.device
         score, token = self._candidates(state, k)
         scores, tokens = [score], [token]
@@ -81,9 +100,13 @@ class Eagle3Drafter(Drafter):
             feature = out.gather(1, grown.branch[:, :, None].expand_as(out))
             assert grown.mask is not None
             mask = grown.mask
-        kept = rerank(torch.cat(scores, 1), tier.nodes - 1)
-        drafted = torch.cat(tokens, 1).gather(1, kept)
-        return build_tree(roots.tokens, drafted, _renumber(torch.cat(parents, 1), kept), tier.steps)
+        every = torch.cat(scores, 1)
+        kept = rerank(every, tier.nodes - 1)
+        return Draft(
+            torch.cat(tokens, 1).gather(1, kept),
+            _renumber(torch.cat(parents, 1), kept),
+            every.gather(1, kept),
+        )
 
     def _candidates(self, state: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities and target ids of the k best next tokens: ``(T, H)`` → ``(T, k)``."""

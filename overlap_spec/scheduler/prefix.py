@@ -52,7 +52,7 @@ class PrefixTree:
             node = child
         return path
 
-    def hold(self, path: Sequence[Node]) -> None:
+    def acquire(self, path: Sequence[Node]) -> None:
         """Keep nodes from being evicted until they are let go."""
         for node in path:
             node.holders += 1
@@ -76,11 +76,11 @@ class PrefixTree:
             child = node.children.get(page)
             if child is None:
                 child = node.children[page] = Node(node, page, pages[index])
-            self.hold([child])
+            self.acquire([child])
             path.append(child)
             node = child
 
-    def let_go(self, path: Sequence[Node]) -> list[int]:
+    def release(self, path: Sequence[Node]) -> list[int]:
         """Undo the holds of a path; pages of detached nodes that this frees."""
         freed = []
         for node in reversed(path):

@@ -13,7 +13,7 @@ from overlap_spec.scheduler.pages import PageAllocator
 from overlap_spec.scheduler.prefix import PrefixTree
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.scheduler.stops import cut
-from overlap_spec.types import Chunk, RowResult, StepPlan, StepResult, Tier
+from overlap_spec.types import Budget, Chunk, RowResult, StepPlan, StepResult
 
 FAIR_TURN = 8
 PageGrant = tuple[int, int, tuple[int, ...]]
@@ -74,12 +74,12 @@ class Scheduler:
         """Queue a sequence that is at most :attr:`longest` when it ends."""
         insort(self.waiting, sequence, key=_rank)
 
-    def plan(self, choose: Callable[[int], Tier]) -> StepPlan | None:
+    def plan(self, choose: Callable[[list[Sequence]], Budget]) -> StepPlan | None:
         """The next step; None when there is nothing to run, or nothing before the steps that are
         under way have been committed.
 
         Args:
-            choose: Tier of a step by the number of its trees.
+            choose: Budget of a step by the sequences that get its trees.
         """
         for sequence in self._live():
             if sequence.row >= 0 and not sequence.prefilling:
@@ -110,12 +110,12 @@ class Scheduler:
         grants, self._grants = tuple(self._grants), []
         return StepPlan(
             index=self._steps,
-            tier=choose(len(trees)),
+            budget=choose(trees),
             decode_rows=tuple(s.row for s in trees),
             chunks=tuple(c for _, c in chunks),
             request_ids=tuple(s.request.id for s in members),
             grammar=tuple(s.matcher is not None for s in members),
-            max_keys=max(s.key_tokens for s in members) + self.reserve_tokens,
+            max_keys=max((s.key_tokens for s in trees), default=0) + self.reserve_tokens,
             pages=grants,
         )
 
@@ -135,6 +135,24 @@ class Scheduler:
                 sequence.tier = plan.tier
                 kept.append((sequence, self._take(sequence, got, verified=row in trees)))
         return kept
+
+    def may_end_all(self, plan: StepPlan) -> bool:
+        """Whether the step under way may end every request of ``plan``, the one after it."""
+        members = set(plan.request_ids)
+        return not plan.chunks and all(
+            self._may_end(s) for s in self.running if s.request.id in members
+        )
+
+    def _may_end(self, sequence: Sequence) -> bool:
+        request = sequence.request
+        if request.stop_ids or request.sampling.stop:
+            return True
+        return len(sequence.output_ids) + self.reserve_tokens > request.max_tokens
+
+    def ended_all(self, plan: StepPlan) -> bool:
+        """Whether every request of ``plan`` has ended."""
+        members = set(plan.request_ids)
+        return all(s.finish_reason is not None for s in self.running if s.request.id in members)
 
     def drop(self, plan: StepPlan) -> None:
         """Enter that nothing comes of the last plan: the step before it ended everyone."""
@@ -163,7 +181,7 @@ class Scheduler:
             if sequence.request.id == request_id and sequence.finish_reason is None:
                 sequence.finish_reason = "abort"
 
-    def spoil(self, sequence: Sequence) -> None:
+    def evict(self, sequence: Sequence) -> None:
         """Let nobody reuse the sequence's pages: what they hold is not to be trusted."""
         self.allocator.give_back(self.tree.detach(sequence.path))
 
@@ -220,7 +238,7 @@ class Scheduler:
             return
         path = self.tree.find(sequence.tokens(0, sequence.prefill_tokens - 1))
         if path:
-            self.tree.hold(path)
+            self.tree.acquire(path)
             sequence.path = path
             sequence.pages = [node.page for node in path]
             self._grants.append((sequence.row, 0, tuple(sequence.pages)))
@@ -277,7 +295,7 @@ class Scheduler:
             self._offer(sequence, sequence.committed_tokens)
         shared = {node.page for node in sequence.path}
         self.allocator.give_back(page for page in sequence.pages if page not in shared)
-        self.allocator.give_back(self.tree.let_go(sequence.path))
+        self.allocator.give_back(self.tree.release(sequence.path))
         sequence.pages, sequence.path = [], []
         self._free_rows.append(sequence.row)
         sequence.row = -1

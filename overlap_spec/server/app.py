@@ -9,24 +9,24 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from overlap_spec.async_engine import AsyncEngine
-from overlap_spec.server import native, system
+from overlap_spec.server import admin, sglang
 from overlap_spec.server.chat import chat_completions
 from overlap_spec.server.completions import completions
 from overlap_spec.server.constraints import Constraints
-from overlap_spec.server.errors import add_handlers
-from overlap_spec.server.guard import Guard
+from overlap_spec.server.errors import Json, add_handlers
 from overlap_spec.server.metrics import Metrics
+from overlap_spec.server.middleware import GuardMiddleware
 from overlap_spec.server.openapi import describe
-from overlap_spec.server.service import ClientGone, Service
-from overlap_spec.server.settings import ServerSettings
-from overlap_spec.server.wire.chat import ChatBody
-from overlap_spec.server.wire.text import (
+from overlap_spec.server.protocol.chat import ChatBody
+from overlap_spec.server.protocol.text import (
     AbortBody,
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
     TokenizeBody,
 )
+from overlap_spec.server.service import ClientGone, Service
+from overlap_spec.server.settings import ServerSettings
 
 # Nginx's number for a client that closed its connection; nobody reads it.
 CLIENT_CLOSED_REQUEST = 499
@@ -49,7 +49,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     _add_tokens(app, service)
     _add_state(app, service)
     app.add_middleware(
-        Guard,
+        GuardMiddleware,
         settings=settings,
         rejected=lambda status: service.metrics.rejected.labels(str(status)).inc(),
     )
@@ -75,53 +75,53 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/generate")
     async def _generate(body: GenerateBody, request: Request) -> Response:
-        return await native.generate(service, body, request)
+        return await sglang.generate(service, body, request)
 
     @app.post("/abort_request")
     async def _abort(body: AbortBody) -> Response:
-        return await native.abort_request(service, body)
+        return await sglang.abort_request(service, body)
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def _models() -> Response:
-        return system.models(service)
+        return admin.models(service)
 
     @app.get("/v1/models/{model:path}")
     async def _model(model: str) -> Response:
         service.check_model(model)
-        return system.Json(system.model_card(service))
+        return Json(admin.model_card(service))
 
     @app.post("/tokenize")
     async def _tokenize(body: TokenizeBody) -> Response:
-        return await system.tokenize(service, body)
+        return await admin.tokenize(service, body)
 
     @app.post("/detokenize")
     async def _detokenize(body: DetokenizeBody) -> Response:
-        return system.detokenize(service, body)
+        return admin.detokenize(service, body)
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def _health() -> Response:
-        return system.health(service)
+        return admin.health(service)
 
     @app.get("/health_generate")
     async def _health_generate(request: Request) -> Response:
-        return await system.health_generate(service, request)
+        return await admin.health_generate(service, request)
 
     @app.get("/metrics")
     async def _metrics() -> Response:
-        return await system.prometheus(service)
+        return await admin.prometheus(service)
 
     @app.get("/server_info")
     async def _server_info() -> Response:
-        return await system.server_info(service)
+        return await admin.server_info(service)
 
     @app.get("/timeline")
     async def _timeline(steps: Annotated[int, Query(ge=1, le=200)] = 20) -> Response:
-        return await system.timeline(service, steps)
+        return await admin.timeline(service, steps)
 
     @app.get("/", include_in_schema=False)
     async def _page() -> Response:
-        return system.page()
+        return admin.page()

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastapi import Request
+from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from overlap_spec.async_engine import Reply
+from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.grammar.reasoning import (
     ReasoningFormat,
     ReasoningStream,
@@ -19,13 +19,13 @@ from overlap_spec.grammar.reasoning import (
 )
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tool_stream import CallStream
-from overlap_spec.prepare import Prepared
-from overlap_spec.server.answer import Answer
+from overlap_spec.server.chat_assembler import ChatAssembler
 from overlap_spec.server.errors import Json
 from overlap_spec.server.logprobs import chat_logprobs
 from overlap_spec.server.origins import TokenOrigins
+from overlap_spec.server.protocol.chat import ChatBody
 from overlap_spec.server.service import (
-    Job,
+    RequestGroup,
     Service,
     fan_out,
     interleaved,
@@ -34,20 +34,19 @@ from overlap_spec.server.service import (
     usage,
     verdict,
 )
-from overlap_spec.server.wire.chat import ChatBody
-from overlap_spec.types import Delta, Output, TokenLogprobs
+from overlap_spec.types import Delta, Output, Request, TokenLogprobs
 
 
-async def chat_completions(service: Service, body: ChatBody, request: Request) -> Response:
+async def chat_completions(service: Service, body: ChatBody, http: HttpRequest) -> Response:
     """Answer a chat, whole or as a stream."""
     chat = Chat(service, body, new_id("chatcmpl"), service.check_model(body.model))
-    prepared, field = await chat.prepare()
-    job = Job(chat.id, fan_out([prepared], body.n or 1), field)
+    request, field = await chat.prepare()
+    group = RequestGroup(chat.id, fan_out([request], body.n or 1), field)
     with_usage = body.include_usage
     if body.stream:
-        return await service.stream(request, job, lambda replies: chat.events(replies, with_usage))
-    outputs = await service.outputs(request, job)
-    return Json(chat.whole(outputs, prepared))
+        return await service.stream(http, group, lambda handles: chat.events(handles, with_usage))
+    outputs = await service.outputs(http, group)
+    return Json(chat.whole(outputs, request))
 
 
 @dataclass
@@ -64,69 +63,71 @@ class Chat:
     model: str
     opened: bool | None = None
 
-    async def prepare(self) -> tuple[Prepared, str | None]:
+    async def prepare(self) -> tuple[Request, str | None]:
         """The request, checked and tokenised, and the field that its grammar comes from."""
         body, service = self.body, self.service
-        asked = await service.constraints.tools(body, await service.constraints.of(body))
-        prepared = await service.engine.prepare(
+        constraint = await service.constraints.tools(body, await service.constraints.of(body))
+        request = await service.engine.prepare(
             body.template_messages(),
-            asked.grammar,
+            constraint.grammar,
             body.sampling(),
             tools=body.tools,
             priority=body.priority or 0,
         )
         form = self._reasoning()
         if form is not None:
-            ending = service.engine.tokenizer.ending(prepared.prompt_ids)
+            ending = service.engine.tokenizer.ending(request.prompt_ids)
             self.opened = opened_by(form, ending)
-            prepared = replace(prepared, grammar=self._behind_thinking(prepared.grammar, form))
-        return prepared, asked.field
+            request = replace(request, grammar=self._behind_thinking(request.grammar, form))
+        return request, constraint.field
 
-    def whole(self, outputs: Sequence[Output], prepared: Prepared) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[Output], request: Request) -> dict[str, Any]:
         """The answer in one piece."""
         choices = []
         for index, output in enumerate(outputs):
-            answer = self._answer()
-            answer.push(output.text)
-            answer.finish()
-            reason = answer.finish_reason(output.finish_reason)
+            assembler = self._assembler()
+            assembler.push(output.text)
+            assembler.finish()
+            reason = assembler.finish_reason(output.finish_reason)
             ids, logprobs = _without_stop(output)
-            choice = self._choice(index, {"message": answer.message()}, ids, logprobs, reason)
+            choice = self._choice(index, {"message": assembler.message()}, ids, logprobs, reason)
             eos_ids = self.service.engine.tokenizer.eos_ids
             ended = {"stop_reason": stop_reason(output, eos_ids), **verdict(output)}
             choices.append(choice | ended)
         head = self._head("chat.completion")
-        return head | {"choices": choices, "usage": usage(outputs, [prepared])}
+        return head | {"choices": choices, "usage": usage(outputs, [request])}
 
-    async def events(self, replies: Sequence[Reply], with_usage: bool) -> AsyncIterator[Any]:
+    async def events(
+        self, handles: Sequence[AsyncRequestHandle], with_usage: bool
+    ) -> AsyncIterator[Any]:
         """The answer in chunks: the role first, then deltas, then why it ended."""
         head = self._head("chat.completion.chunk")
         if with_usage:
             head["usage"] = None
-        answers = [self._answer() for _ in replies]
-        decoders = [TokenOrigins(self.service.engine.tokenizer) for _ in replies]
-        for index in range(len(replies)):
+        assemblers = [self._assembler() for _ in handles]
+        decoders = [TokenOrigins(self.service.engine.tokenizer) for _ in handles]
+        for index in range(len(handles)):
             first = {"role": "assistant", "content": ""}
             yield head | {"choices": [self._choice(index, {"delta": first})]}
-        async for index, delta in interleaved(replies):
-            answer, ended = answers[index], delta.finish_reason is not None
-            pieces = answer.push(delta.text) + (answer.finish() if ended else [])
-            ids, logprobs = _cut_stop(replies[index].prepared, delta)
-            told = decoders[index].told(delta)
-            if not pieces and (logprobs or told):
+        async for index, delta in interleaved(handles):
+            assembler, ended = assemblers[index], delta.finish_reason is not None
+            pieces = assembler.push(delta.text) + (assembler.finish() if ended else [])
+            ids, logprobs = _cut_stop(handles[index].request, delta)
+            extra = decoders[index].chunk_fields(delta)
+            if not pieces and (logprobs or extra):
                 pieces = [{"content": ""}]
             for number, piece in enumerate(pieces):
                 # Log-probabilities are of the run of tokens, and go with its first piece.
                 mine = (ids, logprobs) if number == 0 else ((), ())
                 choice = self._choice(index, {"delta": piece}, *mine)
-                yield head | {"choices": [choice]} | (told if number == 0 else {})
+                yield head | {"choices": [choice]} | (extra if number == 0 else {})
             if delta.finish_reason is not None and delta.finish_reason != "error":
-                reason = answer.finish_reason(delta.finish_reason)
+                reason = assembler.finish_reason(delta.finish_reason)
                 choice = self._choice(index, {"delta": {}}, reason=reason) | verdict(delta)
                 yield head | {"choices": [choice]}
         if with_usage:
-            outputs = [reply.output for reply in replies if reply.output is not None]
-            yield head | {"choices": [], "usage": usage(outputs, [replies[0].prepared])}
+            outputs = [handle.output for handle in handles if handle.output is not None]
+            yield head | {"choices": [], "usage": usage(outputs, [handles[0].request])}
 
     def _head(self, kind: str) -> dict[str, Any]:
         created = int(time.time())
@@ -145,11 +146,11 @@ class Chat:
             shown = chat_logprobs(self.service.engine.tokenizer, ids, logprobs)
         return {"index": index, **inside, "logprobs": shown, "finish_reason": reason}
 
-    def _answer(self) -> Answer:
+    def _assembler(self) -> ChatAssembler:
         settings, body = self.service.settings, self.body
         form = self._reasoning()
         with_calls = bool(body.tools) and body.tool_choice != "none"
-        return Answer(
+        return ChatAssembler(
             ReasoningStream(form, self.opened) if form is not None else None,
             CallStream(settings.tool_call_parser)
             if with_calls and settings.tool_call_parser
@@ -173,9 +174,9 @@ def _without_stop(output: Output) -> tuple[Sequence[int], Sequence[TokenLogprobs
     return output.token_ids[:end], output.logprobs[:end]
 
 
-def _cut_stop(prepared: Prepared, delta: Delta) -> tuple[Sequence[int], Sequence[TokenLogprobs]]:
+def _cut_stop(request: Request, delta: Delta) -> tuple[Sequence[int], Sequence[TokenLogprobs]]:
     """Tokens of a piece without the stop token that ended the output."""
     ids = delta.token_ids
-    stopped = delta.finish_reason == "stop" and ids and ids[-1] in prepared.stop_ids
+    stopped = delta.finish_reason == "stop" and ids and ids[-1] in request.stop_ids
     end = -1 if stopped else None
     return ids[:end], delta.logprobs[:end]

@@ -6,16 +6,16 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from fastapi import Request
+from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from overlap_spec.async_engine import Reply
-from overlap_spec.prepare import Prepared
+from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.server.errors import Json
 from overlap_spec.server.logprobs import text_logprobs
 from overlap_spec.server.origins import TokenOrigins
+from overlap_spec.server.protocol.text import CompletionBody, each_prompt
 from overlap_spec.server.service import (
-    Job,
+    RequestGroup,
     Service,
     fan_out,
     interleaved,
@@ -24,18 +24,18 @@ from overlap_spec.server.service import (
     usage,
     verdict,
 )
-from overlap_spec.server.wire.text import CompletionBody, each_prompt
 from overlap_spec.tokenizer import Tokenizer
+from overlap_spec.types import Request
 
 
-async def completions(service: Service, body: CompletionBody, request: Request) -> Response:
+async def completions(service: Service, body: CompletionBody, http: HttpRequest) -> Response:
     """Complete texts, whole or as a stream."""
     model, label = service.check_model(body.model), new_id("cmpl")
-    asked, sampling = await service.constraints.of(body), body.sampling()
+    constraint, sampling = await service.constraints.of(body), body.sampling()
     prompts = each_prompt(body.prompt)
-    prepared = [
+    requests = [
         await service.engine.prepare(
-            prompt, asked.grammar, sampling, raw=True, priority=body.priority or 0
+            prompt, constraint.grammar, sampling, raw=True, priority=body.priority or 0
         )
         for prompt in prompts[: service.settings.max_choices + 1]
     ]
@@ -44,14 +44,14 @@ async def completions(service: Service, body: CompletionBody, request: Request) 
     echoes = [_echo(tokenizer, body, prompt) for prompt in prompts for _ in range(count)]
     head = {"id": label, "object": "text_completion", "created": int(time.time()), "model": model}
     with_usage = body.include_usage
-    job = Job(label, fan_out(prepared, count), asked.field)
+    group = RequestGroup(label, fan_out(requests, count), constraint.field)
     if body.stream:
 
-        def events(replies: Sequence[Reply]) -> AsyncIterator[Any]:
-            return _events(tokenizer, replies, head, echoes, prepared if with_usage else None)
+        def events(handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Any]:
+            return _events(tokenizer, handles, head, echoes, requests if with_usage else None)
 
-        return await service.stream(request, job, events)
-    outputs = await service.outputs(request, job)
+        return await service.stream(http, group, events)
+    outputs = await service.outputs(http, group)
     choices = []
     for index, output in enumerate(outputs):
         shown = None
@@ -67,7 +67,7 @@ async def completions(service: Service, body: CompletionBody, request: Request) 
                 **verdict(output),
             }
         )
-    return Json(head | {"choices": choices, "usage": usage(outputs, prepared)})
+    return Json(head | {"choices": choices, "usage": usage(outputs, requests)})
 
 
 def _echo(tokenizer: Tokenizer, body: CompletionBody, prompt: str | list[int]) -> str:
@@ -78,30 +78,30 @@ def _echo(tokenizer: Tokenizer, body: CompletionBody, prompt: str | list[int]) -
 
 async def _events(
     tokenizer: Tokenizer,
-    replies: Sequence[Reply],
+    handles: Sequence[AsyncRequestHandle],
     head: dict[str, Any],
     echoes: Sequence[str],
-    counted: Sequence[Prepared] | None,
+    counted: Sequence[Request] | None,
 ) -> AsyncIterator[Any]:
     if counted is not None:
         head = head | {"usage": None}
-    offsets = [0] * len(replies)
-    decoders = [TokenOrigins(tokenizer) for _ in replies]
+    offsets = [0] * len(handles)
+    decoders = [TokenOrigins(tokenizer) for _ in handles]
     for index, text in enumerate(echoes):
         if text:
             yield head | {"choices": [_piece(index, text, None, None)]}
-    async for index, delta in interleaved(replies):
+    async for index, delta in interleaved(handles):
         shown = None
         if delta.logprobs:
             shown = text_logprobs(tokenizer, delta.token_ids, delta.logprobs, offsets[index])
             offsets[index] += sum(map(len, shown["tokens"]))
         reason = delta.finish_reason
-        told = decoders[index].told(delta)
-        if reason != "error" and (delta.text or shown or reason or told):
+        extra = decoders[index].chunk_fields(delta)
+        if reason != "error" and (delta.text or shown or reason or extra):
             choice = _piece(index, delta.text, shown, reason) | verdict(delta)
-            yield head | {"choices": [choice]} | told
+            yield head | {"choices": [choice]} | extra
     if counted is not None:
-        outputs = [reply.output for reply in replies if reply.output is not None]
+        outputs = [handle.output for handle in handles if handle.output is not None]
         yield head | {"choices": [], "usage": usage(outputs, counted)}
 
 

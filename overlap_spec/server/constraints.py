@@ -1,4 +1,4 @@
-"""From a body's fields to the one grammar that they ask for."""
+"""Resolves the constraint fields of a body to one grammar."""
 
 from __future__ import annotations
 
@@ -10,52 +10,59 @@ from typing import Any, NamedTuple
 
 from overlap_spec.errors import GrammarError, InvalidRequest
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.server.settings import ServerSettings
-from overlap_spec.server.wire.base import Constraint, OpenAIBody, StructuredOutputs
-from overlap_spec.server.wire.chat import (
+from overlap_spec.server.protocol.base import Constraint, OpenAIBody, StructuredOutputs
+from overlap_spec.server.protocol.chat import (
     ChatBody,
     JsonObjectFormat,
     JsonSchemaFormat,
     StructuralTagFormat,
 )
-from overlap_spec.server.wire.text import CompletionBody
+from overlap_spec.server.protocol.text import CompletionBody
+from overlap_spec.server.settings import ServerSettings
 
-# Text of a constraint that is read beside the loop, in characters: reading it takes a while.
+# Sources longer than this are read in a thread, in bytes: reading them would block the loop.
 LONG_SOURCE = 4096
-Wish = tuple[str, Any, Callable[[], Grammar]]
 
 
-class Asked(NamedTuple):
-    """The grammar that a body asks for (None: free text), and the field that says so."""
+class ResolvedConstraint(NamedTuple):
+    """The grammar that a body asks for (None: free text), and the field that it comes from."""
 
     grammar: Grammar | None = None
     field: str | None = None
 
 
+class ConstraintCandidate(NamedTuple):
+    """A constraint that a body's field has, not yet read."""
+
+    field: str
+    source: Any
+    make: Callable[[], Grammar]
+
+
 class Constraints:
-    """Reads constraints under the server's limits and defaults."""
+    """Resolves constraints under the server's limits and defaults."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
-        # A schema of half a megabyte takes seconds to read; many at once would hold up the loop.
+        # A schema of half a megabyte takes seconds to read, and Python threads share one lock.
         self._one_long = asyncio.Semaphore(1)
 
-    async def of(self, body: Constraint) -> Asked:
+    async def of(self, body: Constraint) -> ResolvedConstraint:
         """The grammar that a body asks for.
 
         Raises:
             InvalidRequest: more than one, or one that is too large or broken; names the field.
         """
-        wishes = self._wishes(body)
-        if len(wishes) > 1:
-            names = " and ".join(name for name, _, _ in wishes)
-            raise InvalidRequest(f"{names}: send one constraint", wishes[1][0])
-        if not wishes:
-            return Asked()
-        return Asked(await self._read(*wishes[0]), wishes[0][0])
+        candidates = self._candidates(body)
+        if len(candidates) > 1:
+            names = " and ".join(candidate.field for candidate in candidates)
+            raise InvalidRequest(f"{names}: send one constraint", candidates[1].field)
+        if not candidates:
+            return ResolvedConstraint()
+        return ResolvedConstraint(await self._read(candidates[0]), candidates[0].field)
 
-    async def tools(self, body: ChatBody, otherwise: Asked) -> Asked:
-        """The grammar of a body with tools; ``otherwise`` is what it says without a call."""
+    async def tools(self, body: ChatBody, otherwise: ResolvedConstraint) -> ResolvedConstraint:
+        """The grammar of a body with tools; ``otherwise`` constrains an answer without a call."""
         tools, choice = body.tools, body.tool_choice
         if not tools:
             for name in ("tool_choice", "parallel_tool_calls"):
@@ -81,10 +88,15 @@ class Constraints:
                 whitespace=self.settings.whitespace,
             )
 
-        made = await self._read("tools", tools, make)
-        return otherwise if choice == "none" and otherwise.grammar else Asked(made, "tools")
+        made = await self._read(ConstraintCandidate("tools", tools, make))
+        return (
+            otherwise
+            if choice == "none" and otherwise.grammar
+            else ResolvedConstraint(made, "tools")
+        )
 
-    async def _read(self, name: str, source: Any, make: Callable[[], Grammar]) -> Grammar:
+    async def _read(self, candidate: ConstraintCandidate) -> Grammar:
+        name, source, make = candidate
         size = _size(name, source)
         limit = self.settings.max_schema_bytes
         if size > limit:
@@ -108,29 +120,32 @@ class Constraints:
             param = inside if inside.startswith(("tools", "tool_choice")) else name
             raise GrammarError(str(error), param) from None
 
-    def _wishes(self, body: Constraint) -> list[Wish]:
+    def _candidates(self, body: Constraint) -> list[ConstraintCandidate]:
         settings = self.settings
-        wishes = self._plain(body)
+        candidates = self._plain(body)
         if isinstance(body, OpenAIBody) and body.structured_outputs is not None:
-            wishes.append(self._structured(body.structured_outputs))
+            candidates.append(self._structured(body.structured_outputs))
         form = body.response_format if isinstance(body, ChatBody | CompletionBody) else None
         name = "response_format"
         if isinstance(form, JsonObjectFormat) and form.schema_ is not None:
             given = form.schema_
-            wishes.append((name, given, partial(self._schema, given)))
+            make = partial(self._schema, given)
+            candidates.append(ConstraintCandidate(name, given, make))
         elif isinstance(form, JsonObjectFormat):
             whitespace = settings.whitespace
-            wishes.append((name, "", partial(Grammar.json_object, whitespace=whitespace)))
+            make = partial(Grammar.json_object, whitespace=whitespace)
+            candidates.append(ConstraintCandidate(name, "", make))
         elif isinstance(form, JsonSchemaFormat):
             schema, strict = form.json_schema.schema_, form.json_schema.strict
             best_effort = settings.best_effort if strict is None else not strict
-            wishes.append((name, schema, partial(self._schema, schema, best_effort)))
+            make = partial(self._schema, schema, best_effort)
+            candidates.append(ConstraintCandidate(name, schema, make))
         elif isinstance(form, StructuralTagFormat):
             tag = form.model_dump(exclude_none=True)
-            wishes.append((name, tag, partial(self._tag, tag)))
-        return wishes
+            candidates.append(ConstraintCandidate(name, tag, partial(self._tag, tag)))
+        return candidates
 
-    def _plain(self, body: Constraint) -> list[Wish]:
+    def _plain(self, body: Constraint) -> list[ConstraintCandidate]:
         """SGLang's names."""
         makers: dict[str, Callable[[Any], Grammar]] = {
             "json_schema": self._schema,
@@ -140,14 +155,16 @@ class Constraints:
         }
         given = [(name, getattr(body, name), make) for name, make in makers.items()]
         return [
-            (name, value, partial(make, value)) for name, value, make in given if value is not None
+            ConstraintCandidate(name, value, partial(make, value))
+            for name, value, make in given
+            if value is not None
         ]
 
-    def _structured(self, asked: StructuredOutputs) -> Wish:
+    def _structured(self, given: StructuredOutputs) -> ConstraintCandidate:
         """vLLM's ``structured_outputs``."""
         whitespace = self.settings.whitespace
-        if asked.disable_any_whitespace is not None:
-            whitespace = "compact" if asked.disable_any_whitespace else "bounded"
+        if given.disable_any_whitespace is not None:
+            whitespace = "compact" if given.disable_any_whitespace else "bounded"
         makers: dict[str, Callable[[Any], Grammar]] = {
             "json": lambda v: self._schema(v, whitespace=whitespace),
             "regex": Grammar.regex,
@@ -156,7 +173,7 @@ class Constraints:
             "json_object": lambda _: Grammar.json_object(whitespace=whitespace),
             "structural_tag": self._tag,
         }
-        values = {kind: getattr(asked, kind if kind != "json" else "json_") for kind in makers}
+        values = {kind: getattr(given, kind if kind != "json" else "json_") for kind in makers}
         kinds = [kind for kind, value in values.items() if value is not None and value is not False]
         if len(kinds) != 1:
             raise InvalidRequest(
@@ -165,7 +182,8 @@ class Constraints:
                 "structured_outputs",
             )
         kind = kinds[0]
-        return f"structured_outputs.{kind}", values[kind], partial(makers[kind], values[kind])
+        field, value = f"structured_outputs.{kind}", values[kind]
+        return ConstraintCandidate(field, value, partial(makers[kind], value))
 
     def _schema(
         self, schema: Any, best_effort: bool | None = None, whitespace: Any = None

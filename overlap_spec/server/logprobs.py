@@ -49,7 +49,7 @@ def text_logprobs(
     }
 
 
-def native_logprobs(
+def sglang_logprobs(
     tokenizer: Tokenizer,
     ids: Sequence[int],
     logprobs: Sequence[TokenLogprobs],

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from overlap_spec.async_engine import Reply
+from overlap_spec.async_engine import AsyncRequestHandle
 
 PREFIX = "overlap_spec:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -49,9 +49,9 @@ class Metrics:
         """Tokens that a verify gave on average so far; None before the first."""
         return self._verified_tokens / self._verifies if self._verifies else None
 
-    def note(self, reply: Reply) -> None:
+    def observe(self, handle: AsyncRequestHandle) -> None:
         """Enter a request that has ended, or that nobody waits for any more."""
-        output = reply.output
+        output = handle.output
         if output is None:
             self.requests.labels("abort").inc()
             return
@@ -65,7 +65,7 @@ class Metrics:
         self.verifies.inc(stats.verifies)
         self._verified_tokens += stats.verified_tokens
         self._verifies += stats.verifies
-        if reply.prepared.grammar is not None:
+        if handle.request.grammar is not None:
             self.compiling.observe(stats.grammar_compile_ms / 1e3)
         if stats.output_tokens:
             self.ttft.observe(stats.ttft_ms / 1e3)

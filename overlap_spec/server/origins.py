@@ -15,7 +15,7 @@ class TokenOrigins:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._eos_ids, self._decoder = tokenizer.eos_ids, tokenizer.detokenizer()
 
-    def told(self, delta: Delta) -> dict[str, Any]:
+    def chunk_fields(self, delta: Delta) -> dict[str, Any]:
         """Fields of the chunk that carries ``delta``, which is one step's; none without tokens.
 
         ``tokens``: text (empty for a stop token or part of a character) and origin of each;

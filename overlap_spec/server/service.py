@@ -11,32 +11,31 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgspec
-from fastapi import Request
+from fastapi import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from overlap_spec.async_engine import AsyncEngine, Reply
+from overlap_spec.async_engine import AsyncEngine, AsyncRequestHandle
 from overlap_spec.errors import GrammarError, InvalidRequest
-from overlap_spec.prepare import Prepared
 from overlap_spec.server.constraints import Constraints
 from overlap_spec.server.errors import OWN_FAULTS, ApiError, as_api_error
 from overlap_spec.server.metrics import Metrics
 from overlap_spec.server.settings import ServerSettings
-from overlap_spec.types import Delta, Output
+from overlap_spec.types import Delta, Output, Request
 
 
 @dataclass(frozen=True)
-class Job:
-    """What one HTTP request asks of the engine.
+class RequestGroup:
+    """The engine's requests of one HTTP request.
 
     Attributes:
         label: Its id for the client.
-        requests: Its outputs.
-        field: The field of the body that its grammars come from.
+        requests: One for each output.
+        field: The field of the body that their grammars come from.
     """
 
     label: str
-    requests: Sequence[Prepared]
+    requests: Sequence[Request]
     field: str | None = None
 
 
@@ -56,8 +55,8 @@ class Service:
     metrics: Metrics
     constraints: Constraints
     created: int = field(default_factory=lambda: int(time.time()))
-    # Requests under way by the id that their client knows.
-    named: dict[str, list[Reply]] = field(default_factory=dict)
+    # Open requests by their group's label.
+    by_label: dict[str, list[AsyncRequestHandle]] = field(default_factory=dict)
 
     def check_model(self, model: str | None) -> str:
         """The served model's name; 404 for any other."""
@@ -69,64 +68,64 @@ class Service:
             )  # fmt: skip
         return name
 
-    async def start(self, job: Job) -> list[Reply]:
+    async def start(self, group: RequestGroup) -> list[AsyncRequestHandle]:
         """Send all requests of one body and wait until all are queued; all or none.
 
         Raises:
             InvalidRequest, QueueFull, EngineUnavailable: as :meth:`AsyncEngine.submit`.
         """
-        if len(job.requests) > self.settings.max_choices:
+        if len(group.requests) > self.settings.max_choices:
             raise InvalidRequest(
-                f"{len(job.requests)} outputs in one request; {self.settings.max_choices} are "
+                f"{len(group.requests)} outputs in one request; {self.settings.max_choices} are "
                 "allowed (max_choices)",
                 "n",
             )
-        replies: list[Reply] = []
+        handles: list[AsyncRequestHandle] = []
         try:
-            for request in job.requests:
-                replies.append(self.engine.send(request))
-            for reply in replies:
-                await reply.accepted()
+            for request in group.requests:
+                handles.append(self.engine.send(request))
+            for handle in handles:
+                await handle.queued()
         except BaseException as error:
-            for reply in replies:
-                reply.abort()
-            if isinstance(error, GrammarError) and job.field is not None:
-                error.param = job.field
+            for handle in handles:
+                handle.abort()
+            if isinstance(error, GrammarError) and group.field is not None:
+                error.param = group.field
             raise
-        self.named[job.label] = replies
-        return replies
+        self.by_label[group.label] = handles
+        return handles
 
-    def finish(self, replies: Sequence[Reply], label: str) -> None:
+    def finish(self, handles: Sequence[AsyncRequestHandle], label: str) -> None:
         """Abort what still runs, and enter the rest into the metrics."""
-        if self.named.get(label) is replies:
-            del self.named[label]
-        for reply in replies:
-            reply.abort()
-            self.metrics.note(reply)
+        if self.by_label.get(label) is handles:
+            del self.by_label[label]
+        for handle in handles:
+            handle.abort()
+            self.metrics.observe(handle)
 
-    async def outputs(self, request: Request, job: Job) -> list[Output]:
+    async def outputs(self, http: HttpRequest, group: RequestGroup) -> list[Output]:
         """The whole outputs of requests; they are aborted where the client goes away.
 
         Raises:
             ApiError: one of them failed.
         """
-        outputs: list[Output] = await self.attended(request, self._outputs(job))
+        outputs: list[Output] = await self.run_until_disconnect(http, self._outputs(group))
         return outputs
 
-    async def _outputs(self, job: Job) -> list[Output]:
-        replies = await self.start(job)
+    async def _outputs(self, group: RequestGroup) -> list[Output]:
+        handles = await self.start(group)
         try:
-            outputs = [await reply.finish() for reply in replies]
-            for reply in replies:
-                check_output(reply)
+            outputs = [await handle.finish() for handle in handles]
+            for handle in handles:
+                check_output(handle)
             return outputs
         finally:
-            self.finish(replies, job.label)
+            self.finish(handles, group.label)
 
-    async def attended(self, request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    async def run_until_disconnect(self, http: HttpRequest, work: Coroutine[Any, Any, Any]) -> Any:
         """The result of ``work``, which is cancelled when the client goes or the time is over."""
         task = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(_disconnect(request))
+        gone = asyncio.ensure_future(_disconnect(http))
         limit = self.settings.request_timeout_s
         try:
             await asyncio.wait({task, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
@@ -142,22 +141,22 @@ class Service:
 
     async def stream(
         self,
-        request: Request,
-        job: Job,
-        events: Callable[[Sequence[Reply]], AsyncIterator[Any]],
+        http: HttpRequest,
+        group: RequestGroup,
+        events: Callable[[Sequence[AsyncRequestHandle]], AsyncIterator[Any]],
     ) -> Response:
         """Server-sent events of requests: nothing is sent before all of them are queued, so that
         a refusal still has its status.
 
         Args:
-            events: Makes the events, as plain data, from the replies.
+            events: Makes the events, as plain data, from the handles.
         """
         started = asyncio.get_running_loop().time()
-        replies = await self.attended(request, self.start(job))
+        handles = await self.run_until_disconnect(http, self.start(group))
         deadline = started + self.settings.request_timeout_s
 
         async def lines() -> AsyncIterator[bytes]:
-            pieces = events(replies)
+            pieces = events(handles)
             try:
                 while True:
                     async with asyncio.timeout_at(deadline):
@@ -170,7 +169,7 @@ class Service:
             yield DONE
 
         def end(whole: bool) -> None:
-            self.finish(replies, job.label)
+            self.finish(handles, group.label)
             if not whole:
                 self.metrics.gone.inc()
 
@@ -202,10 +201,10 @@ class Events(StreamingResponse):
             self._end(self._whole)
 
 
-def fan_out(prepared: Sequence[Prepared], count: int) -> list[Prepared]:
+def fan_out(requests: Sequence[Request], count: int) -> list[Request]:
     """``count`` requests of each, with seeds that follow one another."""
     return [
-        replace(one, seed=wrapped(one.seed + number)) for one in prepared for number in range(count)
+        replace(one, seed=wrapped(one.seed + number)) for one in requests for number in range(count)
     ]
 
 
@@ -214,38 +213,38 @@ def wrapped(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def check_output(reply: Reply) -> None:
-    """Raises ApiError where a reply has ended with an error."""
-    output = reply.output
+def check_output(handle: AsyncRequestHandle) -> None:
+    """Raises ApiError where a handle has ended with an error."""
+    output = handle.output
     assert output is not None
     if output.error is not None:
-        own = reply.fault in OWN_FAULTS
+        own = handle.error_type in OWN_FAULTS
         code = "grammar_failed" if own else "generation_failed"
         raise ApiError(400 if own else 500, output.error, code=code)
 
 
-async def interleaved(replies: Sequence[Reply]) -> AsyncIterator[tuple[int, Delta]]:
-    """The pieces of several replies as they come, each with its reply's place.
+async def interleaved(handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[tuple[int, Delta]]:
+    """The pieces of several handles as they come, each with its handle's place.
 
     Raises:
-        ApiError: a reply has ended with an error.
+        ApiError: a handle has ended with an error.
     """
-    if len(replies) == 1:
-        async for delta in replies[0]:
+    if len(handles) == 1:
+        async for delta in handles[0]:
             yield 0, delta
-        check_output(replies[0])
+        check_output(handles[0])
         return
     queue: asyncio.Queue[tuple[int, Delta | None]] = asyncio.Queue()
 
     async def pump(index: int) -> None:
         try:
-            async for delta in replies[index]:
+            async for delta in handles[index]:
                 queue.put_nowait((index, delta))
         finally:
             queue.put_nowait((index, None))
 
-    with pumping([asyncio.ensure_future(pump(i)) for i in range(len(replies))]) as pumps:
-        left = len(replies)
+    with pumping([asyncio.ensure_future(pump(i)) for i in range(len(handles))]) as pumps:
+        left = len(handles)
         while left:
             index, piece = await queue.get()
             if piece is not None:
@@ -253,7 +252,7 @@ async def interleaved(replies: Sequence[Reply]) -> AsyncIterator[tuple[int, Delt
                 continue
             left -= 1
             await pumps[index]
-            check_output(replies[index])
+            check_output(handles[index])
 
 
 @contextlib.contextmanager
@@ -281,7 +280,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def usage(outputs: Sequence[Output], prompts: Sequence[Prepared]) -> dict[str, Any]:
+def usage(outputs: Sequence[Output], prompts: Sequence[Request]) -> dict[str, Any]:
     """OpenAI's usage: a prompt with several outputs counts once."""
     prompt_tokens = sum(len(prompt.prompt_ids) for prompt in prompts)
     output_tokens = sum(output.stats.output_tokens for output in outputs)
@@ -299,6 +298,6 @@ def sse(data: Any) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnect(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
         continue

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from overlap_spec.config import Help
 from overlap_spec.errors import ConfigError
 
 Whitespace = Literal["compact", "bounded"] | int
@@ -12,42 +13,54 @@ Whitespace = Literal["compact", "bounded"] | int
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Everything that the server can be told beside its engine.
+    """All settings of the server besides its engine's."""
 
-    Attributes:
-        host, port: Where it listens; port 0 takes a free one.
-        api_key: What clients must send as a bearer token; None asks for none.
-        served_model_name: What ``/v1/models`` lists and ``model`` must be.
-        tool_call_parser: How the model spells tool calls: a file of ``grammar/tool_formats``.
-            None refuses tools.
-        reasoning_parser: How the model marks its thinking; None: it does not think.
-        whitespace: White space of JSON where the request does not say.
-        best_effort: Leave out schema keywords that no backend holds to, where the request does
-            not say ``strict: true``.
-        max_queued_requests: Requests that wait at most; more are answered with 429.
-        request_timeout_s: Time that one HTTP request may take.
-        drain_timeout_s: Time that requests under way have to end after SIGTERM.
-        max_body_bytes: Size of a request's body.
-        max_schema_bytes: Size of one schema, pattern or grammar.
-        max_choices: Outputs of one request: prompts × n.
-        cors_origins: Origins whose pages may call the server; none by default.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 30000
-    api_key: str | None = None
-    served_model_name: str = "overlap-spec"
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    whitespace: Whitespace = "compact"
-    best_effort: bool = False
-    max_queued_requests: int = 1024
-    request_timeout_s: float = 600.0
-    drain_timeout_s: float = 30.0
-    max_body_bytes: int = 8 * 2**20
-    max_schema_bytes: int = 512 * 2**10
-    max_choices: int = 128
-    cors_origins: tuple[str, ...] = ()
+    host: Annotated[str, Help("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Help("Port to listen on; 0 takes a free one.")] = 30000
+    api_key: Annotated[
+        str | None, Help("Bearer token that clients must send; by default none is needed.")
+    ] = None
+    served_model_name: Annotated[
+        str, Help("Name that /v1/models lists and that `model` must be.")
+    ] = "overlap-spec"
+    tool_call_parser: Annotated[
+        str | None,
+        Help(
+            "Format of the model's tool calls (hermes, mistral, …: the files of "
+            "grammar/tool_formats); without one, requests with tools are refused."
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        Help("Format of the model's thinking (deepseek_r1, qwen3, …); by default it has none."),
+    ] = None
+    whitespace: Annotated[
+        Whitespace,
+        Help("White space in JSON, unless a request says: compact, bounded, or an indent's width."),
+    ] = "compact"
+    best_effort: Annotated[
+        bool,
+        Help(
+            "Leave out schema keywords that no backend enforces, unless a request says strict; the "
+            "finished output is validated.",
+            ("--best-effort",),
+        ),
+    ] = False
+    max_queued_requests: Annotated[
+        int, Help("Most requests that wait; more are refused with status 429.")
+    ] = 1024
+    request_timeout_s: Annotated[float, Help("Time limit of one HTTP request, in seconds.")] = 600.0
+    drain_timeout_s: Annotated[
+        float, Help("Time that open requests have to end after SIGTERM, in seconds.")
+    ] = 30.0
+    max_body_bytes: Annotated[int, Help("Largest body of a request, in bytes.")] = 8 * 2**20
+    max_schema_bytes: Annotated[int, Help("Largest schema, pattern or grammar, in bytes.")] = (
+        512 * 2**10
+    )
+    max_choices: Annotated[int, Help("Most outputs of one request: prompts × n.")] = 128
+    cors_origins: Annotated[
+        tuple[str, ...], Help("Origins whose pages may call the server; by default none.")
+    ] = ()
 
     def __post_init__(self) -> None:
         """Raises ConfigError that names the first setting that cannot be."""
@@ -73,7 +86,7 @@ def _load_parsers(tools: str | None, reasoning: str | None) -> None:
     """Raises ConfigError where a parser does not exist."""
     from overlap_spec.errors import GrammarError
     from overlap_spec.grammar.reasoning import load_reasoning
-    from overlap_spec.grammar.tools import load_format
+    from overlap_spec.grammar.tool_formats import load_format
 
     try:
         if tools is not None:

@@ -27,6 +27,13 @@ class LengthPolicy(ABC):
     def choose(self, batch_size: int) -> Tier:
         """Tier of the next step, whose trees belong to ``batch_size`` requests. Changes nothing."""
 
+    def nodes(self, batch_size: int, tier: Tier) -> int | None:  # noqa: ARG002
+        """Nodes of the whole batch that a step with ``tier`` verifies, roots included; None: all.
+
+        At least ``batch_size``. The device takes the best by score.
+        """
+        return None
+
     @abstractmethod
     def observe(self, batch_size: int, tier: Tier, accepted: Sequence[int]) -> None:
         """Take in one verify.

@@ -1,4 +1,4 @@
-"""A step's plan on the device, and the buffers through which it meets the host."""
+"""A step's plan on the device."""
 
 from __future__ import annotations
 
@@ -7,12 +7,49 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from overlap_spec.types import StepPlan, Tier
+from overlap_spec.types import Int64s, StepPlan
 from overlap_spec.worker.graphs import padded_size
-from overlap_spec.worker.streams import Event, Streams
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The plan's prefill on the device; C chunks of T tokens, F of which are final; all int64.
+
+    Attributes:
+        longest: Most tokens that a chunk has among the ``T + F``.
+        rows, starts, sizes, pages: ``(C,)``: each chunk's row, start, tokens, and the page before
+            it.
+        tokens, positions, token_rows: ``(T,)``: all chunks' tokens, end to end.
+        offsets: ``(C + 1,)``: where each chunk begins among the ``T``.
+        last: ``(F,)``: index of each final chunk's last token among the ``T``.
+        final_rows: ``(F,)``: rows of the final chunks.
+        extend_tokens, extend_positions, extend_rows: ``(T + F,)``: what the drafter takes in of the
+            chunks: their tokens, and after each final one the token that this step will choose.
+        extend_features: ``(T + F,)``: the feature before each of these: below C, that at the end
+            of the chunk's page before; from C on, that of token number (this - C).
+        extend_offsets: ``(C + 1,)``: where each chunk begins among the ``T + F``.
+        chosen: ``(F,)``: index of each token to be chosen among the ``T + F``.
+    """
+
+    longest: int
+    rows: Tensor
+    starts: Tensor
+    sizes: Tensor
+    pages: Tensor
+    tokens: Tensor
+    positions: Tensor
+    token_rows: Tensor
+    offsets: Tensor
+    last: Tensor
+    final_rows: Tensor
+    extend_tokens: Tensor
+    extend_positions: Tensor
+    extend_rows: Tensor
+    extend_features: Tensor
+    extend_offsets: Tensor
+    chosen: Tensor
 
 
 @dataclass(frozen=True)
@@ -20,35 +57,20 @@ class Batch:
     """The plan's numbers on the device; all int64.
 
     Attributes:
-        rows: ``(B + F,)``: rows of the trees, then of the final chunks, the verified requests.
-        tree_rows: ``(S,)``: rows of the trees, then nobody's row up to a recorded size.
-        chunk_rows, chunk_starts, chunk_sizes, chunk_pages: ``(C,)``: each chunk's row, start,
-            tokens, and the page before it.
-        tokens, positions, token_rows: ``(T,)``: all chunks' tokens, end to end.
-        last: ``(F,)``: index of each final chunk's last token among the ``T``.
-        extend_tokens, extend_positions: ``(T + F,)``: what the drafter takes in of the chunks:
-            their tokens, and behind each final one the token that this step will choose.
-        extend_features: ``(T + F,)``: the feature before each of these: below C, that at the end
-            of the chunk's page before; from C on, that of token number (this - C).
-        chosen: ``(F,)``: index of each token to be chosen among the ``T + F``.
+        chunks: None in a step that only decodes.
+        rows: ``(S,)``: rows of the trees, then the padding row up to a recorded size.
+        constrained: ``(B + F,)``: whether each tree, and each final chunk, has a grammar: 1 or 0.
+        least, most: ``(S,)``: as in :class:`overlap_spec.types.Budget`; empty where all nodes are
+            verified.
         page_index, page_values: ``(G,)``: entries of the flattened page table, and their pages.
     """
 
     plan: StepPlan
+    chunks: Chunks | None
     rows: Tensor
-    tree_rows: Tensor
-    chunk_rows: Tensor
-    chunk_starts: Tensor
-    chunk_sizes: Tensor
-    chunk_pages: Tensor
-    tokens: Tensor
-    positions: Tensor
-    token_rows: Tensor
-    last: Tensor
-    extend_tokens: Tensor
-    extend_positions: Tensor
-    extend_features: Tensor
-    chosen: Tensor
+    constrained: Tensor
+    least: Tensor
+    most: Tensor
     page_index: Tensor
     page_values: Tensor
 
@@ -56,98 +78,110 @@ class Batch:
     def trees(self) -> int:
         return len(self.plan.decode_rows)
 
-    @property
-    def final_rows(self) -> Tensor:
-        return self.rows[self.trees :]
+
+class PlanUpload:
+    """Packs a plan's numbers, and brings them to the device in one copy.
+
+    Args:
+        max_pages: Columns of the page tables.
+        padding_row: The row that belongs to no request.
+        pad: Whether batches are filled up to recorded sizes.
+    """
+
+    def __init__(self, max_pages: int, padding_row: int, pad: bool, device: torch.device) -> None:
+        self._max_pages, self._padding_row, self._pad = max_pages, padding_row, pad
+        self._device = device
+
+    def __call__(self, plan: StepPlan, staging: Staging) -> Batch:
+        """The plan on the device, by way of ``staging``."""
+        parts = self._decode_parts(plan)
+        own = len(parts)
+        if plan.chunks:
+            parts += _chunk_parts(plan)
+        packed = staging.upload(np.concatenate(parts).astype(np.int64, copy=False), self._device)
+        tensors = packed.split([len(part) for part in parts])
+        chunks = None
+        if plan.chunks:
+            longest = max(len(c.tokens) + c.final for c in plan.chunks)
+            chunks = Chunks(longest, *tensors[own:])
+        return Batch(plan, chunks, *tensors[:own])
+
+    def _decode_parts(self, plan: StepPlan) -> list[Int64s]:
+        trees, budget = len(plan.decode_rows), plan.budget
+        padding = (padded_size(trees) if self._pad else trees) - trees
+        ragged = budget.nodes is not None
+        most = [*budget.most, *[1] * padding] if ragged else []
+        index: list[Any] = [_NONE]
+        values: list[Any] = [_NONE]
+        for row, first, pages in plan.pages:
+            index.append(np.arange(len(pages)) + (row * self._max_pages + first))
+            values.append(np.array(pages))
+        return [
+            np.array([*plan.decode_rows, *[self._padding_row] * padding], np.int64),
+            np.array([grammar for _, _, grammar in plan.verified], np.int64),
+            np.array([*budget.least, *[0] * padding] if ragged else [], np.int64),
+            np.array(most, np.int64),
+            np.concatenate(index),
+            np.concatenate(values),
+        ]
 
 
-def upload(plan: StepPlan, max_pages: int, nobody: int, device: torch.device) -> Batch:
-    """Pack the plan's numbers, and bring them to the device in one copy."""
+class Staging:
+    """Host memory through which plans go to the device: pinned where that matters, and kept.
+
+    On the CPU the numbers are used where they are.
+    """
+
+    def __init__(self) -> None:
+        self._pinned: Tensor | None = None
+
+    def upload(self, numbers: Int64s, device: torch.device) -> Tensor:
+        """``numbers`` on the device; the memory is free again when the copy's stream is past it."""
+        host = torch.from_numpy(numbers)
+        if device.type != "cuda":
+            return host
+        if self._pinned is None or len(self._pinned) < len(host):
+            self._pinned = torch.empty(2 * len(host), dtype=torch.int64, pin_memory=True)
+        pinned = self._pinned[: len(host)]
+        pinned.copy_(host)
+        return pinned.to(device, non_blocking=True)
+
+
+_NONE = np.zeros(0, np.int64)
+
+
+def _chunk_parts(plan: StepPlan) -> list[Int64s]:
+    """The fields of :class:`Chunks`, in order."""
     chunks = plan.chunks
     sizes = np.array([len(c.tokens) for c in chunks], np.int64)
     final = np.array([c.final for c in chunks], bool)
-    first = np.cumsum(sizes) - sizes
-    extended = sizes + final
     rows = np.array([c.row for c in chunks], np.int64)
     starts = np.array([c.start for c in chunks], np.int64)
     tokens = [c.tokens for c in chunks]
-    features = [
+    first = np.cumsum(sizes) - sizes
+    extended = sizes + final
+    parts: list[Any] = [
+        rows,
+        starts,
+        sizes,
+        np.array([c.page_before for c in chunks], np.int64),
+        np.concatenate(tokens),
+        np.concatenate([s + np.arange(n) for s, n in zip(starts, sizes, strict=True)]),
+        np.repeat(rows, sizes),
+        np.concatenate([[0], np.cumsum(sizes)]),
+        (first + sizes - 1)[final],
+        rows[final],
+        np.concatenate([np.append(t, -1) if f else t for t, f in zip(tokens, final, strict=True)]),
+        np.concatenate([s + np.arange(n) for s, n in zip(starts, extended, strict=True)]),
+        np.repeat(rows, extended),
         # Of a chunk's tokens, the first follows a page, each other one the token before it.
-        np.concatenate([[c], len(chunks) + first[c] + np.arange(extended[c] - 1)])
-        for c in range(len(chunks))
+        np.concatenate(
+            [
+                np.concatenate([[c], len(chunks) + first[c] + np.arange(extended[c] - 1)])
+                for c in range(len(chunks))
+            ]
+        ),
+        np.concatenate([[0], np.cumsum(extended)]),
+        (np.cumsum(extended) - 1)[final],
     ]
-    trees = len(plan.decode_rows)
-    size = trees if chunks else padded_size(trees)
-    parts: list[list[Any]] = [
-        [*plan.decode_rows, *rows[final]],
-        [*plan.decode_rows, *[nobody] * (size - trees)],
-        [rows],
-        [starts],
-        [sizes],
-        [[c.page_before for c in chunks]],
-        tokens,
-        [s + np.arange(n) for s, n in zip(starts, sizes, strict=True)],
-        [np.repeat(rows, sizes)],
-        [(first + sizes - 1)[final]],
-        [np.append(t, -1) if f else t for t, f in zip(tokens, final, strict=True)],
-        [s + np.arange(n) for s, n in zip(starts, extended, strict=True)],
-        features,
-        [(np.cumsum(extended) - 1)[final]],
-        [np.arange(len(pages)) + (row * max_pages + at) for row, at, pages in plan.pages],
-        [np.array(pages) for _, _, pages in plan.pages],
-    ]
-    flat = [np.concatenate([np.atleast_1d(p) for p in part] or [np.array([])]) for part in parts]
-    packed = torch.from_numpy(np.concatenate(flat).astype(np.int64))
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    return Batch(plan, *packed.split([len(part) for part in flat]))
-
-
-class Buffers:
-    """What one step in flight reads from and writes to the host; pinned where that matters.
-
-    Attributes:
-        links: int64 ``(3, nodes)``: tokens, first children, next siblings of all trees.
-        masks, limits: int32 ``(nodes, words)`` mask rows and int64 ``(requests,)`` depth limits
-            on the host; ``device_masks``, ``device_limits`` their copies on the device.
-        results: int64, room for each request's accepted length, then its emitted tokens.
-        free: Recorded behind the last use.
-        keep: The step's tensors, which streams other than their own read until then.
-    """
-
-    def __init__(self, tier: Tier, rows: int, words: int, streams: Streams, device: torch.device):
-        pinned = device.type == "cuda"
-        nodes = rows * tier.nodes
-        self.links = torch.zeros(3, nodes, dtype=torch.int64, pin_memory=pinned)
-        self.masks = torch.zeros(nodes, words, dtype=torch.int32, pin_memory=pinned)
-        self.limits = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
-        self.device_masks = torch.zeros(nodes, words, dtype=torch.int32, device=device)
-        self.device_limits = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.results = torch.zeros(rows * (2 + tier.steps), dtype=torch.int64, pin_memory=pinned)
-        self.free: Event = streams.event()
-        self.in_use = False
-        self.keep: object = None
-
-    def mask_rows(self, count: int) -> NDArray[np.int32]:
-        """The lane's view of the first ``count`` rows."""
-        rows: NDArray[np.int32] = self.masks[:count].numpy()
-        return rows
-
-
-class TierState:
-    """What a tier owns: its buffers, allocated once and rotated over the steps in flight."""
-
-    def __init__(
-        self, tier: Tier, rows: int, words: int, streams: Streams, device: torch.device
-    ) -> None:
-        self.tier = tier
-        self._buffers = [Buffers(tier, rows, words, streams, device) for _ in range(2)]
-
-    def rotate(self) -> Buffers:
-        """The buffers used longest ago, when all that used them has passed."""
-        buffers = self._buffers.pop(0)
-        self._buffers.append(buffers)
-        if buffers.in_use:
-            buffers.free.synchronize()
-        buffers.in_use = True
-        return buffers
+    return parts

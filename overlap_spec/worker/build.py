@@ -8,18 +8,17 @@ import torch
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Drafter
-from overlap_spec.drafters.eagle3 import Eagle3Drafter
+from overlap_spec.drafters.registry import load_drafter
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.config import ModelConfig, read_json
 from overlap_spec.models.packing import pack
-from overlap_spec.models.weights import load_decoder, load_eagle3
-from overlap_spec.types import Tier
+from overlap_spec.models.weights import load_decoder
 from overlap_spec.worker.cuda import CudaStreams
 from overlap_spec.worker.kv_pool import KVPool
-from overlap_spec.worker.passes import Passes
+from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.streams import (
     InlineStreams,
-    Record,
+    RecordSpan,
     Streams,
     ThreadStream,
     ThreadStreams,
@@ -31,13 +30,13 @@ CPU_CACHE_BYTES = 1 << 30
 
 
 def build_worker(
-    config: EngineConfig,
-    tiers: tuple[Tier, ...],
-    reserve_tokens: int,
-    streams: Streams,
-    record: Record,
+    config: EngineConfig, reserve_tokens: int, streams: Streams, record: RecordSpan
 ) -> Worker:
     """Load the models and allocate every table, cache and buffer.
+
+    Args:
+        reserve_tokens: Slots after its committed length that a sequence owns.
+        record: Takes spans for the timeline.
 
     Raises:
         ConfigError, CheckpointError: as in :class:`overlap_spec.engine.Engine`.
@@ -49,32 +48,34 @@ def build_worker(
         # Float32 output must not depend on the device.
         torch.backends.cuda.matmul.allow_tf32 = False
     target = load_decoder(config.target_path, dtype, device, config.context_length)
-    head = load_eagle3(config.draft_path, target, dtype) if config.draft_path else None
+    longest = target.config.max_position + reserve_tokens
+    tables = RowTables(rows, -(-longest // config.page_size), target.config.vocab_size, device)
+    pool = KVPool(target.config, config.page_size, dtype, device)
+    draft_pools: list[KVPool] = []
+
+    def make_cache(layers: ModelConfig, first: int = 0) -> KVPool:
+        draft_pools.append(KVPool(layers, config.page_size, dtype, device, first))
+        return draft_pools[-1]
+
+    drafter: Drafter | None = None
+    if config.drafter != "none":
+        drafter = load_drafter(config.drafter).build(config, target, tables, make_cache)
     if device.type == "cpu":
-        for model in (target, head):
+        for model in (target, drafter):
             if model is not None:
                 pack(model)
-    longest = target.config.max_position + reserve_tokens
-    tables = RowTables(
-        rows,
-        -(-longest // config.page_size),
-        target.config.vocab_size,
-        device,
-    )
-    shapes = [target.config] + ([head.config.layer] if head else [])
-    wanted = rows * tables.pages.shape[1]
-    pages = count_pages(config, shapes, wanted, dtype, device)
-    pool = KVPool(target.config, pages, config.page_size, dtype, device)
-    drafter: Drafter | None = None
-    draft_pool = None
-    if head is not None:
-        draft_pool = KVPool(head.config.layer, pages, config.page_size, dtype, device, first=1)
-        drafter = Eagle3Drafter(head, target, draft_pool, len(tables.roots))
-    passes = Passes(target, drafter, tables, pool, draft_pool, config.graphs)
-    return Worker(passes, streams, config.overlap, tiers, rows, record)
+    features = len(drafter.feature_layers) if drafter is not None else 0
+    page_bytes = sum(cache.page_bytes for cache in (pool, *draft_pools))
+    # The feature that each page keeps for the drafter.
+    page_bytes += features * target.config.hidden_size * dtype.itemsize
+    pages = count_pages(config, page_bytes, rows * tables.pages.shape[1], device)
+    for cache in (pool, *draft_pools):
+        cache.allocate(pages)
+    runner = ModelRunner(target, drafter, tables, pool, draft_pools, config.graphs)
+    return Worker(runner, streams, config.overlap, rows, record)
 
 
-def build_streams(config: EngineConfig, record: Record) -> Streams:
+def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:
     """CUDA's streams on a GPU; on the CPU threads, or none of them in the serial mode."""
     device = pick_device(config.device)
     if device.type == "cuda":
@@ -111,25 +112,18 @@ def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "float16": torch.float16}.get(name, torch.bfloat16)
 
 
-def count_pages(
-    config: EngineConfig,
-    shapes: list[ModelConfig],
-    wanted: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> int:
+def count_pages(config: EngineConfig, page_bytes: int, wanted: int, device: torch.device) -> int:
     """Pages that all caches get: at most ``wanted``, as memory allows.
 
     On a GPU ``mem_fraction_static`` (default 0.85) of its memory holds weights and caches; on the
     CPU the caches get that share of physical memory, or 1 GiB where none is set.
 
+    Args:
+        page_bytes: What a page takes in all caches together.
+
     Raises:
         ConfigError: memory does not hold even one sequence's pages.
     """
-    page_bytes = sum(KVPool.page_bytes(shape, config.page_size, dtype) for shape in shapes)
-    if len(shapes) > 1:
-        # The feature that each page keeps for the draft head: of three layers.
-        page_bytes += 3 * shapes[0].hidden_size * dtype.itemsize
     fraction = config.mem_fraction_static
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from overlap_spec.worker.streams import Event, Record, Stream, Streams, Value, call
+from overlap_spec.worker.streams import Event, RecordSpan, Stream, Streams, Value, call
 
 T = TypeVar("T")
 
@@ -30,9 +30,12 @@ class CudaClock:
         """When ``event``, which has passed, did so."""
         return self._ns + int(self._event.elapsed_time(event) * 1e6)
 
-    def rebase(self, event: torch.cuda.Event) -> None:
-        """Measure from ``event`` from now on; it is never recorded again."""
+    def rebase(self, event: torch.cuda.Event) -> torch.cuda.Event:
+        """Measure from ``event`` from now on, which is not recorded again until it is returned
+        here; the event that was measured from before."""
+        before = self._event
         self._event, self._ns = event, self.ns(event)
+        return before
 
 
 class CudaEvent(Event):
@@ -40,11 +43,15 @@ class CudaEvent(Event):
 
     def __init__(self, clock: CudaClock) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
-        self.recorded = False
+        self.recorded_on: CudaStream | None = None
+        self.spans_before = 0
         self._clock = clock
 
+    def reset(self) -> None:
+        self.recorded_on = None
+
     def captured(self) -> torch.cuda.Event:
-        if not self.recorded:
+        if self.recorded_on is None:
             raise RuntimeError("waiting on an event that was never recorded")
         return self.event
 
@@ -56,9 +63,19 @@ class CudaEvent(Event):
         milliseconds: float = self.captured().elapsed_time(later.captured())
         return milliseconds
 
+    def idle_ms(self, later: Event) -> float:
+        assert isinstance(later, CudaEvent)
+        assert self.recorded_on is not None
+        busy_ms = self.recorded_on.busy_ms(self.spans_before, later.spans_before)
+        return max(0.0, self.elapsed_ms(later) - busy_ms)
+
     @property
     def time_ns(self) -> int:
         return self._clock.ns(self.captured())
+
+
+# Spans whose length is remembered: those of more steps than are ever under way.
+REMEMBERED_SPANS = 64
 
 
 class _Span(NamedTuple):
@@ -71,38 +88,52 @@ class _Span(NamedTuple):
 class CudaStream(Stream):
     """A CUDA stream: work is launched at once and runs in order on the device.
 
+    Its timing events are pooled: a step makes none.
+
     Args:
         record: Takes the spans of the work, once :meth:`note` finds that it has passed.
+        priority: As CUDA's: the lower number goes first.
     """
 
     def __init__(
-        self, name: str, device: torch.device, clock: CudaClock, record: Record | None
+        self, name: str, device: torch.device, clock: CudaClock, record: RecordSpan, priority: int
     ) -> None:
         self.name = name
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority)
         self._clock, self._record = clock, record
         self._spans: deque[_Span] = deque()
+        self._free: list[torch.cuda.Event] = []
+        self._started = self._noted = 0
+        self._lengths_ms: deque[float] = deque(maxlen=REMEMBERED_SPANS)
 
     def run(self, label: str, work: Callable[..., T], *args: Any) -> Value[T]:
         value: Value[T] = Value()
         with torch.cuda.stream(self._stream), torch.cuda.nvtx.range(label):
-            if self._record is None:
-                value.set(call(work, args))
-                return value
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, end = self._event(), self._event()
             start.record()
             value.set(call(work, args))
             end.record()
         self._spans.append(_Span(label, self.step, start, end))
+        self._started += 1
         return value
+
+    def _event(self) -> torch.cuda.Event:
+        return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
 
     def note(self) -> None:
         """Record the spans of work that has passed."""
-        assert self._record is not None
         while self._spans and self._spans[0].end.query():
             label, step, start, end = self._spans.popleft()
             self._record(self.name, label, self._clock.ns(start), self._clock.ns(end), step)
-            self._clock.rebase(end)
+            self._lengths_ms.append(start.elapsed_time(end))
+            self._noted += 1
+            self._free += (start, self._clock.rebase(end))
+
+    def busy_ms(self, first: int, last: int) -> float:
+        """Time that spans number ``first .. last - 1`` took, which have passed."""
+        self.note()
+        oldest = self._noted - len(self._lengths_ms)
+        return sum(self._lengths_ms[i - oldest] for i in range(max(first, oldest), last))
 
     def synchronize(self) -> None:
         """Block the host until all that is queued has run."""
@@ -111,7 +142,7 @@ class CudaStream(Stream):
     def record(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
         event.event.record(self._stream)
-        event.recorded = True
+        event.recorded_on, event.spans_before = self, self._started
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
@@ -119,12 +150,13 @@ class CudaStream(Stream):
 
 
 class CudaStreams(Streams):
-    """The streams of a GPU."""
+    """The streams of a GPU: what ``plan`` and ``copy`` do is short, and others wait for it."""
 
-    def __init__(self, device: torch.device, record: Record | None = None) -> None:
-        self._clock, self._record = CudaClock(device), record
+    def __init__(self, device: torch.device, record: RecordSpan) -> None:
+        self._clock = CudaClock(device)
         self._all = [
-            CudaStream(name, device, self._clock, record) for name in ("compute", "plan", "copy")
+            CudaStream(name, device, self._clock, record, priority)
+            for name, priority in (("compute", 0), ("plan", -1), ("copy", -1))
         ]
         self.compute, self.plan, self.copy = self._all
 
@@ -132,9 +164,8 @@ class CudaStreams(Streams):
         return CudaEvent(self._clock)
 
     def note(self) -> None:
-        if self._record is not None:
-            for stream in self._all:
-                stream.note()
+        for stream in self._all:
+            stream.note()
 
     def close(self) -> None:
         for stream in self._all:

@@ -34,7 +34,7 @@ class Recorded(ABC):
         return inputs
 
 
-class Trace(Recorded):
+class TracedGraph(Recorded):
     """Operations in the order in which they were seen, run without the interpreter.
 
     What ``torch.jit.trace`` makes belongs to the process and is never freed, some 25 MB an engine.
@@ -70,6 +70,16 @@ class Trace(Recorded):
         with torch.jit.optimized_execution(False):
             outputs: Tensors = self._run(*inputs, *self._held)
         return outputs
+
+
+class Eager(Recorded):
+    """A pass that is not recorded."""
+
+    def __init__(self, work: Callable[..., Tensors]) -> None:
+        self._work = work
+
+    def __call__(self, *inputs: Tensor) -> Tensors:
+        return self._work(*inputs)
 
 
 class CudaGraph(Recorded):

@@ -21,7 +21,7 @@ class KVPool(nn.Module):
     Args:
         config: Shape of the layers.
         page_size: Slots of a page, in tokens.
-        first: First slot of a sequence that exists (1 in a draft cache).
+        first: First slot of a sequence that exists (1 in a cache of EAGLE's heads).
     """
 
     k: Tensor
@@ -30,34 +30,45 @@ class KVPool(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        pages: int,
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
         first: int = 0,
     ) -> None:
         super().__init__()
-        shape = (config.num_layers, pages, page_size, config.num_kv_heads, config.head_dim)
-        self.register_buffer("k", torch.zeros(shape, dtype=dtype, device=device))
-        self.register_buffer("v", torch.zeros(shape, dtype=dtype, device=device))
         self.config, self.page_size, self.first = config, page_size, first
+        self._dtype, self._device = dtype, device
 
-    @staticmethod
-    def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
+    def allocate(self, pages: int) -> None:
+        """Take the memory of ``pages`` pages; nothing else works before."""
+        config = self.config
+        shape = (config.num_layers, pages, self.page_size, config.num_kv_heads, config.head_dim)
+        for name in ("k", "v"):
+            cache = torch.zeros(shape, dtype=self._dtype, device=self._device)
+            self.register_buffer(name, cache)
+
+    @property
+    def page_bytes(self) -> int:
         """Bytes of one page of keys and values over all layers."""
+        config = self.config
         heads = config.num_layers * config.num_kv_heads * config.head_dim
-        return 2 * heads * page_size * dtype.itemsize
+        return 2 * heads * self.page_size * self._dtype.itemsize
+
+    def slots(self, pages: Tensor, logical: Tensor) -> Tensor:
+        """Physical slots of logical ones: see :func:`overlap_spec.kernels.page_slots`."""
+        return page_slots(pages, logical, self.page_size)
 
     def attend(
         self, pages: Tensor, slots: Tensor, prefix: Tensor, positions: Tensor, mask: Tensor | None
     ) -> PagedAttend:
         """See :class:`overlap_spec.drafters.base.DraftCache`."""
-        span = KeySpan(pages, prefix, positions, mask, self.first)
-        return PagedAttend(self, page_slots(pages, slots, self.page_size).flatten(), (span,))
+        seen = None if mask is None else mask.flatten(0, 1)
+        span = KeySpan(pages, prefix, positions.flatten(), seen, self.first)
+        return PagedAttend(self, self.slots(pages, slots).flatten(), span)
 
     def move(self, pages: Tensor, source: Tensor, target: Tensor) -> None:
         """Copy logical slots ``source (B, W)`` to ``target (B, W)`` in every layer."""
-        come, go = (page_slots(pages, slots, self.page_size) for slots in (source, target))
+        come, go = (self.slots(pages, slots) for slots in (source, target))
         move_kv(self.k, self.v, come, go)
 
     def clear(self, pages: tuple[int, ...]) -> None:
@@ -69,35 +80,16 @@ class KVPool(nn.Module):
 
 @dataclass(frozen=True)
 class PagedAttend:
-    """Attention of rectangles of queries laid end to end: stores their keys, then reads.
+    """Attention of queries laid end to end: stores their keys, then reads what ``span`` shows.
 
-    ``slots`` int64 ``(T,)`` physical slots of all queries; ``spans`` one rectangle each.
+    ``slots`` int64 ``(T,)``: physical slots of all queries.
     """
 
     pool: KVPool
     slots: Tensor
-    spans: tuple[KeySpan, ...]
+    span: KeySpan
 
     def __call__(self, layer: int, heads: Heads) -> Tensor:
         keys, values = self.pool.k[layer], self.pool.v[layer]
         q = rotate_and_store(heads.qkv, heads.rotary, keys, values, self.slots, heads.norm)
-        window = self.pool.config.window(layer)
-        if len(self.spans) == 1:
-            (span,) = self.spans
-            rectangle = q.view(*span.positions.shape, *q.shape[1:])
-            return tree_attention(rectangle, keys, values, span, window).flatten(0, 1)
-        out, start = q.new_empty(len(q), q.shape[1] * q.shape[2]), 0
-        for span in self.spans:
-            here = slice(start, start := start + span.positions.numel())
-            rectangle = q[here].view(*span.positions.shape, *q.shape[1:])
-            part = out[here].view(*span.positions.shape, -1)
-            tree_attention(rectangle, keys, values, span, window, part)
-        return out
-
-
-def join(parts: list[PagedAttend]) -> PagedAttend:
-    """The parts' rectangles as one run."""
-    if len(parts) == 1:
-        return parts[0]
-    slots = torch.cat([part.slots for part in parts])
-    return PagedAttend(parts[0].pool, slots, tuple(span for part in parts for span in part.spans))
+        return tree_attention(q, keys, values, self.span, self.pool.config.window(layer))

@@ -10,20 +10,22 @@ from torch import Tensor
 
 from overlap_spec.kernels import Tree, apply_bitmask, apply_penalties, coins, masked_choose
 from overlap_spec.types import TokenLogprobs
-from overlap_spec.worker.tables import Needs, RowTables
+from overlap_spec.worker.tables import RowTables, SamplingFeatures
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The verified nodes of a step: all nodes of ``tree``, then one-node trees.
+    """Verified nodes.
 
     ``rows``, ``positions`` int64 ``(L,)``: row of each node, and the position of the token chosen
-    after it.
+    after it. ``tree``: whose nodes they are; None: of no draft. ``pack`` int64 ``(L,)``: which of
+    its nodes; None: the first.
     """
 
     rows: Tensor
     positions: Tensor
     tree: Tree | None
+    pack: Tensor | None
 
 
 class Masks(NamedTuple):
@@ -31,6 +33,21 @@ class Masks(NamedTuple):
 
     rows: Tensor
     flags: Tensor | None
+
+    def first(self, count: int) -> Masks:
+        """Those of the first ``count`` nodes."""
+        return Masks(self.rows[:count], None if self.flags is None else self.flags[:count])
+
+    def last(self, count: int) -> Masks:
+        """Those of the last ``count`` nodes."""
+        start = len(self.rows) - count
+        return Masks(self.rows[start:], None if self.flags is None else self.flags[start:])
+
+    def packed(self, pack: Tensor, count: int) -> Masks:
+        """Those of nodes ``pack``; none applies from node ``count`` on: padding."""
+        inside = pack < count
+        index = torch.where(inside, pack, 0)
+        return Masks(self.rows[index], inside if self.flags is None else inside & self.flags[index])
 
     def of(self, index: Tensor) -> Tensor:
         """The rows of nodes ``index (n,)``: all ones where they do not apply."""
@@ -44,22 +61,28 @@ class Sampler:
     def __init__(self, tables: RowTables) -> None:
         self.tables = tables
 
-    def process(self, logits: Tensor, nodes: Nodes, needs: Needs) -> Tensor:
-        """Logits as the choice sees them, but for the mask: ``(L, V)`` → ``(L, V)``."""
+    def process(self, logits: Tensor, nodes: Nodes | None, features: SamplingFeatures) -> Tensor:
+        """Logits as the choice sees them, but for the mask: ``(L, V)`` → ``(L, V)``.
+
+        ``nodes`` is needed where the features are :attr:`SamplingFeatures.by_node`.
+        """
+        if nodes is None:
+            return logits
         tables, rows = self.tables, nodes.rows
-        if needs.biased or needs.held_open or needs.penalised:
+        if features.biased or features.min_tokens or features.penalised:
             logits = logits.float()
-        if needs.biased:
+        if features.biased:
             logits = logits + tables.wide("bias", torch.float32)[rows]
-        if needs.held_open:
+        if features.min_tokens:
             early = nodes.positions < tables.min_position[rows]
             stops = tables.wide("stops", torch.bool)[rows]
             logits = logits.masked_fill(early[:, None] & stops, -torch.inf)
-        if needs.penalised:
+        if features.penalised:
             counts = tables.output_counts[rows]
             if nodes.tree is not None:
                 drafted = _path_counts(nodes.tree, self.tables.vocab_size)
-                counts[: len(drafted)] += drafted
+                pack = nodes.pack
+                counts += drafted[: len(counts)] if pack is None else drafted[pack]
             logits = apply_penalties(
                 logits,
                 counts,
@@ -70,17 +93,23 @@ class Sampler:
             )
         return logits
 
-    def choose(self, logits: Tensor, nodes: Nodes, needs: Needs, masks: Masks | None) -> Tensor:
+    def choose(
+        self,
+        logits: Tensor,
+        nodes: Nodes | None,
+        features: SamplingFeatures,
+        masks: Masks | None,
+    ) -> Tensor:
         """The choice after each node: int64 ``(L,)``, -1 for an empty row, -2 for NaN.
 
         ``logits`` may be overwritten.
         """
-        tables, rows = self.tables, nodes.rows
         allowed, flags = (None, None) if masks is None else masks
-        if not needs.sampled:
+        if nodes is None or not features.sampled:
             return masked_choose(logits, allowed, flags)
+        tables, rows = self.tables, nodes.rows
         filters = None
-        if needs.filtered:
+        if features.filtered:
             filters = (tables.top_k[rows], tables.top_p[rows], tables.min_p[rows])
         coin = coins(tables.seed[rows], nodes.positions)
         return masked_choose(logits, allowed, flags, tables.temperature[rows], coin, filters)

@@ -27,7 +27,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 T = TypeVar("T")
-Record = Callable[[str, str, int, int, int], None]
+RecordSpan = Callable[[str, str, int, int, int], None]
 
 
 class Value(Generic[T]):
@@ -58,6 +58,15 @@ class Event(ABC):
     @abstractmethod
     def elapsed_ms(self, later: Event) -> float:
         """Milliseconds from this event to ``later``, negative if it came first; both passed."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget the latest record; what waits for it goes on waiting."""
+
+    @abstractmethod
+    def idle_ms(self, later: Event) -> float:
+        """Milliseconds between this event and ``later``, of the same stream, in which the stream
+        had no work under way; both passed."""
 
     @property
     @abstractmethod
@@ -120,12 +129,15 @@ def call(work: Callable[..., T], args: tuple[Any, ...]) -> T:
     return work(*(arg.get() if isinstance(arg, Value) else arg for arg in args))
 
 
-class _Ticket:
-    """One record of a CPU event: when it passed, and the error that came before it."""
+class _Passing:
+    """One record of a CPU event: when it passed, and the error that came before it.
+
+    ``busy_ns``: how long its stream had worked by then, all in all.
+    """
 
     def __init__(self) -> None:
         self.passed = threading.Event()
-        self.time_ns = 0
+        self.time_ns = self.busy_ns = 0
         self.error: BaseException | None = None
 
 
@@ -133,22 +145,30 @@ class HostEvent(Event):
     """An event of streams that run on the CPU."""
 
     def __init__(self) -> None:
-        self.latest: _Ticket | None = None
+        self.latest: _Passing | None = None
 
-    def captured(self) -> _Ticket:
+    def reset(self) -> None:
+        self.latest = None
+
+    def captured(self) -> _Passing:
         if self.latest is None:
             raise RuntimeError("waiting on an event that was never recorded")
         return self.latest
 
     def synchronize(self) -> None:
-        ticket = self.captured()
-        ticket.passed.wait()
-        if ticket.error is not None:
-            raise ticket.error
+        passing = self.captured()
+        passing.passed.wait()
+        if passing.error is not None:
+            raise passing.error
 
     def elapsed_ms(self, later: Event) -> float:
         assert isinstance(later, HostEvent)
         return (later.captured().time_ns - self.captured().time_ns) / 1e6
+
+    def idle_ms(self, later: Event) -> float:
+        assert isinstance(later, HostEvent)
+        first, last = self.captured(), later.captured()
+        return max(0, last.time_ns - first.time_ns - (last.busy_ns - first.busy_ns)) / 1e6
 
     @property
     def time_ns(self) -> int:
@@ -158,22 +178,24 @@ class HostEvent(Event):
 class InlineStream(Stream):
     """Does its work at once, in the caller's thread: nothing overlaps."""
 
-    def __init__(self, name: str, record: Record | None = None) -> None:
-        self.name, self._record = name, record
+    def __init__(self, name: str, record: RecordSpan | None = None) -> None:
+        self.name, self._record, self._busy_ns = name, record, 0
 
     def run(self, label: str, work: Callable[..., T], *args: Any) -> Value[T]:
         value: Value[T] = Value()
         start = time.perf_counter_ns()
         value.set(call(work, args))
+        end = time.perf_counter_ns()
+        self._busy_ns += end - start
         if self._record is not None:
-            self._record(self.name, label, start, time.perf_counter_ns(), self.step)
+            self._record(self.name, label, start, end, self.step)
         return value
 
     def record(self, event: Event) -> None:
         assert isinstance(event, HostEvent)
-        event.latest = _Ticket()
-        event.latest.time_ns = time.perf_counter_ns()
-        event.latest.passed.set()
+        passing = event.latest = _Passing()
+        passing.time_ns, passing.busy_ns = time.perf_counter_ns(), self._busy_ns
+        passing.passed.set()
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, HostEvent)
@@ -183,10 +205,11 @@ class InlineStream(Stream):
 class ThreadStream(Stream):
     """A thread that does its work in order."""
 
-    def __init__(self, name: str, record: Record | None = None) -> None:
+    def __init__(self, name: str, record: RecordSpan | None = None) -> None:
         self.name, self._record = name, record
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._error: BaseException | None = None
+        self._busy_ns = 0
         self._thread = threading.Thread(target=self._loop, name=f"stream-{name}", daemon=True)
         self._thread.start()
 
@@ -202,30 +225,32 @@ class ThreadStream(Stream):
                 value.set(call(work, args))
             except BaseException as error:
                 self._error = error
+            end = time.perf_counter_ns()
+            self._busy_ns += end - start
             if self._record is not None:
-                self._record(self.name, label, start, time.perf_counter_ns(), step)
+                self._record(self.name, label, start, end, step)
 
         self._put(job)
         return value
 
     def record(self, event: Event) -> None:
         assert isinstance(event, HostEvent)
-        ticket = event.latest = _Ticket()
+        passing = event.latest = _Passing()
 
         def job() -> None:
-            ticket.time_ns = time.perf_counter_ns()
-            ticket.error = self._error
-            ticket.passed.set()
+            passing.time_ns, passing.busy_ns = time.perf_counter_ns(), self._busy_ns
+            passing.error = self._error
+            passing.passed.set()
 
         self._put(job)
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, HostEvent)
-        ticket = event.captured()
+        passing = event.captured()
 
         def job() -> None:
-            ticket.passed.wait()
-            self._error = self._error or ticket.error
+            passing.passed.wait()
+            self._error = self._error or passing.error
 
         self._put(job)
 
@@ -268,7 +293,7 @@ class ChaosStream(ThreadStream):
 class InlineStreams(Streams):
     """For the serial mode on the CPU."""
 
-    def __init__(self, record: Record | None = None) -> None:
+    def __init__(self, record: RecordSpan | None = None) -> None:
         self.compute = InlineStream("compute", record)
         self.plan = InlineStream("plan", record)
         self.copy = InlineStream("copy", record)

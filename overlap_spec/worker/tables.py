@@ -15,17 +15,21 @@ DEEPEST = 2**31
 
 
 @dataclass(frozen=True)
-class Needs:
+class SamplingFeatures:
     """What the requests of a step ask for beyond an argmax: the rest is skipped."""
 
     sampled: bool
     filtered: bool
     penalised: bool
     biased: bool
-    held_open: bool
-    plain: bool
+    min_tokens: bool
     top_logprobs: int | None
     origins: bool
+
+    @property
+    def by_node(self) -> bool:
+        """Whether the choice at a node depends on its row and position."""
+        return self.sampled or self.penalised or self.biased or self.min_tokens
 
 
 class RowTables(nn.Module):
@@ -35,39 +39,40 @@ class RowTables(nn.Module):
     ``roots`` int64 ``(R,)``: last committed tokens. ``pages`` int64 ``(R, P)``. What only some
     requests need over the whole vocabulary (counts, bias, stop masks) is allocated on first use.
 
-    R is ``max_rows + 1``: row :attr:`nobody` belongs to no request, and its pages are page 0. It
-    fills batches up to a size that is recorded.
+    R is ``max_rows + 1``: the last, :attr:`padding_row`, belongs to no request, and its pages are
+    page 0. It fills batches up to a size that is recorded.
     """
 
     committed: Tensor
     roots: Tensor
     pages: Tensor
+    depth_limit: Tensor
 
     def __init__(self, max_rows: int, max_pages: int, vocab_size: int, device: torch.device):
         def table(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(max_rows + 1, *shape, dtype=dtype, device=device)
 
         super().__init__()
-        self.device, self.vocab_size, self.nobody = device, vocab_size, max_rows
+        self.device, self.vocab_size, self.padding_row = device, vocab_size, max_rows
         self.register_buffer("committed", table(torch.int64))
         self.register_buffer("roots", table(torch.int64))
         self.register_buffer("pages", table(torch.int64, max_pages))
         self.temperature, self.top_p, self.min_p = (table(torch.float32) for _ in range(3))
         self.top_k, self.seed, self.min_position = (table(torch.int64) for _ in range(3))
-        self.depth_limit = table(torch.int64)
+        self.register_buffer("depth_limit", table(torch.int64))
         self.repetition, self.presence, self.frequency = (table(torch.float32) for _ in range(3))
         self._wide: dict[str, Tensor] = {}
-        self._needs: dict[int, Needs] = {}
+        self._features: dict[int, SamplingFeatures] = {}
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Columns of the page tables, and the row that is nobody's."""
-        return self.pages.shape[1], self.nobody
+        """Columns of the page tables, and the row that is padding_row's."""
+        return self.pages.shape[1], self.padding_row
 
     def wide(self, name: str, dtype: torch.dtype) -> Tensor:
         """A ``(R, vocab)`` table, made on first use."""
         if name not in self._wide:
-            shape = (self.nobody, self.vocab_size)
+            shape = (self.padding_row + 1, self.vocab_size)
             self._wide[name] = torch.zeros(shape, dtype=dtype, device=self.device)
         return self._wide[name]
 
@@ -87,35 +92,33 @@ class RowTables(nn.Module):
         sampled = s.temperature != 0
         filtered = s.top_k not in (None, -1) or s.top_p not in (None, 1) or s.min_p > 0
         penalties = (s.presence_penalty, s.frequency_penalty, (s.repetition_penalty or 1.0) - 1)
-        self._needs[row] = Needs(
+        self._features[row] = SamplingFeatures(
             sampled=sampled,
             filtered=sampled and filtered,
             penalised=any(penalties),
             biased=bool(s.logit_bias),
-            held_open=s.min_tokens > 0,
-            plain=not s.speculate,
+            min_tokens=s.min_tokens > 0,
             top_logprobs=s.logprobs,
             origins=s.origins,
         )
 
-    def needs(self, rows: Iterable[int]) -> Needs:
+    def features(self, rows: Iterable[int]) -> SamplingFeatures:
         """What a step over ``rows`` cannot skip."""
-        each = [self._needs[row] for row in rows]
+        each = [self._features[row] for row in rows]
         tops = [n.top_logprobs for n in each if n.top_logprobs is not None]
-        return Needs(
+        return SamplingFeatures(
             sampled=any(n.sampled for n in each),
             filtered=any(n.filtered for n in each),
             penalised=any(n.penalised for n in each),
             biased=any(n.biased for n in each),
-            held_open=any(n.held_open for n in each),
-            plain=any(n.plain for n in each),
+            min_tokens=any(n.min_tokens for n in each),
             top_logprobs=max(tops) if tops else None,
             origins=any(n.origins for n in each),
         )
 
-    def needs_of(self, row: int) -> Needs:
+    def features_of(self, row: int) -> SamplingFeatures:
         """What the row's request asks for."""
-        return self._needs[row]
+        return self._features[row]
 
     def write(self, row: int, request: Request, output_ids: tuple[int, ...]) -> None:
         """Give ``row`` on the device to a request whose output so far is ``output_ids``."""
@@ -137,17 +140,17 @@ class RowTables(nn.Module):
         self._write_wide(row, request, output_ids)
 
     def _write_wide(self, row: int, request: Request, output_ids: tuple[int, ...]) -> None:
-        needs = self._needs[row]
-        if needs.penalised:
+        features = self._features[row]
+        if features.penalised:
             counts, prompt = self.output_counts[row].zero_(), self.in_prompt[row].zero_()
             ones = torch.ones(len(output_ids), dtype=counts.dtype, device=self.device)
             counts.index_add_(0, self._ids(output_ids), ones)
             prompt.index_fill_(0, self._ids(request.prompt_ids), True)
-        if needs.biased:
+        if features.biased:
             bias = self.wide("bias", torch.float32)[row].zero_()
             for token, value in request.sampling.logit_bias.items():
                 bias[token : token + 1] = value
-        if needs.held_open:
+        if features.min_tokens:
             stops = self.wide("stops", torch.bool)[row].zero_()
             stops.index_fill_(0, self._ids(sorted(request.stop_ids)), True)
 

@@ -1,18 +1,21 @@
-"""The step, in the order in which it happens."""
+"""The step's phases, each queued on the streams: upload, draft, verify, accept, extend, results."""
 
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from overlap_spec.drafters.base import Draft, host_draft
 from overlap_spec.errors import NumericFault
 from overlap_spec.types import (
     HostTrees,
-    Lane,
+    Int32s,
+    Int64s,
     Origin,
     Request,
     RowResult,
@@ -21,37 +24,24 @@ from overlap_spec.types import (
     Tier,
     TokenLogprobs,
 )
-from overlap_spec.worker.batch import Buffers, TierState, upload
+from overlap_spec.worker.batch import Batch, PlanUpload
+from overlap_spec.worker.in_flight import Buffers, InFlightStep, TierState
+from overlap_spec.worker.model_runner import DEAD_SCORE, SCORE_UNIT, Accepted, Drafted, ModelRunner
 from overlap_spec.worker.origins import token_origins
-from overlap_spec.worker.passes import Drafted, Emitted, Passes
 from overlap_spec.worker.sampler import Masks, token_logprobs
-from overlap_spec.worker.streams import Event, Record, Streams
+from overlap_spec.worker.streams import RecordSpan, Streams
 
 NAN_CHOICE = -2
-
-
-@dataclass
-class Flight:
-    """A step under way. Everything that its results need for their reading travels with it."""
-
-    plan: StepPlan
-    buffers: Buffers
-    constrained: bool
-    planned: Event
-    drafted: Event
-    copied: Event
-    verified: Event
-    masked: Event
-    chosen: Event
-    done: Event
-    limits: tuple[int, ...] = ()
-    results: Tensor | None = None
-    logprobs: tuple[Tensor, ...] = ()
-    result: StepResult | None = None
+# Steps whose accept may still be asked for its time.
+ACCEPTS = 4
+NO_SCORE = DEAD_SCORE / SCORE_UNIT / 2
 
 
 class Worker:
     """Runs steps over rows; what decides the next token stays on the device.
+
+    A step is ``upload``, ``draft``, ``verify``, ``accept``, ``extend``, in this order; each queues
+    work and returns. ``results`` waits.
 
     Args:
         overlap: ``none``, ``double-sync`` or ``once-sync``.
@@ -60,239 +50,338 @@ class Worker:
     """
 
     def __init__(
-        self,
-        passes: Passes,
-        streams: Streams,
-        overlap: str,
-        tiers: tuple[Tier, ...],
-        rows: int,
-        record: Record,
+        self, runner: ModelRunner, streams: Streams, overlap: str, rows: int, record: RecordSpan
     ) -> None:
-        self.record = record
-        self.passes, self.streams, self.overlap = passes, streams, overlap
-        self.tables, self.pool = passes.tables, passes.pool
-        words = -(-passes.tables.vocab_size // 32)
-        device = passes.device
-        self.states = {tier: TierState(tier, rows, words, streams, device) for tier in tiers}
-        self._record_passes(rows)
-
-    @torch.inference_mode()
-    def _record_passes(self, rows: int) -> None:
-        """Queue the recording of all tiers' passes, ahead of the first step."""
-        if self.passes.device.type == "cuda":
+        self.runner, self.streams, self.overlap, self._rows = runner, streams, overlap, rows
+        self._record, self._tables, self._device = record, runner.tables, runner.device
+        self._states: dict[Tier, TierState] = {}
+        self._accepted = [streams.event() for _ in range(ACCEPTS)]
+        columns = self._tables.pages.shape[1]
+        self._upload = PlanUpload(
+            columns, self._tables.padding_row, runner.graphs.enabled, self._device
+        )
+        if self._device.type == "cuda":
             # Weights, caches and tables were written on a stream that ours do not wait for.
-            torch.cuda.synchronize(self.passes.device)
+            torch.cuda.synchronize(self._device)
             # What earlier engines left would be counted as the graphs'.
             gc.collect()
             torch.cuda.empty_cache()
-        for tier in self.states:
-            for size in self.passes.replays.sizes(rows):
-                self.streams.compute.run("record", self.passes.replays.record, tier, size)
+
+    @property
+    def context_length(self) -> int:
+        """Longest prompt and output together, in tokens."""
+        return self.runner.target.config.max_position
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's."""
+        return self._tables.vocab_size
+
+    @property
+    def pages(self) -> int:
+        """Pages of the caches, page 0 included."""
+        return self.runner.pool.k.shape[1]
+
+    @property
+    def graph_bytes(self) -> int:
+        """Memory that CUDA graphs took."""
+        return self.runner.graphs.bytes
+
+    @property
+    def drafter_fault(self) -> Exception | None:
+        """What the drafter raised, while it is not used for that."""
+        return self.runner.fault
+
+    def retry_drafter(self) -> None:
+        """Use the drafter again."""
+        self.runner.fault = None
+
+    @property
+    def drafts_on_host(self) -> bool:
+        """Whether drafts need the tokens of the step before on the host."""
+        return self.runner.drafter is not None and self.runner.drafter.host
+
+    @torch.inference_mode()
+    def prepare(self, tier: Tier) -> None:
+        """Queue the recording of a tier's passes for a single request, ahead of its first step."""
+        self.streams.compute.run("record", self.runner.graphs.find, tier, 1)
 
     @torch.inference_mode()
     def assign(self, row: int, request: Request, output_ids: list[int]) -> None:
         """Prepare ``row`` for a request that starts, or starts again, with its prefill."""
-        self.tables.assign(row, request)
-        self.streams.compute.run("assign", self.tables.write, row, request, tuple(output_ids))
+        self._tables.assign(row, request)
+        self.streams.compute.run("assign", self._tables.write, row, request, tuple(output_ids))
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan, lane: Lane) -> Flight | None:
-        """Queue one step; blocks on nothing but the lane.
+    def upload(self, plan: StepPlan) -> InFlightStep:
+        """Queue the plan's way to the device."""
+        if plan.tier not in self._states:
+            words = -(-self._tables.vocab_size // 32)
+            self._states[plan.tier] = TierState(
+                plan.tier, self._rows, words, self.streams, self._device
+            )
+        accepted = self._accepted[plan.index % ACCEPTS]
+        accepted.reset()
+        step = InFlightStep(
+            plan=plan,
+            buffers=self._states[plan.tier].rotate(),
+            accepted=accepted,
+            constrained=any(grammar for _, _, grammar in plan.verified),
+            features=self._tables.features(row for _, row, _ in plan.verified),
+        )
+        self.streams.begin(plan.index)
+        planner = self.streams.plan
+        step.batch = planner.run("upload", self._upload, plan, step.buffers.staging)
+        planner.record(step.events.uploaded)
+        self.streams.compute.wait(step.events.uploaded)
+        return step
 
-        None where the step before has ended everyone: nothing is drafted then.
+    @torch.inference_mode()
+    def draft(self, step: InFlightStep, histories: Sequence[Sequence[int]] | None = None) -> None:
+        """Queue the drafts, and the tree's copy to the host.
+
+        Args:
+            histories: Known tokens of each decode row's request, for a drafter on the host.
+        """
+        compute, copy = self.streams.compute, self.streams.copy
+        proposed = None if histories is None else self._propose(step, histories)
+        step.drafted = compute.run("draft", self.runner.draft, step.batch, proposed)
+        if step.constrained:
+            compute.record(step.events.drafted)
+            copy.wait(step.events.drafted)
+            copy.run("tree", _copy_tree, step.drafted, step.buffers)
+            copy.record(step.events.tree_on_host)
+            if self.overlap == "none":
+                step.events.tree_on_host.synchronize()
+
+    def _propose(self, step: InFlightStep, histories: Sequence[Sequence[int]]) -> Draft | None:
+        drafter, tier = self.runner.drafter, step.plan.tier
+        if drafter is None or tier.steps == 0 or not histories or self.drafter_fault is not None:
+            return None
+        try:
+            arrays = host_draft(drafter.propose(histories, tier), tier)
+        except Exception as error:  # a drafter's fault costs no request
+            self.runner.fault = error
+            return None
+        tensors = [torch.from_numpy(array) for array in arrays]
+        if self._device.type == "cuda":
+            tensors = [x.pin_memory().to(self._device, non_blocking=True) for x in tensors]
+        return Draft(*tensors)
+
+    @torch.inference_mode()
+    def verify(self, step: InFlightStep) -> None:
+        """Queue the target's pass over the trees, and over the chunks."""
+        compute = self.streams.compute
+        step.verified = compute.run("verify", self.runner.verify, step.batch, step.drafted)
+        compute.record(step.events.verified)
+        if step.constrained and self.overlap == "none":
+            step.events.verified.synchronize()
+
+    def trees(self, step: InFlightStep) -> tuple[HostTrees, Int32s, Int64s]:
+        """The drafted trees once they are on the host, and where their masks go.
+
+        Blocks until the trees are there: the step's one wait.
+
+        Returns:
+            The trees in the order of ``plan.verified``; int32 ``(nodes, words)``, a mask row for
+            each node; int64 ``(requests,)``, to be lowered to the depth down to which a request's
+            rows are good.
+        """
+        step.events.tree_on_host.synchronize()
+        trees = step.host_trees()
+        limits = step.buffers.limits.numpy()
+        limits.fill(step.plan.tier.steps)
+        rows = step.buffers.mask_rows(int(trees.offsets[-1]))
+        return trees, rows, limits[: len(step.plan.verified)]
+
+    @torch.inference_mode()
+    def accept(self, step: InFlightStep) -> None:
+        """Queue the masks' way to the device, the step's decision, and its way to the host.
+
+        The mask rows that :meth:`trees` lent must have been written.
         """
         compute, copy, planner = self.streams.compute, self.streams.copy, self.streams.plan
-        passes, flight = self.passes, self._flight(plan)
-        buffers, serial = flight.buffers, self.overlap == "none"
-        needs = self.tables.needs(row for _, row, _ in plan.verified)
-
-        self.streams.begin(plan.index)
-        batch = planner.run("upload", upload, plan, *self.tables.extent, passes.device)
-        planner.record(flight.planned)
-        compute.wait(flight.planned)
-        # The wait is for tokens of the step before, whose draft extend still keeps compute busy.
-        if plan.tier.steps and lane.spent(plan):
-            buffers.keep = batch
-            compute.record(buffers.free)
-            return None
-        drafted = compute.run("draft", passes.draft, batch)
-        if flight.constrained:
-            compute.record(flight.drafted)
-            copy.wait(flight.drafted)
-            copy.run("tree", _copy_tree, drafted, buffers, plan)
-            copy.record(flight.copied)
-            if serial:
-                flight.copied.synchronize()
-        verified = compute.run("verify", passes.verify, batch, drafted)
-        compute.record(flight.verified)
-        masks = None
-        if flight.constrained:
-            if serial:
-                flight.verified.synchronize()
-            lane.settle()
-            flight.copied.synchronize()
-            flight.limits = self._fill(flight, lane)
-            masks = planner.run("masks", _upload_masks, buffers, plan)
-            planner.record(flight.masked)
+        events, masks = step.events, None
+        if step.constrained:
+            step.limits = tuple(step.buffers.limits[: len(step.plan.verified)].tolist())
+            masks = planner.run("masks", _upload_masks, step.batch, step.buffers)
+            planner.record(events.masks_ready)
             if self.overlap == "double-sync":
-                flight.masked.synchronize()
-            compute.wait(flight.masked)
-        emitted = compute.run("accept", passes.choose, batch, drafted, verified, needs, masks)
-        compute.run("count", passes.count_output, batch, emitted, needs)
-        compute.record(flight.chosen)
-        copy.wait(flight.chosen)
-        copy.run("results", _copy_results, emitted, flight)
-        copy.record(flight.done)
-        compute.run("extend", passes.extend, batch, drafted, verified, emitted)
-        compute.record(buffers.free)
-        buffers.keep = (batch, drafted, verified, masks, emitted)
-        return flight
+                events.masks_ready.synchronize()
+            compute.wait(events.masks_ready)
+        step.decided = compute.run(
+            "accept",
+            self.runner.accept,
+            step.batch,
+            step.drafted,
+            step.verified,
+            step.features,
+            masks,
+        )
+        compute.record(step.accepted)
+        copy.wait(step.accepted)
+        copy.run("results", _copy_results, step.decided, step)
+        copy.record(events.results_on_host)
+        step.buffers.keep = (step.batch, step.drafted, step.verified, masks, step.decided)
 
     @torch.inference_mode()
-    def collect(self, flight: Flight) -> StepResult:
-        """Wait for a step's results and read them, once."""
-        if flight.result is not None:
-            return flight.result
-        flight.done.synchronize()
-        plan, rows = flight.plan, []
-        assert flight.results is not None
-        host = flight.results.tolist()
-        for index, (_, row, _) in enumerate(plan.verified):
-            in_tree = index < len(plan.decode_rows)
-            accepted, *tokens = host[index]
-            del tokens[accepted + 1 :]
-            error = None
-            if tokens[-1] == NAN_CHOICE:
-                error = NumericFault("the model's logits are not numbers: numeric fault")
-            if tokens[-1] < 0:
-                tokens.pop()
-            asked = self.tables.needs_of(row)
-            logprobs: tuple[TokenLogprobs, ...] = ()
-            if asked.top_logprobs is not None and flight.logprobs:
-                own, best, ids = (part[index, : len(tokens)] for part in flight.logprobs)
-                logprobs = token_logprobs(own, best, ids, asked.top_logprobs)
-            limited = bool(flight.limits) and flight.limits[index] < plan.tier.steps
-            drafted = plan.tier.nodes - 1 if in_tree and not asked.plain else 0
-            origins = self._origins(flight, index, tokens, accepted) if asked.origins else ()
-            rows.append(
-                RowResult(
-                    tuple(tokens), drafted, accepted, logprobs, error, in_tree and limited, origins
-                )
-            )
-        exposed_ms = 0.0
-        if flight.constrained:
-            exposed_ms = max(0.0, flight.verified.elapsed_ms(flight.masked))
-            if exposed_ms:
-                start = flight.verified.time_ns
-                end = start + int(exposed_ms * 1e6)
-                self.record("compute", "exposed", start, end, plan.index)
+    def extend(self, step: InFlightStep) -> None:
+        """Queue the drafter's way to the next root."""
+        passes = step.batch, step.drafted, step.verified, step.decided
+        self.streams.compute.run("extend", self.runner.extend, *passes)
+        self.streams.compute.record(step.events.free)
+
+    @torch.inference_mode()
+    def drop(self, step: InFlightStep) -> None:
+        """Give up a step that was drafted: nothing of it is asked for."""
+        if step.constrained:
+            self.streams.compute.wait(step.events.tree_on_host)
+        step.buffers.keep = (step.batch, step.drafted)
+        self.streams.compute.record(step.events.free)
+
+    @torch.inference_mode()
+    def results(self, step: InFlightStep, before: InFlightStep | None) -> StepResult:
+        """Wait for a step's results and read them.
+
+        Args:
+            before: The step right before it, from whose accept its idle time counts; None where
+                the worker was at rest in between.
+        """
+        events, plan = step.events, step.plan
+        events.results_on_host.synchronize()
+        trees, exposed_ms, idle_ms = len(plan.decode_rows), 0.0, 0.0
+        rows = []
+        if trees:
+            numbers = step.results[0][:trees].numpy()
+            scores = (numbers[:, 3 + plan.tier.steps :] / SCORE_UNIT).tolist()
+            rows += [
+                self._tree_result(step, index, *result)
+                for index, result in enumerate(zip(numbers.tolist(), scores, strict=True))
+            ]
+        for index, (token,) in enumerate(step.results[-1].tolist() if plan.final_chunks else ()):
+            rows.append(self._row_result(step, trees + index, [token], 0, 0, False, ()))
         self.streams.note()
-        flight.result = StepResult(plan, tuple(rows), exposed_ms)
-        return flight.result
+        if step.constrained:
+            exposed_ms = max(0.0, events.verified.elapsed_ms(events.masks_ready))
+            if exposed_ms:
+                start = events.verified.time_ns
+                end = start + int(exposed_ms * 1e6)
+                self._record("compute", "exposed", start, end, plan.index)
+        if before is not None:
+            idle_ms = before.accepted.idle_ms(step.accepted)
+        logits = step.verified.get().logits
+        verified_rows = 0 if logits is None else len(logits)
+        return StepResult(plan, tuple(rows), exposed_ms, idle_ms, verified_rows)
+
+    def _tree_result(
+        self, step: InFlightStep, index: int, numbers: list[int], scores: list[float]
+    ) -> RowResult:
+        length, drafted = numbers[:2]
+        limited = bool(step.limits) and step.limits[index] < step.plan.tier.steps
+        # Along the path, the root's 0 first; then the best of what was refused after it.
+        along = [*scores[: length + 1], scores[-1]]
+        confidences = tuple(
+            math.exp(after - before) for before, after in pairwise(along) if after > NO_SCORE
+        )
+        tokens = numbers[2 : 3 + length]
+        return self._row_result(step, index, tokens, length, drafted, limited, confidences)
+
+    def _row_result(
+        self,
+        step: InFlightStep,
+        index: int,
+        tokens: list[int],
+        accepted: int,
+        drafted: int,
+        limited: bool,
+        confidences: tuple[float, ...],
+    ) -> RowResult:
+        _, row, constrained = step.plan.verified[index]
+        error = None
+        if tokens[-1] == NAN_CHOICE:
+            error = NumericFault("the model's logits are not numbers: numeric fault")
+        if tokens[-1] < 0:
+            tokens.pop()
+        asked = self._tables.features_of(row)
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if asked.top_logprobs is not None and step.logprobs:
+            trees = len(step.plan.decode_rows)
+            parts = step.logprobs[0 if index < trees else -1]
+            at = index if index < trees else index - trees
+            own, best, ids = (part[at, : len(tokens)] for part in parts)
+            logprobs = token_logprobs(own, best, ids, asked.top_logprobs)
+        origins: tuple[Origin, ...] = ()
+        if asked.origins:
+            origins = self._origins(step, index, tokens, accepted, constrained)
+        return RowResult(
+            tuple(tokens), drafted, accepted, logprobs, error, limited, origins, confidences
+        )
 
     def _origins(
-        self, flight: Flight, index: int, tokens: list[int], accepted: int
+        self, step: InFlightStep, index: int, tokens: list[int], accepted: int, constrained: bool
     ) -> tuple[Origin, ...]:
         """How each of a request's tokens came: its tree is walked again, along them."""
-        plan, buffers = flight.plan, flight.buffers
-        trees, nodes = len(plan.decode_rows), plan.tier.nodes
+        trees, nodes = len(step.plan.decode_rows), step.plan.tier.nodes
         plain: tuple[Origin, ...] = tuple(
             "drafted" if at < accepted else "bonus" for at in range(len(tokens))
         )
-        if not plan.verified[index][2]:
+        if not constrained:
             return plain
         if index >= trees:
-            rows = buffers.mask_rows(trees * nodes + index - trees + 1)[-1:]
+            rows = step.buffers.mask_rows(trees * nodes + index - trees + 1)[-1:]
             return token_origins(tokens, plain, None, rows)
-        mine = slice(index * nodes, (index + 1) * nodes)
-        links = buffers.links[:, mine].numpy()
-        return token_origins(tokens, plain, links, buffers.mask_rows(mine.stop)[mine])
+        first = index * nodes
+        rows = step.buffers.mask_rows(first + nodes)[first:]
+        return token_origins(tokens, plain, step.links[:, index], rows)
 
     @torch.inference_mode()
     def clear(self, pages: list[int]) -> None:
-        """Zero pages that may hold NaN, behind the steps that are under way."""
-        for pool in (self.passes.pool, self.passes.draft_pool):
-            if pool is not None:
-                self.streams.compute.run("clear", pool.clear, tuple(pages))
+        """Zero pages that may hold NaN, after the steps that are under way."""
+        for pool in (self.runner.pool, *self.runner.draft_pools):
+            self.streams.compute.run("clear", pool.clear, tuple(pages))
 
     def close(self) -> None:
         """End the streams' threads."""
         self.streams.close()
 
-    def _flight(self, plan: StepPlan) -> Flight:
-        event = self.streams.event
-        return Flight(
-            plan=plan,
-            buffers=self.states[plan.tier].rotate(),
-            constrained=any(grammar for _, _, grammar in plan.verified),
-            planned=event(),
-            drafted=event(),
-            copied=event(),
-            verified=event(),
-            masked=event(),
-            chosen=event(),
-            done=event(),
-        )
 
-    def _fill(self, flight: Flight, lane: Lane) -> tuple[int, ...]:
-        """Let the lane write the mask rows; the depth down to which each request's are good."""
-        plan, buffers = flight.plan, flight.buffers
-        final = plan.final_chunks
-        trees, nodes = len(plan.decode_rows), plan.tier.nodes
-        none = np.full(len(final), -1, np.int64)
-        ends = [chunk.tokens[-1:] for chunk in final]
-        tokens, child, sibling = buffers.links[:, : trees * nodes].numpy()
-        sizes = [nodes] * trees + [1] * len(final)
-        offsets = np.cumsum([0, *sizes], dtype=np.int64)
-        host = HostTrees(
-            np.concatenate([tokens, *ends]),
-            np.concatenate([child, none]),
-            np.concatenate([sibling, none]),
-            offsets,
-        )
-        limits = buffers.limits[: len(sizes)]
-        limits.fill_(plan.tier.steps)
-        ids = [request_id for request_id, _, _ in plan.verified]
-        lane.fill(ids, host, buffers.mask_rows(int(offsets[-1])), limits.numpy())
-        return tuple(limits.tolist())
+def _copy_tree(drafted: Drafted | None, buffers: Buffers) -> None:
+    if drafted is not None:
+        links = drafted.links.flatten()
+        buffers.links[: len(links)].copy_(links, non_blocking=True)
 
 
-def _copy_tree(drafted: Drafted, buffers: Buffers, plan: StepPlan) -> None:
-    if drafted.tree is not None:
-        trees = len(plan.decode_rows)
-        count = trees * plan.tier.nodes
-        links = (drafted.tree.tokens, drafted.tree.first_child, drafted.tree.next_sibling)
-        for host, link in zip(buffers.links, links, strict=True):
-            host[:count].copy_(link[:trees].flatten(), non_blocking=True)
-
-
-def _upload_masks(buffers: Buffers, plan: StepPlan) -> tuple[Masks, Tensor]:
-    """Mask rows, and the depth limits of the requests, to the device."""
-    sizes = [plan.tier.nodes] * len(plan.decode_rows) + [1] * len(plan.final_chunks)
-    count, requests = sum(sizes), len(sizes)
+def _upload_masks(batch: Batch, buffers: Buffers) -> tuple[Masks, Tensor]:
+    """Mask rows, and the depth limits of the trees, on the device."""
+    plan = batch.plan
+    nodes, trees, final = plan.tier.nodes, batch.trees, len(plan.final_chunks)
+    count, requests = trees * nodes + final, len(batch.rows)
     rows, limits = buffers.device_masks[:count], buffers.device_limits[:requests]
-    rows.copy_(buffers.masks[:count], non_blocking=True)
-    limits.copy_(buffers.limits[:requests], non_blocking=True)
-    constrained = np.array([grammar for _, _, grammar in plan.verified])
-    if constrained.all():
-        return Masks(rows, None), limits
-    flags = torch.from_numpy(np.repeat(constrained, sizes))
     if rows.is_cuda:
-        flags = flags.pin_memory()
-    return Masks(rows, flags.to(rows.device, non_blocking=True)), limits
+        rows.copy_(buffers.masks[:count], non_blocking=True)
+        limits.copy_(buffers.limits[:requests], non_blocking=True)
+    if all(grammar for _, _, grammar in plan.verified):
+        return Masks(rows, None), limits
+    flags = batch.constrained > 0
+    own = flags[:trees, None].expand(trees, nodes).flatten()
+    return Masks(rows, torch.cat([own, flags[trees:]]) if final else own), limits
 
 
-def _copy_results(emitted: Emitted, flight: Flight) -> None:
-    # One piece: CUDA copies into rows of a wider table by way of the host, and waits for it.
-    packed = torch.cat([emitted.lengths[:, None], emitted.tokens], 1)
-    flight.results = flight.buffers.results[: packed.numel()].view(packed.shape)
-    flight.results.copy_(packed, non_blocking=True)
-    if emitted.logprobs is not None:
-        pinned = [
-            torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
-            for part in emitted.logprobs
-        ]
-        flight.logprobs = tuple(
-            host.copy_(part, non_blocking=True)
-            for host, part in zip(pinned, emitted.logprobs, strict=True)
-        )
+def _copy_results(accepted: Accepted, step: InFlightStep) -> None:
+    room = step.buffers.results
+    for part in accepted:
+        if part is None:
+            continue
+        host = room[: part.packed.numel()].view(part.packed.shape)
+        room = room[part.packed.numel() :]
+        step.results.append(host.copy_(part.packed, non_blocking=True))
+        if part.logprobs is not None:
+            pinned = [
+                torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda) for x in part.logprobs
+            ]
+            step.logprobs.append(
+                tuple(
+                    own.copy_(x, non_blocking=True)
+                    for own, x in zip(pinned, part.logprobs, strict=True)
+                )
+            )

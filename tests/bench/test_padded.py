@@ -61,12 +61,12 @@ def attention(config: ModelConfig, tokens: int) -> Any:
     """Causal attention of one fresh sequence of ``tokens``."""
     cache = torch.zeros(2, config.num_layers, 1, tokens, config.num_kv_heads, config.head_dim)
     span = KeySpan(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long),
-                   torch.arange(tokens)[None])  # fmt: skip
+                   torch.arange(tokens))  # fmt: skip
 
     def attend(layer: int, heads: Heads) -> Tensor:
         k, v = cache[:, layer]
         q = rotate_and_store(heads.qkv, heads.rotary, k, v, torch.arange(tokens), heads.norm)
-        return tree_attention(q[None], k, v, span)[0]
+        return tree_attention(q, k, v, span)
 
     return attend
 

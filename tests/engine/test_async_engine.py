@@ -20,8 +20,8 @@ from overlap_spec.errors import (
     InvalidRequest,
     QueueFull,
 )
-from overlap_spec.link import child, messages
-from overlap_spec.prepare import Prepared
+from overlap_spec.ipc import messages, process
+from overlap_spec.types import Request
 
 DATE = Grammar.regex(r"\d{4}-\d\d-\d\d")
 LONG = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
@@ -128,13 +128,13 @@ def test_leaving_or_cancelling_aborts(engine: AsyncEngine, runner: asyncio.Runne
 
 def test_aborting_gives_what_there_is(engine: AsyncEngine, runner: asyncio.Runner) -> None:
     async def work() -> None:
-        reply = await engine.submit(await engine.prepare("go", None, LONG))
-        await anext(reply)
-        reply.abort()
-        output = await reply.finish()
+        handle = await engine.submit(await engine.prepare("go", None, LONG))
+        await anext(handle)
+        handle.abort()
+        output = await handle.finish()
         assert output.finish_reason == "abort"
         assert 1 <= len(output.token_ids) < 150
-        reply.abort()
+        handle.abort()
         await check_idle(engine)
 
     run(runner, work())
@@ -167,17 +167,17 @@ def test_bad_requests_are_refused_here_and_there(
 
 def test_the_queue_has_an_end(engine: AsyncEngine, runner: asyncio.Runner) -> None:
     async def work() -> None:
-        prepared = await engine.prepare("go", None, LONG)
-        replies = [engine.send(prepared) for _ in range(8)]
+        request = await engine.prepare("go", None, LONG)
+        handles = [engine.send(request) for _ in range(8)]
         with pytest.raises(QueueFull, match="8 requests are open"):
-            engine.send(prepared)
-        for reply in replies:
-            await reply.accepted()
+            engine.send(request)
+        for handle in handles:
+            await handle.queued()
         assert (await engine.snapshot())["open"] == 8
-        for reply in replies:
-            reply.abort()
+        for handle in handles:
+            handle.abort()
         await check_idle(engine)
-        (await engine.submit(prepared)).abort()
+        (await engine.submit(request)).abort()
         await check_idle(engine)
 
     run(runner, work())
@@ -220,7 +220,7 @@ def test_an_engine_that_stalls_is_started_again(
             await asyncio.sleep(0.05)
         assert (await engine.snapshot())["pid"] != pid
 
-    monkeypatch.setattr(engine.front, "_stall_timeout_s", 0.5)
+    monkeypatch.setattr(engine.client, "_stall_timeout_s", 0.5)
     # Let the wait that began under the longer time end first.
     run(runner, engine.generate("x", None, {"max_tokens": 2}))
     run(runner, work())
@@ -233,23 +233,23 @@ def test_what_cannot_start_says_why(runner: asyncio.Runner) -> None:
         run(runner, AsyncEngine().generate("x"))
 
 
-def test_a_link_without_unix_sockets(
+def test_a_connection_without_unix_sockets(
     tiny: dict[str, str], runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "LONGEST_PATH", 0)
+    monkeypatch.setattr(process, "LONGEST_PATH", 0)
 
     async def work() -> None:
         async with AsyncEngine(**tiny, context_length=200) as engine:
             assert (await engine.generate("when", DATE)).finish_reason == "stop"
-            link = engine.front._child
-            assert link is not None
-            address = link._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            connection = engine.client._process
+            assert connection is not None
+            address = connection._socket.getsockopt_string(zmq.LAST_ENDPOINT)
             assert address.startswith("tcp://127.0.0.1:")
             # A stranger who knows the port but not the key is not heard.
             with zmq.Context() as context, context.socket(zmq.PAIR) as stranger:
                 stranger.linger = 0
                 stranger.connect(address)
-                stranger.send(messages.encode(messages.Quit()))
+                stranger.send(messages.encode(messages.Shutdown()))
                 await asyncio.sleep(0.2)
             assert (await engine.generate("when", DATE)).finish_reason == "stop"
 
@@ -258,6 +258,6 @@ def test_a_link_without_unix_sockets(
 
 def test_messages_come_back_as_they_were() -> None:
     sampling = SamplingParams(logit_bias={3: 1.0}, stop=["a"], top_k=3, seed=-(2**63))
-    prepared = Prepared((1, 2), sampling, DATE, 5, frozenset([1]), 2**61)
-    start = messages.Start(1, prepared)
-    assert messages.decode_to_engine(messages.encode(start)) == start
+    request = Request(1, (1, 2), sampling, None, 5, frozenset([1]), 2**61, 7)
+    start = messages.AddRequest(request, DATE)
+    assert messages.decode_to_server(messages.encode(start)) == start

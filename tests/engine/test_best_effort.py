@@ -19,8 +19,8 @@ from overlap_spec.grammar import GrammarCompiler, Vocabulary
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.isolation.check import is_best_effort, violation
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
-from overlap_spec.server.native import Shape
-from overlap_spec.server.wire.text import GenerateBody
+from overlap_spec.server.protocol.text import GenerateBody
+from overlap_spec.server.sglang import SGLangFormatter
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Output, Verdict
 from tests.support.serving import shared_server
@@ -146,7 +146,7 @@ def test_the_last_piece_tells_it_too(engine: Engine) -> None:
 
 def test_others_run_on_beside_a_check_and_its_end_is_bounded(engine: Engine) -> None:
     hung = engine.submit("x", loose(HANGS))
-    while hung.check is None:
+    while engine.output_processor.validation(hung) is None:
         engine.step()
     assert engine.generate("y", Grammar.choice(["yes"])).text == "yes"
     assert hung.output is None
@@ -161,16 +161,16 @@ def test_others_run_on_beside_a_check_and_its_end_is_bounded(engine: Engine) -> 
 
 
 def test_an_abort_ends_a_check(engine: Engine) -> None:
-    ticket = engine.submit("x", loose(HANGS))
-    while ticket.check is None:
+    handle = engine.submit("x", loose(HANGS))
+    while engine.output_processor.validation(handle) is None:
         engine.step()
-    engine.abort(ticket)
-    assert ticket.output is not None
-    assert ticket.output.finish_reason == "stop"
-    assert ticket.output.verdict == Verdict(
+    engine.abort(handle)
+    assert handle.output is not None
+    assert handle.output.finish_reason == "stop"
+    assert handle.output.verdict == Verdict(
         False, "the request was aborted before its output was checked"
     )
-    engine.release([ticket])
+    engine.release([handle])
 
 
 def test_a_generator_gives_no_value_that_is_not_valid(engine: Engine) -> None:
@@ -222,7 +222,7 @@ def test_over_http(path: str, stream: bool) -> None:
 
 
 def test_in_sglangs_shape() -> None:
-    shape = Shape(cast("Any", None), GenerateBody(text="x"), "id")
+    formatter = SGLangFormatter(cast("Any", None), GenerateBody(text="x"), "id")
     output = Output("", (), "stop", RequestStats(), verdict=Verdict(True))
-    assert shape.result(output, 0)["meta_info"]["verdict"] == {"valid": True, "reason": None}
-    assert "verdict" not in shape.result(replace(output, verdict=None), 0)["meta_info"]
+    assert formatter.result(output, 0)["meta_info"]["verdict"] == {"valid": True, "reason": None}
+    assert "verdict" not in formatter.result(replace(output, verdict=None), 0)["meta_info"]

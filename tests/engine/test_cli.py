@@ -8,7 +8,7 @@ import pytest
 import typer.main
 
 from overlap_spec.cli import ENGINE_FLAGS, SERVER_FLAGS, SERVING_ENGINE_FLAGS, app
-from overlap_spec.config import EngineConfig
+from overlap_spec.config import EngineConfig, helps
 from overlap_spec.server.settings import ServerSettings
 
 
@@ -27,7 +27,7 @@ def test_flags_are_fields_with_their_defaults() -> None:
     served = flags("serve")
     for settings, names in ((EngineConfig, SERVING_ENGINE_FLAGS), (ServerSettings, SERVER_FLAGS)):
         for name in names:
-            assert served[name][1] == getattr(settings, name)
+            assert served[name][1:] == (getattr(settings, name), helps(settings)[name].text)
     assert served["num_steps"][0] == ["--speculative-num-steps"]
     assert served["draft"][0] == ["--speculative-draft-model-path", "--draft"]
     assert served["max_total_tokens"][0] == ["--max-total-tokens"]

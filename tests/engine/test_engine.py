@@ -225,18 +225,18 @@ def test_a_faulty_matcher_ends_its_own_request_only(engine: Engine, fault: str) 
     grammars = [DATE, None, Grammar.json_object(), DATE] * 2
     sampling = SamplingParams(max_tokens=40)
     want = engine.generate(prompts, grammars, sampling)
-    tickets = []
+    handles = []
     for index, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True)):
-        ticket = engine.submit(prompt, grammar, sampling)
+        handle = engine.submit(prompt, grammar, sampling)
         if index == 3:
-            inner = engine.core.lane.matchers[ticket.request.id]
-            engine.core.lane.matchers[ticket.request.id] = Faulty(inner, fault)
-        tickets.append(ticket)
+            inner = engine.core.matchers[handle.request.id]
+            engine.core.grammar.matchers[handle.request.id] = Faulty(inner, fault)
+        handles.append(handle)
     start = time.perf_counter()
-    while any(t.output is None for t in tickets):
+    while any(t.output is None for t in handles):
         engine.step()
-    got = [t.output for t in tickets]
-    engine.release(tickets)
+    got = [t.output for t in handles]
+    engine.release(handles)
     assert got[3] is not None
     assert got[3].finish_reason == "error"
     expected = {"raises": "broke", "hangs": "50 ms", "garbage": "refused"}[fault]
@@ -248,11 +248,11 @@ def test_a_faulty_matcher_ends_its_own_request_only(engine: Engine, fault: str) 
     if fault == "hangs":
         # Nobody waited for the call, and nobody touches its matcher until it returns.
         assert time.perf_counter() - start < 1.0
-        assert engine.core.lane.pool.quarantined == 1
+        assert engine.core.grammar.pool.quarantined == 1
         deadline = time.perf_counter() + 5
-        while engine.core.lane.pool.quarantined and time.perf_counter() < deadline:
+        while engine.core.grammar.pool.quarantined and time.perf_counter() < deadline:
             time.sleep(0.02)
-    assert engine.core.lane.pool.quarantined == 0
+    assert engine.core.grammar.pool.quarantined == 0
     assert engine.core.scheduler.allocator.in_use == 0
 
 
@@ -268,14 +268,14 @@ def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, st
             self.inner.fill_tree(tokens, first_child, next_sibling, rows)
 
     with Engine(**tiny, num_steps=3, mask_deadline_ms=60.0) as engine:
-        ticket = engine.submit("slow", DATE)
-        inner = engine.core.lane.matchers[ticket.request.id]
-        engine.core.lane.matchers[ticket.request.id] = Slow(inner, "none")
-        while ticket.output is None:
+        handle = engine.submit("slow", DATE)
+        inner = engine.core.matchers[handle.request.id]
+        engine.core.grammar.matchers[handle.request.id] = Slow(inner, "none")
+        while handle.output is None:
             engine.step()
-        assert ticket.output.error is None
-        assert ticket.output.text == want.text
-        assert ticket.output.stats.limited_steps == 2
+        assert handle.output.error is None
+        assert handle.output.text == want.text
+        assert handle.output.stats.limited_steps == 2
 
 
 def run_cli(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -377,7 +377,7 @@ def test_reused_pages_draft_as_well_as_computed_ones(tiny: dict[str, str]) -> No
         with Engine(**tiny, num_steps=3, overlap="none", prefix_cache=reuse) as engine:
             for _ in range(2):
                 engine.generate("p" * 90, None, SamplingParams(max_tokens=1))
-            states.append(engine.core.worker.passes.drafter.root_state[:2].clone())
+            states.append(engine.core.worker.runner.drafter.root_state[:2].clone())
     assert torch.allclose(states[0], states[1], atol=1e-5)
     assert states[0].abs().sum() > 0
 

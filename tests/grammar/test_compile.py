@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import AcceptItem, FillItem, Grammar, GrammarCompiler, Lane, Vocabulary
+from overlap_spec.grammar import (
+    AcceptItem,
+    FillItem,
+    Grammar,
+    GrammarCompiler,
+    MatcherPool,
+    Vocabulary,
+)
 from overlap_spec.grammar import compile as compile_module
 from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher
@@ -65,12 +72,12 @@ def test_the_least_recently_used_goes_first() -> None:
     compiler = GrammarCompiler(backend, cache_bytes=10, isolated=False)
     for source in ("a" * 4, "b" * 4, "a" * 4, "c" * 4, "a" * 4, "b" * 4):
         compiler.compile(Grammar.regex(source))
-        assert compiler.used_bytes <= 10
+        assert compiler.snapshot()["cache_bytes"] <= 10
     assert backend.compiled == ["aaaa", "bbbb", "cccc", "bbbb"]
     compiler.compile(Grammar.regex("d" * 11))
     compiler.compile(Grammar.regex("d" * 11))
     assert backend.compiled[-2:] == ["d" * 11] * 2
-    assert compiler.used_bytes == 8
+    assert compiler.snapshot()["cache_bytes"] == 8
 
 
 def test_a_failure_is_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +138,7 @@ def test_a_fault_in_one_request_stays_there(threads: int) -> None:
     bad.accept = bad.fill = bad.fill_tree = dies  # type: ignore[method-assign, assignment]
     one = np.array([0], np.int64), np.array([-1], np.int64), np.array([-1], np.int64)
     buffer = np.full((3, 1), -1, np.int32)
-    with Lane(threads) as lane:
+    with MatcherPool(threads) as lane:
         accepts = lane.accept_batch(
             [
                 AcceptItem(i, m, t)

@@ -69,7 +69,7 @@ def is_running(pid: int) -> bool:
 
 
 def pids(compiler: GrammarCompiler) -> list[int]:
-    template = cast("int", compiler.snapshot()["executor"]["template_pid"])
+    template = cast("int", compiler.snapshot()["executor"]["fork_server_pid"])
     return [template, *children(template)]
 
 
@@ -292,7 +292,7 @@ compiler.compile(Grammar.ebnf("text"))
 future = compiler.submit(Grammar.ebnf("hang"))
 while not compiler.snapshot()["executor"]["fast_running"]:
     time.sleep(0.01)
-template = compiler.snapshot()["executor"]["template_pid"]
+template = compiler.snapshot()["executor"]["fork_server_pid"]
 print(template, open(f"/proc/{{template}}/task/{{template}}/children").read(), flush=True)
 {end}
 """

@@ -17,11 +17,11 @@ from jsonschema import validators
 from bench.masks.order import Order
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, Vocabulary
+from overlap_spec.grammar.automata.regex import parse
+from overlap_spec.grammar.automata.regex_ast import is_deterministic
 from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
 from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.lowering.automaton import is_deterministic
-from overlap_spec.grammar.lowering.regex import parse
 
 STOP = 256
 DATA = Path(__file__).parents[3] / "shared" / "data" / "jsonschemabench_dev.jsonl"

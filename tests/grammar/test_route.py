@@ -10,8 +10,8 @@ from overlap_spec.grammar import Grammar, Vocabulary, backends
 from overlap_spec.grammar.backends.auto import AutoBackend
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.route import SMALL, longest_count, route
-from overlap_spec.grammar.syntax import read
+from overlap_spec.grammar.parsing.route import SMALL, longest_count, route
+from overlap_spec.grammar.parsing.syntax import read
 
 TOKENS = tuple(bytes([byte]) for byte in range(256))
 VOCABULARY = Vocabulary((*TOKENS, b""), 257, (256,))

@@ -16,8 +16,17 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, Vocabulary, tool_formats
 from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
 from overlap_spec.grammar.markers import known_markers
-from overlap_spec.grammar.tool_stream import CallArguments, CallStart, CallStream, ContentDelta
-from overlap_spec.grammar.tools import ToolCall, ToolFormat, ToolReply, load_format, parse_reply
+from overlap_spec.grammar.tool_format import ToolFormat
+from overlap_spec.grammar.tool_formats import load_format
+from overlap_spec.grammar.tool_stream import (
+    CallArguments,
+    CallStart,
+    CallStream,
+    ContentDelta,
+    ToolCall,
+    ToolReply,
+    parse_reply,
+)
 
 CITY = {
     "type": "object",

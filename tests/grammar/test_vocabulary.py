@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.grammar import Grammar, Vocabulary, gate
+from overlap_spec.grammar import Grammar, Vocabulary, reasoning_matcher
 from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
 
 TEXT = ['{"name": "Zoë", "tags": ["a b", "世界"]}\n\tdef x(): pass  # naïve café', "🙂 hi 12"]
@@ -106,7 +106,7 @@ def test_a_marker_is_written_as_its_one_token(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "now"}}]
     grammar = Grammar.tools(tools, format="mistral_v11").after_thinking()
     assert grammar.inner is not None
-    compiled = gate.wrap(backend.compile(grammar.inner), grammar)
+    compiled = reasoning_matcher.wrap(backend.compile(grammar.inner), grammar)
     spelled = [*encode(tokenizer, "Hm."), think, *encode(tokenizer, "\nSo "), calls]
     matcher = compiled.matcher()
     assert all(map(matcher.accept, [*spelled, *encode(tokenizer, "now[ARGS]{}")]))

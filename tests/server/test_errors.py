@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from overlap_spec.config import EMBEDDED
-from overlap_spec.server import system
+from overlap_spec.server import admin
 from tests.support.serving import Server, shared_server
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -187,7 +187,7 @@ def test_no_such_route_method_or_model(server: Server) -> None:
     error_of(server.get(CHAT), 405)
     error = error_of(server.post(CHAT, {"messages": HI, "model": "gpt-5"}), 404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
-    assert server.get("/").status_code == (200 if system.PAGE.is_file() else 404)
+    assert server.get("/").status_code == (200 if admin.PAGE.is_file() else 404)
 
 
 def test_a_refusal_of_a_stream_has_its_status(server: Server) -> None:

@@ -23,7 +23,7 @@ from overlap_spec import cli
 from overlap_spec.cli import app, config_values
 from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
-from overlap_spec.link.child import Child
+from overlap_spec.ipc.process import EngineProcess
 from tests.support.serving import Server, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -210,18 +210,18 @@ def test_sigterm_while_the_engine_loads() -> None:
     assert b"Traceback" not in errors
 
 
-async def _ends_with_its_front() -> None:
-    child = await Child.start({})
-    assert child.process.stdin is not None
-    assert child._folder.is_dir()
-    child.process.stdin.close()
-    await asyncio.wait_for(child.process.wait(), 60)
-    assert not child._folder.exists()
-    await child.end()
+async def _ends_with_its_client() -> None:
+    engine = await EngineProcess.start({})
+    assert engine.process.stdin is not None
+    assert engine._folder.is_dir()
+    engine.process.stdin.close()
+    await asyncio.wait_for(engine.process.wait(), 60)
+    assert not engine._folder.exists()
+    await engine.end()
 
 
-def test_an_engine_whose_front_is_gone_ends() -> None:
-    asyncio.run(_ends_with_its_front())
+def test_an_engine_whose_client_is_gone_ends() -> None:
+    asyncio.run(_ends_with_its_client())
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,37 @@ def grow(draw: Draw, device: torch.device) -> None:
             equal(a[sound:], b[sound:])
 
 
+def _path_scores(i: Inputs, parents: Tensor) -> Tensor:
+    """Scores of drafted nodes: below their parents' or equal, dead at random places and below."""
+    batch, drafted = parents.shape
+    step = -i.integers(0, i.one_of(2, 10**6), batch, drafted).float()
+    step = torch.where(i.bools(i.one_of(0.0, 0.1, 0.5), batch, drafted), -torch.inf, step)
+    scores = torch.zeros(batch, drafted + 1, device=i.device)
+    for node in range(1, drafted + 1):
+        above = scores.gather(1, parents[:, node - 1 : node])
+        scores[:, node] = (above + step[:, node - 1 : node])[:, 0]
+    nan = i.bools(i.one_of(0.0, 0.5), batch, drafted) & (scores[:, 1:] == -torch.inf)
+    return torch.where(nan, torch.nan, scores[:, 1:])
+
+
+@case
+def select_nodes(draw: Draw, device: torch.device) -> None:
+    """Scores of no tree, too: what is defined for them must hold."""
+    i = Inputs(draw, device)
+    batch, nodes = i.one_of((i.size(1, 9), i.size(1, 20)), (129, 65))
+    scores = -i.integers(0, i.one_of(2, 6, 10**6), batch, nodes + 1).float()[:, :nodes]
+    scores = torch.where(i.bools(i.one_of(0.0, 0.3), batch, nodes), -torch.inf, scores)
+    scores = torch.where(i.bools(i.one_of(0.0, 0.1), batch, nodes), torch.nan, scores)
+    scores[:, 0] = 0.0
+    least, most = (
+        i.integers(0, nodes + 2, batch) if draw(st.booleans()) else None for _ in range(2)
+    )
+    args = scores, i.size(batch, batch * nodes), least, most
+    got, want = triton(kernels.select_nodes, *args), reference(kernels.select_nodes, *args)
+    equal(got.pack, want.pack)
+    equal(got.scores, want.scores)
+
+
 def _trees(i: Inputs) -> kernels.Tree:
     """Random trees, by the reference; few distinct tokens, so that paths are found."""
     batch, drafted = i.size(1, 4), i.size(0, 40)
@@ -267,7 +298,12 @@ def _trees(i: Inputs) -> kernels.Tree:
         if drafted
         else parents
     )
-    args = i.integers(0, 3, batch), rank, parents, drafted
+    scores = _path_scores(i, parents)
+    # What a dead node's parent is must not matter, nor may its token be taken for a choice.
+    dead = ~(scores > -torch.inf)
+    parents = torch.where(dead & i.bools(0.5, batch, drafted), -1, parents)
+    rank = torch.where(dead & i.bools(0.5, batch, drafted), -1, rank)
+    args = i.integers(0, 3, batch), rank, parents, scores, drafted
     want = reference(kernels.build_tree, *args)
     got = triton(kernels.build_tree, *args)
     for name, mine, theirs in zip(kernels.Tree._fields, got, want, strict=True):
@@ -286,8 +322,10 @@ def accept_path(draw: Draw, device: torch.device) -> None:
     if draw(st.booleans()):
         tree = _trees(i)
     else:
-        batch = i.size(1, 4)
-        tree = kernels.build_chain(i.integers(0, 2, batch), i.integers(0, 2, batch, i.size(0, 9)))
+        batch, drafted = i.size(1, 4), i.size(0, 9)
+        tokens = i.integers(-1, 2, batch, drafted)
+        above = torch.arange(drafted, device=device).expand(batch, drafted)
+        tree = kernels.build_chain(i.integers(0, 2, batch), tokens, _path_scores(i, above))
     batch, nodes = tree.tokens.shape
     targets = i.integers(-1, 2, batch, nodes)
     limits = i.integers(0, 5, batch) if draw(st.booleans()) else None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from overlap_spec import kernels
 from overlap_spec.kernels import KeySpan
@@ -101,27 +104,26 @@ def pack_mask(draw: Draw, device: torch.device) -> None:
 
 
 def _attention(i: Inputs, span: KeySpan, window: int | None) -> None:
-    """A rectangle behind prefixes that end anywhere, over few and over many shares of the keys."""
-    batch, queries = span.positions.shape
+    """Queries behind prefixes that end anywhere, over few and over many shares of the keys."""
+    batch, total = span.prefix.shape[0], span.positions.shape[0]
     kv_heads, group, dim = i.size(1, 2), i.one_of(1, 2, 3, 7, 8), i.one_of(32, 64, 80, 128, 256)
     page = PAGES[i.size(0, len(PAGES) - 1)]
-    ends = int(span.prefix.max()) + (queries if span.mask is None else span.mask.shape[2])
+    width = span.longest if span.offsets is not None else total // batch
+    ends = int(span.prefix.max()) + (width if span.mask is None else span.mask.shape[1])
     pages = -(-ends // page) + 1
     places = i.distinct(batch * pages, batch * pages + 2).view(batch, pages)
-    span = KeySpan(places, span.prefix, span.positions, span.mask, span.first)
+    span = replace(span, pages=places)
     k, v = (i.normal(batch * pages + 2, page, kv_heads, dim) for _ in range(2))
     # As a slice of what one product makes: neither heads nor queries lie end to end.
-    q = i.normal(batch, queries, kv_heads * group + 2, dim + 8)[:, :, 1:-1, :dim]
+    q = i.normal(total, kv_heads * group + 2, dim + 8)[:, 1:-1, :dim]
     bits, size = 8 * q.element_size(), max(16, 1 << (dim - 1).bit_length())
     blocks = {"rows": 64, "keys": i.one_of(64, 16), "num_warps": 4, "num_stages": 2}
     if i.device.type == "cuda":
         blocks |= {"rows": 16, "keys": 16}
     blocks |= {"waves": i.one_of(1, 20), "split_keys": 16, "max_splits": 5}
     names = [f"attention.{kind}__{bits}bit__{size}" for kind in ("decode", "prefill")]
-    out = torch.full((batch, queries, kv_heads * group * dim), torch.nan).to(q)
     with trial(**dict.fromkeys(names, blocks)):
-        got = triton(kernels.tree_attention, q, k, v, span, window, out)
-    assert got is out
+        got = triton(kernels.tree_attention, q, k, v, span, window)
     args = q.float(), k.float(), v.float(), span, window
     close(got, reference(kernels.tree_attention, *args))
 
@@ -136,7 +138,7 @@ def causal_attention(draw: Draw, device: torch.device) -> None:
     batch, queries, window = i.size(1, 2), i.size(1, 9), i.one_of(3, None, 40)
     prefix = i.integers(0, 90, batch)
     position = prefix[:, None] + torch.arange(queries, device=device)
-    _attention(i, KeySpan(NO_PAGES, prefix, position), window)
+    _attention(i, KeySpan(NO_PAGES, prefix, position.flatten()), window)
 
 
 @case
@@ -148,7 +150,8 @@ def tree_attention(draw: Draw, device: torch.device) -> None:
     mask = i.bools(0.5, batch, queries, queries + i.one_of(0, 70, 130))
     # Every query sees a key, also where nothing else is near.
     mask[:, offset, offset] = True
-    _attention(i, KeySpan(NO_PAGES, prefix, prefix[:, None] + offset // 2, mask), window)
+    position = prefix[:, None] + offset // 2
+    _attention(i, KeySpan(NO_PAGES, prefix, position.flatten(), mask.flatten(0, 1)), window)
 
 
 @case
@@ -159,23 +162,55 @@ def draft_attention(draw: Draw, device: torch.device) -> None:
     prefix = i.integers(1, i.one_of(4, 90), batch, 2)[:, 0]
     mask = i.bools(0.3, batch, queries, queries * steps)
     mask[:, :, -queries:] = torch.eye(queries, dtype=torch.bool)
-    position = (prefix + steps)[:, None].expand(batch, queries)
-    _attention(i, KeySpan(NO_PAGES, prefix, position, mask, first=1), i.one_of(None, 9))
+    position = (prefix + steps).repeat_interleave(queries)
+    span = KeySpan(NO_PAGES, prefix, position, mask.flatten(0, 1), first=1)
+    _attention(i, span, i.one_of(None, 9))
+
+
+def _ragged(i: Inputs, batch: int, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Offsets of requests with queries or none; each query's request, and number within it."""
+    counts = i.integers(0, longest + 1, batch) * i.bools(0.8, batch)
+    counts[i.size(0, batch - 1)] = longest
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    request = torch.arange(batch, device=i.device).repeat_interleave(counts)
+    query = torch.arange(int(offsets[-1]), device=i.device) - offsets[request]
+    return offsets, request, query
+
+
+@case
+def ragged_attention(draw: Draw, device: torch.device) -> None:
+    """Chunks, or some nodes of trees, of which each request has its own number."""
+    i = Inputs(draw, device)
+    longest, first, window = i.size(1, 20), i.one_of(0, 1), i.one_of(None, 3, 40)
+    offsets, request, query = _ragged(i, i.size(1, 5), longest)
+    prefix = i.integers(first, i.one_of(4, 90), len(offsets) - 1)
+    position, mask = prefix[request] + query, None
+    if i.one_of(True, False):
+        position = prefix[request] + query // 2
+        mask = i.bools(0.4, len(query), longest + i.one_of(0, 3, 70, 130))
+        mask[torch.arange(len(query), device=device), query] = True
+    # The bound may be a loose one.
+    longest += i.one_of(0, 5)
+    _attention(i, KeySpan(NO_PAGES, prefix, position, mask, first, offsets, longest), window)
 
 
 @case
 def prefill_attention(draw: Draw, device: torch.device) -> None:
     """More rows than one program takes, at the committed block sizes."""
     i = Inputs(draw, device)
-    group, queries, dim, page = i.one_of(1, 5), i.size(30, 150), i.one_of(32, 64, 72), 16
-    prefix, pages = i.integers(0, 70, 1), 15
+    group, longest, dim, page = i.one_of(1, 5), i.size(30, 150), i.one_of(32, 64, 72), 16
+    batch, pages = i.one_of(1, 3), 15
+    offsets, request, query = _ragged(i, batch, longest)
+    prefix = i.integers(0, 70, batch)
     span = KeySpan(
-        i.distinct(pages, 19)[None],
+        i.distinct(batch * pages, batch * pages + 4).view(batch, pages),
         prefix,
-        prefix[:, None] + torch.arange(queries, device=device),
+        prefix[request] + query,
+        offsets=None if batch == 1 else offsets,
+        longest=longest,
     )
-    k, v = (i.normal(19, page, 1, dim) for _ in range(2))
-    q = i.normal(1, queries, group, dim)
+    k, v = (i.normal(batch * pages + 4, page, 1, dim) for _ in range(2))
+    q = i.normal(len(query), group, dim)
     window = i.one_of(None, 20)
     got = triton(kernels.tree_attention, q, k, v, span, window)
     args = q.float(), k.float(), v.float(), span, window

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_spec import core as core_module
 from overlap_spec.config import EMBEDDED
 from overlap_spec.engine import Engine
+from overlap_spec.engine import core as core_module
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import SamplingParams
 from overlap_spec.worker.cuda import CudaStreams

@@ -103,13 +103,13 @@ class Cache:
         logical = torch.arange(start, start + count)
         slots = self.table[logical // self.page_size] * self.page_size + logical % self.page_size
         positions = logical if positions is None else positions
-        span = KeySpan(self.table[None], torch.tensor([start]), positions[None], mask)
+        span = KeySpan(self.table[None], torch.tensor([start]), positions, mask)
         config = self.decoder.config
 
         def attend(layer: int, heads: Heads) -> torch.Tensor:
             k, v = self.k[layer], self.v[layer]
             q = rotate_and_store(heads.qkv, heads.rotary, k, v, slots, heads.norm)
-            return tree_attention(q[None], k, v, span, config.window(layer))[0]
+            return tree_attention(q, k, v, span, config.window(layer))
 
         return self.decoder.logits(self.decoder(tokens, positions, attend)[0])
 
@@ -136,9 +136,9 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     #    └─ 2 ─── 4
     parents = [-1, 0, 0, 1, 2, 3]
     paths = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 1, 3, 5]]
-    mask = torch.zeros(1, 6, 6, dtype=torch.bool)
+    mask = torch.zeros(6, 6, dtype=torch.bool)
     for node, path in enumerate(paths):
-        mask[0, node, path] = True
+        mask[node, path] = True
     depth = torch.tensor([len(path) - 1 for path in paths])
     nodes = tokens[30:36]
     got = cache.run(nodes, 30, 30 + depth, mask)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from overlap_spec import core as core_module
 from overlap_spec.engine import Engine
+from overlap_spec.engine import core as core_module
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, SamplingParams
 from overlap_spec.worker.streams import ChaosStream, Streams, ThreadStreams
@@ -81,8 +81,8 @@ def run(engine: Engine, asks: list[Ask]) -> list[Output]:
     assert allocator.in_use == 0
     assert allocator.free == allocator.total
     assert engine.core.scheduler.idle
-    assert not engine.core.lane.matchers
-    assert not engine._tickets
+    assert not engine.core.matchers
+    assert not engine.output_processor.handles
     return [output for output in outputs if output is not None]
 
 
@@ -95,7 +95,7 @@ def check_laws(engine: Engine) -> None:
     held |= {node.page for s in scheduler.running for node in s.path}
     assert len(held) == allocator.in_use
     for sequence in scheduler.running:
-        matcher = engine.core.lane.matchers.get(sequence.request.id)
+        matcher = engine.core.matchers.get(sequence.request.id)
         if matcher is not None:
             assert matcher.accepted_tokens == len(sequence.output_ids)
         assert sequence.stats.output_tokens == len(sequence.output_ids)

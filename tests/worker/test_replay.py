@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from overlap_spec.drafters.base import Roots
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import Tree
-from overlap_spec.worker import passes as passes_module
+from overlap_spec.types import Tier
+from overlap_spec.worker import model_runner as runner_module
+from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.graphs import Recorded, Tensors, padded, padded_size
-from overlap_spec.worker.passes import Passes
-from overlap_spec.worker.replay import Replays, read_inputs
+from overlap_spec.worker.model_runner import ModelRunner
 from tests.worker import test_overlap
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -27,10 +27,10 @@ TIERS: dict[str, dict[str, Any]] = {
 }
 
 
-def state(passes: Passes) -> list[Tensor]:
+def state(runner: ModelRunner) -> list[Tensor]:
     """What passes write, among others: caches, tables, the drafter's states and features."""
-    found = [buffer for buffer in passes.buffers() if not buffer.is_mkldnn]
-    # Page 0 is nobody's: of several writes any may win there.
+    found = [buffer for buffer in runner.buffers() if not buffer.is_mkldnn]
+    # Page 0 is padding's: of several writes any may win there.
     return [buffer[:, 1:] if buffer.dim() == 5 else buffer for buffer in found]
 
 
@@ -39,55 +39,90 @@ def close(mine: list[Tensor], theirs: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
+def tier_of(engine: Engine) -> Tier:
+    (tier,) = engine.core.policy.tiers
+    return tier
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tier", TIERS)
 @torch.inference_mode()
 def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) -> None:
     settings = {"adaptive": "static", "overlap": "none", "dtype": "float32", "page_size": 4}
     with Engine(**tiny, **settings, **TIERS[tier], device=device) as engine:
-        passes, (own,) = engine.core.worker.passes, engine.core.worker.states
+        runner, own = engine.core.worker.runner, tier_of(engine)
         generator = torch.Generator().manual_seed(1)
-        for buffer in state(passes):
+        for buffer in state(runner):
             if buffer.is_floating_point():
                 buffer.copy_(torch.randn(buffer.shape, generator=generator))
         for batch in (1, 3, 9):
-            columns = passes.tables.pages.shape[1] if device == "cuda" else 8 + batch
+            tables = runner.tables
+            columns = tables.pages.shape[1] if device == "cuda" else 8 + batch
             rows = torch.arange(batch, device=device)
-            tables = passes.tables
             # Room for all nodes: in page 0 any write may win.
             tables.pages[:batch, :8] = rows[:, None] * 8 + 1 + torch.arange(8, device=device)
             tables.committed[:batch] = torch.arange(batch, device=device) + 7
             tables.roots[:batch] = rows + 30
             size = padded_size(batch)
-            rows = torch.cat([rows, rows.new_full((size - batch,), tables.nobody)])
+            rows = torch.cat([rows, rows.new_full((size - batch,), tables.padding_row)])
             pages = tables.pages[rows, :columns]
-            replay = passes.replays._found[own, size if device == "cuda" else 2]
+            graphs = runner.graphs.find(own, size)
+            # Recording wrote to the row of padding, and to page 0.
+            tables.committed[:batch] = torch.arange(batch, device=device) + 7
+            assert graphs.draft is not None
 
-            want = passes.grow(own, rows, pages)
-            got = replay.draft(rows, pages)
-            close([x[:batch] for x in got], [x[:batch] for x in want])
+            want = runner.draft_trees(own, rows, pages)
+            got = graphs.draft(rows, pages)
+            close([x[:batch] for x in got[3:]], [x[:batch] for x in want[3:]])
             # As a step does: a CUDA graph takes the one before's outputs where they are.
-            tokens, positions, *tree = got
-            inputs = read_inputs(
-                Roots(*replay.draft.kept(rows, pages), tokens, positions), Tree(*tree)
-            )
-            want = [x.clone() for x in passes.read(own, *inputs)]
-            after = [x.clone() for x in state(passes)]
-            got = replay.verify(*inputs)
+            _, positions, _, *tensors = got
+            tree = Tree(*tensors)
+            rows, pages = graphs.draft.kept(rows, pages)
+            inputs = pages, positions, tree.tokens, tree.depths, tree.ancestors
+            want = tuple(x.clone() for x in runner.verify_trees(own, *inputs))
+            after = [x.clone() for x in state(runner)]
+            got = graphs.verify(*inputs)
             real = batch * own.nodes
             close([x[:real] for x in got], [x[:real] for x in want])
-            close(state(passes), after)
+            close(state(runner), after)
+            packed(runner, own, tree, inputs, want, real)
 
-            assert replay.extend is not None
+            choices = tree.tokens.roll(-1, 1).flatten()
+            limits = torch.full_like(positions, own.steps)
+            given = rows, pages, positions, *tree, choices, limits
+            before = [x.clone() for x in state(runner)]
+            done = [x.clone() for x in runner.commit_trees(own, *given)]
+            after = [x.clone() for x in state(runner)]
+            for buffer, content in zip(state(runner), before, strict=True):
+                buffer.copy_(content)
+            close([x[:batch] for x in graphs.commit(*given)], [x[:batch] for x in done])
+            close(state(runner), after)
+
+            assert graphs.extend is not None
             chosen = torch.randint(200, (batch, own.steps + 1), generator=generator)
             path = torch.arange(own.steps + 1).expand(batch, -1) % own.nodes
             lengths = torch.arange(batch) % (own.steps + 1)
-            lesson = [padded(x, size).to(device) for x in (chosen, path, lengths)]
-            passes.learn(own, rows, pages, positions, want[1], *lesson)
-            after = [x[:batch].clone() for x in (passes.drafter.root_state,)]
-            passes.drafter.root_state.zero_()
-            replay.extend(rows, pages, positions, want[1], *lesson)
-            close([passes.drafter.root_state[:batch]], after)
+            more = [padded(x, size).to(device) for x in (chosen, path, lengths)]
+            runner.extend_trees(own, rows, pages, positions, *more, want[1])
+            after = [x[:batch].clone() for x in (runner.drafter.root_state,)]
+            runner.drafter.root_state.zero_()
+            graphs.extend(rows, pages, positions, *more, want[1])
+            close([runner.drafter.root_state[:batch]], after)
+
+
+def packed(
+    runner: ModelRunner, tier: Tier, tree: Tree, inputs: Tensors, want: Tensors, real: int
+) -> None:
+    """Verify of fewer nodes gives those nodes what the whole trees' gave them."""
+    rows, nodes = tree.tokens.shape
+    for count in {rows, (rows * nodes + rows) // 2, rows * nodes}:
+        # Parents outrank their children: by depth, all roots first.
+        order = tree.depths.flatten().argsort(stable=True)
+        pack = order[:count].sort().values
+        logits, features = runner.graphs.find_packed(tier, rows, count)(pack, *inputs)
+        mine = pack < real
+        got = logits[mine], features[pack[mine]]
+        close(list(got), [x[pack[mine]] for x in want])
 
 
 def test_sizes_are_few_and_waste_little() -> None:
@@ -105,8 +140,18 @@ def test_nothing_is_recorded_where_it_is_switched_off(tiny: dict[str, Any], over
     for graphs in (True, False):
         with Engine(**tiny, overlap=overlap, graphs=graphs, adaptive="default") as engine:
             outputs.append(engine.generate(prompts, grammars, {"max_tokens": 20}))
-            assert bool(engine.core.worker.passes.replays._found) == graphs
+            assert bool(engine.core.worker.runner.graphs.count) == graphs
     assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
+
+
+def test_tiers_are_recorded_when_they_are_needed(tiny: dict[str, Any]) -> None:
+    """At the start that of a single request, later what the policy takes."""
+    with Engine(**tiny, adaptive="default") as engine:
+        assert len(engine.core.policy.tiers) == 3
+        engine.generate("a", None, {"max_tokens": 2})
+        assert engine.core.worker.runner.graphs.count == 1
+        engine.generate(list("abcdefghi"), None, {"max_tokens": 90})
+        assert 1 < engine.core.worker.runner.graphs.count <= 3
 
 
 def test_recordings_end_with_their_engine(tiny: dict[str, Any]) -> None:
@@ -123,7 +168,7 @@ class Held(Recorded):
     """A CUDA graph's manners on the CPU: one size of batch, inputs and outputs in fixed places."""
 
     def __init__(self, work: Any, inputs: Tensors) -> None:
-        self._work, self._inputs = work, inputs
+        self._work, self._inputs = work, tuple(x.clone() for x in inputs)
         self._outputs = tuple(x.clone() for x in work(*inputs))
 
     def __call__(self, *inputs: Tensor) -> Tensors:
@@ -139,9 +184,9 @@ class Held(Recorded):
         return self._inputs
 
 
-class HeldReplays(Replays):
-    def __init__(self, passes: Passes, enabled: bool) -> None:
-        super().__init__(passes, enabled)
+class HeldGraphs(GraphRunner):
+    def __init__(self, runner: ModelRunner, enabled: bool) -> None:
+        super().__init__(runner, enabled)
         self._cuda = True
 
     def _make(self, work: Any, *inputs: Tensor) -> Recorded:
@@ -158,17 +203,14 @@ def test_chaos_with_fixed_inputs_and_outputs(
     """What a replay overwrites has been read by then, whatever the streams' delays."""
     oracle = test_overlap.build(tiny, overlap="none", algorithm="none")
     test_overlap.chaos(monkeypatch, 7)
-    monkeypatch.setattr(passes_module, "Replays", HeldReplays)
-    columns = Passes._visible
-    monkeypatch.setattr(Passes, "_visible", lambda passes, _: passes.tables.pages.shape[1])
+    monkeypatch.setattr(runner_module, "GraphRunner", HeldGraphs)
     settings = {**test_overlap.TIERS[tier], "mask_deadline_ms": None}
     with oracle, test_overlap.build(tiny, **settings) as engine:
-        found = engine.core.worker.passes.replays._found
+        runner = engine.core.worker.runner
+        monkeypatch.setattr(runner, "_visible", lambda _: runner.tables.pages.shape[1])
         for seed in range(70, 82):
             asks = [replace(ask, abort_step=None) for ask in test_overlap.random_asks(seed)]
             got = test_overlap.run(engine, asks)
-            with monkeypatch.context() as before:
-                before.setattr(Passes, "_visible", columns)
-                want = test_overlap.run(oracle, asks)
+            want = test_overlap.run(oracle, asks)
             assert [o.token_ids for o in got] == [o.token_ids for o in want], seed
-        assert {size for _, size in found} == {1, 2, 3, 4}
+        assert {size for _, size in engine.core.worker.runner.graphs._tiers} == {1, 2, 3, 4}

@@ -195,7 +195,7 @@ def test_tree_verification_has_plain_samplings_distribution(
     request = Request(0, PROMPT, params, None, 99, frozenset({3}), 0, 0)
     tables.assign(0, request)
     tables.write(0, request, tuple(OUTPUT))
-    needs = tables.needs([0])
+    features = tables.features([0])
     for value in [*vars(tables).values(), *tables._wide.values()]:
         if isinstance(value, torch.Tensor):
             value[:] = value[0].clone()
@@ -204,17 +204,18 @@ def test_tree_verification_has_plain_samplings_distribution(
         torch.full((count,), TREE_TOKENS[0]),
         torch.tensor(TREE_TOKENS[1:]).expand(count, -1),
         torch.tensor(TREE_PARENTS).expand(count, -1),
+        torch.zeros(count, len(TREE_PARENTS)),
         3,
     )
     nodes = len(TREE_PATHS)
     rows = torch.arange(count).repeat_interleave(nodes)
     positions = (tree.depths + len(PROMPT) + len(OUTPUT)).flatten()
-    batch = Nodes(rows, positions, tree)
+    batch = Nodes(rows, positions, tree, None)
     sampler = Sampler(tables)
     logits = table.repeat(count, 1)
     masks = Masks(pack(allowed).repeat(count, 1), None)
-    processed = sampler.process(logits, batch, needs)
-    choices = sampler.choose(processed, batch, needs, masks).view(count, nodes)
+    processed = sampler.process(logits, batch, features)
+    choices = sampler.choose(processed, batch, features, masks).view(count, nodes)
     accepted = accept_path(choices, tree, 4)
     emitted = choices.gather(1, accepted.path)
 

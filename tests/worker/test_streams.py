@@ -39,7 +39,7 @@ def streams(request: pytest.FixtureRequest) -> Iterator[Streams]:
     elif kind == "chaos":
         made = ThreadStreams(lambda name: ChaosStream(name, seed=3))
     else:
-        made = CudaStreams(torch.device("cuda"))
+        made = CudaStreams(torch.device("cuda"), lambda *_: None)
     yield made
     made.close()
 

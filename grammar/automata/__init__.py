@@ -1,0 +1,1 @@
+"""Regular languages: sets of characters, regular expressions as trees, and automata."""

@@ -1,0 +1,327 @@
+"""User regular expressions, read exactly and spelled again in the backend's dialect.
+
+Python's own parser reads them, so its syntax holds, with ECMAScript's `(?<name>…)`, `\\/` and
+`\\uXXXX`. Where Python and ECMAScript differ (`\\d`, `\\w`, `.`, `$`), a text is taken to match
+only where both say so; a pattern that is read `wide`, to be excluded, matches where either does.
+What an automaton over the text cannot say is refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterable
+from functools import cache, lru_cache
+from typing import Any
+
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.automata import charset
+from overlap_spec.grammar.automata.charset import Ranges
+from overlap_spec.grammar.automata.dfa import (
+    EMPTY_TEXT,
+    EVERY,
+    Dfa,
+    any_of,
+    before,
+    both,
+    from_node,
+    neither,
+)
+from overlap_spec.grammar.automata.escape import plain
+from overlap_spec.grammar.automata.regex_ast import (
+    EMPTY,
+    CharClass,
+    Node,
+    Repetition,
+    alternate,
+    concat,
+)
+
+Spell = Callable[[Ranges], Node | None]
+
+_parser: Any = importlib.import_module("re._parser")
+
+_NARROW = {"DIGIT": charset.DIGIT, "SPACE": charset.SPACE, "WORD": charset.WORD}
+_REFUSED = {
+    "ASSERT": "a look-around",
+    "ASSERT_NOT": "a look-around",
+    "GROUPREF": "a back-reference",
+    "GROUPREF_EXISTS": "a conditional group",
+    "ATOMIC_GROUP": "an atomic group",
+    "POSSESSIVE_REPEAT": "a possessive repeat",
+}
+_DOT = charset.negate(charset.LINE_END)
+_DOT_WIDE = charset.negate(((0x0A, 0x0A),))
+_LINE_FEED = Repetition(CharClass(((0x0A, 0x0A),)), 0, 1)
+_LOOKS = ("ASSERT", "ASSERT_NOT")
+
+
+@cache
+def _category(name: str, wide: bool) -> Ranges:
+    if name.startswith("NOT_"):
+        return charset.negate(_category(name.removeprefix("NOT_"), not wide))
+    if not wide:
+        return _NARROW[name]
+    if name == "SPACE":
+        return charset.SPACE_WIDE
+    python = re.compile(r"\d" if name == "DIGIT" else r"\w")
+    points = (point for low, high in charset.ALL for point in range(low, high + 1))
+    return charset.union([tuple((p, p) for p in points if python.match(chr(p)))])
+
+
+@lru_cache(4096)
+def _parse(source: str) -> Any:
+    return _parser.parse(_python(source))
+
+
+class Pattern:
+    """A parsed regular expression.
+
+    Args:
+        source: The pattern.
+        param: The field of the request that it stands in.
+        wide: Whether it is to match wherever one of the two dialects says so.
+
+    Raises:
+        GrammarError: it does not parse; the message has the pattern and the position.
+    """
+
+    def __init__(self, source: str, param: str, wide: bool = False) -> None:
+        self.source = source
+        self.param = param
+        self.wide = wide
+        try:
+            self._parsed = _parse(source)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise self.error(str(error)) from error
+        if self._parsed.state.flags & ~re.UNICODE.value:
+            raise self.error("inline flags are not supported")
+
+    def error(self, reason: str) -> GrammarError:
+        """An error about this pattern."""
+        return GrammarError(f"regex {self.source!r}: {reason}", self.param)
+
+    def whole(self, spell: Spell) -> Node:
+        """Texts that match from end to end; anchors there say nothing."""
+        return self._spelled(spell, EMPTY)
+
+    def found(self, spell: Spell) -> Node:
+        """Texts in which the pattern is found, as JSON Schema means it."""
+        anything = spell(charset.ALL)
+        return self._spelled(spell, Repetition(anything, 0, None) if anything else EMPTY)
+
+    def automaton(self) -> Dfa:
+        """Texts in which the pattern is found, also where it looks ahead.
+
+        Raises:
+            GrammarError: a construct that no automaton says.
+            TooLargeError: too many states.
+        """
+        found = [self._from_start(items, EVERY) for items in _alternatives(list(self._parsed))]
+        return any_of(found)
+
+    def _from_start(self, items: list[Any], after: Dfa) -> Dfa:
+        if items and _is_start(items[0]):
+            return self._ahead(items[1:], after, True)
+        return before(Repetition(CharClass(charset.ALL), 0, None), self._ahead(items, after, False))
+
+    def _ahead(self, items: list[Any], after: Dfa, at_start: bool) -> Dfa:
+        """Texts that match the items and then something of `after`."""
+        if items and _is_end(items[-1]):
+            items, after = items[:-1], from_node(_LINE_FEED) if self.wide else EMPTY_TEXT
+        for i, item in enumerate(items):
+            if _holds_look(item) and str(item[0]) not in _LOOKS:
+                ways = [[*items[:i], *body, *items[i + 1 :]] for body in self._bodies(item)]
+                return any_of(self._ahead(way, after, at_start) for way in ways)
+            if str(item[0]) in _LOOKS:
+                look = self._look(item, at_start and i == 0)
+                rest = both(look, self._ahead(items[i + 1 :], after, at_start and i == 0))
+                return before(self._sequence(items[:i], plain), rest) if i else rest
+        return before(self._sequence(items, plain), after)
+
+    def _bodies(self, item: Any) -> list[list[Any]]:
+        op, argument = str(item[0]), item[1]
+        if op == "BRANCH":
+            return [list(body) for body in argument[1]]
+        if op == "SUBPATTERN" and not argument[1] and not argument[2]:
+            return [list(argument[3])]
+        raise self.error("a look-around inside a repeat is not supported")
+
+    def _look(self, item: Any, at_start: bool) -> Dfa:
+        """What may follow a place where the pattern looks ahead."""
+        direction, body = item[1]
+        negative = str(item[0]) == "ASSERT_NOT"
+        if direction < 0:
+            raise self.error("a look-around that looks behind is not supported")
+        inner = Pattern(self.source, self.param, self.wide != negative)
+        ways = []
+        for items in _alternatives(list(body)):
+            if items and _is_start(items[0]):
+                if not at_start:
+                    raise self.error("anchors are supported at the two ends only")
+                items = items[1:]
+            ways.append(inner._ahead(items, EVERY, at_start))
+        return neither(any_of(ways)) if negative else any_of(ways)
+
+    @property
+    def looks_around(self) -> bool:
+        """Whether the pattern has a look-around."""
+        return any(map(_holds_look, self._parsed))
+
+    def matches(self, text: str) -> bool:
+        """Whether the pattern is found in a text."""
+        return _compiled(self.source).search(text) is not None
+
+    def width(self) -> tuple[int, int | None]:
+        """Least and most characters of a text in which the pattern is found; None: no bound."""
+        least, most = self._parsed.getwidth()
+        anchored = all(
+            alternative and _is_start(alternative[0]) and _is_end(alternative[-1])
+            for alternative in _alternatives(list(self._parsed))
+        )
+        return least, most if anchored and most < 2**31 else None
+
+    def as_repeat(self) -> tuple[Ranges, int, int | None] | None:
+        """Characters and bounds, where the pattern is `^[…]{m,n}$`; None elsewhere."""
+        items = list(self._parsed)
+        if len(items) != 3 or not _is_start(items[0]) or not _is_end(items[2]):
+            return None
+        if str(items[1][0]) not in ("MAX_REPEAT", "MIN_REPEAT"):
+            return None
+        low, high, body = items[1][1]
+        if len(body) != 1 or str(body[0][0]) not in ("IN", "LITERAL", "NOT_LITERAL", "ANY"):
+            return None
+        return self._set(body[0]), int(low), _bound(high)
+
+    def _spelled(self, spell: Spell, around: Node) -> Node:
+        ways = []
+        for items in _alternatives(list(self._parsed)):
+            before = after = around
+            if items and _is_start(items[0]):
+                items, before = items[1:], EMPTY
+            if items and _is_end(items[-1]):
+                items, after = items[:-1], EMPTY
+            ways.append(concat(before, self._sequence(items, spell), after))
+        return alternate(*ways)
+
+    def _sequence(self, items: Iterable[Any], spell: Spell) -> Node:
+        return concat(*(self._item(item, spell) for item in items))
+
+    def _item(self, item: Any, spell: Spell) -> Node:
+        op, argument = str(item[0]), item[1]
+        if op in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
+            node = spell(self._set(item))
+            if node is None:
+                raise self.error("a character class that no character can match")
+            return node
+        if op == "BRANCH":
+            return alternate(*(self._sequence(part, spell) for part in argument[1]))
+        if op == "SUBPATTERN":
+            _, added, removed, body = argument
+            if added or removed:
+                raise self.error("inline flags are not supported")
+            return self._sequence(body, spell)
+        if op in ("MAX_REPEAT", "MIN_REPEAT"):
+            low, high, body = argument
+            return Repetition(self._sequence(body, spell), int(low), _bound(high))
+        if op == "AT":
+            raise self.error("anchors are supported at the two ends only")
+        raise self.error(f"{_REFUSED.get(op, op)} is not supported")
+
+    def _set(self, item: Any) -> Ranges:
+        op, argument = str(item[0]), item[1]
+        if op == "ANY":
+            return _DOT_WIDE if self.wide else _DOT
+        if op == "LITERAL":
+            return ((argument, argument),)
+        if op == "NOT_LITERAL":
+            return charset.negate(((argument, argument),))
+        negated = any(str(kind) == "NEGATE" for kind, _ in argument)
+        parts: list[Ranges] = []
+        for kind, value in argument:
+            if str(kind) == "LITERAL":
+                parts.append(((value, value),))
+            elif str(kind) == "RANGE":
+                parts.append(((value[0], value[1]),))
+            elif str(kind) == "CATEGORY":
+                name = str(value).removeprefix("CATEGORY_")
+                parts.append(_category(name, self.wide != negated))
+        members = charset.union(parts)
+        return charset.negate(members) if negated else members
+
+
+def parse(source: str) -> Node:
+    """An expression of our own, matched from end to end, with characters as they are."""
+    return Pattern(source, "regex").whole(plain)
+
+
+@lru_cache(1024)
+def _compiled(source: str) -> re.Pattern[str]:
+    return re.compile(_python(source))
+
+
+def _bound(high: Any) -> int | None:
+    return None if high >= 2**31 else int(high)
+
+
+def _python(source: str) -> str:
+    """ECMAScript's named groups as Python writes them."""
+    return re.sub(r"\(\?<(?![=!])", "(?P<", source)
+
+
+def _is_start(item: Any) -> bool:
+    return str(item[0]) == "AT" and str(item[1]) in ("AT_BEGINNING", "AT_BEGINNING_STRING")
+
+
+def _is_end(item: Any) -> bool:
+    return str(item[0]) == "AT" and str(item[1]) in ("AT_END", "AT_END_STRING")
+
+
+def _holds_look(item: Any) -> bool:
+    """Whether a look-around stands anywhere inside."""
+    if str(item[0]) in _LOOKS:
+        return True
+    if isinstance(item[1], tuple | list | _parser.SubPattern):
+        return _any_look(item[1])
+    return False
+
+
+def _any_look(argument: Any) -> bool:
+    for inner in argument:
+        if isinstance(inner, _parser.SubPattern):
+            if any(map(_holds_look, inner)):
+                return True
+        elif isinstance(inner, list) and any(
+            isinstance(part, _parser.SubPattern) and any(map(_holds_look, part)) for part in inner
+        ):
+            return True
+    return False
+
+
+def _alternatives(items: list[Any]) -> list[list[Any]]:
+    """The sequence split where an anchor stands inside a group at one of its ends."""
+    for at in (0, -1):
+        if not items or not _holds_anchor(items[at]):
+            continue
+        op, argument = str(items[at][0]), items[at][1]
+        if op == "AT":
+            continue
+        bodies = argument[1] if op == "BRANCH" else [argument[3]]
+        rest_left, rest_right = ([], items[1:]) if at == 0 else (items[:-1], [])
+        return [
+            alternative
+            for body in bodies
+            for alternative in _alternatives([*rest_left, *body, *rest_right])
+        ]
+    return [items]
+
+
+def _holds_anchor(item: Any) -> bool:
+    op, argument = str(item[0]), item[1]
+    if op == "AT":
+        return True
+    if op == "BRANCH":
+        return any(_holds_anchor(inner) for body in argument[1] for inner in body)
+    if op == "SUBPATTERN" and not argument[1] and not argument[2]:
+        return any(_holds_anchor(inner) for inner in argument[3])
+    return False

@@ -1,0 +1,208 @@
+"""The process that workers are forked from.
+
+It loads the grammar library and builds the backend once; a fork then has both at once, where a
+new process would need seconds. It never compiles and has no threads, so forking it is safe. It is
+the parent of all workers: it alone ends and reaps them, so that a process id is never mistaken.
+
+`main` is run in a new interpreter with `SOCKET SETUP [full]`: descriptors of its end of the channel
+and of a pickled `Setup`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from types import FrameType
+
+from overlap_spec.grammar.contract import Backend
+from overlap_spec.grammar.isolation import worker
+from overlap_spec.grammar.isolation.channel import Message, receive, send
+from overlap_spec.grammar.isolation.import_stubs import import_light
+from overlap_spec.grammar.isolation.limits import CompileLimits
+from overlap_spec.grammar.vocabulary import Vocabulary
+
+STDERR_BYTES = 2000
+# Libraries catch these to print a trace, which can take seconds.
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a template has to know.
+
+    Args:
+        module, name: Where the backend's class is.
+        vocabulary: What to build it for.
+        limits: Of its workers.
+    """
+
+    module: str
+    name: str
+    vocabulary: Vocabulary
+    limits: CompileLimits
+
+
+@dataclass(frozen=True)
+class ForkedWorker:
+    """A forked worker: its number, and the file that its output goes to."""
+
+    number: int
+    output: int
+
+
+class ForkServer:
+    """Forks, ends and reaps workers as it is told."""
+
+    def __init__(self, end: socket.socket, backend: Backend, limits: CompileLimits) -> None:
+        self.end, self.backend, self.limits = end, backend, limits
+        self.workers: dict[int, ForkedWorker] = {}
+        self.wake_reader, self.wake_writer = socket.socketpair()
+        for wake in (self.wake_reader, self.wake_writer):
+            wake.setblocking(False)
+
+    def run(self) -> None:
+        """Obey until the engine hangs up, then end all workers."""
+        signal.set_wakeup_fd(self.wake_writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _ignore)
+        selector = selectors.DefaultSelector()
+        selector.register(self.end, selectors.EVENT_READ)
+        selector.register(self.wake_reader, selectors.EVENT_READ)
+        send(self.end, event="ready")
+        try:
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self.end:
+                        message = receive(self.end)
+                        if message is None:
+                            return
+                        self.obey(message)
+                    else:
+                        self.wake_reader.recv(4096)
+                        self.reap()
+        finally:
+            for pid in self.workers:
+                os.kill(pid, signal.SIGKILL)
+
+    def obey(self, message: Message) -> None:
+        """Fork a worker for the end that came along, or end or slow one."""
+        order, number = message.header["order"], int(message.header["number"])
+        if order == "fork":
+            self.fork(number, message.fd)
+            return
+        pid = next((pid for pid, one in self.workers.items() if one.number == number), None)
+        if pid is not None and order == "kill":
+            os.kill(pid, signal.SIGKILL)
+        elif pid is not None:
+            _slow(
+                pid, os.getpriority(os.PRIO_PROCESS, 0) - self.limits.nice + self.limits.long_nice
+            )
+
+    def fork(self, number: int, fd: int) -> None:
+        """Fork worker `number`, which serves the end `fd`."""
+        output = os.memfd_create("output")
+        pid = os.fork()
+        if pid == 0:
+            self.become_worker(fd, output)
+        os.close(fd)
+        self.workers[pid] = ForkedWorker(number, output)
+
+    def become_worker(self, fd: int, output: int) -> None:
+        """The child's side of a fork; does not return."""
+        status = 1
+        try:
+            worker.die_with_parent()
+            if os.getppid() == 1:
+                return
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, *CRASHES):
+                signal.signal(number, signal.SIG_DFL)
+            self.end.close()
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            end = socket.socket(fileno=fd)
+            worker.serve(end, self.backend, self.limits.memory_bytes, self.limits.result_bytes)
+            status = 0
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(status)
+
+    def reap(self) -> None:
+        """Report workers that have ended, with the last that they wrote."""
+        while self.workers:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            ended = self.workers.pop(pid)
+            size = os.fstat(ended.output).st_size
+            tail = os.pread(ended.output, STDERR_BYTES, max(0, size - STDERR_BYTES))
+            os.close(ended.output)
+            send(
+                self.end,
+                event="ended",
+                number=ended.number,
+                exit=os.waitstatus_to_exitcode(status),
+                output=tail.decode(errors="replace"),
+            )
+
+
+def _slow(pid: int, nice: int) -> None:
+    """Set the niceness of a process; each thread has its own."""
+    # A thread, or the whole process, may end meanwhile.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.setpriority(os.PRIO_PROCESS, int(thread), nice)
+
+
+def _ignore(_signal: int, _frame: FrameType | None) -> None:
+    """A signal that only has to wake the loop."""
+
+
+def build(setup: Setup, light: bool) -> Backend:
+    """Load the library and build the backend.
+
+    Raises:
+        RuntimeError: the library started threads, so that forking is not safe.
+    """
+    module = import_light(setup.module) if light else importlib.import_module(setup.module)
+    backend = getattr(module, setup.name)(setup.vocabulary)
+    # Made before the fork, they are made once.
+    _ = setup.vocabulary.text_row, setup.vocabulary.stop_row
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        raise RuntimeError(f"{setup.module}:{setup.name} started {threads - 1} threads")
+    assert isinstance(backend, Backend)
+    return backend
+
+
+def main(arguments: list[str]) -> None:
+    """The process, from its start to its end."""
+    worker.die_with_parent()
+    end = socket.socket(fileno=int(arguments[0]))
+    with os.fdopen(int(arguments[1]), "rb", closefd=False) as file:
+        file.seek(0)
+        setup: Setup = pickle.load(file)
+    # Only our own backends are known to get along with stand-ins.
+    light = len(arguments) == 2 and setup.module.startswith("overlap_spec.")
+    try:
+        backend = build(setup, light)
+    except Exception as error:
+        if light:
+            os.execv(sys.executable, [*sys.orig_argv, "full"])
+        text = f"{type(error).__name__}: {error}"[: worker.MESSAGE_CHARACTERS]
+        send(end, event="broken", message=text)
+        return
+    gc.collect()
+    gc.freeze()
+    # Not sooner: somebody waits for the first grammar.
+    os.nice(setup.limits.nice)
+    ForkServer(end, backend, setup.limits).run()
+    os._exit(0)  # Nothing here has to be cleaned up, and the engine waits.

@@ -1,0 +1,202 @@
+"""Grammars that hold other grammars as EBNF: structural tags, tool calls and thinking.
+
+Free text is exact: no trigger, exclusion or marker occurs in it, wherever it would begin. JSON
+and patterns inside go through the same lowering as by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.lowering.ebnf import Rules, choice, literal, repeat, sequence
+from overlap_spec.grammar.lowering.free_text import free_start, free_text
+from overlap_spec.grammar.lowering.splice import splice
+from overlap_spec.grammar.reasoning import GAP, MOST_GAP
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.tool_format import ToolFormat
+from overlap_spec.grammar.tool_formats import load_format
+
+KINDS = ("structural_tag", "tools", "after_thinking")
+
+
+def lower_composite(grammar: Grammar, lower: Callable[[Grammar], str]) -> str:
+    """EBNF of a grammar of one of the `KINDS`.
+
+    Args:
+        grammar: The grammar.
+        lower: Lowers each grammar inside.
+
+    Raises:
+        GrammarError: as `lower` raises it.
+    """
+    parts = _Parts(grammar, lower)
+    source = json.loads(grammar.source)
+    if grammar.kind == "structural_tag":
+        return parts.rules.text(_Tags(parts).lower(source, ()))
+    if grammar.kind == "tools":
+        return parts.rules.text(_Calls(parts, source).lower())
+    assert grammar.inner is not None
+    inner = sequence(repeat(literal(GAP), 0, MOST_GAP), parts.add(grammar.inner))
+    root = free_text(parts.rules, {source["end"]: inner}, may_end=False)
+    if source["begin"]:
+        root = choice([sequence(literal(source["begin"]), root), parts.add(grammar.inner)])
+    return parts.rules.text(root)
+
+
+class _Parts:
+    """The rules under construction, and the grammars that are part of them."""
+
+    def __init__(self, grammar: Grammar, lower: Callable[[Grammar], str]) -> None:
+        self.rules = Rules()
+        self._grammar, self._lower = grammar, lower
+        self._known: dict[Grammar, str] = {}
+
+    def add(self, inner: Grammar) -> str:
+        """The rule of a whole grammar."""
+        if inner not in self._known:
+            self._known[inner] = splice(self.rules, self._lower(inner), self._grammar.kind)
+        return self._known[inner]
+
+    def json(self, schema: Any, best_effort: bool = False) -> str:
+        """The rule of JSON under a schema."""
+        layout = self._grammar.whitespace
+        return self.add(Grammar.json_schema(schema, whitespace=layout, best_effort=best_effort))
+
+
+class _Tags:
+    def __init__(self, parts: _Parts) -> None:
+        self.parts, self.rules = parts, parts.rules
+
+    def lower(self, form: dict[str, Any], ends: tuple[str, ...]) -> str:
+        """The expression of a format. `ends` close the tag around it, and are in no free text."""
+        kind = form["type"]
+        if kind == "const_string":
+            return literal(form["value"])
+        if kind == "json_schema":
+            return self.parts.json(form["json_schema"])
+        if kind == "regex":
+            return self.parts.add(Grammar.regex(form["pattern"]))
+        if kind == "grammar":
+            return self.parts.add(Grammar.ebnf(form["grammar"]))
+        if kind == "any_text":
+            return free_text(self.rules, dict.fromkeys([*form["excludes"], *ends]), may_end=True)
+        if kind == "sequence":
+            return sequence(*(self.lower(part, ends) for part in form["elements"]))
+        if kind == "or":
+            return choice([self.lower(part, ends) for part in form["elements"]])
+        if kind == "tag":
+            return self._tag(form, form["begin"], ends)
+        if kind == "triggered_tags":
+            return self._triggered(form, ends)
+        if kind == "tags_with_separator":
+            return self._separated(form, ends)
+        if kind == "dispatch":
+            after = {text: self.lower(part, ends) for text, part in form["rules"]}
+            return self._dispatch(after, form["loop"], tuple(form["excludes"]))
+        least, most = {
+            "optional": (0, 1),
+            "plus": (1, None),
+            "star": (0, None),
+        }.get(kind) or (form["min"], None if form["max"] == -1 else form["max"])
+        return repeat(self.lower(form["content"], ends), least, most) or '""'
+
+    def _tag(self, tag: dict[str, Any], begin: str, ends: tuple[str, ...]) -> str:
+        inside = tuple(end for end in tag["end"] if end) or ends
+        closing = choice([literal(end) for end in tag["end"]])
+        return self.rules.add(
+            sequence(literal(begin) if begin else "", self.lower(tag["content"], inside), closing)
+        )
+
+    def _triggered(self, form: dict[str, Any], ends: tuple[str, ...]) -> str:
+        after: dict[str, str] = {}
+        for trigger in form["triggers"]:
+            rest = [
+                self._tag(tag, tag["begin"].removeprefix(trigger), ())
+                for tag in form["tags"]
+                if tag["begin"].startswith(trigger)
+            ]
+            after[trigger] = choice(rest) if rest else ""
+        loop, excludes = not form["stop_after_first"], (*form["excludes"], *ends)
+        if not form["at_least_one"]:
+            return self._dispatch(after, loop, excludes)
+        first = choice([self._tag(tag, tag["begin"], ()) for tag in form["tags"]])
+        return sequence(first, self._dispatch(after, loop, excludes)) if loop else first
+
+    def _dispatch(self, after: dict[str, str], loop: bool, excludes: tuple[str, ...]) -> str:
+        exits: dict[str, str | None] = dict.fromkeys(excludes)
+        again = self.rules.reserve() if loop else ""
+        for text, part in after.items():
+            # A trigger without a tag can never go on.
+            exits.setdefault(text, sequence(part, again) if part else None)
+        start = free_text(self.rules, exits, may_end=True)
+        if not loop:
+            return start
+        self.rules.define(again, start)
+        return again
+
+    def _separated(self, form: dict[str, Any], ends: tuple[str, ...]) -> str:
+        one = choice([self._tag(tag, tag["begin"], ends) for tag in form["tags"]])
+        if not form["stop_after_first"]:
+            one = sequence(one, repeat(sequence(literal(form["separator"]), one), 0, None))
+        return one if form["at_least_one"] else repeat(one, 0, 1)
+
+
+class _Calls:
+    def __init__(self, parts: _Parts, source: dict[str, Any]) -> None:
+        self.parts, self.source = parts, source
+        self.format: ToolFormat = load_format(source["format"])
+
+    def lower(self) -> str:
+        form, wanted = self.format, self.source["choice"]
+        starts = dict.fromkeys(form.starts)
+        if wanted == "none":
+            return self._free(dict.fromkeys(starts))
+        heads = [opening + form.begin for opening in form.openings]
+        calls = self._calls()
+        if wanted != "auto" or "otherwise" in self.source:
+            whole = [sequence(literal(head), calls) for head in heads]
+            if wanted == "auto":
+                kind, text, layout, best_effort = self.source["otherwise"]
+                whole.append(self.parts.add(Grammar(kind, text, layout, best_effort)))
+            return choice(whole)
+        after: dict[str, str | None] = {}
+        for start in starts:
+            rest = [head.removeprefix(start) for head in heads if head.startswith(start)]
+            after[start] = choice([sequence(literal(r) if r else "", calls) for r in rest])
+        return self._free(after)
+
+    def _free(self, exits: dict[str, str | None]) -> str:
+        if self.format.anywhere:
+            return free_text(self.parts.rules, exits, may_end=True)
+        return free_start(self.parts.rules, exits)
+
+    def _calls(self) -> str:
+        """What follows the `begin` of the first call."""
+        form, names = self.format, self.source["choice"]
+        tools = self.source["tools"]
+        if isinstance(names, list):
+            tools = [tool for tool in tools if tool[0] in names]
+        bodies = [
+            sequence(literal(name + form.middle), self._arguments(schema, strict), _text(form.end))
+            for name, schema, strict in tools
+        ]
+        body = self.parts.rules.add(choice(bodies))
+        again = sequence(literal(form.separator + form.begin), body)
+        single = isinstance(names, list) or not self.source["parallel"]
+        more = "" if single else repeat(again, 0, None)
+        return self.parts.rules.add(sequence(body, more, _text(form.close)))
+
+    def _arguments(self, schema: Any, strict: bool) -> str:
+        if strict:
+            return self.parts.json(schema)
+        try:
+            return self.parts.json(schema, best_effort=True)
+        except GrammarError:
+            return self.parts.json({"type": "object"})
+
+
+def _text(fixed: str) -> str:
+    return literal(fixed) if fixed else ""

@@ -1,0 +1,107 @@
+"""Free text up to fixed strings, as EBNF: an automaton that finds strings in one pass.
+
+The automaton is that of A. Aho and M. Corasick, "Efficient string matching" (1975), with one rule
+a state. Each rule calls another one last, which costs the matcher nothing however long the text.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from overlap_spec.grammar.automata.charset import ALL, negate, rule_class
+from overlap_spec.grammar.lowering.ebnf import Rules, choice, literal, sequence
+
+ANY_TEXT = f"{rule_class(ALL)}*"
+
+
+def free_text(rules: Rules, exits: Mapping[str, str | None], may_end: bool) -> str:
+    """Any text in which none of the strings occurs, or that goes on after the first one.
+
+    Args:
+        rules: Where the automaton's rules go.
+        exits: Non-empty strings; for each the expression that follows its first occurrence, or
+            None where it may not occur. Where several end at one character, None wins, and then
+            the longest.
+        may_end: Whether text without any of them is whole.
+
+    Returns:
+        The expression.
+    """
+    if not exits:
+        return ANY_TEXT if may_end else '""'
+    automaton = _Automaton(exits)
+    names = [rules.reserve() for _ in automaton.moves]
+    for state, moves in enumerate(automaton.moves):
+        ways, known = [], set(moves)
+        groups: dict[int, list[str]] = {0: []}
+        for char, target in moves.items():
+            found = automaton.found[target]
+            if found is None:
+                groups.setdefault(target, []).append(char)
+            elif (after := exits[found]) is not None:
+                ways.append(sequence(literal(char), after))
+        for target, chars in groups.items():
+            points = tuple((ord(char), ord(char)) for char in sorted(chars))
+            if target == 0:
+                gone = sorted(known - set(chars))
+                points = negate(tuple((ord(char), ord(char)) for char in gone))
+            ways.append(sequence(rule_class(points), names[target]))
+        rules.define(names[state], choice([*ways, '""'] if may_end else ways))
+    for state in automaton.ends:
+        rules.drop(names[state])
+    return names[0]
+
+
+def free_start(rules: Rules, exits: Mapping[str, str | None]) -> str:
+    """Any text that does not begin with one of the strings, or that goes on after the one it
+    begins with; otherwise as `free_text`. No string begins with another one."""
+    return _after("", rules, exits)
+
+
+def _after(read: str, rules: Rules, exits: Mapping[str, str | None]) -> str:
+    ways = ['""']
+    nexts = sorted({text[len(read)] for text in exits if text.startswith(read)})
+    for char in nexts:
+        found = read + char
+        if found not in exits:
+            ways.append(sequence(literal(char), _after(found, rules, exits)))
+        elif (after := exits[found]) is not None:
+            ways.append(sequence(literal(char), after))
+    other = negate(tuple((ord(char), ord(char)) for char in nexts))
+    return rules.add(choice([*ways, sequence(rule_class(other), ANY_TEXT)]))
+
+
+class _Automaton:
+    """`moves[state][char]` is the next state for the characters that do not lead back to 0;
+    `found[state]` the string that a state has just read; `ends` are the states with one."""
+
+    def __init__(self, exits: Mapping[str, str | None]) -> None:
+        self.moves: list[dict[str, int]] = [{}]
+        self.found: list[str | None] = [None]
+        for text in exits:
+            state = 0
+            for char in text:
+                if char not in self.moves[state]:
+                    self.moves[state][char] = len(self.moves)
+                    self.moves.append({})
+                    self.found.append(None)
+                state = self.moves[state][char]
+            self.found[state] = text
+        self._close(exits)
+        self.ends = [state for state, found in enumerate(self.found) if found is not None]
+
+    def _close(self, exits: Mapping[str, str | None]) -> None:
+        """Fill in where a state goes on a character that its own string does not expect."""
+        back = [0] * len(self.moves)
+        waiting = deque(self.moves[0].values())
+        while waiting:
+            state = waiting.popleft()
+            shorter = self.found[back[state]]
+            own = self.found[state]
+            if shorter is not None and (own is None or exits[shorter] is None):
+                self.found[state] = shorter
+            for char, target in self.moves[state].items():
+                back[target] = self.moves[back[state]].get(char, 0)
+                waiting.append(target)
+            self.moves[state] = {**self.moves[back[state]], **self.moves[state]}

@@ -1,0 +1,195 @@
+"""The intersection of two shapes of one JSON type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from decimal import Decimal
+from typing import Protocol, TypeVar
+
+from overlap_spec.grammar.lowering.numbers import Bounds
+from overlap_spec.grammar.lowering.shapes import (
+    NOTHING,
+    Arrays,
+    Consts,
+    Expr,
+    Keys,
+    Not,
+    Numbers,
+    Objects,
+    Shape,
+    Strings,
+    Unsupported,
+    all_of,
+)
+
+T = TypeVar("T")
+
+
+class SchemaOracle(Protocol):
+    """What shapes cannot know of themselves."""
+
+    def holds(self, shape: Shape, text: str) -> bool:
+        """Whether a value, as JSON text, is in a shape."""
+
+    def is_empty(self, expr: Expr) -> bool:
+        """Whether an expression surely has no value."""
+
+    def has_key(self, keys: Keys, name: str) -> bool:
+        """Whether a name is in a set of keys."""
+
+
+def intersect(a: Shape, b: Shape, oracle: SchemaOracle) -> Shape | None:
+    """Values of both shapes; None where there are none, as far as can be seen from outside."""
+    if a == b:
+        return a
+    if isinstance(a, Unsupported) or isinstance(b, Unsupported):
+        return (a if isinstance(a, Unsupported) else b) if a.kind == b.kind else None
+    if isinstance(a, Consts) or isinstance(b, Consts):
+        one, other = (a, b) if isinstance(a, Consts) else (b, a)
+        assert isinstance(one, Consts)
+        if one.kind != other.kind:
+            return None
+        return consts(one.kind, [pair for pair in one.values if oracle.holds(other, pair[1])])
+    if isinstance(a, Numbers) and isinstance(b, Numbers):
+        return _numbers(a, b)
+    if isinstance(a, Strings) and isinstance(b, Strings):
+        return _strings(a, b)
+    if isinstance(a, Arrays) and isinstance(b, Arrays):
+        return tidy_array(_arrays(a, b))
+    if isinstance(a, Objects) and isinstance(b, Objects):
+        return tidy_object(_objects(a, b, oracle), oracle)
+    return None
+
+
+def consts(kind: str, values: Iterable[tuple[str, str]]) -> Consts | None:
+    """Fixed values; None for no value."""
+    found = tuple(dict(values).items())
+    return Consts(kind, found) if found else None
+
+
+def joined(left: tuple[T, ...], right: tuple[T, ...]) -> tuple[T, ...]:
+    """The elements of both, once each, in order."""
+    return (*left, *(item for item in right if item not in left)) if right else left
+
+
+def least_of(a: int | None, b: int | None) -> int | None:
+    """The tighter of two upper bounds."""
+    return a if b is None else b if a is None else min(a, b)
+
+
+def _numbers(a: Numbers, b: Numbers) -> Numbers | None:
+    if a.whole is not None and b.whole is not None and a.whole != b.whole:
+        return None
+    bounds = _bounds(a.bounds, b.bounds)
+    if bounds.is_empty:
+        return None
+    whole = b.whole if a.whole is None else a.whole
+    if whole:
+        low, high = bounds.integers()
+        if low is not None and high is not None and low > high:
+            return None
+    return Numbers(
+        bounds,
+        whole,
+        joined(a.steps, b.steps),
+        joined(a.not_steps, b.not_steps),
+        joined(a.outside, b.outside),
+    )
+
+
+def _bounds(a: Bounds, b: Bounds) -> Bounds:
+    low, open_low = _tighter((a.low, a.open_low), (b.low, b.open_low), max)
+    high, open_high = _tighter((a.high, a.open_high), (b.high, b.open_high), min)
+    return Bounds(low, high, open_low, open_high)
+
+
+def _tighter(
+    a: tuple[Decimal | None, bool],
+    b: tuple[Decimal | None, bool],
+    best: Callable[[Decimal, Decimal], Decimal],
+) -> tuple[Decimal | None, bool]:
+    if a[0] is None or b[0] is None:
+        return b if a[0] is None else a
+    if a[0] == b[0]:
+        return a[0], a[1] or b[1]
+    return a if best(a[0], b[0]) == a[0] else b
+
+
+def _strings(a: Strings, b: Strings) -> Strings | None:
+    least, most = max(a.least, b.least), least_of(a.most, b.most)
+    if most is not None and least > most:
+        return None
+    patterns, without = joined(a.patterns, b.patterns), joined(a.without, b.without)
+    if set(patterns) & set(without):
+        return None
+    outside, formats = joined(a.outside, b.outside), joined(a.formats, b.formats)
+    return Strings(least, most, patterns, without, outside, formats)
+
+
+def _arrays(a: Arrays, b: Arrays) -> Arrays:
+    length = max(len(a.prefix), len(b.prefix))
+    one = (*a.prefix, *[a.rest] * (length - len(a.prefix)))
+    other = (*b.prefix, *[b.rest] * (length - len(b.prefix)))
+    return Arrays(
+        tuple(all_of(p, q) for p, q in zip(one, other, strict=True)),
+        all_of(a.rest, b.rest),
+        max(a.least, b.least),
+        least_of(a.most, b.most),
+        a.unique or b.unique,
+        joined(a.contains, b.contains),
+    )
+
+
+def tidy_array(shape: Arrays) -> Arrays | None:
+    """The same arrays with lengths that say what members forbid; None for no array."""
+    prefix, most = shape.prefix, shape.most
+    if NOTHING in prefix:
+        most = least_of(most, prefix.index(NOTHING))
+    if shape.rest == NOTHING:
+        most = least_of(most, len(prefix))
+    if most is not None and len(prefix) > most:
+        prefix = prefix[:most]
+    if most is not None and shape.least > most:
+        return None
+    if any(c.most is not None and c.least > c.most for c in shape.contains):
+        return None
+    return Arrays(prefix, shape.rest, shape.least, most, shape.unique, shape.contains)
+
+
+def _objects(a: Objects, b: Objects, oracle: SchemaOracle) -> Objects:
+    named = dict(a.named)
+    for name, expr in b.named:
+        named[name] = _narrowed(named[name], expr, oracle) if name in named else expr
+    return Objects(
+        tuple(named.items()),
+        joined(a.rules, b.rules),
+        joined(a.required, b.required),
+        joined(a.some, b.some),
+        max(a.least, b.least),
+        least_of(a.most, b.most),
+    )
+
+
+def _narrowed(expr: Expr, other: Expr, oracle: SchemaOracle) -> Expr:
+    # What is excluded and not there anyway would only make equal shapes look different.
+    if isinstance(other, Not) and other != NOTHING and oracle.is_empty(all_of(expr, other.body)):
+        return expr
+    return all_of(expr, other)
+
+
+def tidy_object(shape: Objects, oracle: SchemaOracle) -> Objects | None:
+    """The same objects; None where a required member cannot be, or too many are required."""
+    if shape.most is not None and max(shape.least, len(shape.required)) > shape.most:
+        return None
+    if shape.some and shape.most == 0:
+        return None
+    if any(oracle.is_empty(member(shape, name, oracle)) for name in shape.required):
+        return None
+    return shape
+
+
+def member(shape: Objects, name: str, oracle: SchemaOracle) -> Expr:
+    """What the member of a name holds, from all rules."""
+    own = dict(shape.named).get(name)
+    rules = [expr for keys, expr in shape.rules if oracle.has_key(keys, name)]
+    return all_of(*([] if own is None else [own]), *rules)

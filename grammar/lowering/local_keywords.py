@@ -1,0 +1,192 @@
+"""What a schema's own keywords say, without the schemas that it combines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any, Protocol
+
+from overlap_spec.grammar.lowering import keywords
+from overlap_spec.grammar.lowering.intersect import SchemaOracle, consts, intersect, tidy_array
+from overlap_spec.grammar.lowering.membership import key_of, kind_of, loads
+from overlap_spec.grammar.lowering.numbers import Bounds
+from overlap_spec.grammar.lowering.shapes import (
+    ANY,
+    BOOLEANS,
+    KINDS,
+    NOTHING,
+    NULL,
+    Arrays,
+    Contains,
+    Expr,
+    Keys,
+    Numbers,
+    Objects,
+    Shape,
+    Shapes,
+    Strings,
+)
+from overlap_spec.grammar.source import json_path
+
+Schema = dict[str, Any]
+_COMBINE = frozenset(
+    {
+        "$ref", "allOf", "anyOf", "dependencies", "dependentSchemas", "else", "if", "not", "oneOf",
+        "then"
+    }
+)  # fmt: skip
+
+
+class Source(SchemaOracle, Protocol):
+    """What makes expressions of subschemas."""
+
+    def expr(self, schema: Any, path: str) -> Expr:
+        """A subschema as an expression."""
+
+
+def shapes(plain: Schema, path: str, source: Source) -> Shapes:
+    """The shapes of a schema's own keywords, given in the form of draft 2020-12."""
+    found: list[Shape] = []
+    for kind, whole in _types(plain):
+        shape = _of_kind(kind, whole, plain, path, source)
+        if shape is not None:
+            found.append(shape)
+    if "enum" in plain:
+        return tuple(_fixed(plain["enum"], found, source))
+    return tuple(found)
+
+
+def _types(plain: Schema) -> Iterator[tuple[str, bool | None]]:
+    named = plain.get("type", KINDS)
+    kinds = [named] if isinstance(named, str) else list(named)
+    for kind in dict.fromkeys(kinds):
+        if kind == "integer":
+            if "number" not in kinds:
+                yield "number", True
+        else:
+            yield kind, None
+
+
+def _of_kind(
+    kind: str, whole: bool | None, plain: Schema, path: str, source: Source
+) -> Shape | None:
+    if kind == "object":
+        return _object(plain, path, source)
+    if kind == "array":
+        return tidy_array(_array(plain, path, source))
+    if kind == "string":
+        return _string(plain)
+    if kind == "number":
+        step = plain.get("multipleOf")
+        steps = () if step is None else (_decimal(step),)
+        shape = Numbers(_bounds(plain), whole, steps)
+        return None if shape.bounds.is_empty else shape
+    return BOOLEANS if kind == "boolean" else NULL
+
+
+def _fixed(values: list[Any], allowed: list[Shape], source: Source) -> Iterator[Shape]:
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for value in values:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        exact = loads(text)
+        groups.setdefault(kind_of(exact), []).append((key_of(exact), text))
+    for kind, pairs in groups.items():
+        fixed = consts(kind, pairs)
+        for shape in allowed:
+            held = intersect(fixed, shape, source) if fixed else None
+            if held is not None:
+                yield held
+
+
+def _decimal(value: Any) -> Decimal:
+    return Decimal(repr(value))
+
+
+def _bounds(plain: Schema) -> Bounds:
+    low, high = plain.get("minimum"), plain.get("maximum")
+    above, below = plain.get("exclusiveMinimum"), plain.get("exclusiveMaximum")
+    open_low = above is not None and (low is None or above >= low)
+    open_high = below is not None and (high is None or below <= high)
+    bottom, top = above if open_low else low, below if open_high else high
+    return Bounds(
+        None if bottom is None else _decimal(bottom),
+        None if top is None else _decimal(top),
+        open_low,
+        open_high,
+    )
+
+
+def _count(plain: Schema, keyword: str) -> int | None:
+    return None if plain.get(keyword) is None else int(plain[keyword])
+
+
+def _string(plain: Schema) -> Strings | None:
+    least, most = _count(plain, "minLength") or 0, _count(plain, "maxLength")
+    if most is not None and least > most:
+        return None
+    patterns = (plain["pattern"],) if "pattern" in plain else ()
+    formats = (plain["format"],) if "format" in plain else ()
+    return Strings(least, most, patterns, (), (), formats)
+
+
+def _array(plain: Schema, path: str, source: Source) -> Arrays:
+    prefix = tuple(
+        source.expr(item, json_path(path, "prefixItems", i))
+        for i, item in enumerate(plain.get("prefixItems", []))
+    )
+    rest = source.expr(plain.get("items", True), json_path(path, "items"))
+    contains: tuple[Contains, ...] = ()
+    if "contains" in plain:
+        item = source.expr(plain["contains"], json_path(path, "contains"))
+        least = _count(plain, "minContains")
+        one = Contains(0, item, 1 if least is None else least, _count(plain, "maxContains"))
+        contains = (one,) if one.least or one.most is not None else ()
+    least, most = _count(plain, "minItems") or 0, _count(plain, "maxItems")
+    return Arrays(prefix, rest, least, most, bool(plain.get("uniqueItems")), contains)
+
+
+def _object(plain: Schema, path: str, source: Source) -> Objects | None:
+    properties = plain.get("properties", {})
+    named = tuple(
+        (name, source.expr(schema, json_path(path, "properties", name)))
+        for name, schema in properties.items()
+    )
+    patterns = plain.get("patternProperties", {})
+    rules: list[tuple[Keys, Expr]] = []
+    for pattern, schema in patterns.items():
+        value = source.expr(schema, json_path(path, "patternProperties", pattern))
+        rules.append((Keys(patterns=(pattern,)), value))
+    here = json_path(path, "additionalProperties")
+    rest = source.expr(plain.get("additionalProperties", True), here)
+    if rest != ANY:
+        rules.append((Keys(frozenset(properties), tuple(patterns), (), True), rest))
+    names = source.expr(plain.get("propertyNames", True), json_path(path, "propertyNames"))
+    if names != ANY:
+        rules.append((Keys(exprs=(names,), inverted=True), NOTHING))
+    required = plain.get("required", [])
+    least, most = _count(plain, "minProperties") or 0, _count(plain, "maxProperties")
+    if most is not None and least > most:
+        return None
+    wanted = tuple(dict.fromkeys(required)) if isinstance(required, list) else ()
+    kept = tuple(rule for rule in rules if rule[1] != ANY)
+    return Objects(named, kept, wanted, (), least, most)
+
+
+def fold_unevaluated(plain: Schema, path: str, best_effort: bool) -> None:
+    """Write `unevaluated…` as `additionalProperties` or `items`, where nothing combined beside
+    it can have evaluated a member.
+
+    Raises:
+        Refusal: something may have.
+    """
+    for keyword, equal in (("unevaluatedProperties", "additionalProperties"),
+                           ("unevaluatedItems", "items")):  # fmt: skip
+        value = plain.pop(keyword, True)
+        if value is True or value == {} or equal in plain:
+            continue
+        if _COMBINE & plain.keys() or (equal == "items" and "contains" in plain):
+            if best_effort:
+                continue
+            raise keywords.refusal(keyword, path, "is not exact beside schemas that it combines")
+        plain[equal] = value

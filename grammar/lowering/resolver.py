@@ -1,0 +1,327 @@
+"""Reading a schema document: expressions into shapes.
+
+Every applicator is an exact identity on sets of values: `allOf` is an intersection, `anyOf` a
+union, `not` a complement, `oneOf` the union of each branch without those that it may overlap,
+`if` a union of two cases, and a dependency a union of "the key is absent" and "it is there, and".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.automata.regex import Pattern
+from overlap_spec.grammar.lowering import keywords, local_keywords
+from overlap_spec.grammar.lowering.complement import complement
+from overlap_spec.grammar.lowering.emptiness import shape_is_empty
+from overlap_spec.grammar.lowering.intersect import intersect
+from overlap_spec.grammar.lowering.membership import contains_value, loads
+from overlap_spec.grammar.lowering.references import References
+from overlap_spec.grammar.lowering.shapes import (
+    ANY,
+    EVERYTHING,
+    KINDS,
+    NOTHING,
+    Arrays,
+    Both,
+    Consts,
+    Doc,
+    Expr,
+    Keys,
+    Not,
+    Objects,
+    Shape,
+    Shapes,
+    negated,
+)
+from overlap_spec.grammar.source import json_path
+
+_MOST_SHAPES = 512
+_MOST_MEETS = 100_000
+_LOOK_AHEAD = 4
+_TOO_MANY = "combines into too many cases"
+_FULL: Shapes = tuple(EVERYTHING[kind] for kind in KINDS)
+_APPLICATORS = (
+    "$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas",
+    "dependencies",
+)  # fmt: skip
+
+
+class OpenError(GrammarError):
+    """An expression that refers to itself without a member in between."""
+
+
+class Resolver:
+    """Reads one schema document; also the oracle of what shapes hold.
+
+    Args:
+        root: The document.
+        best_effort: Leave out a keyword that cannot be held to, instead of refusing it.
+    """
+
+    def __init__(self, root: Any, best_effort: bool) -> None:
+        self.best_effort = best_effort
+        self.references = References(root)
+        self._docs: dict[int, tuple[Any, Expr]] = {}
+        self._known: dict[Expr, Shapes] = {ANY: _FULL, NOTHING: ()}
+        self._open: set[Expr] = set()
+        self._empty: dict[Expr, bool] = {}
+        self._depth = 0
+        self._meets = 0
+
+    def expr(self, schema: Any, path: str) -> Expr:
+        """A schema as an expression; nothing of it is read yet."""
+        if isinstance(schema, bool):
+            return ANY if schema else NOTHING
+        if id(schema) not in self._docs:
+            plain = keywords.constraints(schema)
+            if "$ref" in plain and self.references.stand_alone:
+                plain = {"$ref": plain["$ref"]}
+            # An annotation says nothing, but a misspelt keyword beside it has to be seen.
+            text = json.dumps(plain) if self.best_effort or keywords.is_known(schema) else None
+            found: Expr = Doc(text or json.dumps(schema), schema, path)
+            self._docs[id(schema)] = (schema, ANY if text == "{}" else found)
+        return self._docs[id(schema)][1]
+
+    def shapes(self, expr: Expr) -> Shapes:
+        """Shapes whose union is the expression; none where it has no value.
+
+        Raises:
+            GrammarError: names the keyword that is not read exactly, and its path.
+        """
+        if expr in self._known:
+            return self._known[expr]
+        if expr in self._open:
+            raise OpenError(f"{path_of(expr)}: references lead back to themselves", "schema")
+        self._open.add(expr)
+        try:
+            found = self._read(expr)
+        except RecursionError as error:
+            raise GrammarError(f"{path_of(expr)}: nested too deep", "schema") from error
+        finally:
+            self._open.discard(expr)
+        self._known[expr] = found
+        return found
+
+    def _read(self, expr: Expr) -> Shapes:
+        if isinstance(expr, Not):
+            return self.complement(self.shapes(expr.body), "not", path_of(expr))
+        if isinstance(expr, Both):
+            found = _FULL
+            for part in expr.parts:
+                found = self.both(found, self.shapes(part), "allOf", path_of(expr))
+            return found
+        return self._document(expr)
+
+    def _document(self, doc: Doc) -> Shapes:
+        if not self.best_effort:
+            keywords.check(doc.schema, doc.path)
+        plain = keywords.constraints(doc.schema)
+        if "$ref" in plain and self.references.stand_alone:
+            plain = {"$ref": plain["$ref"]}
+        local_keywords.fold_unevaluated(plain, doc.path, self.best_effort)
+        found = local_keywords.shapes(plain, doc.path, self)
+        for keyword in _APPLICATORS:
+            if keyword not in plain:
+                continue
+            try:
+                found = self._apply(keyword, plain, found, doc.path)
+            except keywords.Refusal:
+                if not self.best_effort:
+                    raise
+        return found
+
+    def _apply(self, keyword: str, plain: dict[str, Any], base: Shapes, path: str) -> Shapes:
+        value, here = plain[keyword], json_path(path, keyword)
+        if keyword == "$ref":
+            target = self.shapes(self.expr(self.references.target(value, path), path))
+            return self.both(target, base, keyword, path)
+        if keyword == "allOf":
+            for i, part in enumerate(value):
+                step = json_path(here, i)
+                base = self.both(base, self.shapes(self.expr(part, step)), keyword, path)
+            return base
+        if keyword == "anyOf":
+            ways = [self.shapes(e) for e in self._branches(value, here)]
+            return self.both(base, _unique(s for way in ways for s in way), keyword, path)
+        if keyword == "oneOf":
+            return self._one_of(base, self._branches(value, here), path)
+        if keyword == "not":
+            return self.both(base, self.shapes(negated(self.expr(value, here))), keyword, path)
+        if keyword == "if":
+            return self._cases(base, plain, path)
+        return self._dependencies(base, keyword, value, path)
+
+    def _branches(self, schemas: list[Any], path: str) -> list[Expr]:
+        return [self.expr(schema, json_path(path, i)) for i, schema in enumerate(schemas)]
+
+    def _one_of(self, base: Shapes, branches: list[Expr], path: str) -> Shapes:
+        ways = [self.both(base, self.shapes(branch), "oneOf", path) for branch in branches]
+        found: list[Shape] = []
+        for i, way in enumerate(ways):
+            mine = way
+            for j, other in enumerate(ways):
+                if i == j or not mine or self._apart(mine, other):
+                    continue
+                try:
+                    rest = self.shapes(negated(branches[j]))
+                except keywords.Refusal as error:
+                    if self.best_effort:
+                        continue
+                    raise keywords.refusal(
+                        "oneOf", path, f"has branches that may overlap, and {error}"
+                    ) from error
+                mine = self.both(mine, rest, "oneOf", path)
+            found += mine
+        return _unique(found)
+
+    def _apart(self, left: Shapes, right: Shapes) -> bool:
+        for a in left:
+            for b in right:
+                common = intersect(a, b, self) if a.kind == b.kind else None
+                if common is not None and not self._is_empty_shape(common):
+                    return False
+        return True
+
+    def _cases(self, base: Shapes, plain: dict[str, Any], path: str) -> Shapes:
+        when = self.expr(plain["if"], json_path(path, "if"))
+        then = self.expr(plain.get("then", True), json_path(path, "then"))
+        other = self.expr(plain.get("else", True), json_path(path, "else"))
+        if then == other:
+            return self.both(base, self.shapes(then), "if", path)
+        cases: list[Shape] = []
+        for condition, consequence in ((when, then), (negated(when), other)):
+            held = self.both(base, self.shapes(condition), "if", path)
+            cases += self.both(held, self.shapes(consequence), "if", path)
+        return _unique(cases)
+
+    def _dependencies(self, base: Shapes, keyword: str, value: dict[str, Any], path: str) -> Shapes:
+        # Keys with the same consequence share one case.
+        groups: dict[str, tuple[list[str], Any]] = {}
+        for name, wanted in value.items():
+            names = [wanted] if isinstance(wanted, str) else wanted
+            groups.setdefault(json.dumps(names), ([], names))[0].append(name)
+        for names, wanted in groups.values():
+            absent = Objects(named=tuple((name, NOTHING) for name in names))
+            if isinstance(wanted, list):
+                there: Shapes = (Objects(required=tuple(wanted)),)
+            else:
+                here = json_path(path, keyword, names[0])
+                found = self.shapes(self.expr(wanted, here))
+                there = tuple(shape for shape in found if shape.kind == "object")
+                if len(names) == 1:
+                    there = self.both(there, (Objects(required=(names[0],)),), keyword, path)
+            base = self.both(base, (absent, *there, *_FULL[1:]), keyword, path)
+        return base
+
+    def both(self, left: Shapes, right: Shapes, keyword: str, path: str) -> Shapes:
+        """The intersection of two unions.
+
+        Raises:
+            Refusal: it has too many parts; names the keyword that asked for it.
+        """
+        if left == _FULL or right == _FULL:
+            return right if left == _FULL else left
+        found: dict[Shape, None] = {}
+        for a in left:
+            parts: list[Shape] = []
+            for b in right:
+                common = self._common(a, b, keyword, path) if a.kind == b.kind else None
+                if common is not None:
+                    parts.append(common)
+                if common == a:
+                    # The other parts are inside of this one.
+                    parts = [a]
+                    break
+            found.update(dict.fromkeys(parts))
+            if len(found) > _MOST_SHAPES:
+                raise keywords.refusal(keyword, path, _TOO_MANY)
+        return tuple(found)
+
+    def _common(self, a: Shape, b: Shape, keyword: str, path: str) -> Shape | None:
+        self._meets += 1
+        if self._meets > _MOST_MEETS:
+            raise keywords.refusal(keyword, path, _TOO_MANY)
+        full = EVERYTHING[a.kind]
+        return b if a == full else a if b == full else intersect(a, b, self)
+
+    def complement(self, shapes: Shapes, keyword: str, path: str) -> Shapes:
+        """All values that are in none of the shapes."""
+        rest: Shapes = _FULL
+        for shape in shapes:
+            others = tuple(full for full in _FULL if full.kind != shape.kind)
+            for part in self._taken_apart(shape):
+                rest = self.both(rest, (*complement(part), *others), keyword, path)
+        return rest
+
+    def _taken_apart(self, shape: Shape) -> Iterable[Shape]:
+        """A shape, or the structure of each value of fixed arrays and objects."""
+        if not isinstance(shape, Consts) or shape.kind not in ("array", "object"):
+            return [shape]
+        return [_structure(json.loads(text), self.expr) for _, text in shape.values]
+
+    # What shapes cannot know of themselves.
+
+    def holds(self, shape: Shape, text: str) -> bool:
+        """Whether a value, as JSON text, is in a shape."""
+        return contains_value(shape, loads(text), self)
+
+    def has(self, expr: Expr, value: Any) -> bool:
+        """Whether a value, with numbers as Decimal, is in an expression."""
+        return expr == ANY or any(contains_value(s, value, self) for s in self.shapes(expr))
+
+    def has_key(self, keys: Keys, name: str) -> bool:
+        """Whether a name is in a set of keys."""
+        found = (
+            name in keys.names
+            or any(Pattern(pattern, "schema").matches(name) for pattern in keys.patterns)
+            or any(self.has(expr, name) for expr in keys.exprs)
+        )
+        return found != keys.inverted
+
+    def is_empty(self, expr: Expr) -> bool:
+        """Whether an expression surely has no value; False where that takes a long look."""
+        if expr in (ANY, NOTHING) or isinstance(expr, Doc):
+            return expr == NOTHING or (expr in self._known and not self._known[expr])
+        if expr in self._empty:
+            return self._empty[expr]
+        if self._depth >= _LOOK_AHEAD:
+            return False
+        self._depth += 1
+        found = False
+        try:
+            with suppress(GrammarError):
+                found = all(self._is_empty_shape(shape) for shape in self.shapes(expr))
+                self._empty[expr] = found
+        finally:
+            self._depth -= 1
+        return found
+
+    def _is_empty_shape(self, shape: Shape) -> bool:
+        return shape_is_empty(shape, self)
+
+
+def path_of(expr: Expr) -> str:
+    """Where in the document an expression comes from."""
+    if isinstance(expr, Doc):
+        return expr.path
+    if isinstance(expr, Not):
+        return path_of(expr.body)
+    return path_of(expr.parts[0]) if expr.parts else "$"
+
+
+def _unique(shapes: Iterable[Shape]) -> Shapes:
+    return tuple(dict.fromkeys(shapes))
+
+
+def _structure(value: Any, expr: Callable[[Any, str], Expr]) -> Shape:
+    """The array or object that equals a value, by its members."""
+    if isinstance(value, list):
+        items = tuple(expr({"enum": [item]}, "$") for item in value)
+        return Arrays(items, NOTHING, len(items), len(items))
+    named = tuple((name, expr({"enum": [held]}, "$")) for name, held in value.items())
+    rest = (Keys(frozenset(value), inverted=True), NOTHING)
+    return Objects(named, (rest,), tuple(value))

@@ -1,0 +1,322 @@
+"""The grammar lane: accepts and fills of a whole batch on a few CPU threads.
+
+A fault in one request is that request's result; the others go on. A call that does not return by
+its deadline is left alone: its request goes on with its root's row if that was ready, or ends with
+an error, and its matcher is quarantined, which means that nobody touches it, until the call
+returns. The engine turns the spans into `grammar_ms`, their wall-clock union.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import cast
+
+import numpy as np
+
+from overlap_spec.errors import RequestFailed
+from overlap_spec.grammar.contract import Links, Matcher, Row
+
+STARVED_DEADLINES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class AcceptItem:
+    """Feed `tokens` (the kept ones, in order) to a request's matcher."""
+
+    request_id: int
+    matcher: Matcher
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class FillItem:
+    """Fill the mask rows of a request's tree; arrays as in `Matcher.fill_tree`."""
+
+    request_id: int
+    matcher: Matcher
+    tokens: Links
+    first_child: Links
+    next_sibling: Links
+    rows: Row
+
+
+@dataclass(frozen=True)
+class PoolResult:
+    """What became of one item.
+
+    Args:
+        request_id: The item's.
+        accepted: Tokens accepted, in order, before the first rejected one; 0 for a fill.
+        error: What was raised, or None. After an error the matcher may not be used again, and a
+            fill's rows are all zero.
+        start_ns: `time.perf_counter_ns` when the item's work began.
+        end_ns: The same when it ended, or was left alone.
+        root_only: The deadline passed, and of the rows the root's alone is there.
+    """
+
+    request_id: int
+    accepted: int
+    error: Exception | None
+    start_ns: int
+    end_ns: int
+    root_only: bool = False
+
+
+class _MatcherCall(ABC):
+    """One item on its way through a runner."""
+
+    def __init__(self, item: AcceptItem | FillItem, after: _MatcherCall | None) -> None:
+        self.request_id, self.matcher, self.after = item.request_id, item.matcher, after
+        self.accepted = 0
+        self.started = self.root_ready = self.returned = self.left_alone = False
+        self.error: Exception | None = None
+        self.runner: threading.Thread | None = None
+        self.start_ns = time.perf_counter_ns()
+        self.start_cpu_ns = self.end_ns = 0
+
+    @abstractmethod
+    def work(self) -> None:
+        """The calls into the matcher."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Hand over what was made, under the lane's lock."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the matcher's last call has returned."""
+        return self.after is None or self.after.returned
+
+    def run(self) -> None:
+        self.start_ns = time.perf_counter_ns()
+        try:
+            self.work()
+        except Exception as caught:  # one request's fault must not end the batch
+            self.error = caught
+
+    def result(self) -> PoolResult:
+        return PoolResult(
+            self.request_id,
+            self.accepted,
+            self.error,
+            self.start_ns,
+            self.end_ns,
+            self.left_alone and self.root_ready,
+        )
+
+
+class _AcceptCall(_MatcherCall):
+    def __init__(self, item: AcceptItem, after: _MatcherCall | None) -> None:
+        super().__init__(item, after)
+        self.tokens = item.tokens
+
+    def work(self) -> None:
+        for token in self.tokens:
+            if not self.matcher.accept(int(token)):
+                break
+            self.accepted += 1
+
+    def publish(self) -> None:
+        """What was accepted is in the matcher."""
+
+
+class _FillCall(_MatcherCall):
+    """Fills rows of its own first: a call that is left alone may write whenever it likes.
+
+    ``scratch``: int32 ``(1 + nodes, words)``, the root's row by itself, then the tree's.
+    """
+
+    def __init__(
+        self, item: FillItem, after: _MatcherCall | None, scratch: Row, root_first: bool
+    ) -> None:
+        super().__init__(item, after)
+        self.item, self.scratch, self.root_first = item, scratch, root_first
+
+    def work(self) -> None:
+        item = self.item
+        if self.root_first and len(item.tokens) > 1:
+            self.matcher.fill(self.scratch[0])
+            self.root_ready = True
+        self.matcher.fill_tree(item.tokens, item.first_child, item.next_sibling, self.scratch[1:])
+
+    def publish(self) -> None:
+        rows = self.item.rows
+        if self.error is not None:
+            rows.fill(0)
+        elif self.left_alone:
+            rows[1:] = 0
+            rows[0] = self.scratch[0]
+        else:
+            rows[:] = self.scratch[1:]
+
+
+class MatcherPool:
+    """Runs items over requests, at most one item a matcher in a batch.
+
+    Args:
+        threads: Runners; 0 runs inline, in the caller's thread, where no deadline can hold.
+        deadline_ms: Time that one item's calls may take, or None for any. It is the thread's own
+            time, or :data:`STARVED_DEADLINES` times as much by the clock.
+    """
+
+    def __init__(self, threads: int = 0, deadline_ms: float | None = None) -> None:
+        if threads < 0:
+            raise ValueError(f"threads must be 0 or more, got {threads}")
+        self.threads = threads
+        self._deadline_ns = None if deadline_ms is None else int(deadline_ms * 1e6)
+        self._lock = threading.Condition()
+        self._queue: deque[_MatcherCall] = deque()
+        self._latest: dict[int, _MatcherCall] = {}
+        self._scratch: dict[int, Row] = {}
+        self._closed = False
+        self._runners: set[threading.Thread] = set()
+        self._stuck: set[threading.Thread] = set()
+        for _ in range(threads):
+            self._start_runner()
+
+    def accept_batch(self, items: Sequence[AcceptItem]) -> list[PoolResult]:
+        """Accept each item's tokens until one is rejected; results in the items' order."""
+        return self._run([_AcceptCall(item, self._latest.get(item.request_id)) for item in items])
+
+    def fill_batch(self, items: Sequence[FillItem]) -> list[PoolResult]:
+        """Fill each item's rows; results in the items' order."""
+        # Only under a deadline is a root's row of its own worth its time.
+        root_first = self.threads > 0 and self._deadline_ns is not None
+        calls = [
+            _FillCall(item, self._latest.get(item.request_id), self._rows_for(item), root_first)
+            for item in items
+        ]
+        return self._run(calls)
+
+    def forget(self, request_id: int) -> None:
+        """Drop what is kept for a request that has ended."""
+        self._latest.pop(request_id, None)
+        self._scratch.pop(request_id, None)
+
+    @property
+    def quarantined(self) -> int:
+        """Calls that were left alone and have not returned yet."""
+        with self._lock:
+            return len(self._stuck)
+
+    def close(self) -> None:
+        """End the threads; one inside a call that does not return ends with the process."""
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+            idle = self._runners - self._stuck
+        for thread in idle:
+            thread.join()
+
+    def __enter__(self) -> MatcherPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _rows_for(self, item: FillItem) -> Row:
+        nodes, words = item.rows.shape
+        rows = self._scratch.get(item.request_id)
+        if rows is None or len(rows) <= nodes:
+            rows = self._scratch[item.request_id] = np.zeros((nodes + 1, words), np.int32)
+        return rows[: nodes + 1]
+
+    def _run(self, calls: Sequence[_MatcherCall]) -> list[PoolResult]:
+        for call in calls:
+            self._latest[call.request_id] = call
+        if self.threads == 0:
+            for call in calls:
+                call.run()
+                self._return(call)
+        else:
+            with self._lock:
+                self._queue.extend(calls)
+                self._lock.notify_all()
+                self._wait(set(calls))
+        return [call.result() for call in calls]
+
+    def _wait(self, pending: set[_MatcherCall]) -> None:
+        """Until every call has returned or was left alone; the lock is held."""
+        while pending := {call for call in pending if not (call.returned or call.left_alone)}:
+            if self._deadline_ns is None:
+                self._lock.wait()
+                continue
+            now, rest = time.perf_counter_ns(), self._deadline_ns
+            for call in pending:
+                # A call that waits for a runner is not late; one whose matcher is busy is.
+                if call.started or not call.ready:
+                    left = call.start_ns + self._deadline_ns - now
+                    if left <= 0 and (call.root_ready or self._overdue(call, now)):
+                        self._leave_alone(call)
+                    rest = min(rest, left if left > 0 else self._deadline_ns // 4)
+            self._lock.wait(rest / 1e9)
+
+    def _overdue(self, call: _MatcherCall, now: int) -> bool:
+        """Whether a call past its deadline used it: a thread that got no core is given longer."""
+        assert self._deadline_ns is not None
+        if call.runner is None or now - call.start_ns > STARVED_DEADLINES * self._deadline_ns:
+            return True
+        clock = time.pthread_getcpuclockid(cast(int, call.runner.ident))
+        return time.clock_gettime_ns(clock) - call.start_cpu_ns > self._deadline_ns
+
+    def _leave_alone(self, call: _MatcherCall) -> None:
+        call.left_alone, call.end_ns = True, time.perf_counter_ns()
+        if not call.root_ready:
+            limit = (self._deadline_ns or 0) / 1e6
+            call.error = RequestFailed(f"the grammar's matcher took longer than {limit:g} ms")
+        call.publish()
+        if call.runner is None:
+            self._queue.remove(call)
+            call.returned = True
+        else:
+            self._stuck.add(call.runner)
+            self._start_runner()
+
+    def _return(self, call: _MatcherCall) -> None:
+        call.end_ns, call.returned = time.perf_counter_ns(), True
+        call.publish()
+
+    def _start_runner(self) -> None:
+        thread = threading.Thread(target=self._loop, name="grammar-lane", daemon=True)
+        self._runners.add(thread)
+        thread.start()
+
+    def _loop(self) -> None:
+        me = threading.current_thread()
+        while (call := self._take(me)) is not None:
+            call.run()
+            with self._lock:
+                if call.left_alone:
+                    # Another runner has taken this one's place.
+                    call.returned = True
+                    self._stuck.discard(me)
+                    self._runners.discard(me)
+                    self._lock.notify_all()
+                    return
+                self._return(call)
+                self._lock.notify_all()
+
+    def _take(self, me: threading.Thread) -> _MatcherCall | None:
+        """The next call whose matcher is free; None when the lane closes."""
+        with self._lock:
+            while not self._closed:
+                for call in self._queue:
+                    if call.ready:
+                        self._queue.remove(call)
+                        call.started, call.runner = True, me
+                        call.start_ns = time.perf_counter_ns()
+                        call.start_cpu_ns = time.thread_time_ns()
+                        return call
+                self._lock.wait()
+            return None

@@ -1,0 +1,1 @@
+"""EBNF text read back into trees, and what backends need to know of these."""

@@ -1,0 +1,190 @@
+"""A grammar as a network of bytes: one small automaton a rule, which may call other rules."""
+
+from __future__ import annotations
+
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.automata.charset import Ranges
+from overlap_spec.grammar.parsing.expressions import Chain, Chars, Either, Expression, Ref, Repeat
+
+# First and last code point of each length in UTF-8.
+_LENGTHS = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF))
+
+ByteEdge = tuple[int, int, int]
+"""First byte, last byte, target node."""
+Bytes = int
+"""A set of byte values: bit b is byte b."""
+Nodes = frozenset[int]
+
+
+class Network:
+    """Nodes are numbers; from a node lead bytes, calls of rules, and steps that take nothing.
+
+    Args:
+        most_nodes: Bound on nodes.
+        loops: Read a counted repeat as an endless one, which allows more and is much smaller.
+    """
+
+    def __init__(self, most_nodes: int = 200_000, loops: bool = False) -> None:
+        self.most_nodes = most_nodes
+        self.loops = loops
+        self.bytes: list[list[ByteEdge]] = []
+        self.steps: list[list[int]] = []
+        self.calls: list[list[tuple[str, int]]] = []
+
+    def node(self) -> int:
+        """A new node.
+
+        Raises:
+            GrammarError: there are too many.
+        """
+        if len(self.bytes) >= self.most_nodes:
+            raise GrammarError(f"the grammar is larger than {self.most_nodes} byte states")
+        self.bytes.append([])
+        self.steps.append([])
+        self.calls.append([])
+        return len(self.bytes) - 1
+
+    def add(self, expression: Expression, start: int) -> int:
+        """Lay out an expression from a node on; the node where it is done."""
+        if isinstance(expression, Chain):
+            for part in expression.parts:
+                start = self.add(part, start)
+            return start
+        if isinstance(expression, Repeat):
+            return self._repeat(expression, start)
+        end = self.node()
+        if isinstance(expression, Chars):
+            self._chars(expression.members, start, end)
+        elif isinstance(expression, Ref):
+            self.calls[start].append((expression.name, end))
+        else:
+            assert isinstance(expression, Either)
+            for way in expression.ways:
+                first = self.node()
+                self.steps[start].append(first)
+                self.steps[self.add(way, first)].append(end)
+        return end
+
+    def add_whole(self, expression: Expression, start: int) -> int:
+        """The same, with an end from which nothing leads on."""
+        end = self.node()
+        self.steps[self.add(expression, start)].append(end)
+        return end
+
+    def _repeat(self, repeat: Repeat, start: int) -> int:
+        least, most = repeat.least, repeat.most
+        if self.loops and (most is None or most > 1):
+            least, most = min(least, 1), None
+        for _ in range(least):
+            start = self.add(repeat.body, start)
+        end = self.node()
+        self.steps[start].append(end)
+        if most is None:
+            inner = self.node()
+            self.steps[end].append(inner)
+            self.steps[self.add(repeat.body, inner)].append(end)
+            return end
+        for _ in range(most - least):
+            inner = self.node()
+            self.steps[start].append(inner)
+            start = self.add(repeat.body, inner)
+            self.steps[start].append(end)
+        return end
+
+    def _chars(self, members: Ranges, start: int, end: int) -> None:
+        inner: dict[tuple[tuple[int, int], ...], int] = {(): end}
+        for low, high in members:
+            for spans in utf8_spans(low, high):
+                # Equal rests of a character share their nodes.
+                for at in range(len(spans) - 1, 0, -1):
+                    rest = spans[at:]
+                    if rest not in inner:
+                        inner[rest] = self.node()
+                        self.bytes[inner[rest]].append((*rest[0], inner[rest[1:]]))
+                self.bytes[start].append((*spans[0], inner[spans[1:]]))
+
+
+class Closures:
+    """Sets of nodes of a network without calls, as a deterministic automaton has them.
+
+    Nodes that only lead on without a byte are left out.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.single: dict[int, Nodes] = {}
+
+    def of(self, nodes: Nodes) -> Nodes:
+        """The nodes, and those that take no byte to get to."""
+        return frozenset().union(*(self._one(node) for node in nodes))
+
+    def first(self, node: int) -> Bytes:
+        found = 0
+        for inner in self._one(node):
+            for low, high, _ in self.network.bytes[inner]:
+                found |= _span(low, high)
+        return found
+
+    def moves(self, nodes: Nodes) -> list[tuple[Bytes, Nodes]]:
+        """Disjoint sets of bytes, with the nodes that each leads to."""
+        blocks: list[tuple[Bytes, Nodes]] = []
+        by_target: dict[int, Bytes] = {}
+        for node in nodes:
+            for low, high, target in self.network.bytes[node]:
+                by_target[target] = by_target.get(target, 0) | _span(low, high)
+        for target, members in by_target.items():
+            left, split = members, []
+            for block, targets in blocks:
+                both = block & left
+                if both:
+                    split.append((both, targets | {target}))
+                if block & ~left:
+                    split.append((block & ~left, targets))
+                left &= ~both
+            if left:
+                split.append((left, frozenset((target,))))
+            blocks = split
+        return blocks
+
+    def _one(self, node: int) -> Nodes:
+        if node not in self.single:
+            seen, pending = {node}, [node]
+            while pending:
+                for target in self.network.steps[pending.pop()]:
+                    if target not in seen:
+                        seen.add(target)
+                        pending.append(target)
+            self.single[node] = frozenset(n for n in seen if self._matters(n))
+        return self.single[node]
+
+    def _matters(self, node: int) -> bool:
+        return bool(self.network.bytes[node]) or not self.network.steps[node]
+
+
+def utf8_spans(low: int, high: int) -> list[tuple[tuple[int, int], ...]]:
+    """The UTF-8 of a range of code points, as products of byte ranges."""
+    found: list[tuple[tuple[int, int], ...]] = []
+    for first, last in _LENGTHS:
+        if max(low, first) <= min(high, last):
+            found += _spans(max(low, first), min(high, last))
+    return found
+
+
+def _spans(low: int, high: int) -> list[tuple[tuple[int, int], ...]]:
+    left, right = chr(low).encode(errors="surrogatepass"), chr(high).encode(errors="surrogatepass")
+    for shift in range(6 * (len(left) - 1), 0, -6):
+        block = 1 << shift
+        # Where only the leading bytes differ freely, the range is one product.
+        if low // block == high // block:
+            continue
+        if low % block:
+            cut = (low // block + 1) * block
+            return _spans(low, cut - 1) + _spans(cut, high)
+        if (high + 1) % block:
+            cut = high // block * block
+            return _spans(low, cut - 1) + _spans(cut, high)
+    return [tuple(zip(left, right, strict=True))]
+
+
+def _span(low: int, high: int) -> Bytes:
+    return (1 << (high + 1)) - (1 << low)

@@ -1,0 +1,91 @@
+"""The source of a grammar: JSON that callers hand in, checked, and the text that stands for it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from overlap_spec.errors import GrammarError
+
+
+def check_text(kind: str, text: str) -> None:
+    """Check that a grammar's source is text that UTF-8 can encode.
+
+    Args:
+        kind: The grammar's kind, for the error.
+        text: Its source.
+
+    Raises:
+        GrammarError: a surrogate without its partner.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise GrammarError(
+            f"the {kind} grammar has {half!r}, half a surrogate pair, which is no text", kind
+        ) from error
+
+
+def canonical(schema: Any) -> str:
+    """A JSON value as compact text.
+
+    Raises:
+        GrammarError: the value is not JSON.
+    """
+    # The order of keys stays: it is the order in which members are written.
+    try:
+        return json.dumps(schema, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GrammarError(f"the schema is not JSON: {error}", "schema") from error
+
+
+def read_json(text: str, param: str = "schema") -> Any:
+    """The value of a JSON text; `param` names the field in the error.
+
+    Raises:
+        GrammarError: it is no JSON, or nested too deep.
+    """
+    what = param.replace("_", " ")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise GrammarError(
+            f"the {what} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}", param
+        ) from error
+    except RecursionError as error:
+        raise GrammarError(f"the {what} is nested too deep", param) from error
+
+
+def check_schema(schema: Any) -> None:
+    """Hold a schema to its metaschema.
+
+    Raises:
+        GrammarError: names the place that breaks it.
+    """
+    from jsonschema import SchemaError, validators
+
+    if not isinstance(schema, dict | bool):
+        raise GrammarError(f"$: a schema is an object or a boolean, not {schema!r}", "schema")
+    default = validators.Draft202012Validator
+    try:
+        validators.validator_for(schema, default).check_schema(schema)  # type: ignore[arg-type]
+    except SchemaError as error:
+        path = json_path("$", *error.absolute_path)
+        reason = error.message
+        if error.absolute_path and error.absolute_path[-1] == "type":
+            reason = f"{error.instance!r} is not a JSON Schema type"
+        raise GrammarError(f"{path}: {reason}", "schema") from error
+    except RecursionError as error:
+        raise GrammarError("the schema is nested too deep", "schema") from error
+
+
+def json_path(path: str, *keys: str | int) -> str:
+    """A path with keys appended: `$.properties.age`, `$.items[0]`, `$['a b']`."""
+    for key in keys:
+        if isinstance(key, int):
+            path += f"[{key}]"
+        else:
+            plain = key.replace("$", "_").isidentifier()
+            path += f".{key}" if plain else f"[{key!r}]"
+    return path

@@ -1,0 +1,35 @@
+"""How a model spells tool calls. Each file in `tool_formats/` holds one format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model spells its calls. A reply with calls is, without the spaces:
+
+        opening begin NAME middle ARGUMENTS end (separator begin NAME middle ARGUMENTS end)* close
+
+    Args:
+        starts: Texts that start calls; every opening + `begin` starts with one of them.
+        anywhere: Whether calls may follow free text, which then holds none of `starts`. If not,
+            calls stand at the start of the reply, and free text does not begin with `starts`.
+        begin: Before the name.
+        middle: Between name and arguments.
+        end: After the arguments.
+        openings: Texts, one of which stands before the first call.
+        separator: Between two calls: white space, with at most one other character.
+        close: After the last call: nothing, or one character.
+        markers: Parts that are single tokens, often special ones, in real tokenizers.
+    """
+
+    starts: tuple[str, ...]
+    anywhere: bool
+    begin: str
+    middle: str
+    end: str
+    openings: tuple[str, ...] = ("",)
+    separator: str = ""
+    close: str = ""
+    markers: tuple[str, ...] = ()

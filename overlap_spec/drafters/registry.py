@@ -1,0 +1,43 @@
+"""Drafters by name: a file of this folder, or ``package.module:Class``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+from overlap_spec.config import drafter_names
+from overlap_spec.drafters.base import Drafter
+from overlap_spec.errors import ConfigError
+
+
+def load_drafter(name: str) -> type[Drafter]:
+    """The drafter's class.
+
+    Args:
+        name: As :attr:`overlap_spec.config.EngineConfig.drafter` says it.
+
+    Raises:
+        ConfigError: there is no such drafter, or what the name leads to is none.
+    """
+    module, _, wanted = name.partition(":")
+    if not wanted and module not in drafter_names():
+        raise ConfigError(f"no drafter is called {name!r}; built: {', '.join(drafter_names())}")
+    path = module if wanted else f"overlap_spec.drafters.{module}"
+    try:
+        found = importlib.import_module(path)
+    except ImportError as error:
+        raise ConfigError(f"algorithm {name!r}: {error}") from error
+    if wanted:
+        drafter = getattr(found, wanted, None)
+        if not (inspect.isclass(drafter) and issubclass(drafter, Drafter)):
+            raise ConfigError(f"algorithm {name!r}: {wanted} is no Drafter of {module}")
+        return drafter
+    (own,) = (
+        value
+        for value in vars(found).values()
+        if inspect.isclass(value)
+        and issubclass(value, Drafter)
+        and value.__module__ == path
+        and not inspect.isabstract(value)
+    )
+    return own

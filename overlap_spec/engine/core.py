@@ -1,0 +1,304 @@
+"""The engine's loop: plans steps, runs them, commits their results. Knows tokens, not text."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.engine.drafter_guard import DrafterGuard
+from overlap_spec.engine.grammar_manager import GrammarManager, StepFigures
+from overlap_spec.errors import NumericFault
+from overlap_spec.grammar.matcher_pool import MatcherPool
+from overlap_spec.scheduler.scheduler import Scheduler
+from overlap_spec.scheduler.sequence import Sequence
+from overlap_spec.speculation.policy import LengthPolicy
+from overlap_spec.speculation.presets import load_policy
+from overlap_spec.speculation.static import StaticPolicy, static_tier
+from overlap_spec.timeline import Timeline
+from overlap_spec.types import Budget, StepPlan, StepResult
+from overlap_spec.worker.build import build_streams, build_worker
+from overlap_spec.worker.in_flight import InFlightStep
+from overlap_spec.worker.worker import Worker
+
+Run = tuple[Sequence, tuple[int, ...]]
+
+
+class StepOutputs(NamedTuple):
+    """What steps brought: tokens of sequences that go on, and sequences that have ended."""
+
+    runs: list[Run]
+    ended: list[Sequence]
+
+
+class EngineCore:
+    """Scheduler, worker, grammar manager and length policy of one engine; not thread-safe.
+
+    Raises:
+        ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.policy = _policy(config)
+        self.timeline = Timeline()
+        record = self.timeline.record
+        reserve = reserve_tokens(max(tier.window_tokens for tier in self.policy.tiers))
+        self.worker = build_worker(config, reserve, build_streams(config, record), record)
+        self.grammar = GrammarManager(MatcherPool(config.lanes, config.mask_deadline_ms), record)
+        self.drafter = DrafterGuard(self.worker, config.drafter)
+        self.scheduler = Scheduler(
+            pages=self.worker.pages,
+            page_size=config.page_size,
+            max_rows=config.max_running_requests,
+            chunk_tokens=config.chunked_prefill_size,
+            reserve_tokens=reserve,
+            assign=lambda s: self.worker.assign(s.row, s.request, s.output_ids),
+            reuse=config.prefix_cache,
+        )
+        # Also for an engine never closed: a thread inside torch aborts a process that exits.
+        self._end = weakref.finalize(self, _end_threads, self.grammar.pool, self.worker)
+        self._in_flight: InFlightStep | None = None
+        self._before: InFlightStep | None = None
+        self._runs: list[Run] = []
+        self._told: set[int] = set()
+        self.worker.prepare(self.policy.choose(1))
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        if sequence.matcher is not None:
+            self.grammar.matchers[sequence.request.id] = sequence.matcher
+        self.scheduler.add(sequence)
+
+    def abort(self, request_id: int) -> None:
+        """End a request now; tokens that are still computed for it are dropped."""
+        self.scheduler.abort(request_id)
+
+    def step(self) -> bool:
+        """Run one step of whatever is queued; False when there is nothing to do.
+
+        Results are read one step late, under the next step's verify; where there is no next step,
+        or the mode is serial, at once.
+        """
+        start = time.perf_counter_ns()
+        plan = self.scheduler.plan(self._budget)
+        last, self._in_flight = self._in_flight, None
+        if plan is None:
+            if last is not None:
+                self._accept(self._results(last))
+            self._before = None
+            return last is not None
+        self.grammar.step = plan.index
+        self.timeline.record("host", "plan", start, time.perf_counter_ns(), plan.index)
+
+        kept: list[Run] | None = None
+        step = self.worker.upload(plan)
+        if self.worker.drafts_on_host:
+            kept = self._results(last)
+        self.worker.draft(step, self._histories(plan))
+        if kept is None and last is not None and self.scheduler.may_end_all(plan):
+            # The one early wait, hidden under the draft.
+            kept = self._results(last)
+        if kept and self.scheduler.ended_all(plan):
+            self.worker.drop(step)
+            self.scheduler.drop(plan)
+            self._accept(kept)
+            self._before = None
+            return True
+        self.worker.verify(step)
+        self._accept(self._results(last) if kept is None else kept)
+        if step.constrained:
+            self.grammar.fill(plan.verified_ids, *self.worker.trees(step))
+        self.worker.accept(step)
+        self.worker.extend(step)
+        if self.config.overlap == "none":
+            self._finish_serial(step)
+        else:
+            self._in_flight = step
+        return True
+
+    def outputs(self) -> StepOutputs:
+        """What has happened since the last call. Where no request goes on, the step under way is
+        read at once, so that it frees all."""
+        if self._in_flight is not None and all(
+            s.finish_reason is not None for s in self.scheduler.running
+        ):
+            last, self._in_flight = self._in_flight, None
+            self._accept(self._results(last))
+            self._before = None
+        runs, self._runs = self._runs, []
+        ended = [s for s in self.scheduler.running if s.finish_reason is not None]
+        retired = self.scheduler.retire()
+        ended += [s for s in retired if s not in ended]
+        fresh = [s for s in ended if s.request.id not in self._told]
+        self._told.update(s.request.id for s in fresh)
+        self._told.difference_update(s.request.id for s in retired)
+        for sequence in fresh:
+            self.grammar.drop(sequence.request.id)
+        return StepOutputs([(s, run) for s, run in runs if run and s.finish_reason is None], fresh)
+
+    def close(self) -> None:
+        """End all threads."""
+        self._end()
+
+    @property
+    def context_length(self) -> int:
+        """Longest prompt and output together, in tokens."""
+        return self.worker.context_length
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's."""
+        return self.worker.vocab_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that can run at all."""
+        return self.scheduler.longest
+
+    @property
+    def matchers(self) -> Mapping[int, Any]:
+        """The running requests' matchers by request id."""
+        return self.grammar.matchers
+
+    @property
+    def figures(self) -> StepFigures:
+        """What the grammar cost so far, and how much of it was hidden."""
+        return self.grammar.figures
+
+    def snapshot(self) -> dict[str, Any]:
+        """State as plain data: length policy, drafter, pages, requests, grammar time."""
+        allocator, figures = self.scheduler.allocator, self.figures
+        return {
+            "overlap": self.config.overlap,
+            "speculation": self.policy.snapshot(),
+            "drafter": self.drafter.snapshot(),
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "pages_in_use": allocator.in_use,
+            "pages": allocator.total,
+            "matchers": len(self.grammar.matchers),
+            "graph_bytes": self.worker.graph_bytes,
+            "preemptions": self.scheduler.preemptions,
+            "steps": figures.steps,
+            "grammar_ms": figures.grammar_ms,
+            "exposed_ms": figures.exposed_ms,
+            "idle_ms": figures.idle_ms,
+            "hidden_fraction": figures.hidden_fraction,
+        }
+
+    def _budget(self, trees: list[Sequence]) -> Budget:
+        """What a step over ``trees`` may draft and verify."""
+        batch = len(trees)
+        tier = self.drafter.allow(self.policy.choose(batch))
+        nodes = self.policy.nodes(batch, tier)
+        plain = [not s.request.sampling.speculate for s in trees]
+        if tier.nodes == 1 or (nodes is None and not any(plain)):
+            return Budget(tier)
+        most = tuple(1 if p else tier.nodes for p in plain)
+        return Budget(tier, min(nodes or sum(most), sum(most)), (1,) * batch, most)
+
+    def _histories(self, plan: StepPlan) -> list[list[int]] | None:
+        """Known tokens of the decode rows, where the drafter works on the host."""
+        if not self.worker.drafts_on_host:
+            return None
+        by_row = {s.row: s for s in self.scheduler.running}
+        sequences = [by_row[row] for row in plan.decode_rows]
+        return [s.tokens(0, s.total_tokens) for s in sequences]
+
+    def _results(self, step: InFlightStep | None) -> list[Run]:
+        """Wait for a step's results, and cut its runs by the stop rules; what is kept of them."""
+        if step is None:
+            return []
+        result = self.worker.results(step, self._right_before(step))
+        self._account(result, 0.0)
+        return self._commit(result, step)
+
+    def _finish_serial(self, step: InFlightStep) -> None:
+        """Read and accept a step at once: compute stands idle for the accepts too."""
+        result = self.worker.results(step, self._right_before(step))
+        kept = self._commit(result, step)
+        start = time.perf_counter_ns()
+        self._accept(kept)
+        self._account(result, (time.perf_counter_ns() - start) / 1e6 if kept else 0.0)
+
+    def _right_before(self, step: InFlightStep) -> InFlightStep | None:
+        """The step before, where the worker was not at rest in between."""
+        before = self._before
+        adjacent = before is not None and before.plan.index == step.plan.index - 1
+        return before if adjacent else None
+
+    def _commit(self, result: StepResult, step: InFlightStep) -> list[Run]:
+        self._end_failed()
+        kept = self.scheduler.commit(result)
+        self._observe(result, step)
+        self._before = step
+        return kept
+
+    def _accept(self, kept: list[Run]) -> None:
+        """Feed the matchers what was kept of the step before."""
+        if not kept:
+            return
+        self.grammar.accept({s.request.id: run for s, run in kept})
+        self._runs += kept
+        self._end_failed()
+        for sequence in self.scheduler.running:
+            if isinstance(sequence.error, NumericFault):
+                self.scheduler.evict(sequence)
+                self.worker.clear(sequence.pages)
+            if sequence.finish_reason is not None:
+                self.grammar.drop(sequence.request.id)
+
+    def _account(self, result: StepResult, late_ms: float) -> None:
+        shares = self.grammar.account(
+            result.plan.index, result.exposed_ms + late_ms, result.idle_ms
+        )
+        verified = set(result.plan.verified_ids)
+        for sequence in self.scheduler.running:
+            if sequence.request.id in verified:
+                sequence.stats.idle_ms += result.idle_ms / len(verified)
+            grammar_ms, exposed_ms = shares.get(sequence.request.id, (0.0, 0.0))
+            sequence.stats.grammar_ms += grammar_ms
+            sequence.stats.exposed_ms += exposed_ms
+
+    def _observe(self, result: StepResult, step: InFlightStep) -> None:
+        """Tell the length policy what the step's trees got, and how long they took."""
+        plan, trees = result.plan, len(result.plan.decode_rows)
+        # Drafts of a request that takes none say nothing of acceptance.
+        told = [r for r in result.rows[:trees] if r.tokens and (r.drafted or not plan.tier.steps)]
+        self.policy.observe(trees, plan.tier, [r.accepted for r in told])
+        before = self._right_before(step)
+        if before is not None and not plan.chunks:
+            self.policy.clock(trees, plan.tier, before.accepted.elapsed_ms(step.accepted))
+
+    def _end_failed(self) -> None:
+        """End the requests whose matcher failed."""
+        failed, self.grammar.failed = self.grammar.failed, {}
+        for sequence in self.scheduler.running:
+            error = failed.get(sequence.request.id)
+            if error is not None and sequence.finish_reason is None:
+                sequence.fail(error)
+
+
+def _end_threads(pool: MatcherPool, worker: Worker) -> None:
+    pool.close()
+    worker.close()
+
+
+def _policy(config: EngineConfig) -> LengthPolicy:
+    if config.drafter == "none":
+        return StaticPolicy(static_tier(0, 1, None))
+    return load_policy(
+        config.adaptive, config.num_steps, config.eagle_topk, config.num_draft_tokens
+    )
+
+
+def reserve_tokens(window_tokens: int) -> int:
+    """Slots that a running sequence owns after its committed length.
+
+    Twice the draft window, since the host may be one step behind, and one for the draft cache's
+    slot of the newest token.
+    """
+    return 2 * window_tokens + 1

@@ -1,0 +1,289 @@
+"""The engine: requests in, constrained text out. Wires scheduler, worker and grammar together."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Unpack, overload
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.engine.core import EngineCore
+from overlap_spec.engine.grammar_manager import StepFigures
+from overlap_spec.engine.input_processor import (
+    InputProcessor,
+    Limits,
+    Prompt,
+    PromptOptions,
+    Sampling,
+    as_prompts,
+    each,
+)
+from overlap_spec.engine.output_processor import OutputProcessor
+from overlap_spec.engine.request_handle import RequestHandle
+from overlap_spec.errors import RequestFailed
+from overlap_spec.grammar.backends import load
+from overlap_spec.grammar.compile import GrammarCompiler
+from overlap_spec.grammar.contract import CompiledGrammar
+from overlap_spec.grammar.isolation.limits import CompileLimits
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.scheduler.sequence import Sequence as SequenceState
+from overlap_spec.scheduler.stops import TextBuffer
+from overlap_spec.timeline import Timeline
+from overlap_spec.tokenizer import Tokenizer
+from overlap_spec.types import Delta, Output, Request
+
+
+class Engine:
+    """Generates text under grammars with tree speculation.
+
+    Args:
+        model: Folder of a checkpoint; None is the embedded model and its draft head.
+        settings: Fields of :class:`overlap_spec.config.EngineConfig`.
+
+    Raises:
+        ConfigError: a setting that cannot be.
+        CheckpointError: a checkpoint that cannot be loaded exactly.
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        self.config = EngineConfig.build(model=model, **settings)
+        self.core = EngineCore(self.config)
+        self.context_length = self.core.context_length
+        self.tokenizer = Tokenizer(self.config.target_path, self.core.vocab_size)
+        limits = Limits(self.context_length, self.core.longest)
+        self.input_processor = InputProcessor(self.tokenizer, limits)
+        backend = load(self.config.grammar_backend)
+        self.compiler = GrammarCompiler(
+            backend(self.tokenizer.vocabulary),
+            self.config.grammar_cache_bytes,
+            isolated=self.config.grammar_isolated,
+            limits=CompileLimits(
+                time_s=self.config.grammar_compile_timeout_s,
+                memory_bytes=self.config.grammar_compile_memory_bytes,
+            ),
+        )
+        self._ids = itertools.count()
+        self.output_processor = OutputProcessor(self.compiler.check)
+        self._lock = threading.RLock()
+
+    @property
+    def timeline(self) -> Timeline:
+        """Spans of the last steps."""
+        return self.core.timeline
+
+    @property
+    def figures(self) -> StepFigures:
+        """What the grammar cost so far, and how much of it was hidden."""
+        return self.core.figures
+
+    def snapshot(self) -> dict[str, Any]:
+        """State as plain data: length policy, pages, requests, grammar time."""
+        return self.core.snapshot()
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        grammar: Grammar | None = None,
+        sampling: Sampling = None,
+        **options: Unpack[PromptOptions],
+    ) -> Output: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
+        sampling: Sampling | Sequence[Sampling] = None,
+        **options: Unpack[PromptOptions],
+    ) -> list[Output]: ...
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
+        sampling: Sampling | Sequence[Sampling] = None,
+        **options: Unpack[PromptOptions],
+    ) -> Output | list[Output]:
+        """Generate for one prompt, or for a list of prompts at once.
+
+        Args:
+            prompt: Text (one user turn), a list of messages (a chat), token ids, or a list of
+                these.
+            grammar: What the output must be; one for all prompts, or one each.
+            sampling: As SamplingParams or its fields; one for all prompts, or one each.
+            options: See :class:`overlap_spec.engine.input_processor.PromptOptions`.
+
+        Returns:
+            Output, or a list of them in the prompts' order. A request that fails in the middle
+            has ``finish_reason`` ``error``; the others are not touched.
+
+        Raises:
+            InvalidRequest: a prompt, grammar or sampling field that cannot be served; nothing
+                has been generated then.
+        """
+        prompts, single = as_prompts(prompt)
+        grammars = each("grammar", grammar, len(prompts))
+        samplings = each("sampling", sampling, len(prompts))
+        sequences = [
+            self._prepare(p, g, s, **options)
+            for p, g, s in zip(prompts, grammars, samplings, strict=True)
+        ]
+        handles = [self._enqueue(sequence) for sequence in sequences]
+        try:
+            outputs = [self._wait(handle) for handle in handles]
+        finally:
+            self.release(handles)
+        return outputs[0] if single else outputs
+
+    def stream(
+        self,
+        prompt: Prompt,
+        grammar: Grammar | None = None,
+        sampling: Sampling = None,
+        **options: Unpack[PromptOptions],
+    ) -> Iterator[Delta]:
+        """Generate for one prompt, piece by piece; leaving the loop aborts the request.
+
+        Several streams may run at once, from one thread or many: they share the steps.
+
+        Raises:
+            InvalidRequest: as for :meth:`generate`, at the call.
+            RequestFailed: the request ended with an error, after its last piece.
+        """
+        return self._pieces(self.submit(prompt, grammar, sampling, **options))
+
+    def submit(
+        self,
+        prompt: Prompt,
+        grammar: Grammar | None = None,
+        sampling: Sampling = None,
+        **options: Unpack[PromptOptions],
+    ) -> RequestHandle:
+        """Queue a request; whoever submits calls :meth:`step`, and at last :meth:`release`.
+
+        Raises:
+            InvalidRequest: as for :meth:`generate`.
+        """
+        return self._enqueue(self._prepare(prompt, grammar, sampling, **options))
+
+    def admit(
+        self, request: Request, compiled: CompiledGrammar | None = None, compile_ms: float = 0.0
+    ) -> RequestHandle:
+        """Queue a request that was made and compiled elsewhere; otherwise as :meth:`submit`.
+
+        Args:
+            request: The engine gives it an id of its own.
+            compiled: Of ``request.grammar``.
+        """
+        return self._enqueue(self._sequence(request, compiled, compile_ms))
+
+    def abort(self, handle: RequestHandle) -> None:
+        """End a request now; what it has so far is its output, at once."""
+        with self._lock:
+            self._abort(handle)
+            self._publish()
+
+    def release(self, handles: Sequence[RequestHandle]) -> None:
+        """Forget requests that have ended, and abort the others."""
+        with self._lock:
+            for handle in handles:
+                self._abort(handle)
+            self._publish()
+            for handle in handles:
+                self.output_processor.remove(handle)
+
+    def _abort(self, handle: RequestHandle) -> None:
+        self.core.abort(handle.request.id)
+        if (validation := self.output_processor.validation(handle)) is not None:
+            validation.cancel()
+
+    def _pieces(self, handle: RequestHandle) -> Iterator[Delta]:
+        try:
+            while True:
+                while handle.deltas:
+                    yield handle.deltas.popleft()
+                if handle.output is not None:
+                    break
+                self._advance(handle)
+            if handle.output.error is not None:
+                raise RequestFailed(handle.output.error)
+        finally:
+            self.release([handle])
+
+    def step(self) -> bool:
+        """Run one step of whatever is queued; False when there is nothing to do."""
+        with self._lock:
+            busy = self.core.step()
+            self._publish()
+            return busy
+
+    def _publish(self) -> None:
+        """Hand what has happened to those who wait for it."""
+        outputs = self.core.outputs()
+        for sequence, _ in outputs.runs:
+            self.output_processor.push(sequence)
+        for sequence in outputs.ended:
+            self.output_processor.finish(sequence)
+        self.output_processor.deliver_validated()
+
+    def close(self) -> None:
+        """Abort what runs and end the lane's threads."""
+        with self._lock:
+            self.release(list(self.output_processor.handles.values()))
+        self.compiler.close()
+        self.core.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _prepare(
+        self, prompt: Prompt, grammar: Any, sampling: Any, **options: Unpack[PromptOptions]
+    ) -> SequenceState:
+        """Check and compile everything that can be wrong with a request before it is queued."""
+        request = self.input_processor.process(prompt, grammar, sampling, **options)
+        if request.grammar is None:
+            return self._sequence(request, None, 0.0)
+        compile_start_ns = time.perf_counter_ns()
+        compiled = self.compiler.compile(request.grammar)
+        compile_ms = (time.perf_counter_ns() - compile_start_ns) / 1e6
+        return self._sequence(request, compiled, compile_ms)
+
+    def _sequence(
+        self, request: Request, compiled: CompiledGrammar | None, compile_ms: float
+    ) -> SequenceState:
+        request = replace(request, id=next(self._ids))
+        buffer = TextBuffer(self.tokenizer.detokenizer(), tuple(request.sampling.stop))
+        sequence = SequenceState(request, buffer, compiled.matcher() if compiled else None)
+        sequence.stats.prompt_tokens = len(request.prompt_ids)
+        sequence.stats.grammar_compile_ms = compile_ms
+        return sequence
+
+    def _enqueue(self, sequence: SequenceState) -> RequestHandle:
+        with self._lock:
+            handle = self.output_processor.add(sequence.request)
+            self.core.add(sequence)
+        return handle
+
+    def _wait(self, handle: RequestHandle) -> Output:
+        while handle.output is None:
+            self._advance(handle)
+        return handle.output
+
+    def _advance(self, handle: RequestHandle) -> None:
+        """Run a step; if there is none to run, wait for the validation of the handle's output."""
+        if not self.step() and (validation := self.output_processor.validation(handle)) is not None:
+            wait([validation])

@@ -1,0 +1,143 @@
+"""The grammar's side of one engine: its matchers by request, and the time that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from overlap_spec.errors import RequestFailed
+from overlap_spec.grammar.matcher_pool import AcceptItem, FillItem
+from overlap_spec.grammar.matcher_pool import MatcherPool
+from overlap_spec.grammar.matcher_pool import PoolResult as LaneResult
+from overlap_spec.timeline import Span, hidden_fraction, union_ms
+from overlap_spec.types import HostTrees, Int32s, Int64s
+
+
+@dataclass
+class StepFigures:
+    """Totals over an engine's steps, in milliseconds."""
+
+    steps: int = 0
+    grammar_ms: float = 0.0
+    exposed_ms: float = 0.0
+    idle_ms: float = 0.0
+
+    def add(self, grammar_ms: float, exposed_ms: float, idle_ms: float) -> None:
+        """Enter one step."""
+        self.steps += 1
+        self.grammar_ms += grammar_ms
+        self.exposed_ms += exposed_ms
+        self.idle_ms += idle_ms
+
+    @property
+    def hidden_fraction(self) -> float | None:
+        """Share of the grammar's time that ran beside verify; None where it took none."""
+        return hidden_fraction([self.exposed_ms], [self.grammar_ms])
+
+
+class GrammarManager:
+    """The matchers of one engine by request id, and the time that they take.
+
+    Args:
+        pool: Runs accepts and fills.
+        record: Takes spans, as :meth:`overlap_spec.timeline.Timeline.record`.
+    """
+
+    def __init__(self, pool: MatcherPool, record: Callable[..., None]) -> None:
+        self.pool, self.record = pool, record
+        self.matchers: dict[int, Any] = {}
+        self.failed: dict[int, Exception] = {}
+        self.figures = StepFigures()
+        self.step = 0
+        self._results: list[LaneResult] = []
+
+    def fill(
+        self, request_ids: Sequence[int], trees: HostTrees, rows: Int32s, limits: Int64s
+    ) -> None:
+        """Write one mask row a node of each constrained request's tree.
+
+        Args:
+            request_ids: Whose the trees are, in their order.
+            rows: ``(nodes, words)``; rows of requests without a grammar, and of nodes that the walk
+                does not reach, become zero.
+            limits: ``(len(request_ids),)``: lowered to the depth down to which a request's rows
+                are good, if that is not the whole tree.
+        """
+        items, index_of = [], {}
+        bounds = trees.offsets.tolist()
+        for index, request_id in enumerate(request_ids):
+            span = slice(bounds[index], bounds[index + 1])
+            if request_id not in self.matchers:
+                rows[span] = 0
+                continue
+            index_of[request_id] = index
+            items.append(
+                FillItem(
+                    request_id,
+                    self.matchers[request_id],
+                    trees.tokens[span],
+                    trees.first_child[span],
+                    trees.next_sibling[span],
+                    rows[span],
+                )
+            )
+        for result in self._note("fill", self.pool.fill_batch(items)):
+            if result.error is not None:
+                self._fail(result.request_id, result.error)
+            elif result.root_only:
+                limits[index_of[result.request_id]] = 0
+
+    def accept(self, kept: Mapping[int, Sequence[int]]) -> None:
+        """Feed each constrained request's kept tokens to its matcher."""
+        items = [
+            AcceptItem(request_id, self.matchers[request_id], tokens)
+            for request_id, tokens in kept.items()
+            if request_id in self.matchers
+        ]
+        for result in self._note("accept", self.pool.accept_batch(items)):
+            error = result.error
+            if error is None and result.accepted < len(kept[result.request_id]):
+                error = RequestFailed("the matcher refused an accepted token")
+            if error is not None:
+                self._fail(result.request_id, error)
+
+    def account(
+        self, step: int, exposed_ms: float, idle_ms: float
+    ) -> dict[int, tuple[float, float]]:
+        """Close a step's books: what was done since the last call is what it cost.
+
+        Args:
+            step: Its number, for the timeline.
+            exposed_ms: How long compute stood idle for the grammar.
+            idle_ms: How long it stood idle for whatever reason.
+
+        Returns:
+            Request id → its grammar time and its share of the exposed wait, in milliseconds.
+        """
+        results, self._results = self._results, []
+        spans = [Span("lane", "", r.start_ns, r.end_ns, step, {}) for r in results]
+        grammar_ms = union_ms(spans)
+        self.figures.add(grammar_ms, exposed_ms, idle_ms)
+        taken: dict[int, float] = {}
+        for result in results:
+            spent = (result.end_ns - result.start_ns) / 1e6
+            taken[result.request_id] = taken.get(result.request_id, 0.0) + spent
+        total = sum(taken.values()) or 1.0
+        return {i: (ms, exposed_ms * ms / total) for i, ms in taken.items()}
+
+    def _fail(self, request_id: int, error: Exception) -> None:
+        # A matcher that failed is in no known state: it is not touched again.
+        self.drop(request_id)
+        self.failed[request_id] = error
+
+    def drop(self, request_id: int) -> None:
+        """Forget a request that has ended."""
+        self.matchers.pop(request_id, None)
+        self.pool.forget(request_id)
+
+    def _note(self, name: str, results: list[LaneResult]) -> list[LaneResult]:
+        self._results += results
+        for r in results:
+            self.record("lane", name, r.start_ns, r.end_ns, self.step, request=r.request_id)
+        return results

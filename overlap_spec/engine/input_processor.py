@@ -1,0 +1,223 @@
+"""From what a caller asks to what the engine runs: tokens, defaults, limits. Checks all of it.
+
+Needs no model, so that the client of an engine process can do it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, cast
+
+from overlap_spec.errors import GrammarError, InvalidRequest
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.tokenizer import Message, Tokenizer
+from overlap_spec.types import Request, SamplingParams
+
+Prompt = str | Sequence[Message] | Sequence[int]
+Sampling = SamplingParams | Mapping[str, Any] | None
+
+
+class PromptOptions(TypedDict, total=False):
+    """What every call that takes a prompt takes beside it, by name.
+
+    ``raw``: take text as it is, without the chat template. ``tools``: tool definitions for the
+    chat template. ``priority``: of waiting requests, the higher starts first.
+    """
+
+    raw: bool
+    tools: Sequence[Any] | None
+    priority: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may take, in tokens.
+
+    ``context_tokens``: the model's longest prompt + output. ``cache_tokens``: the longest that
+    the KV cache holds at all.
+    """
+
+    context_tokens: int
+    cache_tokens: int
+
+
+class InputProcessor:
+    """Makes the requests of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
+        self.tokenizer, self.limits = tokenizer, limits
+
+    def process(
+        self,
+        prompt: Prompt,
+        grammar: Grammar | None = None,
+        sampling: Sampling = None,
+        *,
+        raw: bool = False,
+        tools: Sequence[Any] | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """The request, checked and tokenised; its id is -1 until an engine numbers it.
+
+        Args:
+            prompt: Text (one user turn), a list of messages (a chat), or token ids.
+            raw, tools, priority: See :class:`PromptOptions`.
+
+        Raises:
+            InvalidRequest: names the field at fault.
+        """
+        arrival_ns = time.perf_counter_ns()
+        if grammar is not None and not isinstance(grammar, Grammar):
+            raise GrammarError(
+                f"grammar must be made by Grammar.json_schema() and its like: {grammar!r}",
+                "grammar",
+            )
+        params = self._sampling(sampling)
+        check_text(params.stop, "stop")
+        check_text(tools, "tools")
+        check_text(grammar.source if grammar is not None else "", "grammar")
+        ids = self.prompt_ids(prompt, raw, tools)
+        # Under a grammar an end-of-text token is allowed where the grammar may end, and ends it.
+        ignore = params.ignore_eos and grammar is None
+        eos = frozenset[int]() if ignore else self.tokenizer.eos_ids
+        return Request(
+            id=-1,
+            prompt_ids=tuple(ids),
+            sampling=params,
+            grammar=grammar,
+            max_tokens=self._max_tokens(params, len(ids)),
+            stop_ids=eos | frozenset(params.stop_token_ids),
+            seed=params.seed if params.seed is not None else secrets.randbits(62),
+            arrival_ns=arrival_ns,
+            priority=priority,
+        )
+
+    def prompt_ids(
+        self, prompt: Prompt, raw: bool = False, tools: Sequence[Any] | None = None
+    ) -> list[int]:
+        """Tokens of a prompt; arguments and errors as :meth:`process`."""
+        check_text(prompt, "prompt")
+        ids = self._encode(prompt, raw, tools)
+        if not ids:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        return ids
+
+    def _encode(self, prompt: Prompt, raw: bool, tools: Sequence[Any] | None) -> list[int]:
+        if isinstance(prompt, str):
+            if raw:
+                return self.tokenizer.encode(prompt, special=True)
+            return self.tokenizer.chat([{"role": "user", "content": prompt}], tools)
+        if is_token_ids(prompt):
+            for token in prompt:
+                self._check_token("prompt", cast("int", token))
+            return [cast("int", token) for token in prompt]
+        return self.tokenizer.chat(cast("Sequence[Message]", prompt), tools)
+
+    def _max_tokens(self, params: SamplingParams, prompt_tokens: int) -> int:
+        """Output tokens that a request may have; InvalidRequest where there is no room for it."""
+        context, cache = self.limits.context_tokens, self.limits.cache_tokens
+        room = context - prompt_tokens
+        if room < 1:
+            raise InvalidRequest(
+                f"the prompt has {prompt_tokens} tokens; the context of {context} "
+                "leaves no room for output: shorten the prompt",
+                "prompt",
+            )
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise InvalidRequest(
+                f"max_tokens {params.max_tokens} and the prompt's {prompt_tokens} tokens "
+                f"exceed the context of {context}",
+                "max_tokens",
+            )
+        space = cache - prompt_tokens
+        max_tokens = params.max_tokens if params.max_tokens is not None else min(room, space)
+        if max_tokens < 1 or max_tokens > space:
+            raise InvalidRequest(
+                f"{prompt_tokens + max(max_tokens, 1)} tokens of prompt and output exceed the "
+                "whole KV cache: lower max_tokens, or raise mem_fraction_static or "
+                "max_total_tokens",
+                "max_tokens",
+            )
+        return max_tokens
+
+    def _sampling(self, sampling: Sampling) -> SamplingParams:
+        if sampling is None:
+            sampling = SamplingParams()
+        elif isinstance(sampling, Mapping):
+            sampling = SamplingParams.from_mapping(sampling)
+        elif not isinstance(sampling, SamplingParams):
+            raise InvalidRequest(f"sampling must be SamplingParams: {sampling!r}", "sampling")
+        for name in ("logit_bias", "stop_token_ids"):
+            for token in getattr(sampling, name):
+                self._check_token(name, token)
+        return self.tokenizer.sampling_defaults(sampling)
+
+    def _check_token(self, name: str, token: int) -> None:
+        if not 0 <= token < self.tokenizer.vocab_size:
+            raise InvalidRequest(
+                f"{name}: token {token} is outside the vocabulary of {self.tokenizer.vocab_size}",
+                name,
+            )
+
+
+def is_token_ids(prompt: Any) -> bool:
+    """Whether a prompt is given as token ids."""
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str)
+        and bool(prompt)
+        and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
+    )
+
+
+def check_text(data: Any, param: str | None) -> None:
+    """Raises InvalidRequest where a text inside plain data is no Unicode: a lone surrogate."""
+    stack = [data]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                reason = f"{error.reason} at {error.start}"
+                raise InvalidRequest(f"a text is not valid Unicode: {reason}", param) from None
+        elif isinstance(value, Mapping):
+            stack += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple) and not is_token_ids(value):
+            stack += value
+
+
+def as_prompts(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """The prompts of a call, and whether it was a single one."""
+    if isinstance(prompt, str):
+        return [prompt], True
+    if not isinstance(prompt, Sequence):
+        raise InvalidRequest(f"prompt must be text, messages, or a list: {prompt!r}", "prompt")
+    if is_token_ids(prompt) or (prompt and all(isinstance(p, Mapping) for p in prompt)):
+        return [cast("Prompt", prompt)], True
+    for part in prompt:
+        if not (isinstance(part, str) or is_token_ids(part)) and not (
+            isinstance(part, Sequence) and part and all(isinstance(m, Mapping) for m in part)
+        ):
+            raise InvalidRequest(f"a prompt must be text or a list of messages: {part!r}", "prompt")
+    return [cast("Prompt", part) for part in prompt], False
+
+
+def each(name: str, value: Any, count: int) -> list[Any]:
+    """``value`` for each of ``count`` prompts, or the values if it is a list of them."""
+    if isinstance(value, list | tuple):
+        if len(value) != count:
+            raise InvalidRequest(f"{len(value)} values of {name} for {count} prompts", name)
+        return list(value)
+    return [value] * count
+
+
+def parse_output(grammar: Grammar, text: str) -> Any:
+    """The parsed output; None where a stop string of the caller's cut it short."""
+    try:
+        return grammar.parse(text)
+    except ValueError:
+        return None

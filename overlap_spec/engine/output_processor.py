@@ -1,0 +1,113 @@
+"""From the scheduler's sequences to the pieces and outputs that callers read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import NamedTuple
+
+from overlap_spec.engine.request_handle import RequestHandle
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.scheduler.sequence import Sequence as SequenceState
+from overlap_spec.types import Delta, Output, Request, Verdict
+
+Validation = Future[str | None]
+
+
+class Unvalidated(NamedTuple):
+    """A best-effort output that waits for its validation, and the last piece that goes with it."""
+
+    handle: RequestHandle
+    last: Delta
+    output: Output
+    validation: Validation
+
+
+class OutputProcessor:
+    """Fills the handles of one engine's requests. Not thread-safe: the engine holds its lock.
+
+    Args:
+        begin_validation: Starts to validate a finished output; None if its grammar is exact.
+    """
+
+    def __init__(self, begin_validation: Callable[[Grammar, str], Validation | None]) -> None:
+        self.handles: dict[int, RequestHandle] = {}
+        self._begin_validation = begin_validation
+        self._unvalidated: dict[int, Unvalidated] = {}
+
+    def add(self, request: Request) -> RequestHandle:
+        """Make the handle of a request."""
+        handle = self.handles[request.id] = RequestHandle(request)
+        return handle
+
+    def remove(self, handle: RequestHandle) -> None:
+        """Forget a request."""
+        self.handles.pop(handle.request.id, None)
+
+    def push(self, sequence: SequenceState) -> None:
+        """Hand out the newest tokens of a sequence that goes on."""
+        handle = self.handles[sequence.request.id]
+        handle.push(_delta(sequence, handle.pushed_tokens, finished=False))
+
+    def finish(self, sequence: SequenceState) -> None:
+        """Hand out the last piece and the output of a sequence that has ended; a best-effort
+        output is kept until :meth:`deliver_validated`."""
+        handle, reason = self.handles[sequence.request.id], sequence.finish_reason
+        assert reason is not None
+        error = sequence.error
+        output = Output(
+            text=sequence.buffer.text,
+            token_ids=tuple(sequence.output_ids),
+            finish_reason=reason,
+            stats=sequence.stats,
+            logprobs=tuple(sequence.logprobs),
+            stop_match=sequence.stop_match,
+            error=None if error is None else str(error) or type(error).__name__,
+        )
+        last = _delta(sequence, handle.pushed_tokens, finished=True)
+        last = replace(last, finish_reason=reason)
+        grammar, validation = handle.request.grammar, None
+        if reason == "stop" and grammar is not None:
+            validation = self._begin_validation(grammar, output.text)
+        if validation is not None:
+            unvalidated = Unvalidated(handle, last, output, validation)
+            self._unvalidated[sequence.request.id] = unvalidated
+            return
+        handle.push(last)
+        handle.end(output, None if error is None else type(error).__name__)
+
+    def validation(self, handle: RequestHandle) -> Validation | None:
+        """The validation that a handle's output waits for, if it does."""
+        unvalidated = self._unvalidated.get(handle.request.id)
+        return None if unvalidated is None else unvalidated.validation
+
+    def deliver_validated(self) -> None:
+        """Hand out the outputs whose validation has ended."""
+        for request_id, (handle, last, output, validation) in list(self._unvalidated.items()):
+            if validation.done():
+                del self._unvalidated[request_id]
+                verdict = _verdict(validation)
+                handle.push(replace(last, verdict=verdict))
+                handle.end(replace(output, verdict=verdict), None)
+
+
+def _delta(sequence: SequenceState, first: int, finished: bool) -> Delta:
+    """A piece: the tokens from ``first`` on, and the text that they let out."""
+    new = slice(first, None)
+    return Delta(
+        sequence.buffer.release(finished=finished),
+        tuple(sequence.output_ids[new]),
+        tuple(sequence.logprobs[new]),
+        origins=tuple(sequence.origins[new]),
+        tier=sequence.tier,
+    )
+
+
+def _verdict(validation: Validation) -> Verdict:
+    """The result of a validation; one that failed itself does not make the output valid."""
+    if validation.cancelled():
+        return Verdict(False, "the request was aborted before its output was checked")
+    error = validation.exception()
+    reason = validation.result() if error is None else str(error)
+    return Verdict(reason is None, reason)

@@ -1,0 +1,41 @@
+"""One submitted request, as its caller sees it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from overlap_spec.engine.input_processor import parse_output
+from overlap_spec.types import Delta, Output, Request
+
+
+@dataclass(eq=False)
+class RequestHandle:
+    """A submitted request: its pieces as they come, and its output at the end.
+
+    Attributes:
+        request: Checked and tokenised, under the id of the engine or client that took it.
+        deltas: Pieces that have come and are not read yet.
+        output: The whole output, once the request has ended and a best-effort output has been
+            validated.
+        error_type: Class name of the exception behind ``output.error``.
+        pushed_tokens: Tokens of all pieces so far, read or not.
+    """
+
+    request: Request
+    deltas: deque[Delta] = field(default_factory=deque)
+    output: Output | None = None
+    error_type: str | None = None
+    pushed_tokens: int = 0
+
+    def push(self, delta: Delta) -> None:
+        """Add the next piece."""
+        self.deltas.append(delta)
+        self.pushed_tokens += len(delta.token_ids)
+
+    def end(self, output: Output, error_type: str | None) -> None:
+        """Set the output, and parse it as the request's grammar says."""
+        grammar = self.request.grammar
+        if output.finish_reason == "stop" and grammar is not None:
+            output = replace(output, parsed=parse_output(grammar, output.text))
+        self.output, self.error_type = output, error_type

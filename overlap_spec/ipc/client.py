@@ -1,0 +1,248 @@
+"""The client of a running engine: its process, the open requests, and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+from overlap_spec.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineUnavailable,
+    GrammarError,
+    InvalidRequest,
+    OverlapSpecError,
+    QueueFull,
+    RequestFailed,
+)
+from overlap_spec.grammar.isolation.limits import CompileFailure
+from overlap_spec.ipc import messages as m
+from overlap_spec.ipc.process import EngineProcess
+from overlap_spec.ipc.request_handle import AsyncRequestHandle
+from overlap_spec.types import Request
+
+log = logging.getLogger("overlap_spec")
+
+Health = Literal["starting", "ready", "restarting", "closed"]
+LONGEST_BACKOFF_S = 30.0
+# Uptime after which the restart back-off begins again at zero.
+STABLE_AFTER_S = 60.0
+QUERY_TIMEOUT_S = 30.0
+SHUTDOWN_GRACE_S = 10.0
+# How long messages of a process that has died may still arrive.
+LAST_MESSAGES_S = 0.5
+
+
+class EngineClient:
+    """Keeps one engine process alive, and hands its messages to those who wait for them.
+
+    Args:
+        settings: Of the engine.
+        stall_timeout_s: Kills an engine that sends nothing for so long while it loads or while a
+            request or query is open.
+        on_ready: Called with what an engine says of itself when it is loaded.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        stall_timeout_s: float,
+        on_ready: Callable[[m.EngineReady], None],
+    ) -> None:
+        self._settings, self._stall_timeout_s = settings, stall_timeout_s
+        self._on_ready = on_ready
+        # Set by `on_ready`, once the engine has said how many requests run at once.
+        self.max_open_requests = 0
+        self.open: dict[int, AsyncRequestHandle] = {}
+        self.health: Health = "starting"
+        self.restarts = 0
+        self._process: EngineProcess | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._numbers = itertools.count(1)
+        self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
+
+    async def start(self) -> None:
+        """Start the engine's process, and wait until it is loaded.
+
+        Raises:
+            ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
+            EngineUnavailable: the process died while it loaded.
+        """
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._supervise(started))
+        try:
+            await started
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End the process; open requests fail."""
+        self.health = "closed"
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            supervisor.cancel()
+            await asyncio.gather(supervisor, return_exceptions=True)
+
+    def send(self, request: Request) -> AsyncRequestHandle:
+        """Send a request; :meth:`AsyncRequestHandle.queued` waits until it is accepted.
+
+        Raises:
+            QueueFull, EngineUnavailable: the request itself is fine.
+        """
+        process = self._ready_process()
+        if len(self.open) >= self.max_open_requests:
+            raise QueueFull(
+                f"{len(self.open)} requests are open, which is the limit "
+                "(max_running_requests + max_queued_requests): try again later"
+            )
+        handle = AsyncRequestHandle(replace(request, id=next(self._numbers)), self._abort)
+        self.open[handle.request.id] = handle
+        grammar = request.grammar
+        if grammar is not None:
+            # The type that parses the output stays in this process.
+            grammar = replace(grammar, output=None)
+        process.send(m.AddRequest(replace(handle.request, grammar=None), grammar))
+        return handle
+
+    def _abort(self, number: int) -> None:
+        if number in self.open and self._process is not None:
+            self._process.send(m.AbortRequest(number))
+
+    async def query(self, what: Literal["snapshot", "timeline"], steps: int = 0) -> dict[str, Any]:
+        """The engine's answer to a query.
+
+        Raises:
+            EngineUnavailable: there is no engine, or it does not answer.
+        """
+        process, number = self._ready_process(), next(self._numbers)
+        result = self._queries[number] = asyncio.get_running_loop().create_future()
+        process.send(m.Query(number, what, steps))
+        try:
+            return await asyncio.wait_for(result, QUERY_TIMEOUT_S)
+        except TimeoutError:
+            raise EngineUnavailable(f"the engine gave no {what} in {QUERY_TIMEOUT_S} s") from None
+        finally:
+            self._queries.pop(number, None)
+
+    def _ready_process(self) -> EngineProcess:
+        if self.health == "closed":
+            raise EngineUnavailable("the engine is closed")
+        if self._process is None:
+            raise EngineUnavailable(f"the engine is {self.health}: try again in some seconds")
+        return self._process
+
+    async def _supervise(self, started: asyncio.Future[None]) -> None:
+        """Run one process after another until cancelled, or until the first cannot load."""
+        backoff_s = 0.0
+        while True:
+            start = time.monotonic()
+            reason = await self._run_process(started)
+            log.error("engine: %s", reason)
+            if not started.done():
+                self.health = "closed"
+                started.set_exception(reason)
+                return
+            self.restarts += 1
+            stable = time.monotonic() - start > STABLE_AFTER_S
+            backoff_s = 0.0 if stable else min(2 * backoff_s + 0.25, LONGEST_BACKOFF_S)
+            await asyncio.sleep(backoff_s)
+
+    async def _run_process(self, started: asyncio.Future[None]) -> Exception:
+        """Run one process from its start to its end; the reason why it ended."""
+        try:
+            process = await EngineProcess.start(self._settings)
+        except OSError as error:
+            return EngineUnavailable(f"the engine's process cannot be started: {error}")
+        death = asyncio.create_task(process.process.wait())
+        receiver = asyncio.create_task(self._receive(process, started))
+        grace_s = SHUTDOWN_GRACE_S
+        try:
+            await asyncio.wait({death, receiver}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({receiver}, timeout=LAST_MESSAGES_S)
+            grace_s = 0.0
+            if receiver.done():
+                return receiver.result()
+            return EngineUnavailable(f"the engine's process {process.exit_status}")
+        finally:
+            for task in (death, receiver):
+                task.cancel()
+            await asyncio.gather(death, receiver, return_exceptions=True)
+            if self._process is None:
+                # An engine that loads does not read messages yet.
+                grace_s = 0.0
+            self._fail_all()
+            await process.end(grace_s)
+
+    async def _receive(self, process: EngineProcess, started: asyncio.Future[None]) -> Exception:
+        """Handle a process's messages; the reason why there are no more."""
+        while True:
+            try:
+                message = await asyncio.wait_for(process.receive(), self._stall_timeout_s)
+            except TimeoutError:
+                if self._process is None or self.open or self._queries:
+                    return EngineUnavailable(
+                        f"the engine sent nothing for {self._stall_timeout_s} s"
+                    )
+                continue
+            match message:
+                case m.EngineReady():
+                    self._on_ready(message)
+                    self._process, self.health = process, "ready"
+                    if not started.done():
+                        started.set_result(None)
+                case m.LoadFailed():
+                    kinds = {"ConfigError": ConfigError, "CheckpointError": CheckpointError}
+                    return kinds.get(message.error_type, EngineUnavailable)(message.message)
+                case m.QueryResult():
+                    query = self._queries.get(message.id)
+                    if query is not None and not query.done():
+                        query.set_result(message.data)
+                case m.EngineOutputs():
+                    self._deliver(message)
+
+    def _deliver(self, outputs: m.EngineOutputs) -> None:
+        for rejected in outputs.rejected:
+            if (handle := self.open.pop(rejected.id, None)) is not None:
+                handle.fail(_rejection(rejected))
+        for number in outputs.queued:
+            if number in self.open:
+                self.open[number].set_queued()
+        for piece in outputs.deltas:
+            if piece.id in self.open:
+                self.open[piece.id].push(piece.delta)
+        for finished in outputs.finished:
+            if (handle := self.open.pop(finished.id, None)) is not None:
+                handle.end(finished.output, finished.error_type)
+
+    def _fail_all(self) -> None:
+        """The process is gone: fail all open requests and queries."""
+        self._process = None
+        if self.health == "ready":
+            self.health = "restarting"
+        error = EngineUnavailable(
+            "the engine stopped while this request was under way: it is being restarted, "
+            "send the request again"
+        )
+        handles, self.open = list(self.open.values()), {}
+        for handle in handles:
+            handle.fail(error)
+        for query in self._queries.values():
+            if not query.done():
+                query.set_exception(error)
+
+
+def _rejection(rejected: m.RejectedRequest) -> OverlapSpecError:
+    """The error that the engine's process raised."""
+    if rejected.failure is not None:
+        return CompileFailure(rejected.message, rejected.failure, rejected.param)
+    if rejected.error_type == "GrammarError":
+        return GrammarError(rejected.message, rejected.param)
+    if rejected.error_type == "InvalidRequest":
+        return InvalidRequest(rejected.message, rejected.param)
+    return RequestFailed(rejected.message)

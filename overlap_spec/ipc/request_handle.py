@@ -1,0 +1,97 @@
+"""One request to the engine's process, as its caller sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from overlap_spec.engine.request_handle import RequestHandle
+from overlap_spec.errors import OverlapSpecError
+from overlap_spec.types import Delta, Output, Request
+
+
+class AsyncRequestHandle(RequestHandle):
+    """A request to the engine's process: iterate for its pieces; then ``output`` is there.
+
+    A class of its own because its caller waits on an event loop for messages, and because the
+    request is lost if the process dies; the caller of :meth:`Engine.submit` runs the steps itself.
+
+    Args:
+        request: Under the client's number.
+        abort: Called with the number to end the request.
+    """
+
+    def __init__(self, request: Request, abort: Callable[[int], None]) -> None:
+        super().__init__(request)
+        self._abort = abort
+        self._queued = False
+        self._lost: OverlapSpecError | None = None
+        self._changed = asyncio.Event()
+
+    def __aiter__(self) -> AsyncRequestHandle:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """The next piece.
+
+        Raises:
+            EngineUnavailable: the engine died before the end.
+        """
+        while not self.deltas:
+            if self._lost is not None:
+                raise self._lost
+            if self.output is not None:
+                raise StopAsyncIteration
+            await self._wait()
+        return self.deltas.popleft()
+
+    async def queued(self) -> None:
+        """Wait until the engine has compiled the grammar and queued the request.
+
+        Raises:
+            InvalidRequest: the grammar cannot be compiled.
+            EngineUnavailable: the engine died before that.
+        """
+        while not self._queued and self.output is None:
+            if self._lost is not None:
+                raise self._lost
+            await self._wait()
+
+    async def finish(self) -> Output:
+        """The whole output; unread pieces are dropped.
+
+        Raises:
+            EngineUnavailable: the engine died before the end.
+        """
+        async for _ in self:
+            pass
+        assert self.output is not None
+        return self.output
+
+    def abort(self) -> None:
+        """End the request within one step; its output then has ``finish_reason`` ``abort``."""
+        self._abort(self.request.id)
+
+    async def _wait(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def set_queued(self) -> None:
+        """The engine has queued the request."""
+        self._queued = True
+        self._changed.set()
+
+    def push(self, delta: Delta) -> None:
+        """See :meth:`RequestHandle.push`."""
+        super().push(delta)
+        self._changed.set()
+
+    def end(self, output: Output, error_type: str | None) -> None:
+        """See :meth:`RequestHandle.end`."""
+        super().end(output, error_type)
+        self._changed.set()
+
+    def fail(self, error: OverlapSpecError) -> None:
+        """There will be no output: waiting raises ``error``."""
+        self._lost = error
+        self._changed.set()

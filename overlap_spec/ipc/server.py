@@ -1,0 +1,235 @@
+"""The engine's process, ``python -m overlap_spec.ipc.server``: a loop of messages and steps.
+
+The first line of standard input has the launch arguments. When standard input closes, the client
+is gone, and the process ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import shutil
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import zmq
+
+from overlap_spec.engine import Engine
+from overlap_spec.engine.request_handle import RequestHandle
+from overlap_spec.errors import InvalidRequest, OverlapSpecError
+from overlap_spec.grammar.contract import CompiledGrammar
+from overlap_spec.grammar.isolation.limits import CompileFailure
+from overlap_spec.ipc import messages as m
+from overlap_spec.stats import RequestStats
+from overlap_spec.types import Output, Request
+
+# If requests wait but no step can be planned, look for messages and try again after so long.
+IDLE_POLL_MS = 1
+
+
+class Compiling(NamedTuple):
+    """A request whose grammar is being compiled."""
+
+    request: Request
+    future: Future[CompiledGrammar]
+
+
+class EngineServer:
+    """Runs one engine for one client. Requests go by the client's numbers."""
+
+    def __init__(self, engine: Engine, socket: zmq.Socket[bytes]) -> None:
+        self.engine, self.socket = engine, socket
+        self.open: dict[int, RequestHandle] = {}
+        self.compiling: dict[int, Compiling] = {}
+        self.outputs = m.EngineOutputs()
+        # A compiled grammar wakes an idle loop through this pipe.
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._shutdown = False
+
+    def run(self) -> None:
+        """Serve until the client sends `Shutdown`."""
+        busy = False
+        while not self._shutdown:
+            self._receive(0 if busy else IDLE_POLL_MS if self.open else None)
+            self._admit_compiled()
+            busy = self.engine.step()
+            self._collect()
+            self._send()
+
+    def _receive(self, timeout_ms: int | None) -> None:
+        """Handle all messages that are there; wait up to ``timeout_ms`` for the first."""
+        ready = dict(self._poller.poll(timeout_ms))
+        if self._wake_read in ready:
+            os.read(self._wake_read, 65536)
+        while self.socket in ready:
+            try:
+                raw = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(m.decode_to_server(raw))
+
+    def _handle(self, message: m.ToServer) -> None:
+        match message:
+            case m.AddRequest():
+                self._add(message)
+            case m.AbortRequest():
+                self._abort(message.id)
+            case m.Query(what="snapshot"):
+                self.socket.send(m.encode(m.QueryResult(message.id, self._snapshot())))
+            case m.Query():
+                data = {"spans": self._last_spans(message.steps)}
+                self.socket.send(m.encode(m.QueryResult(message.id, data)))
+            case m.Shutdown():
+                self._shutdown = True
+
+    def _add(self, message: m.AddRequest) -> None:
+        now, number = time.perf_counter_ns(), message.request.id
+        request = dataclasses.replace(message.request, grammar=message.grammar, arrival_ns=now)
+        if message.grammar is None:
+            self._admit(number, request, None)
+            return
+        try:
+            future = self.engine.compiler.submit(message.grammar)
+        except Exception as error:
+            self._reject(number, error)
+            return
+        self.compiling[number] = Compiling(request, future)
+        future.add_done_callback(lambda _: self._wake())
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_write, b"!")
+        except OSError:
+            # A full pipe wakes the loop as well; a closed one means that the loop has ended.
+            return
+
+    def _admit_compiled(self) -> None:
+        for number, (request, future) in list(self.compiling.items()):
+            if not future.done():
+                continue
+            del self.compiling[number]
+            error = future.exception()
+            if error is not None:
+                self._reject(number, error)
+            else:
+                self._admit(number, request, future.result())
+
+    def _admit(self, number: int, request: Request, compiled: CompiledGrammar | None) -> None:
+        compile_ms = (time.perf_counter_ns() - request.arrival_ns) / 1e6 if compiled else 0.0
+        try:
+            self.open[number] = self.engine.admit(request, compiled, compile_ms)
+        except Exception as error:
+            self._reject(number, error)
+        else:
+            self.outputs.queued.append(number)
+
+    def _reject(self, number: int, error: BaseException) -> None:
+        error_type, text = type(error).__name__, str(error) or type(error).__name__
+        failure = error.kind if isinstance(error, CompileFailure) else None
+        param = error.param if isinstance(error, InvalidRequest) else None
+        self.outputs.rejected.append(m.RejectedRequest(number, error_type, text, param, failure))
+
+    def _abort(self, number: int) -> None:
+        if number in self.open:
+            self.engine.abort(self.open[number])
+        elif (item := self.compiling.pop(number, None)) is not None:
+            item.future.cancel()
+            output = Output("", (), "abort", RequestStats())
+            self.outputs.finished.append(m.FinishedRequest(number, output, None))
+
+    def _collect(self) -> None:
+        for number, handle in list(self.open.items()):
+            while handle.deltas:
+                self.outputs.deltas.append(m.RequestDelta(number, handle.deltas.popleft()))
+            if handle.output is not None:
+                output = dataclasses.replace(handle.output, parsed=None)
+                finished = m.FinishedRequest(number, output, handle.error_type)
+                self.outputs.finished.append(finished)
+                self.engine.release([self.open.pop(number)])
+
+    def _send(self) -> None:
+        if self.outputs != m.EngineOutputs():
+            self.socket.send(m.encode(self.outputs))
+            self.outputs = m.EngineOutputs()
+
+    def _snapshot(self) -> dict[str, Any]:
+        return {
+            **self.engine.snapshot(),
+            "open": len(self.open),
+            "compiling": len(self.compiling),
+            "compiler": self.engine.compiler.snapshot(),
+            "rss_bytes": rss_bytes(),
+            "pid": os.getpid(),
+        }
+
+    def _last_spans(self, steps: int) -> list[dict[str, Any]]:
+        spans = self.engine.timeline.spans()
+        first = max((span.step for span in spans), default=0) - steps + 1
+        return [span._asdict() for span in spans if span.step >= first]
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process, or its peak on systems that do not tell the present one."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def connect(arguments: m.LaunchArgs) -> zmq.Socket[bytes]:
+    """The server's end of the pair of sockets."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+    socket.sndhwm = socket.rcvhwm = 0
+    if arguments.server_key:
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.curve_serverkey = arguments.server_key.encode()
+    socket.connect(arguments.address)
+    return socket
+
+
+def main() -> int:
+    """Serve the client until it shuts the engine down; 1 if the engine cannot be loaded."""
+    arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=m.LaunchArgs)
+    socket = connect(arguments)
+    threading.Thread(target=_exit_with_client, args=(arguments.address,), daemon=True).start()
+    try:
+        engine = Engine(**arguments.settings)
+    except OverlapSpecError as error:
+        socket.send(m.encode(m.LoadFailed(type(error).__name__, str(error))))
+        socket.close(linger=5000)
+        return 1
+    with engine:
+        engine.compiler.warm()
+        config = dataclasses.asdict(engine.config)
+        limits, vocab_size = engine.input_processor.limits, engine.tokenizer.vocab_size
+        socket.send(m.encode(m.EngineReady(limits, vocab_size, config)))
+        EngineServer(engine, socket).run()
+    socket.close(linger=0)
+    return 0
+
+
+def _exit_with_client(address: str) -> None:
+    # Not through sys.stdin: a dying interpreter would wait for its lock.
+    while os.read(0, 4096):
+        continue
+    # The client is gone, perhaps killed: remove its socket's folder, and exit at once.
+    scheme, _, path = address.partition("://")
+    if scheme == "ipc":
+        shutil.rmtree(Path(path).parent, ignore_errors=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""What is not generation: models, tokens, health, metrics, state, and the page."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import FileResponse, Response
+
+from overlap_spec.errors import EngineUnavailable, InvalidRequest
+from overlap_spec.server.errors import ApiError, Json
+from overlap_spec.server.protocol.text import DetokenizeBody, TokenizeBody
+from overlap_spec.server.service import Service
+from overlap_spec.types import SamplingParams
+
+PAGE = Path(__file__).parent / "playground.html"
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+PROBE_TIMEOUT_S = 20.0
+
+
+def models(service: Service) -> Response:
+    """The one model, as OpenAI lists models."""
+    return Json({"object": "list", "data": [model_card(service)]})
+
+
+def model_card(service: Service) -> dict[str, Any]:
+    """One entry of the list."""
+    return {
+        "id": service.settings.served_model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "overlap-spec",
+        "root": service.settings.served_model_name,
+        "parent": None,
+        "max_model_len": service.engine.context_length,
+    }
+
+
+async def tokenize(service: Service, body: TokenizeBody) -> Response:
+    """Tokens of a text, or of a chat through the model's template."""
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("send either prompt or messages", "prompt")
+    tokenizer = service.engine.tokenizer
+    if body.messages is not None:
+        ids = await asyncio.to_thread(service.engine.input_processor.prompt_ids, body.messages)
+    else:
+        assert body.prompt is not None
+        ids = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
+    length = service.engine.context_length
+    return Json({"tokens": ids, "count": len(ids), "max_model_len": length})
+
+
+def detokenize(service: Service, body: DetokenizeBody) -> Response:
+    """Text of tokens, without special tokens."""
+    service.check_model(body.model)
+    tokenizer = service.engine.tokenizer
+    for token in body.tokens:
+        if token >= tokenizer.vocab_size:
+            message = f"token {token} is outside the vocabulary of {tokenizer.vocab_size}"
+            raise InvalidRequest(message, "tokens")
+    text = tokenizer.decode(body.tokens)
+    return Json({"text": text, "prompt": text})
+
+
+def health(service: Service) -> Response:
+    """200 while requests are taken, 503 otherwise; says which it is."""
+    engine = service.engine
+    ready = engine.health == "ready"
+    return Json({"status": engine.health, "restarts": engine.restarts}, 200 if ready else 503)
+
+
+async def health_generate(service: Service, request: Request) -> Response:
+    """200 where a token can be generated now."""
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+
+    async def probe() -> None:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            output = await service.engine.generate("health", None, sampling)
+        if output.error is not None:
+            raise ApiError(503, output.error, code="engine_unavailable")
+
+    await service.run_until_disconnect(request, probe())
+    return Json({"status": "ready"})
+
+
+async def prometheus(service: Service) -> Response:
+    """All metrics in Prometheus's text form."""
+    snapshot = await _snapshot(service)
+    return Response(
+        service.metrics.render(snapshot, service.engine.restarts), media_type=PROMETHEUS
+    )
+
+
+async def server_info(service: Service) -> Response:
+    """Settings and state: what runs, how it speculates, what the grammar costs."""
+    engine, settings = service.engine, dataclasses.asdict(service.settings)
+    settings["api_key"] = "set" if service.settings.api_key is not None else None
+    state = await _snapshot(service)
+    config = dataclasses.asdict(engine.config)
+    return Json(
+        {
+            "version": metadata.version("overlap-spec"),
+            "status": engine.health,
+            "restarts": engine.restarts,
+            "served_model_name": service.settings.served_model_name,
+            "max_model_len": engine.context_length,
+            "overlap": config["overlap"],
+            "speculative_algorithm": config["algorithm"]
+            or ("eagle3" if engine.config.draft_path is not None else "none"),
+            "speculative_num_steps": config["num_steps"],
+            "speculative_eagle_topk": config["eagle_topk"],
+            "speculative_num_draft_tokens": config["num_draft_tokens"],
+            "avg_spec_accept_length": service.metrics.accept_length,
+            "hidden_fraction": state["hidden_fraction"] if state else None,
+            "open_requests": engine.open_requests,
+            "token_origins": True,
+            "engine": config,
+            "server": settings,
+            "state": state,
+        }
+    )
+
+
+async def timeline(service: Service, steps: int) -> Response:
+    """Spans of the engine's last steps, in nanoseconds on one clock."""
+    return Json({"spans": await service.engine.timeline(steps)})
+
+
+def page() -> Response:
+    """The playground, where it is installed."""
+    if not PAGE.is_file():
+        raise ApiError(404, "this installation has no playground; the API is under /v1")
+    return FileResponse(PAGE, media_type="text/html")
+
+
+async def _snapshot(service: Service) -> dict[str, Any] | None:
+    try:
+        return await service.engine.snapshot()
+    except EngineUnavailable:
+        return None

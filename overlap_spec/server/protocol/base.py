@@ -1,0 +1,163 @@
+"""Fields that several routes share, and how they become sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from overlap_spec.engine.input_processor import check_text
+from overlap_spec.errors import InvalidRequest
+from overlap_spec.types import SamplingParams
+
+Int = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Number = Annotated[float, Field(strict=True, ge=-1e9, le=1e9)]
+
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+    "guided_decoding_backend": None,
+    "guided_whitespace_pattern": None,
+}
+
+
+class Strict(BaseModel):
+    """A body that knows all its fields."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, protected_namespaces=(), populate_by_name=False
+    )
+
+    # Fields that clients know and this server does not have → what to do instead.
+    refused: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        for name in data if isinstance(data, dict) else ():
+            if name in cls.refused:
+                raise InvalidRequest(f"{name} is not supported: {cls.refused[name]}", name)
+        return data
+
+
+class Body(Strict):
+    """A whole body."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_unicode(cls, data: Any) -> Any:
+        check_text(data, None)
+        return data
+
+
+class StructuredOutputs(Strict):
+    """vLLM's ``structured_outputs``: exactly one kind of constraint."""
+
+    json_: str | dict[str, Any] | bool | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool | None = None
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "whitespace_pattern": "white space is compact, or bounded with "
+        '"disable_any_whitespace": false',
+        "disable_fallback": "there is no fallback that could be disabled",
+        "disable_additional_properties": 'say "additionalProperties": false in the schema',
+    }
+
+
+class Sampling(Strict):
+    """How tokens are chosen: OpenAI's fields, and those of vLLM and SGLang."""
+
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Int | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: Annotated[list[Count], Field(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    speculate: bool | None = Field(None, description="False: take no drafts for this request.")
+
+    def parameters(self, **more: Any) -> SamplingParams:
+        """As the engine takes them; None is the default."""
+        given = {name: getattr(self, name) for name in Sampling.model_fields} | more
+        return SamplingParams(**{name: v for name, v in given.items() if v is not None})
+
+
+class Constraint(Strict):
+    """The constraint beside ``response_format``: SGLang's names and vLLM's."""
+
+    json_schema: str | None = Field(None, description="A JSON schema as text.")
+    regex: str | None = None
+    ebnf: str | None = Field(None, description="An EBNF grammar in GBNF's dialect.")
+    structural_tag: str | None = Field(None, description="A structural tag as JSON text.")
+
+
+class StreamOptions(Strict):
+    """What a stream tells beside its output."""
+
+    include_usage: bool | None = None
+    # Padding against readers of packet sizes, which a server on one's own machine need not add.
+    include_obfuscation: bool | None = None
+    include_token_origins: bool | None = Field(
+        None, description="How each token came: drafted, bonus or forced; in `overlap_spec`."
+    )
+
+
+class OpenAIBody(Body, Sampling, Constraint):
+    """What chat and text completions share."""
+
+    model: str | None = None
+    n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = None
+    seed: Int | None = None
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: Annotated[dict[str, Number], Field(max_length=4096)] | None = None
+    max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)] | None = None
+    user: str | None = Field(None, description="Taken and not used.")
+
+    refused: ClassVar[Mapping[str, str]] = {
+        name: f"send structured_outputs{f'.{kind}' if kind else ''} instead"
+        for name, kind in GUIDED.items()
+    }
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends in a chunk with the usage."""
+        options = self.stream_options
+        if options is not None and not self.stream:
+            raise InvalidRequest("stream_options goes with stream: true", "stream_options")
+        return options is not None and options.include_usage is True
+
+    @property
+    def with_origins(self) -> bool:
+        """Whether the stream tells how each token came."""
+        options = self.stream_options
+        return bool(options is not None and options.include_token_origins)
+
+    def bias(self) -> dict[int, float] | None:
+        """``logit_bias`` by token id."""
+        if self.logit_bias is None:
+            return None
+        for token, value in self.logit_bias.items():
+            if not token.isascii() or not token.isdigit() or len(token) > 9:
+                raise InvalidRequest(f"logit_bias: {token!r} is not a token id", "logit_bias")
+            if not -100 <= value <= 100:
+                raise InvalidRequest(
+                    f"logit_bias: {value} is not between -100 and 100", "logit_bias"
+                )
+        return {int(token): value for token, value in self.logit_bias.items()}

@@ -1,0 +1,142 @@
+"""Bodies of ``/v1/completions``, of SGLang's ``/generate``, and of the small routes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from overlap_spec.errors import InvalidRequest
+from overlap_spec.server.protocol.base import Body, Constraint, Count, Int, OpenAIBody, Sampling
+from overlap_spec.server.protocol.chat import ResponseFormat
+from overlap_spec.types import SamplingParams
+
+TokenIds = Annotated[list[Count], Field(min_length=1)]
+Prompts = (
+    str
+    | TokenIds
+    | Annotated[list[str], Field(min_length=1)]
+    | Annotated[list[TokenIds], Field(min_length=1)]
+)
+
+
+def each_prompt(prompts: Any) -> list[str | list[int]]:
+    """The prompts of a field that may hold one or many, as text or as token ids."""
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        return [prompts]
+    return list(prompts)
+
+
+class CompletionBody(OpenAIBody):
+    """A request for text completions."""
+
+    prompt: Prompts
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: Literal[""] | None = None
+    response_format: ResponseFormat | None = None
+
+    def sampling(self) -> SamplingParams:
+        """As the engine takes it.
+
+        Raises:
+            InvalidRequest: fields that contradict each other.
+        """
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequest("best_of is not supported: leave it out, or send n", "best_of")
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("echo with logprobs is not supported: send one of them", "echo")
+        return self.parameters(
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+            seed=self.seed,
+            logit_bias=self.bias(),
+            logprobs=self.logprobs,
+            origins=self.with_origins or None,
+        )
+
+
+class SGLangSampling(Sampling, Constraint):
+    """SGLang's ``sampling_params``."""
+
+    max_new_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    min_new_tokens: Count | None = None
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    sampling_seed: Int | None = None
+    n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: bool | None = None
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "stop_regex": "send stop, or a regex as the constraint",
+        "no_stop_trim": "stop strings are never part of the text",
+        "max_tokens": "send max_new_tokens",
+        "seed": "send sampling_seed",
+        "custom_params": "there are no custom processors",
+    }
+
+    def sampling(self, logprobs: int | None) -> SamplingParams:
+        """As the engine takes it; ``logprobs`` as in SamplingParams."""
+        if self.min_new_tokens is not None and self.min_tokens is not None:
+            raise InvalidRequest("min_new_tokens and min_tokens: send one", "min_new_tokens")
+        minimum = self.min_new_tokens if self.min_tokens is None else self.min_tokens
+        more = {"max_tokens": self.max_new_tokens, "stop": self.stop, "seed": self.sampling_seed}
+        return self.parameters(**more, min_tokens=minimum, logprobs=logprobs)
+
+
+Samplings = Annotated[list[SGLangSampling], Field(min_length=1)]
+
+
+class GenerateBody(Body):
+    """A request in SGLang's shape: ``text`` or ``input_ids``, one or a list."""
+
+    text: str | Annotated[list[str], Field(min_length=1)] | None = None
+    input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1)] | None = None
+    sampling_params: SGLangSampling | Samplings | None = None
+    rid: str | Annotated[list[str], Field(min_length=1)] | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    return_text_in_logprobs: bool | None = None
+    stream: bool | None = None
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "logprob_start_len": "log-probabilities are of the output alone",
+        "image_data": "there are no images",
+        "input_embeds": "send text or input_ids",
+        "lora_path": "there are no adapters",
+        "session_params": "there are no sessions: prompts that start alike share their cache",
+    }
+
+    def prompts(self) -> tuple[list[str | list[int]], bool]:
+        """The prompts, and whether it is a single one."""
+        if (self.text is None) == (self.input_ids is None):
+            raise InvalidRequest("send either text or input_ids", "text")
+        given = self.text if self.text is not None else self.input_ids
+        assert given is not None
+        single = isinstance(given, str) or isinstance(given[0], int)
+        return each_prompt(given), single
+
+
+class AbortBody(Body):
+    """Which request to abort: its ``rid``, the ``id`` of its reply, or all."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+class TokenizeBody(Body):
+    """Text, or a chat, to be tokenised."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(Body):
+    """Tokens to be turned into text."""
+
+    model: str | None = None
+    tokens: Annotated[list[Count], Field(max_length=2**20)]

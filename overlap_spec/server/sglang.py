@@ -1,0 +1,154 @@
+"""SGLang's ``/generate`` and ``/abort_request``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+
+from overlap_spec.async_engine import AsyncRequestHandle
+from overlap_spec.errors import InvalidRequest
+from overlap_spec.server.errors import Json
+from overlap_spec.server.logprobs import sglang_logprobs
+from overlap_spec.server.protocol.text import AbortBody, GenerateBody, SGLangSampling
+from overlap_spec.server.service import RequestGroup, Service, fan_out, interleaved, new_id, verdict
+from overlap_spec.stats import RequestStats
+from overlap_spec.tokenizer import Tokenizer
+from overlap_spec.types import Delta, Output, Request
+
+
+async def generate(service: Service, body: GenerateBody, http: HttpRequest) -> Response:
+    """Complete texts as they are, in SGLang's shape; a list in gives a list out."""
+    prompts, single = body.prompts()
+    count = len(prompts)
+    samplings = _each("sampling_params", body.sampling_params, count)
+    rids = _each("rid", body.rid if count == 1 or isinstance(body.rid, list) else None, count)
+    requests: list[Request] = []
+    field = None
+    for prompt, given in zip(prompts, samplings, strict=True):
+        given = given or SGLangSampling.model_validate({})
+        single = single and (given.n or 1) == 1
+        top = (body.top_logprobs_num or 0) if body.return_logprob else None
+        grammar, name = await service.constraints.of(given)
+        field = field or (f"sampling_params.{name}" if name else None)
+        request = await service.engine.prepare(prompt, grammar, given.sampling(top), raw=True)
+        requests += fan_out([request], given.n or 1)
+    label = body.rid if isinstance(body.rid, str) else rids[0] or new_id("gen")
+    group = RequestGroup(label, requests, field)
+    formatter = SGLangFormatter(service.engine.tokenizer, body, label)
+    if body.stream:
+        return await service.stream(http, group, lambda handles: formatter.events(handles, single))
+    outputs = await service.outputs(http, group)
+    results = [formatter.result(output, index) for index, output in enumerate(outputs)]
+    return Json(results[0] if single else results)
+
+
+class SGLangFormatter:
+    """Outputs as SGLang shows them: each event of a stream holds all that there is so far."""
+
+    def __init__(self, tokenizer: Tokenizer, body: GenerateBody, label: str) -> None:
+        self.tokenizer, self.body, self.label = tokenizer, body, label
+
+    def result(self, output: Output, index: int) -> dict[str, Any]:
+        """A whole output."""
+        reason: dict[str, Any] = {"type": output.finish_reason}
+        if output.finish_reason == "stop" and output.stop_match is not None:
+            reason["matched"] = output.stop_match
+        if output.finish_reason == "length":
+            reason["length"] = output.stats.output_tokens
+        meta = self._meta(index, reason, output)
+        return {"text": output.text, "output_ids": list(output.token_ids), "meta_info": meta}
+
+    async def events(
+        self, handles: Sequence[AsyncRequestHandle], single: bool
+    ) -> AsyncIterator[Any]:
+        """All that is there so far, whenever there is more."""
+        seen: list[list[Delta]] = [[] for _ in handles]
+        async for index, delta in interleaved(handles):
+            seen[index].append(delta)
+            if delta.finish_reason == "error":
+                continue
+            if delta.finish_reason is not None:
+                event = self.result(await handles[index].finish(), index)
+            else:
+                event = self._so_far(seen[index], index, handles[index].request)
+            yield event if single else event | {"index": index}
+
+    def _so_far(self, deltas: Sequence[Delta], index: int, request: Request) -> dict[str, Any]:
+        ids = tuple(token for delta in deltas for token in delta.token_ids)
+        logprobs = tuple(entry for delta in deltas for entry in delta.logprobs)
+        text = "".join(delta.text for delta in deltas)
+        meta = {
+            "id": self._id(index),
+            "finish_reason": None,
+            "prompt_tokens": len(request.prompt_ids),
+            "completion_tokens": len(ids),
+        }
+        meta |= self._logprobs(ids, logprobs)
+        return {"text": text, "output_ids": list(ids), "meta_info": meta}
+
+    def _meta(self, index: int, reason: dict[str, Any], output: Output) -> dict[str, Any]:
+        stats = output.stats
+        return {
+            "id": self._id(index),
+            "finish_reason": reason,
+            "prompt_tokens": stats.prompt_tokens,
+            "completion_tokens": stats.output_tokens,
+            "cached_tokens": stats.cached_tokens,
+            **speculation(stats),
+            "e2e_latency": stats.end_to_end_ms / 1e3,
+            "ttft": stats.ttft_ms / 1e3,
+            "grammar_compile_ms": stats.grammar_compile_ms,
+            "grammar_ms": stats.grammar_ms,
+            "exposed_ms": stats.exposed_ms,
+            **verdict(output),
+            **self._logprobs(output.token_ids, output.logprobs),
+        }
+
+    def _logprobs(self, ids: Sequence[int], logprobs: Any) -> dict[str, Any]:
+        if not self.body.return_logprob:
+            return {}
+        with_text = self.body.return_text_in_logprobs is True
+        return sglang_logprobs(self.tokenizer, ids, logprobs, with_text)
+
+    def _id(self, index: int) -> str:
+        rid = self.body.rid
+        if isinstance(rid, list) and index < len(rid):
+            return rid[index]
+        return self.label if index == 0 else f"{self.label}-{index}"
+
+
+def speculation(stats: RequestStats) -> dict[str, Any]:
+    """What speculation gave a request, under SGLang's names."""
+    return {
+        "spec_accept_rate": stats.accept_rate,
+        "spec_accept_length": stats.accept_length,
+        "spec_verify_ct": stats.verifies,
+        "spec_correct_drafts_histogram": stats.accept_histogram,
+    }
+
+
+async def abort_request(service: Service, body: AbortBody) -> Response:
+    """Abort what runs under an id, or everything; says how many were found."""
+    if body.abort_all:
+        labels = list(service.by_label)
+    elif body.rid is not None:
+        labels = [body.rid] if body.rid in service.by_label else []
+    else:
+        raise InvalidRequest("send rid, or abort_all: true", "rid")
+    found = [
+        handle for label in labels for handle in service.by_label[label] if handle.output is None
+    ]
+    for handle in found:
+        handle.abort()
+    return Json({"aborted": len(found)})
+
+
+def _each(name: str, value: Any, count: int) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequest(f"{len(value)} values for {count} prompts", name)
+    return value

@@ -1,0 +1,233 @@
+"""The recorded passes of the trees, by tier and batch size; made when they are first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from overlap_spec.drafters.base import Drafter
+from overlap_spec.kernels import Tree
+from overlap_spec.types import Tier
+from overlap_spec.worker.graphs import CudaGraph, Eager, Recorded, Tensors, TracedGraph
+from overlap_spec.worker.tables import RowTables
+
+
+class Recordable(Protocol):
+    """The passes, as :class:`overlap_spec.worker.model_runner.ModelRunner` has them."""
+
+    drafter: Drafter | None
+    tables: RowTables
+    device: torch.device
+    fault: Exception | None
+    draft_pools: Iterable[Any]
+
+    extends: bool
+
+    draft_trees: Callable[..., Tensors]
+    dead_trees: Callable[..., Tensors]
+    verify_trees: Callable[..., Tensors]
+    verify_packed: Callable[..., Tensors]
+    commit_trees: Callable[..., Tensors]
+    extend_trees: Callable[..., Tensors]
+
+
+class TierGraphs(NamedTuple):
+    """One tier's passes. ``draft`` is None where trees are drafted without a recording, ``extend``
+    where the drafter is not recorded, or there is none."""
+
+    draft: Recorded | None
+    verify: Recorded
+    commit: Recorded
+    extend: Recorded | None
+
+
+class GraphRunner:
+    """What a worker has recorded.
+
+    A CUDA graph is good for one padded number of rows, a trace for any. Recordings are made over
+    the row of padding: no request's state is touched.
+
+    Args:
+        runner: Whose passes they are; a module that holds every tensor that they touch.
+        enabled: False records nothing.
+
+    Attributes:
+        bytes: Memory that CUDA graphs took.
+        recording: Whether a pass is being recorded.
+    """
+
+    def __init__(self, runner: Any, enabled: bool) -> None:
+        self.bytes, self.recording, self.enabled = 0, False, enabled
+        self._runner = runner
+        passes: Recordable = runner
+        self._passes = passes
+        self._cuda = passes.device.type == "cuda"
+        self._pool: Any = None
+        self._tiers: dict[tuple[Tier, int], TierGraphs] = {}
+        self._packed: dict[tuple[Tier, int, int], Recorded] = {}
+
+    @property
+    def count(self) -> int:
+        """Sets of passes that have been recorded."""
+        return (len(self._tiers) + len(self._packed)) * self.enabled
+
+    def find(self, tier: Tier, rows: int) -> TierGraphs:
+        """The passes over ``rows`` trees of a tier."""
+        key = tier, rows if self._cuda else 0
+        found = self._tiers.get(key)
+        if found is None:
+            with self._record():
+                found = self._tiers[key] = self._make_tier(tier, rows)
+        return found
+
+    def find_packed(self, tier: Tier, rows: int, count: int) -> Recorded:
+        """Verify over ``count`` nodes of ``rows`` trees: see :meth:`ModelRunner.verify_packed`."""
+        key = (tier, rows, count) if self._cuda else (tier, 0, 0)
+        found = self._packed.get(key)
+        if found is None:
+            with self._record():
+                found = self._packed[key] = self._make_packed(tier, rows, count)
+        return found
+
+    def _make_tier(self, tier: Tier, size: int) -> TierGraphs:
+        passes = self._passes
+        if not self.enabled:
+            verify, commit = (
+                Eager(partial(work, tier)) for work in (passes.verify_trees, passes.commit_trees)
+            )
+            return TierGraphs(None, verify, commit, None)
+        # In a trace of a single row, sizes of 1 would look alike.
+        padding, pages = self._padding(size if self._cuda else 2)
+        others = self._padding(size if self._cuda else 3)
+        drafter = passes.drafter
+        recorded = drafter is not None and drafter.recorded and passes.fault is None
+        draft = extend = None
+        if drafter is None or tier.steps == 0 or (recorded and not drafter.host):
+            draft = self._guarded(partial(passes.draft_trees, tier), (padding, pages), others)
+        drafted = draft or Eager(partial(passes.dead_trees, tier))
+        _, positions, _, *tensors = drafted(padding, pages)
+        tree = Tree(*tensors)
+        inputs = pages, positions, tree.tokens, tree.depths, tree.ancestors
+        verify_graph = self._make(partial(passes.verify_trees, tier), *inputs)
+        _, *features = verify_graph(*inputs)
+        every = padding.new_full((tree.tokens.numel(),), -1)
+        limits = torch.full_like(padding, tier.steps)
+        commit_graph = self._make(
+            partial(passes.commit_trees, tier), padding, pages, positions, *tree, every, limits
+        )
+        if recorded and passes.extends:
+            path, tokens = (padding.new_zeros(len(padding), tier.steps + 1) for _ in range(2))
+            lengths = torch.zeros_like(padding)
+            given = padding, pages, positions, tokens, path, lengths, *features
+            rows = len(others[0])
+            tokens, path = (
+                x.new_full((rows, tier.steps + 1), n) for x, n in ((tokens, 5), (path, 0))
+            )
+            lengths = lengths.new_full((rows,), min(tier.steps, 1))
+            positions = torch.zeros_like(others[0])
+            features = [x.new_full((rows * tier.nodes, x.shape[1]), 0.25) for x in features]
+            extend = self._guarded(
+                partial(passes.extend_trees, tier),
+                given,
+                (*others, positions, tokens, path, lengths, *features),
+            )
+        return TierGraphs(draft, verify_graph, commit_graph, extend)
+
+    def _make_packed(self, tier: Tier, rows: int, count: int) -> Recorded:
+        passes = self._passes
+        if not self.enabled:
+            return Eager(passes.verify_packed)
+        rows, count = (rows, count) if self._cuda else (2, 3)
+        padding, pages = self._padding(rows)
+        nodes = max(tier.nodes, 2)
+        # The roots, then as many more as are asked for; in ascending order.
+        more = [n for n in range(rows * nodes) if n % nodes][: count - rows]
+        pack = torch.tensor(sorted([r * nodes for r in range(rows)] + more), device=padding.device)
+        tokens = padding.new_zeros(rows, nodes)
+        seen = torch.eye(nodes, dtype=torch.bool, device=padding.device).expand(rows, -1, -1)
+        inputs = pack, pages, torch.zeros_like(padding), tokens, tokens, seen.contiguous()
+        return self._make(passes.verify_packed, *inputs)
+
+    def _padding(self, rows: int) -> tuple[Tensor, Tensor]:
+        tables = self._passes.tables
+        padding = torch.full((rows,), tables.padding_row, device=self._passes.device)
+        return padding, tables.pages[padding]
+
+    @contextmanager
+    def _record(self) -> Any:
+        before, self.recording = self._reserved(), self.enabled
+        try:
+            yield
+        finally:
+            self.recording = False
+            self.bytes += self._reserved() - before
+
+    def _guarded(
+        self, work: Callable[..., Tensors], inputs: Tensors, others: Tensors
+    ) -> Recorded | None:
+        """A recording of the drafter's work over ``inputs``, held against the work itself over
+        ``others`` (a trace: of another batch size); None, and the drafter's fault told, where that
+        fails."""
+        try:
+            recorded = self._make(work, *inputs)
+        except Exception as error:  # a drafter's fault costs no request
+            self._passes.fault = error
+            return None
+        cause: Exception | None = None
+        try:
+            if self._same(recorded, work, *others):
+                return recorded
+        except Exception as error:  # the recording's, or the drafter's
+            cause = error
+        fault = RuntimeError(
+            f"{type(self._passes.drafter).__name__}: its recording gives other results than the "
+            "drafter itself; keep values and sizes on the device, or set recorded = False"
+        )
+        fault.__cause__ = cause
+        self._passes.fault = fault
+        return None
+
+    def _same(self, recorded: Recorded, work: Callable[..., Tensors], *inputs: Tensor) -> bool:
+        """Whether both give the same results, and leave the drafter in the same state."""
+        tables, drafter = self._passes.tables, self._passes.drafter
+        if drafter is None:
+            return True
+        state = _own_buffers(drafter)
+        tables.roots[-1:], tables.committed[-1:] = 3, 2
+        outcomes = []
+        try:
+            for run in (recorded, work):
+                for cache in self._passes.draft_pools:
+                    cache.clear((0,))
+                for buffer in state:
+                    buffer[-1:] = 0.5 if buffer.is_floating_point() else 1
+                kept = (*run(*inputs), *(b[-1:] for b in state))
+                outcomes.append([x.clone() for x in kept])
+        finally:
+            tables.roots[-1:], tables.committed[-1:] = 0, 0
+        return all(
+            replayed.shape == direct.shape
+            and torch.allclose(
+                replayed.float(), direct.float(), rtol=1e-3, atol=1e-3, equal_nan=True
+            )
+            for replayed, direct in zip(*outcomes, strict=True)
+        )
+
+    def _make(self, work: Callable[..., Tensors], *inputs: Tensor) -> Recorded:
+        if not self._cuda:
+            return TracedGraph(self._runner, work, inputs)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return CudaGraph(work, inputs, self._pool)
+
+    def _reserved(self) -> int:
+        return torch.cuda.memory_reserved(self._passes.device) if self._cuda else 0
+
+
+def _own_buffers(drafter: Drafter) -> list[Tensor]:
+    """What a drafter keeps for each row."""
+    return [b for b in drafter.buffers(recurse=False) if b.dim() and not b.is_mkldnn]

@@ -1,0 +1,151 @@
+"""A step under way: its events, its buffers, and everything that its results need for reading."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from overlap_spec.types import HostTrees, StepPlan, Tier
+from overlap_spec.worker.batch import Batch, Staging
+from overlap_spec.worker.graphs import padded_size
+from overlap_spec.worker.streams import Event, Streams, Value
+
+if TYPE_CHECKING:
+    from overlap_spec.worker.tables import SamplingFeatures
+
+
+class Events:
+    """One step's events, in the order in which they are recorded; pooled with its buffers."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.uploaded = streams.event()
+        self.drafted = streams.event()
+        self.tree_on_host = streams.event()
+        self.verified = streams.event()
+        self.masks_ready = streams.event()
+        self.results_on_host = streams.event()
+        self.free = streams.event()
+
+    def reset(self) -> None:
+        """Forget what was recorded: waiting for it raises again."""
+        for event in vars(self).values():
+            event.reset()
+
+
+class Buffers:
+    """What one step in flight reads from and writes to the host; pinned where that matters.
+
+    Attributes:
+        links: int64, room for ``(3, S, nodes)``: tokens, first children, next siblings of all
+            trees.
+        masks, limits: int32 ``(nodes, words)`` mask rows and int64 ``(requests,)`` depth limits
+            on the host; ``device_masks``, ``device_limits`` their copies on the device, which on
+            the CPU are the same memory.
+        results: int64, room for what :class:`overlap_spec.worker.model_runner.AcceptResult` packs.
+        events: Recorded anew by each step that uses the buffers; ``events.free`` after its last
+            use.
+        keep: The step's tensors, which streams other than their own read until then.
+    """
+
+    def __init__(self, tier: Tier, rows: int, words: int, streams: Streams, device: torch.device):
+        pinned = device.type == "cuda"
+        most = padded_size(rows)
+        nodes = most * tier.nodes
+        self.links = torch.zeros(3 * nodes, dtype=torch.int64, pin_memory=pinned)
+        self.masks = torch.zeros(nodes, words, dtype=torch.int32, pin_memory=pinned)
+        self.limits = torch.zeros(most, dtype=torch.int64, pin_memory=pinned)
+        self.device_masks, self.device_limits = self.masks, self.limits
+        if pinned:
+            self.device_masks = torch.zeros(nodes, words, dtype=torch.int32, device=device)
+            self.device_limits = torch.zeros(most, dtype=torch.int64, device=device)
+        columns = 3 + 2 * (tier.steps + 1)
+        self.results = torch.zeros(2 * most * columns, dtype=torch.int64, pin_memory=pinned)
+        self.staging = Staging()
+        self.events = Events(streams)
+        self.in_use = False
+        self.keep: object = None
+
+    def mask_rows(self, count: int) -> NDArray[np.int32]:
+        """The lane's view of the first ``count`` rows."""
+        rows: NDArray[np.int32] = self.masks[:count].numpy()
+        return rows
+
+
+class TierState:
+    """What a tier owns: its buffers, allocated once and rotated over the steps in flight."""
+
+    def __init__(
+        self, tier: Tier, rows: int, words: int, streams: Streams, device: torch.device
+    ) -> None:
+        self._buffers = [Buffers(tier, rows, words, streams, device) for _ in range(2)]
+
+    def rotate(self) -> Buffers:
+        """The buffers used longest ago, when all that used them has passed."""
+        buffers = self._buffers.pop(0)
+        self._buffers.append(buffers)
+        if buffers.in_use:
+            buffers.events.free.synchronize()
+            buffers.events.reset()
+        buffers.in_use = True
+        return buffers
+
+
+@dataclass
+class InFlightStep:
+    """One step between its plan and its results.
+
+    Attributes:
+        accepted: When its tokens were decided; outlives the buffers, since the next step's idle
+            time is measured from it.
+        constrained: Whether any of its requests has a grammar.
+        features: What its requests ask of the sampler.
+        batch, drafted, verified, decided: What the streams' work hands on.
+        limits: Depth down to which each request's mask rows are good.
+        results: The packed results of the trees and of the final chunks, on the host.
+    """
+
+    plan: StepPlan
+    buffers: Buffers
+    accepted: Event
+    constrained: bool
+    features: SamplingFeatures
+    batch: Value[Batch] = field(default_factory=Value)
+    drafted: Value[Any] = field(default_factory=Value)
+    verified: Value[Any] = field(default_factory=Value)
+    decided: Value[Any] = field(default_factory=Value)
+    limits: tuple[int, ...] = ()
+    results: list[Tensor] = field(default_factory=list)
+    logprobs: list[tuple[Tensor, ...]] = field(default_factory=list)
+
+    @property
+    def events(self) -> Events:
+        return self.buffers.events
+
+    def host_trees(self) -> HostTrees:
+        """The drafted trees, then a node for each final chunk; once ``tree_on_host`` has passed."""
+        plan, final = self.plan, self.plan.final_chunks
+        trees, nodes = len(plan.decode_rows), plan.tier.nodes
+        links = self.links
+        tokens, child, sibling = links.reshape(3, trees * nodes)
+        sizes = [nodes] * trees + [1] * len(final)
+        offsets = np.zeros(len(sizes) + 1, np.int64)
+        np.cumsum(sizes, out=offsets[1:])
+        if final:
+            none = np.full(len(final), -1, np.int64)
+            ends = np.array([chunk.tokens[-1] for chunk in final], np.int64)
+            tokens = np.concatenate([tokens, ends])
+            child, sibling = np.concatenate([child, none]), np.concatenate([sibling, none])
+        return HostTrees(tokens, child, sibling, offsets)
+
+    @property
+    def links(self) -> NDArray[np.int64]:
+        """int64 ``(3, trees, nodes)``: tokens, first children and next siblings on the host."""
+        trees, nodes = len(self.plan.decode_rows), self.plan.tier.nodes
+        rows = self.batch.get().rows.shape[0]
+        links: NDArray[np.int64] = self.buffers.links[: 3 * rows * nodes].numpy()
+        return links.reshape(3, rows, nodes)[:, :trees]

@@ -1,0 +1,574 @@
+"""What the compute stream does in a step: draft, verify, accept, extend.
+
+A step's trees and its prompts' chunks run apart: the trees' passes are recorded and replayed, the
+chunks run beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from overlap_spec.drafters.base import Committed, Draft, DraftCache, Drafter, Roots
+from overlap_spec.kernels import KeySpan, Tree, accept_path, build_chain, build_tree, select_nodes
+from overlap_spec.models.decoder import Attend, Decoder
+from overlap_spec.types import StepPlan, Tier
+from overlap_spec.worker.batch import Batch, Chunks
+from overlap_spec.worker.graph_runner import GraphRunner
+from overlap_spec.worker.graphs import Tensors, padded, padded_size
+from overlap_spec.worker.kv_pool import KVPool, PagedAttend
+from overlap_spec.worker.sampler import Masks, Nodes, Sampler
+from overlap_spec.worker.tables import RowTables, SamplingFeatures
+
+SCORE_UNIT = 2.0**20
+DEAD_SCORE = -(2.0**62)
+
+
+class Drafted(NamedTuple):
+    """Trees after the roots of ``batch.rows``; the last rows may be padding.
+
+    ``links`` int64 ``(3, S, N)``: the trees' tokens, first children and next siblings, for the
+    host. ``pack`` int64 ``(T,)``: the flat numbers of the nodes that are verified; None: all.
+    """
+
+    roots: Roots
+    tree: Tree
+    links: Tensor
+    pack: Tensor | None
+
+
+class Verified(NamedTuple):
+    """The target's answers.
+
+    ``logits``: of the trees' verified nodes, ``(S * N, V)`` or ``(T, V)``; ``features``: the
+    drafter's, ``(S * N, F)``. ``chunk_logits (F, V)``: of the final chunks' last tokens;
+    ``chunk_features``: of all chunks' tokens.
+    """
+
+    logits: Tensor | None
+    features: Tensor | None
+    chunk_logits: Tensor | None
+    chunk_features: Tensor | None
+
+
+class AcceptResult(NamedTuple):
+    """What the trees of a step got, or its final chunks.
+
+    ``lengths`` int64 ``(R,)``: accepted drafts. ``tokens`` int64 ``(R, W)``: the target's choices
+    along the accepted path, of which ``lengths + 1`` count; the last may be negative. ``path``
+    int64 ``(R, W)``: the accepted nodes. ``packed`` int64 ``(R, ...)``: what goes to the host: of
+    trees the length, how many drafts lived, the tokens, and in units of 1 / :data:`SCORE_UNIT`
+    the scores along the path and the best score of the last node's children; of chunks their
+    token.
+    ``logprobs``: of each of ``tokens``, and the best ones and their ids: ``(R, W)``,
+    ``(R, W, n)``, ``(R, W, n)``.
+    """
+
+    lengths: Tensor
+    tokens: Tensor
+    path: Tensor
+    packed: Tensor
+    logprobs: tuple[Tensor, Tensor, Tensor] | None = None
+
+
+class Accepted(NamedTuple):
+    """A step's decisions; None for what it did not have."""
+
+    trees: AcceptResult | None
+    chunks: AcceptResult | None
+
+
+class CommittedTokens(Committed):
+    """Committed tokens of one rectangle of trees, or of ragged chunks.
+
+    ``slots`` int64 ``(T,)``: physical slots, the same in every cache; ``span``: what they see.
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        features: Tensor | None,
+        rows: Tensor,
+        last: Tensor,
+        slots: Tensor,
+        span: KeySpan,
+    ) -> None:
+        self.tokens, self.positions, self.features = tokens, positions, features
+        self.rows, self.last, self._slots, self._span = rows, last, slots, span
+
+    def attend(self, cache: DraftCache) -> Attend:
+        assert isinstance(cache, KVPool)
+        return PagedAttend(cache, self._slots, replace(self._span, first=cache.first))
+
+
+class ModelRunner(nn.Module):
+    """The models of a worker and what is computed with them.
+
+    Args:
+        record: Whether passes are recorded and replayed.
+
+    Attributes:
+        extends: Whether the drafter takes in what was committed.
+        fault: What the drafter raised, while it is not used for that.
+    """
+
+    page_features: Tensor
+
+    def __init__(
+        self,
+        target: Decoder,
+        drafter: Drafter | None,
+        tables: RowTables,
+        pool: KVPool,
+        draft_pools: list[KVPool],
+        record: bool,
+    ) -> None:
+        super().__init__()
+        self.target, self.drafter, self.tables = target, drafter, tables
+        self.pool, self.draft_pools = pool, nn.ModuleList(draft_pools)
+        self.sampler = Sampler(tables)
+        self.device = tables.device
+        self.last_position = target.config.max_position - 1
+        self.feature_layers = drafter.feature_layers if drafter is not None else ()
+        self.extends = drafter is not None and type(drafter).extend is not Drafter.extend
+        self.fault: Exception | None = None
+        self.graphs = GraphRunner(self, record)
+        if self.feature_layers:
+            # One feature a page, so that a prefix can be reused with the drafter's cache.
+            width = len(self.feature_layers) * target.config.hidden_size
+            self.register_buffer("page_features", pool.k.new_zeros(pool.k.shape[1], width))
+
+    # Draft
+
+    def draft(self, batch: Batch, proposed: Draft | None = None) -> Drafted | None:
+        """Enter the plan's pages, then grow the trees; None where a step only prefills.
+
+        Args:
+            proposed: What a host drafter proposed for the first rows of the batch.
+        """
+        plan, tables, rows = batch.plan, self.tables, batch.rows
+        if len(batch.page_index):
+            tables.pages.view(-1)[batch.page_index] = batch.page_values
+        if not batch.trees:
+            return None
+        pages = tables.pages[rows, : self._visible(plan)]
+        graphs = self.graphs.find(plan.tier, len(rows))
+        outputs: Tensors | None = None
+        if proposed is None and graphs.draft is not None and self.fault is None:
+            try:
+                outputs = graphs.draft(rows, pages)
+                rows, pages = graphs.draft.kept(rows, pages)
+            except Exception as error:  # a drafter's fault costs no request
+                self.fault = error
+        if outputs is None:
+            outputs = self.draft_trees(plan.tier, rows, pages, proposed)
+        tokens, positions, links, *tree = outputs
+        drafted = Drafted(Roots(rows, pages, tokens, positions), Tree(*tree), links, None)
+        return drafted if plan.budget.nodes is None else self._select(batch, drafted)
+
+    def draft_trees(
+        self, tier: Tier, rows: Tensor, pages: Tensor, proposed: Draft | None = None
+    ) -> Tensors:
+        """The roots' tokens and positions, the links, and the tensors of the trees."""
+        roots = Roots(rows, pages, self.tables.roots[rows], self.tables.committed[rows])
+        if self.drafter is None or tier.steps == 0:
+            draft = _no_draft(roots, 0)
+        elif proposed is not None:
+            missing = len(rows) - len(proposed.tokens)
+            draft = Draft(*(padded(x, len(rows)) for x in proposed if x is not None))
+            if missing:
+                draft.scores[-missing:] = -torch.inf
+        elif self.drafter.host:
+            draft = _no_draft(roots, tier.nodes - 1)
+        elif self.graphs.recording:
+            draft = self.drafter.draft(roots, tier)
+        else:
+            draft = self._draft_or_none(roots, tier)
+        return roots.tokens, roots.positions, *_link(roots.tokens, draft, tier.steps)
+
+    def dead_trees(self, tier: Tier, rows: Tensor, pages: Tensor) -> Tensors:
+        """As :meth:`draft_trees`, where nothing is drafted: what a recording needs of a tree."""
+        roots = Roots(rows, pages, self.tables.roots[rows], self.tables.committed[rows])
+        draft = _no_draft(roots, tier.nodes - 1)
+        return roots.tokens, roots.positions, *_link(roots.tokens, draft, tier.steps)
+
+    def _draft_or_none(self, roots: Roots, tier: Tier) -> Draft:
+        """The drafter's draft; dead nodes alone where it raises, or has lately."""
+        assert self.drafter is not None
+        if self.fault is None:
+            try:
+                return self.drafter.draft(roots, tier)
+            except Exception as error:  # a drafter's fault costs no request
+                self.fault = error
+        return _no_draft(roots, tier.nodes - 1)
+
+    def _select(self, batch: Batch, drafted: Drafted) -> Drafted:
+        """Keep the best nodes of the whole batch, as many as the budget says."""
+        roots, tree, _, _ = drafted
+        rows, nodes = tree.tokens.shape
+        assert batch.plan.budget.nodes is not None
+        # Rows of padding bring their roots.
+        wanted = batch.plan.budget.nodes + rows - batch.trees
+        # A recording for every number of nodes would be too many.
+        count = padded_size(wanted) if self.graphs.enabled else wanted
+        count = min(count, rows * nodes)
+        pack, scores = select_nodes(tree.scores, count, batch.least, batch.most)
+        draft = Draft(tree.tokens[:, 1:], tree.parents[:, 1:], scores[:, 1:])
+        links, *kept = _link(roots.tokens, draft, batch.plan.tier.steps)
+        return Drafted(roots, Tree(*kept), links, pack if count < rows * nodes else None)
+
+    # Verify
+
+    def verify(self, batch: Batch, drafted: Drafted | None) -> Verified:
+        """The target over the trees, and over the chunks beside them."""
+        logits = features = chunk_logits = chunk_features = None
+        if drafted is not None:
+            roots, tree, _, pack = drafted
+            inputs = (roots.pages, roots.positions, tree.tokens, tree.depths, tree.ancestors)
+            tier = batch.plan.tier
+            if pack is None:
+                logits, *rest = self.graphs.find(tier, len(roots.rows)).verify(*inputs)
+            else:
+                logits, *rest = self.graphs.find_packed(tier, len(roots.rows), len(pack))(
+                    pack, *inputs
+                )
+            features = rest[0] if rest else None
+        if batch.chunks is not None:
+            chunk_logits, chunk_features = self._prefill(batch.chunks)
+        return Verified(logits, features, chunk_logits, chunk_features)
+
+    def verify_trees(
+        self,
+        tier: Tier,
+        pages: Tensor,
+        roots: Tensor,
+        tokens: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
+    ) -> Tensors:
+        """The target over all nodes: logits ``(S * N, V)``, and features ``(S * N, F)`` if any."""
+        place = self._within(roots[:, None] + depths)
+        slots = roots[:, None] + self._count(tokens.shape[1])
+        attend = self.pool.attend(pages, slots, roots, place, ancestors if tier.top_k > 1 else None)
+        hidden, features = self.target(
+            tokens.flatten(), place.flatten(), attend, self.feature_layers
+        )
+        logits = self.target.logits(hidden)
+        return (logits,) if features is None else (logits, features)
+
+    def verify_packed(
+        self,
+        pack: Tensor,
+        pages: Tensor,
+        roots: Tensor,
+        tokens: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
+    ) -> Tensors:
+        """The target over the nodes ``pack (T,)`` alone: logits ``(T, V)``, features ``(S * N, F)``
+        with zeros where nothing was verified."""
+        batch, nodes = tokens.shape
+        place = self._within(roots[:, None] + depths).flatten()[pack]
+        slots = self.pool.slots(pages, roots[:, None] + self._count(nodes)).flatten()[pack]
+        bounds = torch.arange(batch + 1, device=self.device) * nodes
+        span = KeySpan(
+            pages,
+            roots,
+            place,
+            ancestors.flatten(0, 1)[pack],
+            offsets=torch.searchsorted(pack, bounds),
+            longest=nodes,
+        )
+        hidden, features = self.target(
+            tokens.flatten()[pack], place, PagedAttend(self.pool, slots, span), self.feature_layers
+        )
+        logits = self.target.logits(hidden)
+        if features is None:
+            return (logits,)
+        every = features.new_zeros(batch * nodes, features.shape[1])
+        return logits, every.index_copy_(0, pack, features)
+
+    def _prefill(self, chunks: Chunks) -> tuple[Tensor | None, Tensor | None]:
+        """The target over all chunks in one pass."""
+        span = KeySpan(
+            self.tables.pages[chunks.rows],
+            chunks.starts,
+            chunks.positions,
+            offsets=chunks.offsets,
+            longest=chunks.longest,
+        )
+        slots = self._token_slots(chunks.token_rows, chunks.positions)
+        attend = PagedAttend(self.pool, slots, span)
+        hidden, features = self.target(chunks.tokens, chunks.positions, attend, self.feature_layers)
+        if not len(chunks.last):
+            return None, features
+        return self.target.logits(hidden[chunks.last]), features
+
+    # Accept
+
+    def accept(
+        self,
+        batch: Batch,
+        drafted: Drafted | None,
+        verified: Verified,
+        features: SamplingFeatures,
+        masks: tuple[Masks, Tensor] | None,
+    ) -> Accepted:
+        """Mask, choose at every node, accept, and commit: the step's one decision.
+
+        Args:
+            masks: What the nodes of the trees, then the final chunks, may choose, and the depth
+                limits int64 ``(S,)`` of the trees; None where no request has a grammar.
+        """
+        trees = chunks = None
+        if drafted is not None:
+            trees = self._accept_trees(batch, drafted, verified, features, masks)
+        if batch.chunks is not None:
+            chunks = self._accept_chunks(batch, verified, features, masks)
+        return Accepted(trees, chunks)
+
+    def _accept_trees(
+        self,
+        batch: Batch,
+        drafted: Drafted,
+        verified: Verified,
+        features: SamplingFeatures,
+        masks: tuple[Masks, Tensor] | None,
+    ) -> AcceptResult:
+        (roots, tree, _, pack), logits = drafted, verified.logits
+        assert logits is not None
+        rows, nodes = tree.tokens.shape
+        count = batch.trees * nodes
+        limits = self.tables.depth_limit[roots.rows]
+        allowed = None
+        if masks is not None:
+            limits = torch.minimum(limits, masks[1])
+            allowed = masks[0].first(count) if pack is None else masks[0].packed(pack, count)
+        if pack is None:
+            logits = logits[:count]
+        place = self._nodes(drafted, len(logits)) if features.by_node else None
+        logits = self.sampler.process(logits, place, features)
+        choices = self.sampler.choose(logits, place, features, allowed)
+        every = choices.new_full((rows * nodes,), -1)
+        every = every.index_copy_(0, self._count(count) if pack is None else pack, choices)
+        commit = self.graphs.find(batch.plan.tier, rows).commit
+        lengths, tokens, path, packed = commit(
+            roots.rows, roots.pages, roots.positions, *tree, every, limits
+        )
+        accepted = AcceptResult(lengths, tokens, path, packed)
+        count = batch.trees
+        real = AcceptResult(lengths[:count], tokens[:count], path[:count], packed[:count])
+        if features.penalised:
+            self.tables.count_output(roots.rows[: batch.trees], real.tokens, real.lengths)
+        if features.top_logprobs is None:
+            return accepted
+        index = self._count(batch.trees)[:, None] * nodes + real.path
+        if pack is not None:
+            inverse = torch.zeros_like(every).index_copy_(0, pack, self._count(len(pack)))
+            index = inverse[index]
+        return accepted._replace(
+            logprobs=self.sampler.logprobs(
+                logits, index, real.tokens, features.top_logprobs, allowed
+            )
+        )
+
+    def commit_trees(
+        self, tier: Tier, rows: Tensor, pages: Tensor, roots: Tensor, *rest: Tensor
+    ) -> Tensors:
+        """Follow the choices down the trees, and make what they accept the rows' new state.
+
+        Args:
+            rest: The trees' tensors, the choice after every node int64 ``(S * N,)``, and the depth
+                limits int64 ``(S,)``.
+        """
+        tables, tree, (choices, limits) = self.tables, Tree(*rest[:-2]), rest[-2:]
+        width = tier.steps + 1
+        choices = choices.view_as(tree.tokens)
+        accepted = accept_path(choices, tree, width, limits)
+        lengths, path = accepted.lengths, accepted.path
+        tokens = choices.gather(1, path)
+        if tier.top_k > 1:
+            base = roots[:, None]
+            self.pool.move(pages, base + path, base + self._count(width))
+        tables.committed[rows] = roots + lengths + 1
+        tables.roots[rows] = accepted.bonus.clamp(min=0)
+        # Else the padding row would grow out of its pages.
+        tables.committed[-1:] = 0
+        last = path.gather(1, lengths[:, None])
+        refused = torch.where(tree.parents == last, tree.scores, -torch.inf).amax(1, keepdim=True)
+        scores = torch.cat([tree.scores.gather(1, path), refused], 1)
+        living = (tree.scores > -torch.inf).sum(1, keepdim=True) - 1
+        # Fixed point, since they travel among integers; -inf is far below any score.
+        fixed = (scores * SCORE_UNIT).clamp(min=DEAD_SCORE).long()
+        packed = torch.cat([lengths[:, None], living, tokens, fixed], 1)
+        return lengths, tokens, path, packed
+
+    def _accept_chunks(
+        self,
+        batch: Batch,
+        verified: Verified,
+        features: SamplingFeatures,
+        masks: tuple[Masks, Tensor] | None,
+    ) -> AcceptResult | None:
+        chunks, logits = batch.chunks, verified.chunk_logits
+        assert chunks is not None
+        self.tables.committed[chunks.rows] = chunks.starts + chunks.sizes
+        if logits is None:
+            return None
+        rows, count = chunks.final_rows, len(chunks.final_rows)
+        allowed = masks[0].last(count) if masks is not None else None
+        place = Nodes(rows, chunks.positions[chunks.last] + 1, None, None)
+        logits = self.sampler.process(logits, place, features)
+        tokens = self.sampler.choose(logits, place, features, allowed)
+        self.tables.roots[rows] = tokens.clamp(min=0)
+        lengths, tokens = torch.zeros_like(tokens), tokens[:, None]
+        accepted = AcceptResult(lengths, tokens, lengths[:, None], tokens)
+        if features.penalised:
+            self.tables.count_output(rows, tokens, lengths)
+        if features.top_logprobs is None:
+            return accepted
+        index, top = self._count(count)[:, None], features.top_logprobs
+        return accepted._replace(
+            logprobs=self.sampler.logprobs(logits, index, tokens, top, allowed)
+        )
+
+    def _nodes(self, drafted: Drafted, count: int) -> Nodes:
+        """Rows and positions of the first ``count`` verified nodes."""
+        roots, tree, _, pack = drafted
+        rows = roots.rows.repeat_interleave(tree.tokens.shape[1])
+        after = (roots.positions[:, None] + tree.depths + 1).flatten()
+        if pack is None:
+            return Nodes(rows[:count], after[:count], tree, None)
+        return Nodes(rows[pack], after[pack], tree, pack)
+
+    # Extend
+
+    def extend(
+        self, batch: Batch, drafted: Drafted | None, verified: Verified, accepted: Accepted
+    ) -> None:
+        """Feed the drafter what was committed: each token with the feature before it."""
+        if not self.extends or self.fault is not None:
+            return
+        try:
+            if drafted is not None and accepted.trees is not None:
+                roots, (lengths, tokens, path, *_) = drafted.roots, accepted.trees
+                graphs = self.graphs.find(batch.plan.tier, len(roots.rows))
+                features = () if verified.features is None else (verified.features,)
+                inputs = (roots.rows, roots.pages, roots.positions, tokens, path, lengths)
+                if graphs.extend is not None:
+                    graphs.extend(*inputs, *features)
+                else:
+                    self.extend_trees(batch.plan.tier, *inputs, *features)
+            if batch.chunks is not None:
+                self._extend_chunks(batch.chunks, verified.chunk_features, accepted.chunks)
+        except Exception as error:  # a drafter's fault costs no request
+            self.fault = error
+
+    def extend_trees(
+        self,
+        tier: Tier,
+        rows: Tensor,
+        pages: Tensor,
+        roots: Tensor,
+        tokens: Tensor,
+        path: Tensor,
+        lengths: Tensor,
+        *features: Tensor,
+    ) -> Tensors:
+        """:meth:`extend` over trees alone; a recording wants an output."""
+        assert self.drafter is not None
+        batch, width = tokens.shape
+        slots = roots[:, None] + 1 + self._count(width)
+        place = self._within(slots).flatten()
+        each = self._count(batch)[:, None]
+        along = None
+        if features:
+            along = features[0][(each * tier.nodes + path).flatten()]
+            owners = rows[:, None].expand(-1, width).flatten()
+            self._keep_features(owners, (slots - 1).flatten(), along)
+        committed = CommittedTokens(
+            tokens.clamp(min=0).flatten(),
+            place,
+            along,
+            rows,
+            each[:, 0] * width + lengths,
+            self.pool.slots(pages, slots).flatten(),
+            KeySpan(pages, roots + 1, place),
+        )
+        self.drafter.extend(committed)
+        return (rows,)
+
+    def _extend_chunks(
+        self, chunks: Chunks, own: Tensor | None, accepted: AcceptResult | None
+    ) -> None:
+        """:meth:`extend` over chunks; ``own``: their features."""
+        assert self.drafter is not None
+        tokens, before = chunks.extend_tokens, None
+        if accepted is not None:
+            tokens = tokens.index_copy(0, chunks.chosen, accepted.tokens[:, 0].clamp(min=0))
+        if own is not None:
+            known = torch.cat([self.page_features[chunks.pages], own])
+            before = known[chunks.extend_features]
+            self._keep_features(chunks.token_rows, chunks.positions, own)
+        positions = self._within(chunks.extend_positions)
+        span = KeySpan(
+            self.tables.pages[chunks.rows],
+            chunks.starts,
+            positions,
+            offsets=chunks.extend_offsets,
+            longest=chunks.longest,
+        )
+        slots = self._token_slots(chunks.extend_rows, chunks.extend_positions)
+        self.drafter.extend(
+            CommittedTokens(
+                tokens, positions, before, chunks.final_rows, chunks.chosen, slots, span
+            )
+        )
+
+    def _keep_features(self, rows: Tensor, positions: Tensor, features: Tensor) -> None:
+        """Keep the feature of every page's last token, for requests that start after that page.
+
+        Tokens that a tree rejected write to pages that are not full yet, and are overwritten.
+        """
+        size = self.pool.page_size
+        page = self.tables.pages[rows, positions // size]
+        ends = (positions + 1) % size == 0
+        self.page_features[torch.where(ends, page, 0)] = features
+
+    def _token_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Physical slots of tokens at ``positions (T,)`` of ``rows (T,)``."""
+        size = self.pool.page_size
+        return self.tables.pages[rows, positions // size] * size + positions % size
+
+    def _visible(self, plan: StepPlan) -> int:
+        """Columns of the page tables that the trees read: all of them where shapes are recorded."""
+        columns = self.tables.pages.shape[1]
+        if self.device.type == "cuda":
+            return columns
+        return min(-(-plan.max_keys // self.pool.page_size), columns)
+
+    def _within(self, positions: Tensor) -> Tensor:
+        """Positions inside the context; drafts past it are discarded."""
+        return positions.clamp(max=self.last_position)
+
+    def _count(self, end: int) -> Tensor:
+        return torch.arange(end, device=self.device)
+
+
+def _no_draft(roots: Roots, nodes: int) -> Draft:
+    """``nodes`` dead nodes after each root."""
+    tokens = roots.tokens[:, None].expand(-1, nodes)
+    return Draft(tokens, None, torch.full_like(tokens, -torch.inf, dtype=torch.float32))
+
+
+def _link(roots: Tensor, draft: Draft, depth: int) -> Tensors:
+    """The links of drafted nodes ``(3, S, N)``, and the tensors of their trees."""
+    if draft.parents is None:
+        tree = build_chain(roots, draft.tokens, draft.scores)
+    else:
+        tree = build_tree(roots, draft.tokens, draft.parents, draft.scores, depth)
+    return torch.stack([tree.tokens, tree.first_child, tree.next_sibling]), *tree

@@ -1,0 +1,140 @@
+"""The reference of attention over paged keys against a loop over queries and keys."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from overlap_spec.kernels import KeySpan, tree_attention
+
+PAGE, DIM = 4, 6
+
+
+def drawn(
+    counts: list[int], heads: int, kv_heads: int, masked: bool, first: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor, KeySpan]:
+    """Random queries, caches and their span with offsets; masks are wider than the queries."""
+    g = torch.Generator().manual_seed(seed)
+    batch, total, longest = len(counts), sum(counts), max(counts)
+    offsets = torch.tensor([0, *counts]).cumsum(0)
+    request = torch.arange(batch).repeat_interleave(torch.tensor(counts))
+    number = torch.arange(total) - offsets[request]
+    prefix = torch.randint(first, 11, (batch,), generator=g)
+    width = longest + 3 if masked else longest
+    pages = -(-(10 + width) // PAGE)
+    places = torch.randperm(batch * pages, generator=g).view(batch, pages)
+    mask = None
+    if masked:
+        mask = torch.rand(total, width, generator=g) < 0.4
+        mask[torch.arange(total), number] = True
+    k, v = (torch.randn(batch * pages, PAGE, kv_heads, DIM, generator=g) for _ in range(2))
+    q = torch.randn(total, heads, DIM, generator=g)
+    position = prefix[request] + (number // 2 if masked else number)
+    return q, k, v, KeySpan(places, prefix, position, mask, first, offsets, longest)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, window: int | None) -> Tensor:
+    """:func:`tree_attention`, one key after the other: the definition."""
+    assert span.offsets is not None
+    total, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    out = torch.zeros(total, heads, DIM, dtype=torch.float64)
+    for b, prefix in enumerate(span.prefix.tolist()):
+        start, end = span.offsets[b : b + 2].tolist()
+        width = end - start if span.mask is None else span.mask.shape[1]
+        for t in range(start, end):
+            seen = []
+            for key in range(span.first, prefix + width):
+                column = key - prefix
+                if span.mask is not None:
+                    sees = column < 0 or bool(span.mask[t, column])
+                else:
+                    sees = column <= t - start
+                if window is not None and key <= int(span.positions[t]) - window:
+                    sees = sees and span.mask is not None and column >= 0
+                if sees:
+                    seen.append((int(span.pages[b, key // PAGE]), key % PAGE))
+            for head in range(heads):
+                kv = head // (heads // kv_heads)
+                keys = torch.stack([k[page, slot, kv] for page, slot in seen]).double()
+                values = torch.stack([v[page, slot, kv] for page, slot in seen]).double()
+                weights = (keys @ q[t, head].double() / math.sqrt(DIM)).softmax(0)
+                out[t, head] = weights @ values
+    return out.flatten(1)
+
+
+COUNTS = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any)
+
+
+@given(
+    COUNTS,
+    st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    st.booleans(),
+    st.integers(0, 1),
+    st.sampled_from([None, 3, 8]),
+    st.integers(0, 10**6),
+)
+@settings(max_examples=80, deadline=None)
+def test_attention_of_ragged_queries_is_the_loops(
+    counts: list[int],
+    heads: tuple[int, int],
+    masked: bool,
+    first: int,
+    window: int | None,
+    seed: int,
+) -> None:
+    q, k, v, span = drawn(counts, *heads, masked, first, seed)
+    want = attended(q, k, v, span, window)
+    got = tree_attention(q, k, v, span, window)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
+@given(st.integers(1, 3), st.integers(1, 5), st.booleans(), st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_attention_of_equal_counts_needs_no_offsets(
+    batch: int, queries: int, masked: bool, seed: int
+) -> None:
+    q, k, v, span = drawn([queries] * batch, 4, 2, masked, 0, seed)
+    got = tree_attention(q, k, v, replace(span, offsets=None, longest=0))
+    torch.testing.assert_close(got, tree_attention(q, k, v, span))
+
+
+def test_attention_of_chunks_reads_only_their_own_pages() -> None:
+    q, k, v, span = drawn([5, 1, 0], 2, 1, False, 0, 0)
+    span = replace(span, prefix=torch.tensor([6, 2, 0]))
+    want = tree_attention(q, k, v, span)
+    for cache in (k, v):
+        cache[span.pages[0, 3:]] = cache[span.pages[1, 1:]] = cache[span.pages[2]] = torch.nan
+    assert torch.equal(tree_attention(q, k, v, span), want)
+
+
+def test_attention_of_trees_is_traced_without_its_numbers() -> None:
+    """A recording of one batch is right for another one, of other sizes and other counts."""
+
+    def work(
+        q: Tensor, k: Tensor, v: Tensor, pages: Tensor, prefix: Tensor, positions: Tensor,
+        mask: Tensor, offsets: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ragged = KeySpan(pages, prefix, positions, mask, 0, offsets, 4)
+        equal = KeySpan(pages, prefix, positions, mask)
+        causal = KeySpan(pages, prefix, positions)
+        return tuple(tree_attention(q, k, v, span, 9) for span in (ragged, equal, causal))
+
+    def inputs(counts: list[int], seed: int) -> tuple[Tensor, ...]:
+        q, k, v, span = drawn(counts, 4, 2, True, 0, seed)
+        assert span.mask is not None
+        assert span.offsets is not None
+        return q, k, v, span.pages, span.prefix, span.positions, span.mask, span.offsets
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(work, inputs([4, 2], 0), check_trace=False)
+    for given_inputs in (inputs([1, 3], 1), inputs([0, 4, 2], 2)):
+        for got, want in zip(traced(*given_inputs), work(*given_inputs), strict=True):
+            torch.testing.assert_close(got, want)

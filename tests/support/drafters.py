@@ -1,0 +1,157 @@
+"""Drafters of every kind of manners, as a user's own would be: named by ``module:Class``."""
+
+# ruff: noqa: ARG002, ARG003
+# Most of what a drafter is given, these leave alone.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.drafters.base import (
+    Committed,
+    Draft,
+    Drafter,
+    HostDraft,
+    MakeCache,
+    Roots,
+    Tables,
+)
+from overlap_spec.models.decoder import Decoder
+from overlap_spec.types import Tier
+
+
+class Echo(Drafter):
+    """Drafts the root's token, again and again, a little less sure each time."""
+
+    seen: Tensor
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(rows, dtype=torch.int64, device=device))
+
+    @classmethod
+    def build(
+        cls, config: EngineConfig, target: Decoder, tables: Tables, make_cache: MakeCache
+    ) -> Echo:
+        return cls(len(tables.roots), tables.roots.device)
+
+    def draft(self, roots: Roots, tier: Tier) -> Draft:
+        tokens = roots.tokens[:, None].expand(-1, tier.nodes - 1)
+        scores = torch.full_like(tokens, -0.1, dtype=torch.float32).cumsum(1)
+        return Draft(tokens, None, scores)
+
+    def extend(self, committed: Committed) -> None:
+        self.seen.index_copy_(0, committed.rows, committed.tokens[committed.last])
+
+
+class Frozen(Echo):
+    """Reads its roots on the host, which a recording would freeze."""
+
+    def draft(self, roots: Roots, tier: Tier) -> Draft:
+        tokens = torch.tensor(roots.tokens.tolist())[:, None].expand(-1, tier.nodes - 1)
+        return Draft(tokens, None, torch.zeros(tokens.shape))
+
+
+class FrozenSize(Echo):
+    """Takes the size of the batch for a number, which a recording would freeze."""
+
+    def draft(self, roots: Roots, tier: Tier) -> Draft:
+        tokens = roots.tokens[:, None].expand(len(roots.tokens), tier.nodes - 1)
+        return Draft(tokens, None, torch.zeros(len(roots.tokens), tier.nodes - 1))
+
+
+class Unrecorded(Frozen):
+    """The same, and says so."""
+
+    recorded: ClassVar[bool] = False
+
+
+class Raises(Echo):
+    """Raises from its 4th draft on, as often as it is asked."""
+
+    recorded: ClassVar[bool] = False
+    drafts = 0
+
+    def draft(self, roots: Roots, tier: Tier) -> Draft:
+        self.drafts += 1
+        if self.drafts > 3:
+            raise ValueError("no more ideas")
+        return super().draft(roots, tier)
+
+
+class RaisesInExtend(Echo):
+    """Cannot take in what was accepted."""
+
+    def extend(self, committed: Committed) -> None:
+        raise ValueError("not this one")
+
+
+class Garbage(Echo):
+    """Drafts trees of tokens by a fixed rule, some dead, some out of all grammars."""
+
+    def draft(self, roots: Roots, tier: Tier) -> Draft:
+        nodes = tier.nodes - 1
+        index = torch.arange(nodes, device=roots.tokens.device)
+        tokens = (roots.tokens[:, None] * 31 + index * 7) % 256
+        parents = (index + 1).div(2, rounding_mode="floor").expand_as(tokens)
+        depth = (index + 2).float().log2().floor()
+        scores = torch.where(index % 5 == 4, -torch.inf, -depth).expand(tokens.shape)
+        alive = scores > -torch.inf
+        # A dead node's children are dead.
+        for _ in range(tier.steps):
+            above = torch.cat([torch.ones_like(alive[:, :1]), alive], 1).gather(1, parents)
+            alive = alive & above
+        return Draft(tokens, parents, torch.where(alive, scores, -torch.inf))
+
+
+class Sleeps(Echo):
+    """Takes its time, once."""
+
+    recorded: ClassVar[bool] = False
+    drafts = 0
+
+    def draft(self, roots: Roots, tier: Tier) -> Draft:
+        self.drafts += 1
+        if self.drafts == 3:
+            time.sleep(1.0)
+        return super().draft(roots, tier)
+
+
+class OnHost(Drafter):
+    """Looks its draft up in the request's own text: what followed the last token before."""
+
+    host: ClassVar[bool] = True
+
+    @classmethod
+    def build(
+        cls, config: EngineConfig, target: Decoder, tables: Tables, make_cache: MakeCache
+    ) -> OnHost:
+        return cls()
+
+    def propose(self, histories: Sequence[Sequence[int]], tier: Tier) -> list[HostDraft]:
+        drafts = []
+        for tokens in histories:
+            before = [i for i, token in enumerate(tokens[:-1]) if token == tokens[-1]]
+            found = list(tokens[before[-1] + 1 :][: tier.nodes - 1]) if before else []
+            scores = np.linspace(-0.1, -1.0, len(found), dtype=np.float32)
+            drafts.append(HostDraft(np.array(found, np.int64), None, scores))
+        return drafts
+
+
+class TooLong(OnHost):
+    """Proposes more than a tier holds."""
+
+    def propose(self, histories: Sequence[Sequence[int]], tier: Tier) -> list[HostDraft]:
+        scores = np.zeros(tier.nodes, np.float32)
+        return [HostDraft(np.zeros(tier.nodes, np.int64), None, scores) for _ in histories]
+
+
+class NoDrafter:
+    """Something else."""
