@@ -22,7 +22,7 @@ INFO_ROUTES = ("/server_info", "/get_server_info")
 
 
 class ServerSystem:
-    """A server behind ``base_url``; see :class:`bench.backends.base.System`.
+    """A server at ``base_url``; see :class:`bench.backends.base.System`.
 
     Raw tasks go to ``/v1/completions``, others to ``/v1/chat/completions``.
 

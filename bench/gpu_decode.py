@@ -265,7 +265,7 @@ def _steps(engine: Engine, asks: list[Ask], number: int) -> dict[str, Any]:
 def host(context: Context) -> Result:
     """What a step costs the host under the file's schemas: its time but for waits.
 
-    A wait for an event may spin, so that the thread's time on a processor, which is told beside,
+    A wait for an event may spin, so that the thread's time on a processor, which is reported too,
     holds waits too.
     """
     (engine,) = context.engines("chain")

@@ -2,7 +2,7 @@
 
 ``python -m bench.gsm8k [--data FILE] [--num-shots 8] [--num-questions N] [--parallel P] [--overlap
 MODE] [--model DIR --draft DIR] [--base-url [NAME=]URL …] [--quick] [--json PATH] [--seed S]`` asks
-the first N questions of the file, each behind the file's first rows as shots, as plain text (or,
+the first N questions of the file, each after the file's first rows as shots, as plain text (or,
 with ``--chat``, in a user turn), greedy.
 So do SGLang's and other GSM8K benchmarks; as there, a question may stand among its own shots, and
 ``accuracy_unseen`` leaves those out. The default file is a small one of our own.
@@ -92,7 +92,7 @@ def last_number(text: str) -> float | None:
 
 
 def make_tasks(rows: Sequence[Row], count: int, options: argparse.Namespace) -> list[Task]:
-    """The first ``count`` questions behind the first ``num_shots`` rows.
+    """The first ``count`` questions after the first ``num_shots`` rows.
 
     Raises:
         ConfigError: the file has fewer rows.

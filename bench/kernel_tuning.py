@@ -1,4 +1,4 @@
-"""Finding block sizes on the GPU at hand, and writing them as its table."""
+"""Finding block sizes on this GPU, and writing them as its table."""
 
 from __future__ import annotations
 

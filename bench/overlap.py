@@ -4,7 +4,7 @@
 FILE]`` runs the same requests in the modes ``none``, ``double-sync`` and ``once-sync`` in turn,
 first four kinds of traffic, then batches of 1 to 32, and prints a table of each. By default the
 target is the embedded model padded to 131,072 tokens (``bench.targets``) and the schemas are drawn
-from JSONSchemaBench where it is at hand (``bench.workloads``).
+from JSONSchemaBench where it is available (``bench.workloads``).
 
 The modes differ in nothing else: one static tier, no deadline for masks, all requests submitted
 before the first step, one thread for torch's own operations, greedy, the same compiled grammars.

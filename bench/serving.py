@@ -3,7 +3,7 @@
 ``python -m bench.serving [--base-url URL] [--mode closed|open|both] [--clients N] [--rate R]
 [--requests N] [--workload json|free|mixed] [--quick] [--json PATH] [--seed S]`` asks any server
 with OpenAI's ``/v1/chat/completions``; without ``--base-url`` it starts its own, of the embedded
-model, with whatever flags stand behind ``--``. Times are the client's. Answers under a schema are
+model, with the flags after ``--``. Times are the client's. Answers under a schema are
 parsed and validated; it fails (exit status 1) where one is wrong, or a request got no answer.
 
 Fields of the last line, beside those of every record (``bench.common``): ``workload``, ``server``
@@ -276,14 +276,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--workload", choices=("json", "free", "mixed"), default="json")
     parser.add_argument("--data", type=Path, default=OWN_SCHEMAS, help="schemas, as JSON lines")
-    parser.add_argument("flags", nargs="*", help="behind --: flags of our own server")
+    parser.add_argument("flags", nargs="*", help="after --: flags of our own server")
     options = parser.parse_args(arguments)
     options.requests = options.requests or (24 if options.quick else 200)
     options.rate = options.rate or (4.0 if options.quick else 8.0)
     if options.requests < 1 or options.clients < 1 or options.rate <= 0:
         parser.error("--requests, --clients and --rate must be over 0")
     if options.base_url and options.flags:
-        parser.error("flags behind -- are for our own server, not for one at --base-url")
+        parser.error("flags after -- are for our own server, not for one at --base-url")
     return options
 
 

@@ -225,7 +225,7 @@ class Soak:
         return state
 
     async def left_over(self) -> dict[str, int]:
-        """What is kept once nobody asks any more."""
+        """What is kept once no request is left."""
         names = ("open", "compiling", "running", "waiting", "pages_in_use", "matchers")
         for _ in range(300):
             state = await self.state()
@@ -307,7 +307,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = flags("serving_soak", "A server under all that clients do.")
     parser.add_argument("--seconds", type=float, help="how long; 120, or 30 with --quick")
     parser.add_argument("--clients", type=int, help="at once; 64, or 16 with --quick")
-    parser.add_argument("flags", nargs="*", help="behind --: flags of the server")
+    parser.add_argument("flags", nargs="*", help="after --: flags of the server")
     options = parser.parse_args(arguments)
     options.seconds = options.seconds or (30.0 if options.quick else 120.0)
     options.clients = options.clients or (16 if options.quick else 64)
@@ -321,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     run = Run("serving_soak", options, arguments)
     given = ["--context-length", "1024", "--mask-deadline-ms", "0"]
-    # Long compiles queue behind one another: who waits for a minute is told so.
+    # Long compiles queue: a request that waits for a minute is refused with that reason.
     given += ["--request-timeout-s", str(REQUEST_S), *options.flags]
     try:
         with Served(given) as served:

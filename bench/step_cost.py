@@ -11,8 +11,8 @@ It uses nothing but ``Engine``, ``Grammar``, ``SamplingParams`` and the outputs'
 
 Fields of the JSON line that it ends in: ``batch_N`` for each batch size and ``arrivals``, each with
 ``tpot_ms`` (mean over requests of (end-to-end - TTFT) / (tokens - 1); median over the rounds),
-``least_tpot_ms`` (of the fastest round: what a busy machine disturbs least), ``tokens_per_second``
-(median), ``accept_length``, ``steps`` and ``output_tokens`` (of a round), ``rounds`` and
+``cpu_ms`` (the process's CPU time a token, median), ``tokens_per_second`` (median),
+``accept_length``, ``steps`` and ``output_tokens`` (of a round), ``rounds`` and
 ``output_sha256`` (of all token ids). All but the times are the same in every round.
 """
 
@@ -99,6 +99,7 @@ class Round:
     outputs: tuple[EngineOutput, ...]
     steps: int
     seconds: float
+    cpu_seconds: float
 
     @property
     def tpot_ms(self) -> float:
@@ -108,7 +109,17 @@ class Round:
     @property
     def tokens_per_second(self) -> float:
         """Tokens of all outputs over the seconds of the round."""
-        return sum(o.stats.output_tokens for o in self.outputs) / self.seconds
+        return self.output_tokens / self.seconds
+
+    @property
+    def cpu_ms(self) -> float:
+        """CPU time of all threads, a token: what other processes disturb least."""
+        return self.cpu_seconds * 1e3 / self.output_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of all outputs."""
+        return sum(o.stats.output_tokens for o in self.outputs)
 
     @property
     def accept_length(self) -> float:
@@ -154,7 +165,7 @@ def answer(engine: Engine, batch: int, arrivals: bool = False) -> Round:
         RuntimeError: a request ended with an error.
     """
     fresh = count(batch)
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     handles = [_submit(engine, question(n), MOST_TOKENS) for n in range(batch)]
     arrived = []
     steps = 0
@@ -164,7 +175,7 @@ def answer(engine: Engine, batch: int, arrivals: bool = False) -> Round:
             if arrivals and steps % ARRIVES_EVERY == 0:
                 arrived.append(_submit(engine, question(next(fresh)), ARRIVING_TOKENS))
             engine.step()
-        seconds = time.perf_counter() - start
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
         outputs = tuple(handle.output for handle in handles)
     finally:
         engine.release([*handles, *arrived])
@@ -173,7 +184,7 @@ def answer(engine: Engine, batch: int, arrivals: bool = False) -> Round:
     for output in outputs:
         if output.error is not None:
             raise RuntimeError(f"a request ended with an error: {output.error}")
-    return Round(outputs, steps, seconds)
+    return Round(outputs, steps, seconds, cpu_seconds)
 
 
 def _submit(engine: Engine, asked: Question, max_tokens: int) -> Any:
@@ -202,14 +213,24 @@ def summary(done: Sequence[Round]) -> dict[str, Any]:
     """Figures of equal rounds."""
     return {
         "tpot_ms": round(statistics.median(one.tpot_ms for one in done), 4),
-        "least_tpot_ms": round(min(one.tpot_ms for one in done), 4),
+        "cpu_ms": round(statistics.median(one.cpu_ms for one in done), 4),
         "tokens_per_second": round(statistics.median(one.tokens_per_second for one in done), 1),
         "accept_length": round(done[0].accept_length, 4),
         "steps": done[0].steps,
         "rounds": len(done),
-        "output_tokens": sum(o.stats.output_tokens for o in done[0].outputs),
+        "output_tokens": done[0].output_tokens,
         "output_sha256": done[0].output_sha256,
     }
+
+
+def take_turns(engine: Engine, work: dict[str, tuple[int, bool]], count: int) -> None:
+    """``count`` rounds of everything, each when a line comes; the first of each is not counted."""
+    for name, (batch, arrivals) in work.items():
+        for number in range(count + 1):
+            if not sys.stdin.readline():
+                return
+            figures = summary([answer(engine, batch, arrivals)])
+            print(json.dumps({name: figures} if number else {}), flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -219,20 +240,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--arrivals", action="store_true", help="measure arriving prompts too")
     parser.add_argument("--overlap", default="once-sync", help="overlap mode (once-sync)")
     parser.add_argument("--seconds", type=float, default=5.0, help="for each figure (default 5)")
+    parser.add_argument("--turns", type=int, help="rounds of each, one for each line that comes in")
     options = parser.parse_args(arguments)
     batches = [int(size) for size in options.batch.split(",") if size]
     if any(not 1 <= size <= SETTINGS["max_running_requests"] for size in batches):
         parser.error(f"--batch: 1 to {SETTINGS['max_running_requests']} requests")
     torch.set_num_threads(1)
-    record: dict[str, Any] = {"bench": "step_cost", "overlap": options.overlap}
+    work = {f"batch_{size}": (size, False) for size in batches}
+    if options.arrivals:
+        work["arrivals"] = (DECODING, True)
     with Engine(overlap=options.overlap, **SETTINGS) as engine:
-        for size in batches:
-            record[f"batch_{size}"] = summary(rounds(engine, size, options.seconds))
-            print(f"batch {size}: {record[f'batch_{size}']}", file=sys.stderr)
-        if options.arrivals:
-            done = rounds(engine, DECODING, options.seconds, arrivals=True)
-            record["arrivals"] = summary(done)
-            print(f"arrivals: {record['arrivals']}", file=sys.stderr)
+        if options.turns is not None:
+            take_turns(engine, work, options.turns)
+            return
+        record: dict[str, Any] = {"bench": "step_cost", "overlap": options.overlap}
+        for name, (batch, arrivals) in work.items():
+            record[name] = summary(rounds(engine, batch, options.seconds, arrivals))
+            print(f"{name}: {record[name]}", file=sys.stderr)
     print(json.dumps(record), flush=True)
 
 

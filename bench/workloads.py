@@ -73,7 +73,7 @@ def read_samples(path: Path | None) -> list[Sample]:
     Rows without a valid instance that is an object are left out.
 
     Args:
-        path: None is JSONSchemaBench's development split where it is at hand, else our own.
+        path: None is JSONSchemaBench's development split if it is available, else our own.
 
     Raises:
         ConfigError: the file cannot be read as such rows.
@@ -193,7 +193,7 @@ def json_asks(
 def union_asks(count: int, max_tokens: int) -> list[Ask]:
     """``count`` requests for one of 48 kinds of records that begin alike.
 
-    The kind shows only behind three texts, so that up to there all are possible and the matcher
+    The kind shows only after three texts, so that up to there all are possible and the matcher
     follows them all: the mask where a text begins costs some hundred times a plain string's. The
     requests' leading numbers differ in length, so that their texts do not all begin in one step.
     """

@@ -108,7 +108,7 @@ def test_a_fault_is_that_requests_alone(scripted: str, prompt: str, words: str) 
     assert batch.replies[1].error is None
 
 
-def test_where_nobody_listens() -> None:
+def test_where_no_server_listens() -> None:
     with pytest.raises(ConfigError, match="lists no model"):
         ServerSystem("http://127.0.0.1:9")
     assert ServerSystem("http://127.0.0.1:9", "named").run([Task("Q")], 1).replies[0].error

@@ -127,7 +127,7 @@ def test_a_rehearsal_is_plotted_with_its_targets(rehearsal: tuple[dict[str, Any]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., gpu.Report]:
-    """Runs parts of ``PARTS`` by name; a time behind the name is its limit."""
+    """Runs parts of ``PARTS`` by name; a time after the name is its limit."""
     (tmp_path / "parts_of_a_test.py").write_text(PARTS)
     monkeypatch.syspath_prepend(tmp_path)
     options = Namespace(quick=True, seed=0, json=tmp_path / "out.json")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import arrivals, side_by_side
+from bench import arrivals, side_by_side, step_cost
 from bench.step_cost import DECODING, SETTINGS, answer, question, rounds, summary
 from overlap_spec import Engine
 
@@ -75,6 +77,60 @@ def test_a_module_is_run_where_there_is_no_script(trees: dict[str, Path]) -> Non
         side_by_side.run_in(trees["before"], None, ["figure"])
 
 
+TURNS = """
+import json, sys
+import overlap_spec
+assert sys.argv[1:] == ["--x", "--turns", "3"], sys.argv
+tpot = {"before": 4.0, "after": 3.0}[overlap_spec.SIDE]
+for number in range(4):
+    sys.stdin.readline()
+    print(overlap_spec.SIDE, number, file=sys.stderr, flush=True)
+    print(json.dumps({"a": {"tpot_ms": tpot * number}} if number else {}), flush=True)
+    if number == {"before": 9, "after": 9}[overlap_spec.SIDE]:
+        sys.exit(3)
+"""
+
+
+def test_two_trees_take_turns(trees: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
+    trees["script"].write_text(TURNS)
+    side_by_side.main(words(trees, "--turns", "3", "--", "--x"))
+    said = capfd.readouterr()
+    record = json.loads(said.out.splitlines()[-1])
+    ratio = {"median": 0.75, "min": 0.75, "max": 0.75, "n": 3}
+    assert record["ratios"] == {"a.tpot_ms": ratio}
+    assert record["before"] == {"a.tpot_ms": 8.0}
+    assert record["pairs"] == 3
+    rounds_run = [line for line in said.err.splitlines() if not line.startswith("a: pair")]
+    turn = ["before 0", "after 0", "after 1", "before 1", "before 2", "after 2", "after 3"]
+    assert rounds_run == [*turn, "before 3"]
+
+
+@pytest.mark.parametrize(("side", "reason"), [("before", "in one tree alone"), (None, "failed in")])
+def test_a_script_that_fails_in_its_turn(
+    trees: dict[str, Path], side: str | None, reason: str
+) -> None:
+    script = TURNS
+    for name in ("before", "after"):
+        if side in (name, None):
+            script = script.replace(f'"{name}": 9', f'"{name}": 1')
+    trees["script"].write_text(script)
+    with pytest.raises(SystemExit, match=reason):
+        side_by_side.main(words(trees, "--turns", "3", "--", "--x"))
+
+
+def test_step_cost_takes_turns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n" * 5))
+    step_cost.main(["--batch", "1", "--arrivals", "--turns", "2"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [list(line) for line in lines] == [[], ["batch_1"], ["batch_1"], [], ["arrivals"]]
+    first, second = lines[1]["batch_1"], lines[2]["batch_1"]
+    assert first["output_sha256"] == second["output_sha256"]
+    assert first["rounds"] == 1
+    assert first["cpu_ms"] > 0
+
+
 def test_the_median_is_over_pairs() -> None:
     def pair(before: float, after: float) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"a": {"x_ms": before}, "n": 1}, {"a": {"x_ms": after}, "n": 1}
@@ -94,6 +150,7 @@ def test_the_median_is_over_pairs() -> None:
     ("given", "reason"),
     [
         (["--pairs", "0", "--", "x"], "at least 1"),
+        (["--turns", "2", "--", "x"], "needs --script"),
         (["--script", "absent.py"], "no file"),
         (["--after", "absent", "--", "x"], "no work tree"),
     ],
