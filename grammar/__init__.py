@@ -1,6 +1,6 @@
-"""The grammar room: what a request may say, and the masks that hold it to that.
+"""Grammars: constraints on a request's output, and the token masks that enforce them.
 
-Names load on first use, so that importing the package loads no grammar library.
+Names load on first use, so that importing the package imports no grammar library.
 """
 
 from __future__ import annotations

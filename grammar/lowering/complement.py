@@ -29,7 +29,7 @@ from overlap_spec.grammar.lowering.shapes import (
 def complement(shape: Shape) -> Iterator[Shape]:
     """Shapes whose union is all other values of the same JSON type.
 
-    Fixed arrays and objects are none of these: the caller takes them apart first.
+    The caller replaces fixed arrays and objects by their structure first.
     """
     if isinstance(shape, Unsupported):
         yield shape
@@ -76,13 +76,13 @@ def _numbers(shape: Numbers) -> Iterator[Shape]:
 
 
 def number_key(value: Decimal) -> str:
-    """What equal numbers share."""
+    """A key that equal numbers share."""
     plain = value.normalize()
     return f"{plain:f}" if plain else "0"
 
 
 def _strings(shape: Strings) -> Iterator[Shape]:
-    # A format is an annotation, so it excludes nothing here.
+    # A format is an annotation and excludes nothing.
     if shape.least:
         yield Strings(most=shape.least - 1)
     if shape.most is not None:
@@ -135,5 +135,5 @@ def _objects(shape: Objects) -> Iterator[Shape]:
 
 
 def having(keys: Keys, expr: Expr) -> Objects:
-    """Objects with a member whose key is in the set and whose value is in the expression."""
+    """Objects with a member whose key is in the set and whose value matches the expression."""
     return Objects(some=((keys, expr),))

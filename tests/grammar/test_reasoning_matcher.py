@@ -262,7 +262,7 @@ def test_without_the_opening_marker_the_grammar_holds_from_the_start(name: str) 
 def test_parse_and_names() -> None:
     number = Grammar.json_schema(int).after_thinking()
     assert number.parse("so 1</think>\n\n12") == 12
-    with pytest.raises(ValueError, match="does not end"):
+    with pytest.raises(ValueError, match="has no end"):
         number.parse("12")
     with pytest.raises(GrammarError, match="already"):
         number.after_thinking()
