@@ -278,10 +278,10 @@ class _LarkWriter:
         while pending:
             name = pending.pop()
             own = own_names[name]
-            spelled = self._but(rules[name], rules) if name in lexemes.lexed else None
-            inner = set() if spelled else references(rules[name])
-            spelled = spelled or self._of(own, rules[name], 0)
-            self.lines.append(f"{own}: {spelled}")
+            written = self._but(rules[name], rules) if name in lexemes.lexed else None
+            inner = set() if written else references(rules[name])
+            written = written or self._of(own, rules[name], 0)
+            self.lines.append(f"{own}: {written}")
             new = sorted(inner - used.keys(), reverse=True)
             used |= dict.fromkeys(new)
             pending += new

@@ -136,11 +136,11 @@ class Members:
     def _around(
         self,
         tail: Tail,
-        ahead: tuple[int, int | None],
-        behind: tuple[int, int | None],
+        before: tuple[int, int | None],
+        after: tuple[int, int | None],
         first: bool,
     ) -> str:
         comma = self.layout.comma(self.depth + 1)
-        before = repeat(sequence(tail.every, comma), *ahead)
-        after = "" if tail.after is None else repeat(sequence(comma, tail.after), *behind)
-        return sequence("" if first else comma, before, str(tail.must), after)
+        head = repeat(sequence(tail.every, comma), *before)
+        rest = "" if tail.after is None else repeat(sequence(comma, tail.after), *after)
+        return sequence("" if first else comma, head, str(tail.must), rest)

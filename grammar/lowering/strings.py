@@ -134,10 +134,10 @@ def _outside(node: dict[str, Any], members: Ranges) -> Node:
     if other:
         ways.append(concat(other, _any_of(members)))
     for char, child in children.items():
-        spelled = in_json(((ord(char), ord(char)),))
+        written = in_json(((ord(char), ord(char)),))
         # A lone surrogate is not a character, and cannot be in a key.
-        if spelled:
-            ways.append(concat(spelled, _outside(child, members)))
+        if written:
+            ways.append(concat(written, _outside(child, members)))
     if "" not in node:
         ways.append(EMPTY)
     return alternate(*ways)

@@ -1,4 +1,4 @@
-"""All backends read the same grammar alike: masks equal to the reference's, on random grammars."""
+"""All backends give the same masks as the reference backend, on random grammars."""
 
 from __future__ import annotations
 

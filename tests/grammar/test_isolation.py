@@ -1,4 +1,4 @@
-"""Compiling in worker processes: limits, queues, cancelling, and what is left over."""
+"""Compiling in worker processes: limits, queues, cancellation and clean-up."""
 
 from __future__ import annotations
 

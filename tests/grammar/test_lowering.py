@@ -1,4 +1,4 @@
-"""What a schema or a pattern lets through, byte by byte, against jsonschema, json and re."""
+"""The texts that a schema or a pattern allows, byte by byte, against jsonschema, json and re."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Combined schemas let through exactly the instances that jsonschema calls valid."""
+"""Combined schemas allow exactly the instances that are valid by jsonschema."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def spellings(value: Any) -> Iterator[str]:
 
 
 def wrong(schema: Any, pool: list[Any], linear: bool = False) -> list[tuple[bool, str]]:
-    """Instances on which grammar and oracle disagree, with what the oracle says."""
+    """Instances on which grammar and oracle disagree, with the oracle's verdict."""
     oracle = validators.validator_for(schema, Draft202012Validator)(schema)
     grammar = Grammar.json_schema(schema)
     compiled = backend().compile_lowered(grammar, to_ebnf(grammar, linear))

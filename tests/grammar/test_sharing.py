@@ -1,4 +1,4 @@
-"""Compilers of one process that want the same workers share them, and close apart."""
+"""Compilers of one process with equal settings share workers, and close independently."""
 
 from __future__ import annotations
 

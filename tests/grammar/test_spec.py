@@ -1,4 +1,4 @@
-"""Grammars as values, and what is said of broken ones."""
+"""Grammars as values, and the errors of invalid ones."""
 
 from __future__ import annotations
 

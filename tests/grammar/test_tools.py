@@ -1,4 +1,4 @@
-"""Tool calls: what is let through in every format, and replies read back however they come."""
+"""Tool calls: the texts allowed in every format, and replies parsed however they are cut."""
 
 from __future__ import annotations
 
