@@ -2,8 +2,8 @@
 
 An error in one request is that request's result; the others continue. A call that does not return
 by its deadline is abandoned: its request continues with its root's row if that was ready, or ends
-with an error, and its matcher is quarantined (not used) until the call returns. The engine sums
-the spans to `grammar_ms`, their wall-clock union.
+with an error, and its matcher is quarantined (not used) until the call returns. The engine combines
+the spans into `grammar_ms`, their wall-clock union.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ SPACE: Ranges = (
     (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000),
 )  # fmt: skip
 SPACE_WIDE: Ranges = (*SPACE, (0x1C, 0x1F), (0x85, 0x85), (0xFEFF, 0xFEFF))
-_UTF8_LENGTHS = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, _LAST))
+# First and last code point of each length in UTF-8.
+UTF8_LENGTHS: Ranges = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, _LAST))
 
 LINE_END: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 
@@ -63,7 +64,7 @@ def regex_class(ranges: Ranges) -> str:
     Writes one class for each UTF-8 length: if a range spans lengths, xgrammar 0.2.8 also accepts
     overlong encodings.
     """
-    lengths = (intersect(ranges, (span,)) for span in _UTF8_LENGTHS)
+    lengths = (intersect(ranges, (span,)) for span in UTF8_LENGTHS)
     classes = [_class(part, r"\u{{{:x}}}") for part in lengths if part]
     return classes[0] if len(classes) == 1 else f"({'|'.join(classes)})"
 

@@ -117,7 +117,7 @@ class _XGrammarMatcher(Matcher):
 
     def accept(self, token_id: int) -> bool:
         # The library rejects these too, but prints a warning for each.
-        if self.is_terminated or not self._may_be_legal(token_id):
+        if self.is_terminated or not walk.allowed(self.vocabulary.text_row, token_id):
             return False
         accepted = bool(self._library.accept_token(token_id))
         if accepted:
@@ -171,11 +171,6 @@ class _XGrammarMatcher(Matcher):
 
     def fork(self) -> Matcher:
         return _XGrammarMatcher(self._library.fork(), self.vocabulary, self._history.copy())
-
-    def _may_be_legal(self, token_id: int) -> bool:
-        if not 0 <= token_id < self.vocabulary.size:
-            return False
-        return bool((int(self.vocabulary.text_row[token_id >> 5]) >> (token_id & 31)) & 1)
 
     def _replay(self) -> None:
         # The library's depth in the tree when it raised is unknown.

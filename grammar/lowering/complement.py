@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from decimal import Decimal
 
+from overlap_spec.grammar.lowering.membership import key_of
 from overlap_spec.grammar.lowering.numbers import Bounds
 from overlap_spec.grammar.lowering.shapes import (
     ANY,
@@ -72,13 +73,7 @@ def _numbers(shape: Numbers) -> Iterator[Shape]:
     for step in shape.not_steps:
         yield Numbers(steps=(step,))
     if shape.outside:
-        yield Consts("number", tuple((number_key(v), f"{v:f}") for v in shape.outside))
-
-
-def number_key(value: Decimal) -> str:
-    """A key that equal numbers share."""
-    plain = value.normalize()
-    return f"{plain:f}" if plain else "0"
+        yield Consts("number", tuple((key_of(v), f"{v:f}") for v in shape.outside))
 
 
 def _strings(shape: Strings) -> Iterator[Shape]:

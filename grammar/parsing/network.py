@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.automata.charset import Ranges
+from overlap_spec.grammar.automata.charset import UTF8_LENGTHS, Ranges
 from overlap_spec.grammar.parsing.expressions import Chain, Chars, Either, Expression, Ref, Repeat
-
-# First and last code point of each length in UTF-8.
-_LENGTHS = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF))
 
 ByteEdge = tuple[int, int, int]
 """First byte, last byte, target node."""
@@ -165,7 +162,7 @@ class Closures:
 def utf8_spans(low: int, high: int) -> list[tuple[tuple[int, int], ...]]:
     """The UTF-8 encodings of a range of code points, as products of byte ranges."""
     found: list[tuple[tuple[int, int], ...]] = []
-    for first, last in _LENGTHS:
+    for first, last in UTF8_LENGTHS:
         if max(low, first) <= min(high, last):
             found += _spans(max(low, first), min(high, last))
     return found

@@ -138,14 +138,14 @@ def test_a_fault_in_one_request_stays_there(threads: int) -> None:
     bad.accept = bad.fill = bad.fill_tree = dies  # type: ignore[method-assign, assignment]
     one = np.array([0], np.int64), np.array([-1], np.int64), np.array([-1], np.int64)
     buffer = np.full((3, 1), -1, np.int32)
-    with MatcherPool(threads) as lane:
-        accepts = lane.accept_batch(
+    with MatcherPool(threads) as pool:
+        accepts = pool.accept_batch(
             [
                 AcceptItem(i, m, t)
                 for i, (m, t) in enumerate([(good, [0, 1]), (bad, [0]), (short, [0, 0])])
             ]
         )
-        fills = lane.fill_batch(
+        fills = pool.fill_batch(
             [FillItem(i, m, *one, buffer[i : i + 1]) for i, m in enumerate((good, bad, short))]
         )
     assert [r.request_id for r in accepts] == [0, 1, 2]
