@@ -36,7 +36,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench import hostile
+from bench import faulty_backend
 from bench.common import Run, fail, flags, paired, rounded, spread
 from bench.measure import measure
 from bench.workloads import OWN_SCHEMAS, Ask, Sample, json_asks, read_samples
@@ -92,7 +92,7 @@ def _kind(error: BaseException | None) -> str:
 def storm_of(load: str, samples: Sequence[Sample], number: int, seed: int) -> dict[str, Grammar]:
     """Grammars of a load in round `number`."""
     if load == "hostile":
-        return {name: getattr(hostile, name)(number) for name in EXPECTED}
+        return {name: getattr(faulty_backend, name)(number) for name in EXPECTED}
     if load == "normal":
         chosen = Random(f"{seed} {number}").choices(samples, k=STORM)
         return {
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         samples = read_samples(options.data)
         with Engine(
-            grammar_backend="bench.hostile:Hostile",
+            grammar_backend="bench.faulty_backend:FaultyBackend",
             max_running_requests=REQUESTS,
             prefix_cache=False,
             **settings,

@@ -1,6 +1,17 @@
-"""The grammar room: what a request may say, and the masks that hold it to that.
+"""Grammars: constraints on a request's output, and the token masks that enforce them.
 
-Names load on first use, so that importing the package loads no grammar library.
+From the bottom up; each room imports only rooms above it in this list (`tests/test_laws.py`):
+
+- `automata`: character sets, regular expressions, automata.
+- `parsing`: EBNF text parsed into trees, for backends.
+- `spec` and the files that it reads with: a grammar as a value, structural tags, tools, reasoning.
+- `lowering`: any grammar as EBNF text.
+- `contract`, `vocabulary`, `walk`, `states`: what a backend implements, and helpers for it.
+- `backends`: one file per grammar library.
+- `isolation`: compiles in processes that may fail.
+- `compile`, `matcher_pool`, `reasoning_matcher`: what the engine calls.
+
+Names load on first use, so that importing the package imports no grammar library.
 """
 
 from __future__ import annotations

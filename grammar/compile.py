@@ -1,4 +1,4 @@
-"""Compiling once: a byte-bounded cache in front of whatever compiles."""
+"""Compiles grammars behind a cache that is bounded in bytes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from overlap_spec.grammar.spec import Grammar
 Key = tuple[Grammar, str, str]
 Waiter = Future[CompiledGrammar]
 
-# How long failures are remembered, in seconds: a refusal is the same the next time, but a compile
-# that was too slow or too large may have met a busy machine.
+# How long failures are cached, in seconds: a refusal will not change, but a compile that was too
+# slow or too large may have met a busy machine.
 REFUSED_S = 60.0
 FAILED_S = 5.0
 FAILURES = 256
@@ -38,7 +38,7 @@ TIMINGS = 1024
 
 @dataclass(eq=False)
 class _PendingCompile:
-    """A grammar on its way, and all who wait for it."""
+    """A running compile and the futures that wait for it."""
 
     key: Key
     start_ns: int
@@ -49,19 +49,19 @@ class _PendingCompile:
 class GrammarCompiler:
     """Compiles grammars behind a least-recently-used cache; safe to share between threads.
 
-    Callers that ask for the same grammar at the same time wait for one compilation. Compiling, our
-    own lowering included, happens in worker processes: a grammar that hangs, crashes or eats memory
-    fails alone, with :class:`CompileFailure`. Failures are remembered for seconds.
+    Concurrent requests for the same grammar share one compile. Lowering and compiling happen in
+    worker processes: a grammar that hangs, crashes or exhausts memory fails alone, with
+    :class:`CompileFailure`. Failures are cached for seconds.
 
     Args:
-        backend: What compiles; a worker builds its own of the same class and vocabulary.
-        cache_bytes: Bound of `memory_bytes` summed over the cache. A grammar that is larger by
-            itself is compiled and handed out, but not kept.
-        isolated: Whether to compile in worker processes; None does where the system can (Linux).
-        limits: What a compile may use, and how many run and wait.
+        backend: Compiles; each worker builds its own of the same class and vocabulary.
+        cache_bytes: Limit on the sum of `memory_bytes` over the cache. A grammar that is larger
+            than that is compiled and returned, but not cached.
+        isolated: Whether to compile in worker processes; None means if the system can (Linux).
+        limits: Resource limits of a compile, and how many run and wait.
 
     Raises:
-        ConfigError: isolation is asked for and cannot be had here.
+        ConfigError: isolation is requested but not available on this system.
     """
 
     def __init__(
@@ -86,12 +86,17 @@ class GrammarCompiler:
         stop = self._executor.stop if isinstance(self._executor, Pool) else self._executor.close
         self._finalizer = weakref.finalize(self, stop)
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in the cache now."""
+        return self._used_bytes
+
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """The compiled grammar, from the cache where it is there; blocks until it is ready.
+        """The compiled grammar, from the cache if it is there; blocks until it is ready.
 
         Raises:
-            CompileFailure: it took too long or too much, crashed its process, or found no room.
-            GrammarError: as the backend raises it.
+            CompileFailure: a limit was exceeded, the process crashed, or the queue is full.
+            GrammarError: as raised by the backend.
         """
         future = self.submit(grammar)
         try:
@@ -102,9 +107,9 @@ class GrammarCompiler:
             raise
 
     def submit(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """The same as a future, which is done already where the grammar is cached.
+        """As `compile`, but returns a future, which is done already if the grammar is cached.
 
-        Cancelling it leaves the compilation; where nobody else waits, that is stopped.
+        Cancelling the last future of a compile stops it.
         """
         if grammar.kind == "after_thinking" and grammar.inner is not None:
             return self._with_reasoning(grammar, grammar.inner)
@@ -121,24 +126,24 @@ class GrammarCompiler:
         return waiter
 
     def check(self, grammar: Grammar, text: str) -> Future[str | None] | None:
-        """Validate a finished output of a best-effort grammar under its whole schema.
+        """Validate a finished output of a best-effort grammar against its whole schema.
 
-        It happens in a worker process, under the limits of a compile: Python's patterns and deep
+        Runs in a worker process under the limits of a compile, since Python's patterns and deep
         schemas may take for ever.
 
         Returns:
-            Why the text is not valid, or None, as a future that raises :class:`CompileFailure`
-            where that cannot be told; no future where the grammar held the text to everything.
+            A future of why the text is invalid, or of None; it raises :class:`CompileFailure` if
+            the check fails. No future if the grammar enforces its whole schema.
         """
         return self._executor.check(grammar, text) if is_best_effort(grammar) else None
 
     def warm(self) -> None:
-        """Start the workers now, so that the first grammar does not wait for them."""
+        """Start the workers in advance, so that the first grammar does not wait for them."""
         self._executor.warm()
 
     def close(self) -> None:
-        """End threads and processes, unless other compilers share them; grammars under way fail,
-        and later ones too."""
+        """End threads and processes, unless other compilers share them; unfinished and later
+        compiles fail."""
         self._finalizer.detach()
         self._executor.close()
         with self._lock:
@@ -164,10 +169,10 @@ class GrammarCompiler:
     def snapshot(self) -> dict[str, Any]:
         """Figures as plain data.
 
-        `compiles` were begun, `hits` came from the cache, `joined` waited for another's compile,
-        `remembered` met a failure that was still known. `failures` are counted by kind: those of
-        `CompileFailure`, and `refused`. `compile_ms` is from the first request for a grammar to
-        its end, over the last 1,024 that compiled; None where there is none.
+        `compiles` were started, `hits` came from the cache, `joined` shared a running compile,
+        `remembered` met a cached failure. `failures` are counted by kind: those of
+        `CompileFailure`, and `refused`. `compile_ms` is the time from the first request for a
+        grammar to its result, over the last 1,024 successes; None if there are none.
         """
         with self._lock:
             names = ("compiles", "hits", "joined", "remembered", "cancelled")
@@ -181,16 +186,16 @@ class GrammarCompiler:
                 "executor": self._executor.snapshot(),
             }
 
-    def _with_reasoning(self, grammar: Grammar, behind: Grammar) -> Future[CompiledGrammar]:
-        """The grammar behind the thinking, compiled and cached by itself, with its gate."""
-        inner, waiter = self.submit(behind), Waiter()
+    def _with_reasoning(self, grammar: Grammar, after: Grammar) -> Future[CompiledGrammar]:
+        """Compile and cache the inner grammar by itself, then wrap it."""
+        inner, waiter = self.submit(after), Waiter()
 
         def land(done: Future[CompiledGrammar]) -> None:
             if done.cancelled() or not waiter.set_running_or_notify_cancel():
                 return
             try:
                 waiter.set_result(reasoning_matcher.wrap(done.result(), grammar))
-            except Exception as error:  # whoever waits shall have it
+            except Exception as error:  # the waiter gets any error
                 waiter.set_exception(error)
 
         waiter.add_done_callback(lambda outer: inner.cancel() if outer.cancelled() else None)
@@ -249,7 +254,7 @@ class GrammarCompiler:
             else:
                 self._compile_ms.append((time.perf_counter_ns() - pending.start_ns) / 1e6)
                 self._keep(pending.key, inner.result())
-        # Outside the lock: whoever waits may run code of his own now.
+        # Outside the lock: callbacks of the waiters run now.
         for waiter in waiters:
             if waiter.set_running_or_notify_cancel():
                 if error is not None:

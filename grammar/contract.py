@@ -1,30 +1,30 @@
-"""What a grammar backend must do. Every backend is held to this text by the same tests.
+"""The contract of grammar backends; the same tests hold every backend to it.
 
-A backend compiles a `Grammar` against one `Vocabulary`; the compiled grammar hands out matchers,
-one a request. A matcher is a position inside the grammar: it takes tokens, gives them back, and
-says which tokens may come next.
+A backend compiles a `Grammar` for one `Vocabulary`; the compiled grammar creates matchers, one per
+request. A matcher is a position in the grammar: it accepts tokens, rolls them back, and computes
+which tokens may come next.
 
 **Mask rows.** A row is int32 `(words,)` with `words = ceil(vocabulary.size / 32)`; token `t` may
 come next if and only if bit `t % 32` of word `t // 32` is 1. Bits past the vocabulary are 0, and
-so are those of special tokens. Where the grammar may end, the bits of all stop tokens are 1.
+so are those of special tokens. If the grammar may end, the bits of all stop tokens are 1.
 
-**Stop tokens.** Accepting one terminates the matcher. A terminated matcher is never filled nor
-fed: `accept` returns False and every row asked of it is all zero.
+**Stop tokens.** Accepting one terminates the matcher. A terminated matcher accepts nothing:
+`accept` returns False, and every row it fills is all zero.
 
 **Trees.** `tokens`, `first_child` and `next_sibling` are int64 `(n,)`, -1 means none, and a link
 always points to a later node (so there is no cycle). Node 0 is the last committed token and is
-already in the matcher: it is never accepted again. Row `i` says what may follow node `i`. A node
-is legal if and only if its bit is set in its parent's row. Rows of nodes that the walk does not
-reach, because they or an ancestor are illegal or no link leads to them, and of a node that
-terminates the grammar, are all zero, whatever stood in the buffer before.
+already in the matcher: it is never accepted again. Row `i` is the mask of what may follow node
+`i`. A node is legal if and only if its bit is set in its parent's row. Rows of nodes that the walk
+does not reach (they or an ancestor are illegal, or no link leads to them) and of a node that
+terminates the grammar are all zero, whatever the buffer held before.
 
-**State.** `fill` and `fill_tree` leave the matcher as they found it, also when they raise.
-`rollback` is exact, unlimited, and undoes termination as well. A rejected token leaves the state
-unchanged. A matcher belongs to one thread at a time; different matchers may run in parallel.
+**State.** `fill` and `fill_tree` leave the matcher unchanged, also when they raise. `rollback` is
+exact, unlimited, and undoes termination as well. A rejected token leaves the state unchanged. A
+matcher belongs to one thread at a time; different matchers may run in parallel.
 
-**Errors.** A token that the grammar forbids is no error: `accept` returns False. ValueError is a
-caller's mistake (shape, dtype, order of links, rolling back too far). Anything else that is
-raised is a fault of the backend, and the matcher may not be used again.
+**Errors.** A token that the grammar forbids is not an error: `accept` returns False. ValueError is
+a mistake of the caller (shape, dtype, order of links, rolling back too far). Any other exception
+is a fault of the backend, and the matcher may not be used again.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ Links = npt.NDArray[np.int64]
 
 
 class Matcher(ABC):
-    """One request's position inside a grammar. The law is in the module's docstring."""
+    """One request's position in a grammar; the module's docstring has the rules."""
 
     vocabulary: Vocabulary
 
     @abstractmethod
     def accept(self, token_id: int) -> bool:
-        """Move over one token; False, with the state unchanged, where it is not legal."""
+        """Accept one token; False, with the state unchanged, if it is not legal."""
 
     @abstractmethod
     def rollback(self, count: int) -> None:
@@ -65,13 +65,13 @@ class Matcher(ABC):
 
     @abstractmethod
     def fill_tree(self, tokens: Links, first_child: Links, next_sibling: Links, rows: Row) -> None:
-        """Write one mask row a node of a draft tree.
+        """Write one mask row per node of a draft tree.
 
         Args:
-            tokens: int64 `(n,)`, token ids; any value, also outside the vocabulary.
+            tokens: int64 `(n,)`, token ids; values outside the vocabulary are allowed.
             first_child: int64 `(n,)`, a later node or -1.
             next_sibling: int64 `(n,)`, a later node or -1.
-            rows: int32 `(n, words)`, C-contiguous, overwritten as a whole.
+            rows: int32 `(n, words)`, C-contiguous, completely overwritten.
         """
 
     @property
@@ -82,21 +82,21 @@ class Matcher(ABC):
     @property
     @abstractmethod
     def is_complete(self) -> bool:
-        """Whether the text accepted so far is a whole sentence of the grammar."""
+        """Whether the grammar may end after the text accepted so far."""
 
     @property
     @abstractmethod
     def accepted_tokens(self) -> int:
-        """How many tokens were accepted and not rolled back, a stop token included."""
+        """Tokens accepted and not rolled back, including a stop token."""
 
     @abstractmethod
     def fork(self) -> Matcher:
         """An independent matcher at the same position, with the same history."""
 
     def ended(self) -> bool:
-        """Whether the grammar is at its end: complete, and nothing but a stop token is legal.
+        """Whether the grammar is at its end: complete, and only stop tokens are legal.
 
-        Exact. It costs one `fill` where the text is complete, and next to nothing elsewhere.
+        Exact. Costs one `fill` if the text is complete, and next to nothing otherwise.
         """
         if self.is_terminated:
             return True
@@ -108,11 +108,11 @@ class Matcher(ABC):
 
 
 class CompiledGrammar(ABC):
-    """A grammar compiled against a vocabulary: immutable, shared by requests and threads.
+    """A grammar compiled for a vocabulary: immutable, shared by requests and threads.
 
     Attributes:
-        backend: Name of the backend that reads it.
-        reason: Why that backend, where there was a choice; empty where there was none.
+        backend: Name of the backend that compiled it.
+        reason: Why that backend was picked; empty if there was no choice.
     """
 
     backend: str = ""
@@ -121,24 +121,24 @@ class CompiledGrammar(ABC):
     @property
     @abstractmethod
     def memory_bytes(self) -> int:
-        """About how much host memory it holds, in bytes."""
+        """Approximate host memory in bytes."""
 
     @abstractmethod
     def matcher(self) -> Matcher:
         """A new matcher at the start of the grammar."""
 
     def serialize(self) -> bytes | None:
-        """What `Backend.deserialize` of the same library release makes this grammar of again.
+        """Bytes from which `Backend.deserialize` of the same library release restores this grammar.
 
-        None means that there is no such form, and that the receiver has to `rebuild`.
+        None means that there is no such form; the receiver then has to `rebuild`.
         """
         return None
 
 
 class Backend(ABC):
-    """A grammar library behind the contract; built once a vocabulary.
+    """Compiles grammars with one library for one vocabulary.
 
-    A backend file in `overlap_spec/grammar/backends/` names its class `BACKEND`.
+    A backend's file in `overlap_spec/grammar/backends/` exports its class as `BACKEND`.
     """
 
     name: str
@@ -152,30 +152,30 @@ class Backend(ABC):
         """Compile; safe to call from several threads.
 
         Raises:
-            GrammarError: the grammar is broken, or this backend cannot read it exactly.
+            GrammarError: the grammar has an error, or this backend cannot enforce it exactly.
         """
 
     def compile_lowered(self, grammar: Grammar, ebnf: str) -> CompiledGrammar:  # noqa: ARG002
-        """`compile`, for who has the grammar's EBNF (`lowering.to_ebnf`) at hand."""
+        """As `compile`, when the EBNF (`lowering.to_ebnf`) is already available."""
         return self.compile(grammar)
 
     def deserialize(self, grammar: Grammar, data: bytes) -> CompiledGrammar:  # noqa: ARG002
-        """The grammar compiled elsewhere, from what its `serialize` gave.
+        """Restore a compiled grammar from the bytes of its `serialize`.
 
-        Made for the process that must not stall: it takes milliseconds, or releases the
-        interpreter lock. Safe to call from several threads.
+        Takes milliseconds or releases the GIL, so that the engine's process does not stall. Safe
+        to call from several threads.
 
         Args:
             grammar: The grammar that was compiled.
-            data: Bytes of a trusted process that has the same vocabulary and library release.
+            data: Bytes from a trusted process with the same vocabulary and library release.
 
         Raises:
-            GrammarError: the bytes are not of such a grammar.
+            GrammarError: the bytes are not such a grammar.
         """
         raise GrammarError(f"{self.name} has no serialised grammars", grammar.kind)
 
     def rebuild(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile a grammar again that compiled elsewhere but has no serialised form.
+        """Compile a grammar that compiled in a worker but has no serialised form.
 
         Raises:
             GrammarError: as `compile`.

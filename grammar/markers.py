@@ -1,4 +1,4 @@
-"""The markers that tool formats and reasoning parsers read as text."""
+"""The markers that tool formats and reasoning parsers treat as text."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from overlap_spec.grammar.tool_formats import load_format
 
 @cache
 def known_markers() -> frozenset[str]:
-    """Every marker of the formats that have a file or a name here."""
+    """All markers of the known tool and reasoning formats."""
     calls = {marker for name in tool_formats.names() for marker in load_format(name).markers}
     return frozenset(calls.union(*((form.begin, form.end) for form in FORMATS.values())))

@@ -1,9 +1,9 @@
-"""The grammar lane: accepts and fills of a whole batch on a few CPU threads.
+"""Runs a batch's matcher calls, accepts and fills, on a few CPU threads.
 
-A fault in one request is that request's result; the others go on. A call that does not return by
-its deadline is left alone: its request goes on with its root's row if that was ready, or ends with
-an error, and its matcher is quarantined, which means that nobody touches it, until the call
-returns. The engine turns the spans into `grammar_ms`, their wall-clock union.
+An error in one request is that request's result; the others continue. A call that does not return
+by its deadline is abandoned: its request continues with its root's row if that was ready, or ends
+with an error, and its matcher is quarantined (not used) until the call returns. The engine combines
+the spans into `grammar_ms`, their wall-clock union.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STARVED_DEADLINES = 4
 
 @dataclass(frozen=True, eq=False)
 class AcceptItem:
-    """Feed `tokens` (the kept ones, in order) to a request's matcher."""
+    """Feed a request's kept `tokens`, in order, to its matcher."""
 
     request_id: int
     matcher: Matcher
@@ -48,16 +48,16 @@ class FillItem:
 
 @dataclass(frozen=True)
 class PoolResult:
-    """What became of one item.
+    """The result of one item.
 
     Args:
-        request_id: The item's.
+        request_id: Of the item.
         accepted: Tokens accepted, in order, before the first rejected one; 0 for a fill.
-        error: What was raised, or None. After an error the matcher may not be used again, and a
-            fill's rows are all zero.
-        start_ns: `time.perf_counter_ns` when the item's work began.
-        end_ns: The same when it ended, or was left alone.
-        root_only: The deadline passed, and of the rows the root's alone is there.
+        error: The exception raised, or None. After an error the matcher may not be used again,
+            and a fill's rows are all zero.
+        start_ns: `time.perf_counter_ns` when the item's work started.
+        end_ns: The same when it ended or was abandoned.
+        root_only: The deadline passed, and only the root's row is filled.
     """
 
     request_id: int
@@ -69,12 +69,12 @@ class PoolResult:
 
 
 class _MatcherCall(ABC):
-    """One item on its way through a runner."""
+    """The matcher calls of one item."""
 
     def __init__(self, item: AcceptItem | FillItem, after: _MatcherCall | None) -> None:
         self.request_id, self.matcher, self.after = item.request_id, item.matcher, after
         self.accepted = 0
-        self.started = self.root_ready = self.returned = self.left_alone = False
+        self.started = self.root_ready = self.returned = self.abandoned = False
         self.error: Exception | None = None
         self.runner: threading.Thread | None = None
         self.start_ns = time.perf_counter_ns()
@@ -82,11 +82,11 @@ class _MatcherCall(ABC):
 
     @abstractmethod
     def work(self) -> None:
-        """The calls into the matcher."""
+        """Call the matcher."""
 
     @abstractmethod
     def publish(self) -> None:
-        """Hand over what was made, under the lane's lock."""
+        """Hand over the result, under the pool's lock."""
 
     @property
     def ready(self) -> bool:
@@ -97,7 +97,7 @@ class _MatcherCall(ABC):
         self.start_ns = time.perf_counter_ns()
         try:
             self.work()
-        except Exception as caught:  # one request's fault must not end the batch
+        except Exception as caught:  # one request's error must not end the batch
             self.error = caught
 
     def result(self) -> PoolResult:
@@ -107,7 +107,7 @@ class _MatcherCall(ABC):
             self.error,
             self.start_ns,
             self.end_ns,
-            self.left_alone and self.root_ready,
+            self.abandoned and self.root_ready,
         )
 
 
@@ -123,11 +123,11 @@ class _AcceptCall(_MatcherCall):
             self.accepted += 1
 
     def publish(self) -> None:
-        """What was accepted is in the matcher."""
+        """Nothing to do: the matcher holds the result."""
 
 
 class _FillCall(_MatcherCall):
-    """Fills rows of its own first: a call that is left alone may write whenever it likes.
+    """Fills rows of its own first, since an abandoned call may write at any time.
 
     ``scratch``: int32 ``(1 + nodes, words)``, the root's row by itself, then the tree's.
     """
@@ -149,7 +149,7 @@ class _FillCall(_MatcherCall):
         rows = self.item.rows
         if self.error is not None:
             rows.fill(0)
-        elif self.left_alone:
+        elif self.abandoned:
             rows[1:] = 0
             rows[0] = self.scratch[0]
         else:
@@ -157,12 +157,12 @@ class _FillCall(_MatcherCall):
 
 
 class MatcherPool:
-    """Runs items over requests, at most one item a matcher in a batch.
+    """Runs items of a batch; at most one item per matcher.
 
     Args:
-        threads: Runners; 0 runs inline, in the caller's thread, where no deadline can hold.
-        deadline_ms: Time that one item's calls may take, or None for any. It is the thread's own
-            time, or :data:`STARVED_DEADLINES` times as much by the clock.
+        threads: Number of threads; 0 runs items in the caller's thread, without deadlines.
+        deadline_ms: Time limit of one item, or None. Counts the thread's CPU time, or
+            :data:`STARVED_DEADLINES` times as much wall-clock time.
     """
 
     def __init__(self, threads: int = 0, deadline_ms: float | None = None) -> None:
@@ -186,7 +186,7 @@ class MatcherPool:
 
     def fill_batch(self, items: Sequence[FillItem]) -> list[PoolResult]:
         """Fill each item's rows; results in the items' order."""
-        # Only under a deadline is a root's row of its own worth its time.
+        # A separate root row is worth its time only under a deadline.
         root_first = self.threads > 0 and self._deadline_ns is not None
         calls = [
             _FillCall(item, self._latest.get(item.request_id), self._rows_for(item), root_first)
@@ -195,18 +195,18 @@ class MatcherPool:
         return self._run(calls)
 
     def forget(self, request_id: int) -> None:
-        """Drop what is kept for a request that has ended."""
+        """Drop the state of a request that has ended."""
         self._latest.pop(request_id, None)
         self._scratch.pop(request_id, None)
 
     @property
     def quarantined(self) -> int:
-        """Calls that were left alone and have not returned yet."""
+        """Number of abandoned calls that have not returned yet."""
         with self._lock:
             return len(self._stuck)
 
     def close(self) -> None:
-        """End the threads; one inside a call that does not return ends with the process."""
+        """End the threads; one whose call does not return ends with the process."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()
@@ -247,31 +247,31 @@ class MatcherPool:
         return [call.result() for call in calls]
 
     def _wait(self, pending: set[_MatcherCall]) -> None:
-        """Until every call has returned or was left alone; the lock is held."""
-        while pending := {call for call in pending if not (call.returned or call.left_alone)}:
+        """Wait until every call has returned or was abandoned; holds the lock."""
+        while pending := {call for call in pending if not (call.returned or call.abandoned)}:
             if self._deadline_ns is None:
                 self._lock.wait()
                 continue
             now, rest = time.perf_counter_ns(), self._deadline_ns
             for call in pending:
-                # A call that waits for a runner is not late; one whose matcher is busy is.
+                # A call that waits for a thread is not late; one whose matcher is busy is.
                 if call.started or not call.ready:
                     left = call.start_ns + self._deadline_ns - now
                     if left <= 0 and (call.root_ready or self._overdue(call, now)):
-                        self._leave_alone(call)
+                        self._abandon(call)
                     rest = min(rest, left if left > 0 else self._deadline_ns // 4)
             self._lock.wait(rest / 1e9)
 
     def _overdue(self, call: _MatcherCall, now: int) -> bool:
-        """Whether a call past its deadline used it: a thread that got no core is given longer."""
+        """Whether a call has used up its deadline; a thread without a core gets longer."""
         assert self._deadline_ns is not None
         if call.runner is None or now - call.start_ns > STARVED_DEADLINES * self._deadline_ns:
             return True
         clock = time.pthread_getcpuclockid(cast(int, call.runner.ident))
         return time.clock_gettime_ns(clock) - call.start_cpu_ns > self._deadline_ns
 
-    def _leave_alone(self, call: _MatcherCall) -> None:
-        call.left_alone, call.end_ns = True, time.perf_counter_ns()
+    def _abandon(self, call: _MatcherCall) -> None:
+        call.abandoned, call.end_ns = True, time.perf_counter_ns()
         if not call.root_ready:
             limit = (self._deadline_ns or 0) / 1e6
             call.error = RequestFailed(f"the grammar's matcher took longer than {limit:g} ms")
@@ -288,7 +288,7 @@ class MatcherPool:
         call.publish()
 
     def _start_runner(self) -> None:
-        thread = threading.Thread(target=self._loop, name="grammar-lane", daemon=True)
+        thread = threading.Thread(target=self._loop, name="grammar-matcher", daemon=True)
         self._runners.add(thread)
         thread.start()
 
@@ -297,8 +297,8 @@ class MatcherPool:
         while (call := self._take(me)) is not None:
             call.run()
             with self._lock:
-                if call.left_alone:
-                    # Another runner has taken this one's place.
+                if call.abandoned:
+                    # Another thread has replaced this one.
                     call.returned = True
                     self._stuck.discard(me)
                     self._runners.discard(me)
@@ -308,7 +308,7 @@ class MatcherPool:
                 self._lock.notify_all()
 
     def _take(self, me: threading.Thread) -> _MatcherCall | None:
-        """The next call whose matcher is free; None when the lane closes."""
+        """The next call whose matcher is free; None when the pool closes."""
         with self._lock:
             while not self._closed:
                 for call in self._queue:

@@ -1,4 +1,4 @@
-"""Types of outputs: the schema of a type, its texts, and the value that a text stands for."""
+"""Output types: their JSON schemas, their texts, and the values of outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def schema_of(source: Any) -> Any:
     """The JSON schema of a type, as pydantic writes it.
 
     Raises:
-        GrammarError: it is no type, or none with a JSON schema.
+        GrammarError: it is not a type, or has no JSON schema.
     """
     from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter
     from pydantic.errors import PydanticInvalidForJsonSchema
@@ -34,10 +34,10 @@ def schema_of(source: Any) -> Any:
 
 
 def value_of(output: Any, text: str) -> Any:
-    """The member of a `Literal` or an Enum of texts that a text is.
+    """The member of a `Literal` or an Enum of texts with a given text.
 
     Raises:
-        ValueError: it is none.
+        ValueError: there is none.
     """
     if isinstance(output, type) and issubclass(output, Enum):
         return output(text)
@@ -50,10 +50,10 @@ def pattern_text(pattern: re.Pattern[Any]) -> str:
     """The source of a compiled pattern.
 
     Raises:
-        GrammarError: it is one of bytes, or has flags.
+        GrammarError: it matches bytes, or has flags.
     """
     if not isinstance(pattern.pattern, str) or pattern.flags & ~re.UNICODE:
-        raise GrammarError(f"{pattern!r}: give a pattern of text without flags", "output_type")
+        raise GrammarError(f"{pattern!r}: give a str pattern without flags", "output_type")
     return pattern.pattern
 
 

@@ -1,4 +1,4 @@
-"""Thinking and answer told apart: the markers that models put around their thinking."""
+"""Splits a reply into thinking and answer, by the markers around the thinking."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class ReasoningFormat:
     """Markers of a model's thinking.
 
     Args:
-        begin: Opens it; in some models' prompt already.
+        begin: Opens it; some chat templates put it into the prompt.
         end: Closes it.
-        opens_inside: Whether a reply without `begin` is inside the thinking from its first
-            character: the template has opened it, or the model always thinks. If not, a reply
-            thinks only if it starts with `begin`.
+        opens_inside: Whether a reply without `begin` starts inside the thinking, because the
+            template has opened it or the model always thinks. If not, a reply thinks only if it
+            starts with `begin`.
     """
 
     begin: str
@@ -38,22 +38,22 @@ FORMATS = {
 
 
 def load_reasoning(name: str) -> ReasoningFormat:
-    """A format by its name (hyphen is underscore, case does not matter).
+    """A format by name (hyphens count as underscores, case is ignored).
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the name is unknown.
     """
     found = FORMATS.get(name.lower().replace("-", "_"))
     if found is None:
-        raise ConfigError(f"unknown reasoning parser {name!r}; there are: {', '.join(FORMATS)}")
+        raise ConfigError(f"unknown reasoning parser {name!r}; known are: {', '.join(FORMATS)}")
     return found
 
 
 def opened_by(form: ReasoningFormat, prompt: str) -> bool | None:
-    """Whether a prompt leaves the thinking open (true), or has closed it or ruled it out (false);
-    None where it ends in neither marker, and the model decides.
+    """Whether a prompt opens the thinking (True) or has closed it (False); None if it ends in
+    neither marker, so that the model decides.
 
-    Only the prompt's end counts: markers inside of messages are their own affair.
+    Only the end of the prompt counts: markers inside messages are ignored.
     """
     ending = prompt.rstrip()
     if ending.endswith(form.end):
@@ -62,15 +62,15 @@ def opened_by(form: ReasoningFormat, prompt: str) -> bool | None:
 
 
 class ReasoningStream:
-    """Splits a reply into thinking and answer while its text comes, in pieces of any size.
+    """Splits a streamed reply into thinking and answer; pieces may have any size.
 
-    Markers are in neither; nor are the line breaks, at most two, behind the end of the thinking.
-    A first `begin` is dropped also where the reply is inside the thinking already.
+    Drops the markers, and up to two line breaks after the end of the thinking. A leading `begin`
+    is dropped even if the reply starts inside the thinking.
 
     Args:
         format: A name as for `load_reasoning`, or the format.
-        inside: Overrules `opens_inside`: true where the prompt has opened the thinking, false
-            where it has closed it (see `opened_by`).
+        inside: Overrides `opens_inside`: True if the prompt has opened the thinking, False if it
+            has closed it (see `opened_by`).
     """
 
     def __init__(self, format: str | ReasoningFormat, inside: bool | None = None) -> None:
@@ -81,11 +81,11 @@ class ReasoningStream:
         self._step: Callable[[str], tuple[str, str]] = self._begin
 
     def push(self, text: str) -> tuple[str, str]:
-        """More of the thinking and more of the answer that the text makes known."""
+        """Add text; returns new thinking and new answer."""
         return self._step(text)
 
     def finish(self) -> tuple[str, str]:
-        """What was held back, at the end of the reply."""
+        """End the reply; returns what was held back, as thinking and answer."""
         held, self._held = self._held, ""
         if self._step == self._gap:
             return "", ""
@@ -129,24 +129,24 @@ class ReasoningStream:
 
 
 def without_gap(text: str) -> str:
-    """A text without the line breaks, at most two, that it begins with."""
+    """A text without its leading line breaks, at most two."""
     return text[min(len(text) - len(text.lstrip(GAP)), MOST_GAP) :]
 
 
 def answer_of(source: str, text: str) -> str:
-    """What follows the thinking in an output.
+    """The part of an output after the thinking.
 
     Args:
-        source: Of a grammar of kind `after_thinking`.
+        source: The source of a grammar of kind `after_thinking`.
         text: The whole output.
 
     Raises:
-        ValueError: the thinking does not end.
+        ValueError: the thinking has no end.
     """
     markers = json.loads(source)
     if markers["begin"] is not None and not text.startswith(markers["begin"]):
         return text
     _, found, answer = text.partition(markers["end"])
     if not found:
-        raise ValueError(f"the thinking does not end: there is no {markers['end']!r}")
+        raise ValueError(f"the thinking has no end: {markers['end']!r} is missing")
     return without_gap(answer)

@@ -1,12 +1,12 @@
-"""The reasoning gate: free text up to a model's end-of-thinking marker, a grammar after it.
+"""Matches free text up to a model's end-of-thinking marker, then a grammar.
 
-A matcher around any backend's matcher. Inside the thinking a mask row is one copy: everything but
-stop and special tokens is legal, save for the few tokens that end the marker and go on with what
-the grammar forbids. Exact by bytes: the marker may be one token, many, or the middle of some.
+Wraps any backend's matcher. Inside the thinking, a mask row is one copy: everything except stop and
+special tokens is legal, apart from the few tokens that complete the marker and continue with what
+the grammar forbids. Exact by bytes: the marker may be one token, several, or inside one.
 
-The same language as `lowering.composite` writes as EBNF, but for two things: line breaks
-behind the marker belong to the gap first, also where the grammar could begin with one, and bytes of
-the thinking need not be whole characters.
+Same language as the EBNF of `lowering.composite`, with two exceptions: line breaks after the marker
+count as the gap first, even if the grammar could begin with one, and the thinking's bytes need not
+be whole characters.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from overlap_spec.grammar.reasoning import MOST_GAP
 from overlap_spec.grammar.reasoning_tables import BREAK, Patch, marker_tokens
 from overlap_spec.grammar.spec import Grammar
 
-# Where a matcher stands: before the decision whether there is thinking, in it, behind its end,
-# in the inner grammar.
+# Phases of a matcher: undecided whether there is thinking, inside it, in the gap after it, inside
+# the inner grammar.
 _HEAD, _THINK, _GAP, _INNER = range(4)
 
 
 def wrap(inner: CompiledGrammar, grammar: Grammar) -> CompiledGrammar:
-    """Put the gate of a grammar of kind `after_thinking` before its compiled inner grammar.
+    """Wrap a compiled grammar for a grammar of kind `after_thinking`.
 
-    Takes about a millisecond, and some 60 ms for the first grammar behind the same markers at a
-    vocabulary of 131,072 (call `reasoning_tables.marker_tokens` beforehand where that matters).
+    Takes about a millisecond, and some 60 ms for the first grammar with the same markers with a
+    vocabulary of 131,072 (call `reasoning_tables.marker_tokens` in advance if that matters).
 
     Args:
         inner: `grammar.inner`, compiled by any backend.
-        grammar: What `Grammar.after_thinking` made.
+        grammar: As made by `Grammar.after_thinking`.
     """
     source = json.loads(grammar.source)
     return ReasoningGrammar(inner, source["end"].encode(), (source["begin"] or "").encode())
 
 
 class _Place(NamedTuple):
-    """A phase, and how far into a marker or the gap."""
+    """A phase, and the progress in a marker or the gap."""
 
     phase: int
     at: int
 
 
 class ReasoningGrammar(CompiledGrammar):
-    """A compiled grammar behind a gate; see the module.
+    """A compiled grammar after thinking.
 
     Args:
-        inner: The grammar behind the thinking.
+        inner: The grammar after the thinking.
         end: Bytes of the marker that ends the thinking.
-        begin: Bytes of the marker that opens it, where the output may do without; else empty.
+        begin: Bytes of the marker that opens it, if thinking is optional; else empty.
     """
 
     def __init__(self, inner: CompiledGrammar, end: bytes, begin: bytes) -> None:
@@ -87,15 +87,15 @@ class ReasoningGrammar(CompiledGrammar):
         return ReasoningMatcher(self)
 
     def enter(self, text: bytes) -> Matcher | None:
-        """An inner matcher behind `text`; None where that is no beginning of the grammar."""
-        spelled = self.tokens.segment(text)
+        """An inner matcher after `text`; None if the grammar cannot begin with it."""
+        tokens = self.tokens.segment(text)
         matcher = self.inner.matcher()
-        if spelled is None or not all(map(matcher.accept, spelled)):
+        if tokens is None or not all(map(matcher.accept, tokens)):
             return None
         return matcher
 
     def gap(self, at: int, text: bytes) -> tuple[int, bytes]:
-        """How much of the gap is used behind `text`, and what of it is not gap."""
+        """Line breaks of the gap used after `text`, and the rest of `text`."""
         rest = text.lstrip(BREAK)
         taken = min(len(text) - len(rest), MOST_GAP - at)
         return at + taken, text[taken:]
@@ -129,17 +129,17 @@ class ReasoningGrammar(CompiledGrammar):
 
 
 class ReasoningMatcher(Matcher):
-    """One request's position before, in or behind its thinking."""
+    """One request's position before, inside or after its thinking."""
 
     def __init__(self, compiled: ReasoningGrammar) -> None:
         self._compiled = compiled
         self.vocabulary = compiled.vocabulary
         self._place = _Place(_HEAD if compiled.head else _THINK, 0)
-        # Where each token was taken from, up to the one that led into the inner grammar.
+        # The place before each token, up to the one that entered the inner grammar.
         self._before: list[_Place] = []
         self._inner: Matcher | None = None
         self._entered = 0
-        # The inner grammar from the very start, as long as there may be no thinking. It is behind
+        # The inner grammar from the very start, while there may be no thinking. It has accepted
         # the same tokens as this matcher, or has rejected one.
         self._direct = compiled.inner.matcher() if compiled.head else None
 
@@ -240,7 +240,7 @@ class ReasoningMatcher(Matcher):
 
     def _accept_head(self, token_id: int, text: bytes) -> bool:
         tokens, at = self._compiled.tokens, self._place.at
-        # Before anything changes, and whether or not this token may open the thinking.
+        # Read before anything changes, whether or not this token may open the thinking.
         direct = self._alive()
         if token_id not in tokens.heads[at]:
             return direct is not None and direct.accept(token_id) and self._enter(direct)
@@ -255,17 +255,17 @@ class ReasoningMatcher(Matcher):
     def _accept_thought(self, state: int, text: bytes) -> bool:
         state, rest = self._compiled.tokens.scan(state, text)
         if rest is not None:
-            return self._accept_behind(0, rest)
+            return self._accept_after(0, rest)
         self._place = _Place(_THINK, state)
         return True
 
     def _accept_gap(self, token_id: int, text: bytes) -> bool:
         if text.startswith(BREAK) and self._place.at < MOST_GAP:
-            return self._accept_behind(self._place.at, text)
+            return self._accept_after(self._place.at, text)
         inner = self._compiled.inner.matcher()
         return inner.accept(token_id) and self._enter(inner)
 
-    def _accept_behind(self, at: int, text: bytes) -> bool:
+    def _accept_after(self, at: int, text: bytes) -> bool:
         at, rest = self._compiled.gap(at, text)
         if not rest:
             self._place = _Place(_GAP, at)
@@ -287,7 +287,7 @@ class ReasoningMatcher(Matcher):
     def _thinking(
         self, tokens: Links, first_child: Links, next_sibling: Links
     ) -> dict[int, int] | None:
-        """The state of each node that the walk reaches; None where one ends the thinking."""
+        """The state of each node that the walk reaches; None if one ends the thinking."""
         texts, size, scan = self.vocabulary.text, self.vocabulary.size, self._compiled.tokens.scan
         states = {0: self._place.at}
         pending = [(int(first_child[0]), self._place.at)]

@@ -1,4 +1,4 @@
-"""What a vocabulary's tokens do to the markers around thinking, and the mask rows made of that."""
+"""How a vocabulary's tokens interact with the markers around thinking, and mask rows for that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BREAK = GAP.encode()
 
 
 class Patch(NamedTuple):
-    """Words of a mask row to be overwritten: `row[words] = row[words] & keep | put`."""
+    """An edit of a mask row: `row[words] = row[words] & keep | put`."""
 
     words: npt.NDArray[np.int64]
     keep: npt.NDArray[np.int32]
@@ -25,7 +25,7 @@ class Patch(NamedTuple):
 
     @classmethod
     def of(cls, legal: Iterable[tuple[int, bool]]) -> Patch:
-        """The bits of these tokens, and no others."""
+        """An edit that sets the bits of these tokens."""
         keep: dict[int, int] = {}
         put: dict[int, int] = {}
         for token, is_legal in legal:
@@ -37,25 +37,25 @@ class Patch(NamedTuple):
         return cls(words, *values)
 
     def apply(self, row: Row) -> None:
-        """Overwrite the bits in a row."""
+        """Apply the edit to a row in place."""
         if len(self.words):
             row[self.words] = row[self.words] & self.keep | self.put
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds."""
+        """Size in bytes."""
         return sum(part.nbytes for part in (self.words, self.keep, self.put))
 
 
 class MarkerTokens:
-    """Shared by all grammars behind the same markers.
+    """Tables for a pair of markers, shared by all grammars with them.
 
     Attributes:
-        free_row: int32 `(words,)`, every token of text; no stop token.
-        crossing: For each state (bytes of `end` read so far) the tokens in which `end` ends, with
-            what follows it in them.
+        free_row: int32 `(words,)`, all tokens of text; no stop token.
+        crossing: For each state (bytes of `end` read so far), the tokens that complete `end`, each
+            with the bytes after it.
         breaks: Tokens that begin with a line break.
-        heads: For each state of `begin`, which may be empty, the tokens that go on with it; see
+        heads: For each state of `begin`, which may be empty, the tokens that continue it; see
             `_head`.
     """
 
@@ -74,7 +74,7 @@ class MarkerTokens:
         self.heads = [self._head(begin[at:], starts[byte]) for at, byte in enumerate(begin)]
 
     def scan(self, state: int, text: bytes) -> tuple[int, bytes | None]:
-        """The state behind more thinking, or what follows the marker's end in it."""
+        """The state after more thinking, and the bytes after the marker if it is complete."""
         text = self.end[:state] + text
         found = text.find(self.end)
         if found >= 0:
@@ -86,7 +86,7 @@ class MarkerTokens:
         return next(matched, 0), None
 
     def segment(self, text: bytes) -> list[int] | None:
-        """Tokens that spell a text, the longest possible first one first; None if none do."""
+        """Tokens that make up a text, with the longest possible first; None if none do."""
         ways: list[list[int] | None] = [None] * len(text) + [[]]
         for start in range(len(text) - 1, -1, -1):
             for stop in range(len(text), start, -1):
@@ -102,8 +102,8 @@ class MarkerTokens:
         return {token: rest for token, (_, found, rest) in seen if found}
 
     def _head(self, left: bytes, tokens: list[int]) -> dict[int, bytes | None]:
-        """Tokens that go on with the rest of `begin`: what follows it in them, None if it does
-        not end in them."""
+        """Tokens that continue with the rest of `begin`, each with the bytes after it; None if it
+        does not end in the token."""
         found: dict[int, bytes | None] = {}
         for token in tokens:
             text = self.vocabulary.text[token]
@@ -116,5 +116,5 @@ class MarkerTokens:
 
 @lru_cache(maxsize=4)
 def marker_tokens(vocabulary: Vocabulary, end: bytes, begin: bytes) -> MarkerTokens:
-    """The tables of these markers, made once."""
+    """The tables of a pair of markers, cached."""
     return MarkerTokens(vocabulary, end, begin)

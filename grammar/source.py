@@ -1,4 +1,4 @@
-"""The source of a grammar: JSON that callers hand in, checked, and the text that stands for it."""
+"""The source of a grammar: checks of JSON input, and its canonical text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_text(kind: str, text: str) -> None:
     except UnicodeEncodeError as error:
         half = text[error.start]
         raise GrammarError(
-            f"the {kind} grammar has {half!r}, half a surrogate pair, which is no text", kind
+            f"the {kind} grammar has {half!r}, half a surrogate pair, which is not text", kind
         ) from error
 
 
@@ -33,7 +33,7 @@ def canonical(schema: Any) -> str:
     Raises:
         GrammarError: the value is not JSON.
     """
-    # The order of keys stays: it is the order in which members are written.
+    # Keeps the order of keys: members are written in that order.
     try:
         return json.dumps(schema, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -41,10 +41,10 @@ def canonical(schema: Any) -> str:
 
 
 def read_json(text: str, param: str = "schema") -> Any:
-    """The value of a JSON text; `param` names the field in the error.
+    """Parse JSON; `param` names the field in errors.
 
     Raises:
-        GrammarError: it is no JSON, or nested too deep.
+        GrammarError: it is not JSON, or nested too deep.
     """
     what = param.replace("_", " ")
     try:
@@ -58,10 +58,10 @@ def read_json(text: str, param: str = "schema") -> Any:
 
 
 def check_schema(schema: Any) -> None:
-    """Hold a schema to its metaschema.
+    """Check a schema against its metaschema.
 
     Raises:
-        GrammarError: names the place that breaks it.
+        GrammarError: it is invalid; names the path.
     """
     from jsonschema import SchemaError, validators
 

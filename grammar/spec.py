@@ -1,4 +1,4 @@
-"""What a request may say: a grammar as a value."""
+"""Grammars as values: the constraint on a request's output."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ Whitespace = Literal["compact", "bounded"] | int
 
 @dataclass(frozen=True)
 class Grammar:
-    """A constraint on a request's whole output; make one with the class methods.
+    """A constraint on a request's whole output; create one with the class methods.
 
-    Frozen, hashable, and picklable where `output` is. Two grammars are equal if they allow the
-    same texts as written; `output` takes no part.
+    Frozen, hashable, and picklable if `output` is. Two grammars are equal if their fields other
+    than `output` are.
 
     Args:
-        kind: Which language `source` is in.
+        kind: The language of `source`.
         source: Canonical text: a JSON schema, a pattern, EBNF, a JSON list of choices, or JSON
             that describes tags, tools, or what comes after the thinking.
-        whitespace: White space between the tokens of JSON: `"compact"` has none, `"bounded"`
-            allows a line break and up to 16 spaces at each place, a number asks for the exact
-            layout of `json.dumps(indent=…)`.
-        best_effort: Leave out schema keywords that cannot be held to, instead of refusing them.
-            The finished output is then validated under the whole schema: `Output.verdict`.
+        whitespace: White space between JSON tokens: `"compact"` has none, `"bounded"` allows a
+            line break and up to 16 spaces at each position, a number means the exact layout of
+            `json.dumps(indent=…)`.
+        best_effort: Leave out schema keywords that cannot be enforced, instead of refusing them.
+            The finished output is then validated against the whole schema: `Output.verdict`.
         output: The type that `parse` returns, or None for plain JSON values.
     """
 
@@ -65,14 +65,14 @@ class Grammar:
         """JSON that is valid under a schema.
 
         Args:
-            schema: A schema as dict, bool or JSON text, or a type, whose schema is taken and
-                whose instances `parse` returns: a pydantic model, dataclass, TypedDict, Enum,
-                `Literal[…]`, `Union`, `list[…]`, `int` and the like.
+            schema: A schema as dict, bool or JSON text; or a type, whose instances `parse` then
+                returns: a pydantic model, dataclass, TypedDict, Enum, `Literal[…]`, `Union`,
+                `list[…]`, `int` and the like.
             whitespace: See the class.
             best_effort: See the class.
 
         Raises:
-            GrammarError: the schema is broken; names the place in it.
+            GrammarError: the schema is invalid; names the path.
         """
         output = None
         if isinstance(schema, str):
@@ -91,7 +91,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Text that the pattern matches from end to end.
+        """Text that the pattern matches in full.
 
         Raises:
             GrammarError: the pattern does not parse, or has a construct that is not supported.
@@ -104,7 +104,7 @@ class Grammar:
         """Text of an EBNF grammar in GBNF's dialect; the start rule is `root`.
 
         Raises:
-            GrammarError: the text is empty. Syntax is checked when it is compiled.
+            GrammarError: the text is empty. The syntax is checked by the compile.
         """
         if not text.strip():
             raise GrammarError("the EBNF grammar is empty; it needs a rule named root", "ebnf")
@@ -115,7 +115,7 @@ class Grammar:
         """One of the given texts.
 
         Raises:
-            GrammarError: no option, or one that is not a non-empty text.
+            GrammarError: there is no option, or one is not a non-empty text.
         """
         texts = list(options)
         if isinstance(options, str) or not texts:
@@ -129,18 +129,18 @@ class Grammar:
     def structural_tag(
         cls, spec: Mapping[str, Any] | str, *, whitespace: Whitespace = "compact"
     ) -> Grammar:
-        """Text with tags in it whose content is constrained.
+        """Text with tags whose content is constrained.
 
         Args:
             spec: `{"type": "structural_tag", "format": {…}}` as published by xgrammar, or the
                 older `{"structures": [{"begin", "schema", "end"}], "triggers": […]}` (with or
                 without its `type`), as dict or JSON text.
-                `overlap_spec.grammar.structural_tag` lists the formats that are read.
-            whitespace: See the class; of all JSON inside.
+                `overlap_spec.grammar.structural_tag` lists the supported formats.
+            whitespace: See the class; for all JSON inside.
 
         Raises:
-            GrammarError: a field that is unknown, missing or of the wrong type, by its path; or
-                an inner schema or pattern that is broken.
+            GrammarError: a field is unknown, missing or of the wrong type, or an inner schema or
+                pattern is invalid; names the path.
         """
         return cls("structural_tag", canonical(read_tags(spec)), _layout(whitespace))
 
@@ -156,27 +156,27 @@ class Grammar:
         otherwise: Grammar | None = None,
         whitespace: Whitespace = "compact",
     ) -> Grammar:
-        """Calls of tools, as a model writes them.
+        """Tool calls, in a model's own syntax.
 
-        Arguments follow the tool's `parameters`. A strict tool is held to them exactly or
-        refused. Of any other, what cannot be held to is left out: single keywords, or, where the
-        schema still cannot be read, all of it, and then any JSON object passes.
+        Arguments follow the tool's `parameters`. A strict tool is enforced exactly or refused.
+        For any other tool, keywords that cannot be enforced are left out; if the schema is still
+        not supported, any JSON object is allowed.
 
         Args:
             tools: OpenAI tool definitions, `{"type": "function", "function": {…}}`.
             choice: As OpenAI's `tool_choice`. `"auto"`: free text, calls, or text before calls;
-                free text never holds what starts a call, so that every call is a whole one.
+                free text never contains the start of a call, so that every call is complete.
                 `"required"`: at least one call. `"none"`: free text. A name, or
                 `{"type": "function", "function": {"name": …}}`: exactly one call of that tool.
-                `{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}`: as its
-                mode says, of these tools.
+                `{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}`: these
+                tools only, with its mode.
             parallel: Whether there may be more than one call.
-            format: How calls are spelled: a file's name in `grammar/tool_formats`, or
+            format: The syntax of calls: a file name in `grammar/tool_formats`, or
                 `"package.module:NAME"` of a `ToolFormat` of your own.
-            strict: Overrules the tools' own `strict` (default false).
-            otherwise: With `"auto"`: what may stand instead of calls, in place of free text.
-                A reply that starts as a call starts is read as one.
-            whitespace: See the class; of the arguments.
+            strict: Overrides the tools' own `strict` (default false).
+            otherwise: With `"auto"`: the grammar of replies without calls, instead of free text.
+                A reply that starts as a call does is read as a call.
+            whitespace: See the class; for the arguments.
 
         Raises:
             GrammarError: names the field at fault.
@@ -193,12 +193,12 @@ class Grammar:
     def of(cls, output_type: Any, *, whitespace: Whitespace = "compact") -> Grammar:
         """The grammar of an output type, whose values `parse` returns.
 
-        A Grammar stays as it is; a compiled `re.Pattern` is a regex; `Literal[…]` and Enums of
-        texts are the bare texts; `dict` is any JSON object, a dict value is a schema; anything
-        else is read as `json_schema` reads it. `str` would be free text, which needs no grammar.
+        A Grammar is returned unchanged; a compiled `re.Pattern` is a regex; `Literal[…]` and
+        Enums of texts are the bare texts; `dict` is any JSON object, a dict value is a schema;
+        anything else is treated as by `json_schema`. `str` is free text, which needs no grammar.
 
         Raises:
-            GrammarError: there is no grammar for it.
+            GrammarError: the type has no grammar.
         """
         if isinstance(output_type, Grammar):
             return output_type
@@ -214,32 +214,32 @@ class Grammar:
         return cls.json_schema(output_type, whitespace=whitespace)
 
     def after_thinking(self, end: str = "</think>", begin: str | None = None) -> Grammar:
-        """This grammar behind a model's thinking: any text up to the first `end`, then at most
-        two line breaks, then what this grammar allows.
+        """This grammar after a model's thinking: any text up to the first `end`, then at most two
+        line breaks, then this grammar.
 
-        Nothing may end inside the thinking: stop tokens are legal where this grammar may end. For
-        a prompt whose template has closed the thinking already, use the grammar unwrapped.
+        The output cannot end inside the thinking: stop tokens are legal only if this grammar may
+        end. If the chat template has closed the thinking already, use the grammar unwrapped.
 
         Args:
             end: The marker that ends the thinking.
-            begin: None: the output begins inside the thinking (a model that writes its opening
-                marker itself is free to). A marker: the output thinks only if it begins with it,
-                and is this grammar's from the start if not.
+            begin: None: the output starts inside the thinking (a model may still write its
+                opening marker). A marker: the output thinks only if it starts with the marker;
+                otherwise this grammar holds from the start.
 
         Raises:
-            GrammarError: an empty marker, or a grammar that comes after thinking already.
+            GrammarError: a marker is empty, or the grammar is wrapped already.
         """
         if self.kind == "after_thinking":
-            raise GrammarError("the grammar comes after thinking already", "thinking")
+            raise GrammarError("the grammar is after_thinking already", "thinking")
         for marker in (end, begin):
             if marker is not None and (not isinstance(marker, str) or not marker):
-                raise GrammarError(f"{marker!r} is not a marker of thinking", "thinking")
+                raise GrammarError(f"{marker!r} is not a thinking marker", "thinking")
         source = {"end": end, "begin": begin, "inner": self._packed()}
         return Grammar("after_thinking", canonical(source), output=self.output)
 
     @property
     def inner(self) -> Grammar | None:
-        """What comes after the thinking, or may stand instead of tool calls."""
+        """The grammar after the thinking, or instead of tool calls; None if there is none."""
         if self.kind not in ("after_thinking", "tools"):
             return None
         source = json.loads(self.source)
@@ -250,12 +250,12 @@ class Grammar:
         return Grammar(kind, text, whitespace, best_effort, self.output)
 
     def parse(self, text: str) -> Any:
-        """The value of a finished output: an instance of `output` where there is one, a JSON
-        value for schemas and objects, a `ToolReply` for tools, what the inner grammar makes of
-        the rest for thinking, the text itself otherwise.
+        """The value of a finished output: an instance of `output` if it is set, a JSON value for
+        schemas and objects, a `ToolReply` for tools, the inner grammar's value for thinking, else
+        the text itself.
 
         Raises:
-            ValueError: the text is not whole, or not valid under `output`.
+            ValueError: the text is incomplete, or not valid under `output`.
         """
         if self.kind == "tools":
             return self._parse_reply(text)

@@ -1,4 +1,4 @@
-"""One matcher for all backends that have states: it keeps the state after each token."""
+"""A matcher for backends with states: it keeps the state after each token."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ State = TypeVar("State")
 
 
 class Automaton(ABC, Generic[State]):
-    """States, and tokens that lead from one to the next; safe to share between threads."""
+    """States with transitions on tokens; safe to share between threads."""
 
     vocabulary: Vocabulary
     start: State
 
     @abstractmethod
     def after(self, state: State, token: int) -> State | None:
-        """The state after a token of text; None where it is not legal."""
+        """The state after a token that is no stop token; None if it is not legal."""
 
     @abstractmethod
     def is_final(self, state: State) -> bool:
-        """Whether the text may end in a state."""
+        """Whether the grammar may end in a state."""
 
     @abstractmethod
     def row(self, state: State) -> Row:
-        """The mask row of a state without stop tokens; not to be written to."""
+        """The mask row of a state without stop tokens; callers must not write to it."""
 
 
 class StateMatcher(Matcher, Generic[State]):
-    """A path through an automaton; taking tokens back is cutting it.
+    """A path through an automaton; rollback truncates it.
 
     Args:
-        automaton: What to walk on.
+        automaton: The grammar.
         path: The state after each token, the start first; None after a stop token.
     """
 

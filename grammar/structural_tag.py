@@ -1,6 +1,6 @@
-"""Structural tags as callers write them, held to their shapes field by field.
+"""Validates structural tags, field by field.
 
-Formats that are read, with the fields that they may have (defaults in brackets):
+Supported formats with their fields (defaults in brackets):
 
     const_string         value
     json_schema          json_schema, [style "json"], [any_order false]
@@ -15,10 +15,10 @@ Formats that are read, with the fields that they may have (defaults in brackets)
     tags_with_separator  tags, separator, [at_least_one], [stop_after_first]
     dispatch             rules (pairs of text and format), [loop true], [excludes]
 
-The shapes are xgrammar's (0.2.8), and so is what they mean: inside a tag, no free text of
-`any_text` and `triggered_tags` holds what ends the tag; triggered tags that are at least one begin
-with one. Formats over tokens instead of text, limits on the size of free
-text and the XML styles are refused.
+Formats and semantics are xgrammar's (0.2.8): inside a tag, free text of `any_text` and
+`triggered_tags` never contains what ends the tag; triggered tags with `at_least_one` start with a
+tag. Formats over tokens instead of text, limits on the length of free text and the XML styles are
+refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_tags(spec: Any) -> dict[str, Any]:
     """The format of a structural tag, with all defaults filled in.
 
     Raises:
-        GrammarError: names the path of what is wrong.
+        GrammarError: names the path of the first error.
     """
     if isinstance(spec, str):
         spec = read_json(spec, "structural_tag")
@@ -79,7 +79,7 @@ def _format(value: Any, path: str) -> dict[str, Any]:
     kind = _field(value, "type", path)
     if not isinstance(kind, str) or kind not in _FIELDS:
         known = ", ".join(_FIELDS)
-        raise _error(f"{path}.type", f"{kind!r} is not supported; there are: {known}")
+        raise _error(f"{path}.type", f"{kind!r} is not supported; known are: {known}")
     fields = _FIELDS[kind]
     _known(value, {"type", *fields}, path)
     out: dict[str, Any] = {"type": kind}
@@ -106,7 +106,7 @@ def _check_triggers(out: dict[str, Any], path: str) -> None:
 
 
 def _check_apart(triggers: list[str], path: str) -> None:
-    # The shorter one would always be found first, or at the same place.
+    # The shorter one would always match first, or at the same position.
     for i, trigger in enumerate(triggers):
         for other in triggers[:i] + triggers[i + 1 :]:
             if trigger in other:
@@ -153,7 +153,7 @@ def _list_of(read: Read, least: int = 0) -> Read:
 
 
 def _tag(value: Any, path: str) -> dict[str, Any]:
-    # The older clients leave the type of a tag inside a list of tags out.
+    # Older clients leave out the type of a tag inside a list of tags.
     found = _format({"type": "tag", **_mapping(value, path)}, path)
     if found["type"] != "tag":
         raise _error(f"{path}.type", f'{found["type"]!r} is not "tag"')

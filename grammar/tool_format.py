@@ -1,4 +1,4 @@
-"""How a model spells tool calls. Each file in `tool_formats/` holds one format."""
+"""The syntax of a model's tool calls; each file in `tool_formats/` has one."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model spells its calls. A reply with calls is, without the spaces:
+    """The syntax of a model's tool calls. A reply with calls is, without the spaces:
 
         opening begin NAME middle ARGUMENTS end (separator begin NAME middle ARGUMENTS end)* close
 
     Args:
         starts: Texts that start calls; every opening + `begin` starts with one of them.
-        anywhere: Whether calls may follow free text, which then holds none of `starts`. If not,
-            calls stand at the start of the reply, and free text does not begin with `starts`.
+        anywhere: Whether calls may follow free text, which then contains none of `starts`. If
+            not, calls are at the start of the reply, and free text does not begin with `starts`.
         begin: Before the name.
         middle: Between name and arguments.
         end: After the arguments.
-        openings: Texts, one of which stands before the first call.
+        openings: One of these comes before the first call.
         separator: Between two calls: white space, with at most one other character.
         close: After the last call: nothing, or one character.
-        markers: Parts that are single tokens, often special ones, in real tokenizers.
+        markers: Parts that are single tokens in real tokenizers, often special ones.
     """
 
     starts: tuple[str, ...]

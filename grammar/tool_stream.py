@@ -1,4 +1,4 @@
-"""Replies with tool calls, read while they come."""
+"""Parses streamed replies with tool calls."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _INSIDE = re.compile(r'["\\]')
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call. `arguments` is the JSON text as the model wrote it; it is partial where
-    `is_whole` is false, which a reply that was cut off can have as its last call."""
+    """One call. `arguments` is the JSON text as the model wrote it; it is partial if `is_whole` is
+    False, which happens to the last call of a reply that was cut off."""
 
     name: str
     arguments: str
@@ -28,8 +28,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolReply:
-    """A reply: `content` is the text outside of calls; `parsed` is the value of the grammar that
-    stood in place of calls (`Grammar.tools(otherwise=…)`), where there are none."""
+    """A reply. `content` is the text outside of calls; `parsed` is the value of a reply without
+    calls under `Grammar.tools(otherwise=…)`."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
@@ -63,11 +63,11 @@ Event = ContentDelta | CallStart | CallArguments
 
 
 class CallStream:
-    """Splits a reply into content and calls while its text comes, in pieces of any size.
+    """Splits a streamed reply into content and calls; pieces may have any size.
 
-    What may become a call is held back until that is decided, so that no part of a call's
-    markers is ever given out as content. Content, names and arguments do not depend on where the
-    pieces are cut. A call that is not spelled as one, as free generation can write it, is content.
+    Text that may become a call is held back until that is decided, so that no part of a call's
+    markers is ever emitted as content. Content, names and arguments do not depend on where the
+    pieces are cut. A malformed call, which free generation can produce, is content.
 
     Args:
         format: A name as for `tool_formats.load_format`, or the format.
@@ -89,16 +89,16 @@ class CallStream:
         self._pieces: list[str] = []
 
     def push(self, text: str) -> list[Event]:
-        """What more text makes known."""
+        """Add text; returns the new events."""
         while text:
             text = self._step(text)
         events, self._events = self._events, []
         return events
 
     def finish(self) -> list[Event]:
-        """What the end of the reply makes known: text that was held back and is no call."""
-        # What is held behind the arguments of a call is the rest of its spelling.
-        if self._step not in (self._behind, self._after):
+        """End the reply; returns the last events. Text held back that is not a call is content."""
+        # Text held after the arguments of a call is part of the call.
+        if self._step not in (self._end, self._after):
             self._emit(self._held)
         self._held = ""
         events, self._events = self._events, []
@@ -106,7 +106,7 @@ class CallStream:
 
     @property
     def reply(self) -> ToolReply:
-        """All that is known so far."""
+        """The reply so far."""
         calls = list(self._calls)
         if calls and self._pieces:
             calls[-1] = replace(calls[-1], arguments="".join(self._pieces))
@@ -131,7 +131,7 @@ class CallStream:
         return ""
 
     def _plain(self, text: str) -> str:
-        """Text that no call can follow."""
+        """Text after which no call can come."""
         self._emit(text)
         return ""
 
@@ -153,7 +153,7 @@ class CallStream:
         return text
 
     def _between(self, text: str) -> str:
-        """What stands between the name and the arguments, which are an object."""
+        """Between the name and the arguments, which are an object."""
         if self._read not in self._wanted:
             rest = self._match(text)
             return self._no_call() if rest is None else rest
@@ -177,10 +177,10 @@ class CallStream:
             return ""
         self._calls[-1] = replace(self._calls[-1], arguments="".join(self._pieces), is_whole=True)
         self._pieces = []
-        self._expect((_bare(self._format.end),), self._behind)
+        self._expect((_bare(self._format.end),), self._end)
         return text[length:]
 
-    def _behind(self, text: str) -> str:
+    def _end(self, text: str) -> str:
         """The rest of the call."""
         if self._read in self._wanted:
             self._held, self._step = "", self._after
@@ -189,7 +189,7 @@ class CallStream:
         return self._no_call() if rest is None else rest
 
     def _after(self, text: str) -> str:
-        """Between two calls, or behind the last one."""
+        """Between two calls, or after the last one."""
         separator, close = self._format.separator.strip(), self._format.close
         if text[0].isspace():
             return self._space(text)
@@ -208,7 +208,7 @@ class CallStream:
         self._step = step
 
     def _match(self, text: str) -> str | None:
-        """Take one character of what is expected, or white space; None if it is neither."""
+        """Consume one expected character, or white space; None if it is neither."""
         if text[0].isspace():
             return self._space(text)
         self._read += text[0]
@@ -224,7 +224,7 @@ class CallStream:
         return rest
 
     def _no_call(self, more: str = "") -> str:
-        """What was held is no call after all: content, but for a call that starts inside it."""
+        """The held text is not a call: emit it as content, unless a call starts inside it."""
         text, self._held = self._held + more, ""
         if not self._format.anywhere:
             self._step = self._plain
@@ -245,8 +245,8 @@ class CallStream:
 
 
 def parse_reply(text: str, format: str | ToolFormat) -> ToolReply:
-    """A whole reply, read back. What is not spelled as a call is content, unchanged; white space
-    between the parts of a call is free, whatever the format asks for when generating."""
+    """Parse a whole reply. Anything but a well-formed call is content, unchanged; white space
+    between the parts of a call is ignored, whatever the format generates."""
     stream = CallStream(format)
     stream.push(text)
     stream.finish()
@@ -262,7 +262,7 @@ class _Json:
         self._escaped = False
 
     def push(self, text: str) -> int | None:
-        """How much of the text still belongs to the object; None: all, and there is more."""
+        """Length of the text that belongs to the object; None if the object continues."""
         at = 0
         while at < len(text):
             if self._escaped:
@@ -290,7 +290,7 @@ def _bare(text: str) -> str:
 
 
 def partial_end(text: str, starts: tuple[str, ...]) -> int:
-    """Length of the longest end of a text that may grow into one of the strings."""
+    """Length of the longest suffix of a text that is a proper prefix of one of the strings."""
     longest = min(len(text), max(map(len, starts)) - 1)
     for length in range(longest, 0, -1):
         if any(start.startswith(text[-length:]) for start in starts):

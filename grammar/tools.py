@@ -1,7 +1,7 @@
-"""Tool calls: what a format is, what callers ask for, and replies read back.
+"""Validates a request's tools.
 
-`read_tools` makes the canonical source of `Grammar.tools`, `structural.py` lowers it,
-`tool_stream.py` reads replies while they come. One file in `tool_formats/` a format.
+`read_tools` makes the canonical source of `Grammar.tools`, `lowering/composite.py` lowers it, and
+`tool_stream.py` parses replies. `tool_formats/` has one file per format.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def read_tools(
     tools: Sequence[Any], choice: Any, parallel: bool, format: str, strict: bool | None
 ) -> dict[str, Any]:
     """The canonical description of a request's tools: `tools` as `[name, parameters, strict]`,
-    `choice` as `"auto"`, `"required"`, `"none"`, or `["name"]` of the one to call.
+    `choice` as `"auto"`, `"required"`, `"none"`, or `["name"]` of the tool to call.
 
     Raises:
         GrammarError: names the field at fault.
@@ -33,7 +33,7 @@ def read_tools(
     names: dict[str, None] = {}
     for i, (name, *_) in enumerate(found):
         if name in names:
-            raise GrammarError(f"tools[{i}].function.name: {name!r} is there twice", "tools")
+            raise GrammarError(f"tools[{i}].function.name: {name!r} is a duplicate", "tools")
         names[name] = None
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         choice, allowed = _read_allowed(choice, names)
@@ -66,10 +66,10 @@ def _read_tool(tool: Any, path: str, strict: bool | None) -> list[Any]:
     if parameters is None:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, Mapping):
-        raise GrammarError(f"{path}.parameters: a schema is an object", "tools")
+        raise GrammarError(f"{path}.parameters: must be an object", "tools")
     if parameters.get("type", "object") != "object":
-        raise GrammarError(f'{path}.parameters.type: arguments are an "object"', "tools")
-    # Arguments are an object also where the schema does not say so.
+        raise GrammarError(f'{path}.parameters.type: must be "object"', "tools")
+    # Arguments are an object even if the schema does not say so.
     schema = dict(parameters) if "$ref" in parameters else {"type": "object", **parameters}
     try:
         check_schema(schema)
@@ -112,7 +112,7 @@ def _named(choice: Any, path: str, names: Mapping[str, None]) -> str:
         name = function.get("name")
     if not isinstance(name, str) or name not in names:
         raise GrammarError(
-            f"{path}: {name!r} is none of the tools ({', '.join(names)})", "tool_choice"
+            f"{path}: {name!r} is not one of the tools ({', '.join(names)})", "tool_choice"
         )
     return name
 

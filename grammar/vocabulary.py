@@ -1,4 +1,4 @@
-"""The vocabulary that masks are made over: the exact bytes of every token."""
+"""The vocabulary of masks: the exact bytes of every token."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from overlap_spec.grammar.markers import known_markers
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """Token bytes, in id order, and what is no text.
+    """Token bytes in id order, and which tokens are not text.
 
     Two vocabularies are equal if their fingerprints are.
 
     Args:
-        tokens: Bytes of each token; `b""` for one that is not text. May be shorter than `size`.
+        tokens: Bytes of each token; `b""` for a token that is not text. May be shorter than `size`.
         size: Rows of the model's output layer, padding included; ids from `len(tokens)` on are
             padding and never legal.
-        stop_ids: Tokens that end the output; legal exactly where the grammar may end.
+        stop_ids: Tokens that end the output; legal exactly if the grammar may end.
         special_ids: Tokens that are not text (`<bos>`, `<pad>` …), never legal inside a grammar,
-            whatever their bytes. Stop tokens need not be listed. A marker that grammars and
-            parsers read as text (`<tool_call>`, `</think>` …) is none of them.
+            whatever their bytes. Stop tokens need not be listed. Markers that grammars and
+            parsers treat as text (`<tool_call>`, `</think>` …) must not be listed.
 
     Raises:
         ValueError: no stop token, an id outside the vocabulary, more tokens than `size`.
@@ -51,7 +51,7 @@ class Vocabulary:
                 raise ValueError(f"token {token} is outside the vocabulary of {self.size}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without what is cached: another thread may be adding to it meanwhile.
+        # Leaves out cached properties: another thread may be adding one.
         return Vocabulary, (self.tokens, self.size, self.stop_ids, self.special_ids)
 
     @property
@@ -68,7 +68,7 @@ class Vocabulary:
 
     @cached_property
     def text_row(self) -> npt.NDArray[np.int32]:
-        """int32 `(words,)`: the bits that a grammar can ever allow; read-only."""
+        """int32 `(words,)`: all bits that a grammar can allow; read-only."""
         legal = [i for i, token in enumerate(self.text) if token]
         return _row([*legal, *self.stop_ids], self.words)
 
@@ -79,7 +79,7 @@ class Vocabulary:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256, hexadecimal, of all that decides a mask."""
+        """Hexadecimal sha256 of everything that affects masks."""
         digest = hashlib.sha256(f"{self.size};{sorted(set(self.stop_ids))};".encode())
         for token in self.text:
             digest.update(len(token).to_bytes(4, "little") + token)
@@ -103,11 +103,11 @@ class Vocabulary:
 
         Args:
             path: The file.
-            vocab_size: Rows of the model's output layer; ids beyond it are left out.
+            vocab_size: Rows of the model's output layer; larger ids are left out.
             stop_ids: Ids that end the output.
-            markers: Special tokens with one of these contents are text, of these bytes: a
-                grammar that has the marker in it can be written with the one token. None: the
-                markers of all tool formats and reasoning parsers.
+            markers: Special tokens with one of these contents count as text, so that a grammar
+                with the marker allows the single token. None means the markers of all tool
+                formats and reasoning parsers.
 
         Raises:
             CheckpointError: the file is not such a tokenizer.
@@ -180,17 +180,17 @@ def _space_mark(decoders: list[dict[str, Any]]) -> str | None:
 
 
 def _byte_level_alphabet() -> list[str]:
-    """The printable character that stands for each byte in GPT-2's byte-level BPE."""
+    """The printable character for each byte in GPT-2's byte-level BPE."""
     kept = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    stand_ins = iter(range(256))
-    return [chr(byte) if byte in kept else chr(256 + next(stand_ins)) for byte in range(256)]
+    substitutes = iter(range(256))
+    return [chr(byte) if byte in kept else chr(256 + next(substitutes)) for byte in range(256)]
 
 
 def _from_byte_level(text: str, table: dict[str, int], path: str | Path) -> bytes:
     try:
         return bytes(table[char] for char in text)
     except KeyError as error:
-        # Added tokens are listed in the model's vocabulary too, as plain text.
+        # The model's vocabulary also lists added tokens, as plain text.
         if len(text) > 1:
             return text.encode()
         raise CheckpointError(f"{path}: {error} is not in the byte-level alphabet") from error

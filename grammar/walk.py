@@ -1,6 +1,6 @@
 """The depth-first walk over a draft tree, for any matcher.
 
-It is the oracle of native walks and what backends without one use.
+The oracle of native walks, and the implementation of backends without one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from overlap_spec.grammar.contract import Links, Matcher, Row
 
 
 def check_row(row: Row, words: int) -> None:
-    """Hold one mask row to the contract's shape and dtype.
+    """Check one mask row's shape and dtype.
 
     Raises:
         ValueError: it is not int32 `(words,)`, C-contiguous.
@@ -23,14 +23,14 @@ def check_row(row: Row, words: int) -> None:
 def check_tree(
     tokens: Links, first_child: Links, next_sibling: Links, rows: Row, words: int
 ) -> None:
-    """Hold a tree and its rows to the contract's shapes, dtypes and order of links.
+    """Check the shapes and dtypes of a tree and its rows, and the order of links.
 
     Raises:
-        ValueError: naming what is wrong.
+        ValueError: names what is wrong.
     """
     n = len(tokens)
     if n == 0:
-        raise ValueError("a draft tree has at least one node, the last committed token")
+        raise ValueError("a draft tree needs at least one node, the last committed token")
     if rows.shape != (n, words) or rows.dtype != np.int32 or not rows.flags.c_contiguous:
         raise ValueError(
             f"mask rows must be int32 ({n}, {words}), C-contiguous; got {rows.dtype} {rows.shape}"
@@ -48,10 +48,10 @@ def check_tree(
 def fill_tree(
     matcher: Matcher, tokens: Links, first_child: Links, next_sibling: Links, rows: Row
 ) -> None:
-    """Write one mask row a node; the meaning of everything is in `contract`.
+    """Write one mask row per node; see `contract.Matcher.fill_tree`.
 
     Raises:
-        ValueError: the tree breaks the contract.
+        ValueError: the tree violates the contract.
         RuntimeError: the matcher rejected a token that its own row allows.
     """
     check_tree(tokens, first_child, next_sibling, rows, matcher.vocabulary.words)
@@ -95,7 +95,7 @@ def _descend(
 
 
 def allowed(row: Row, token: int) -> bool:
-    """Whether a mask row has the token's bit; no token outside the row is allowed."""
+    """Whether a mask row allows a token; tokens outside the row are not allowed."""
     if not 0 <= token < len(row) * 32:
         return False
     return bool((int(row[token >> 5]) >> (token & 31)) & 1)

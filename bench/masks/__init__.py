@@ -1,1 +1,1 @@
-"""What maskbench runs over: schemas with instances in the order of the schema, and tokenizers."""
+"""Inputs of maskbench: instances in the key order of their schema, and tokenizers."""

@@ -1,9 +1,8 @@
-"""The keys of an instance in the order in which its schema names them.
+"""Sorts the keys of an instance in the order of its schema.
 
-A grammar writes members in schema order, and an instance is one value in one of many orders. The
-order here is read off the schema by itself: an object's own `properties` first, then those of the
-schemas that it combines and that hold for the instance, then required names, then the rest as the
-instance has them.
+A grammar writes members in schema order; an instance may have any order. The order is derived from
+the schema alone: an object's own `properties` first, then those of combined schemas that are valid
+for the instance, then required names, then the rest in the instance's order.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Order:
         }
 
     def _parts(self, schema: Any, value: Any, depth: int) -> Iterator[dict[str, Any]]:
-        """A schema and those that it combines, as far as they hold for the value."""
+        """A schema and the schemas that it combines, as far as they are valid for the value."""
         if not isinstance(schema, dict) or depth > _DEEPEST:
             return
         if "$ref" in schema:

@@ -20,7 +20,7 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class Tokens:
-    """A vocabulary, how a text becomes ids in it, and its name for the record."""
+    """A vocabulary, its encoder, and its name in the report."""
 
     name: str
     vocabulary: Vocabulary
@@ -33,8 +33,8 @@ def read(path: Path | None, size: int | None, seed: int) -> Tokens:
     Args:
         path: A `tokenizer.json`, a Tekken file, or None.
         size: Rows of the model's output layer; None means 131,072 for the embedded model's, and
-            as many as the file has otherwise.
-        seed: Of the tokens that padding makes up.
+            the size of the file's vocabulary otherwise.
+        seed: For the tokens that padding invents.
     """
     if path is None:
         return _embedded(size or 131_072, seed)
@@ -93,7 +93,7 @@ def _tekken(path: Path, spec: dict[str, Any], size: int | None) -> Tokens:
     longest = max(map(len, tokens))
 
     def encode(text: str) -> list[int]:
-        # Longest match: not the model's own cut, but the same bytes in tokens of real lengths.
+        # Longest match: not the model's own split, but the same bytes in tokens of real lengths.
         raw, at, ids = text.encode(), 0, []
         while at < len(raw):
             end = min(len(raw), at + longest)

@@ -1,1 +1,1 @@
-"""Regular languages: sets of characters, regular expressions as trees, and automata."""
+"""Regular languages: character sets, regular expression trees, and automata."""

@@ -1,7 +1,7 @@
-"""Deterministic automata over code points: intersection, difference, and the way back to rules.
+"""Deterministic finite automata over code points, with intersection and complement.
 
-Regular expressions have no spelling for "both" and "not"; automata do. A state's moves are
-ascending, disjoint spans of code points; what no span covers is a dead end.
+Regular expressions have no operator for either. A state's moves are ascending, disjoint spans of
+code points; a code point that no span covers is rejected.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ MOST_STATES = 4000
 
 
 class TooLargeError(Exception):
-    """An automaton with more states than are sane to build."""
+    """An automaton needs more states than the limit."""
 
 
 @dataclass(frozen=True)
 class Dfa:
-    """States are numbered from the start, 0.
+    """An automaton; state 0 is the start.
 
     Args:
-        moves: One tuple of `(first, last, target)` a state, ascending and disjoint.
-        final: Whether a text may end in the state.
+        moves: For each state its moves `(first, last, target)`, ascending and disjoint.
+        final: For each state, whether it accepts.
     """
 
     moves: tuple[tuple[Move, ...], ...]
@@ -37,7 +37,7 @@ class Dfa:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no text is accepted; exact for trimmed automata, as all here are."""
+        """Whether no text is accepted; exact for trimmed automata, which all of these are."""
         return not any(self.final)
 
     def targets(self, state: int) -> dict[int, Ranges]:
@@ -66,7 +66,7 @@ class _Nfa:
         return len(self.free) - 1
 
     def add(self, node: Node, start: int) -> int:
-        """Thompson's construction; the state in which the node ends."""
+        """Thompson's construction; returns the end state."""
         if isinstance(node, CharClass):
             end = self.state()
             self.spans[start] += [(low, high, end) for low, high in node.members]
@@ -104,12 +104,12 @@ class _Nfa:
 
 
 def from_node(node: Node) -> Dfa:
-    """The texts that an expression matches from end to end."""
+    """Texts that an expression matches in full."""
     return before(node, EMPTY_TEXT)
 
 
 def before(node: Node, rest: Dfa) -> Dfa:
-    """A match of `node`, then a text of `rest`."""
+    """Texts that `node` matches, followed by texts of `rest`."""
     nfa = _Nfa()
     end = nfa.add(node, nfa.state())
     offset = len(nfa.free)
@@ -163,9 +163,9 @@ def _explore(
 
 
 def minimal(dfa: Dfa) -> Dfa:
-    """The smallest equal automaton: partition refinement after dead ends are cut off.
+    """The smallest equivalent automaton: dead states are removed, then partitions refined.
 
-    Only states with a move into a block that was split are looked at again, and the largest part
+    Only states with a move into a block that was split are examined again, and the largest part
     of a block keeps its number, so that long chains stay cheap.
     """
     alive = _alive(dfa)
@@ -185,7 +185,7 @@ def minimal(dfa: Dfa) -> Dfa:
         for state in dirty:
             touched.setdefault(group[state], set()).add(state)
         dirty = set()
-        # All blocks are split by the same grouping, and renumbered after.
+        # Split all blocks by the same grouping, then renumber.
         split = [_split(dfa, blocks[at], states, group, alive) for at, states in touched.items()]
         for at, parts in zip(touched, split, strict=True):
             for part in parts:
@@ -201,7 +201,7 @@ def minimal(dfa: Dfa) -> Dfa:
 def _split(
     dfa: Dfa, block: set[int], touched: set[int], group: list[int], alive: set[int]
 ) -> list[set[int]]:
-    """The parts of a block that leave it: all but the untouched part, or the largest."""
+    """The parts that leave a block: all but the untouched part, or all but the largest."""
     parts: dict[tuple[Move, ...], set[int]] = {}
     for state in touched:
         parts.setdefault(_row(dfa, state, group, alive), set()).add(state)
@@ -257,7 +257,7 @@ def _grouped(dfa: Dfa, group: list[int], alive: set[int]) -> Dfa:
 
 
 def both(left: Dfa, right: Dfa) -> Dfa:
-    """Texts that both accept."""
+    """The intersection."""
     if left is EVERY or right is EVERY:
         return right if left is EVERY else left
 
@@ -281,7 +281,7 @@ def both(left: Dfa, right: Dfa) -> Dfa:
 
 
 def neither(dfa: Dfa) -> Dfa:
-    """Texts that the automaton does not accept."""
+    """The complement."""
     sink = len(dfa.moves)
     rows = []
     for moves in (*dfa.moves, ()):
@@ -292,7 +292,7 @@ def neither(dfa: Dfa) -> Dfa:
 
 
 def any_of(dfas: Iterable[Dfa]) -> Dfa:
-    """Texts that at least one accepts."""
+    """The union."""
     ways = list(dfas)
     if len(ways) == 1:
         return ways[0]
@@ -303,7 +303,7 @@ def any_of(dfas: Iterable[Dfa]) -> Dfa:
 
 
 def lengths(least: int, most: int | None) -> Dfa:
-    """Texts of so many characters."""
+    """Texts of `least` to `most` characters; None means no upper bound."""
     count = least if most is None else most
     if count >= MOST_STATES:
         raise TooLargeError
@@ -313,7 +313,7 @@ def lengths(least: int, most: int | None) -> Dfa:
 
 
 def from_texts(texts: Iterable[str]) -> Dfa:
-    """Exactly these texts."""
+    """Exactly the given texts."""
     rows: list[dict[int, int]] = [{}]
     final = [False]
     for text in texts:
@@ -330,7 +330,7 @@ def from_texts(texts: Iterable[str]) -> Dfa:
 
 
 def restricted(dfa: Dfa, members: Ranges) -> Dfa:
-    """Texts of the automaton that have characters of a set only."""
+    """Texts of the automaton whose characters are all in the set."""
     rows = []
     for moves in dfa.moves:
         row = [

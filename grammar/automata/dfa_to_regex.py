@@ -1,31 +1,28 @@
-"""Automata back into expressions."""
+"""Automata to regular expressions, by state elimination."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from overlap_spec.grammar.automata.charset import Ranges
 from overlap_spec.grammar.automata.dfa import Dfa
+from overlap_spec.grammar.automata.escape import Escape
 from overlap_spec.grammar.automata.regex_ast import EMPTY, Node, Repetition, alternate, concat
 
-# An expression, and how many characters it is made of.
+# An expression, and how many character classes it has.
 Sized = tuple[Node, int]
-Spell = Callable[[Ranges], Node | None]
-# More states are not worth a try: what comes out grows with the square of them, or worse.
+# The expression grows at least with the square of the number of states.
 _MOST_STATES = 48
 _LONGEST = 3000
 
 
-def to_node(dfa: Dfa, spell: Spell) -> Node | None:
-    """An expression of an automaton's texts, by eliminating states from the last to the first;
-    None where it would be long."""
+def to_node(dfa: Dfa, escape: Escape) -> Node | None:
+    """An expression for an automaton's texts, by eliminating states from the last to the first;
+    None if it would be too long."""
     end = len(dfa.moves)
     if end > _MOST_STATES:
         return None
     edges: dict[int, dict[int, Sized]] = {state: {} for state in range(end + 1)}
     for state in range(end):
         for to, members in dfa.targets(state).items():
-            char = spell(members)
+            char = escape(members)
             if char is not None:
                 edges[state][to] = (char, 1)
         if dfa.final[state]:
@@ -41,7 +38,7 @@ def to_node(dfa: Dfa, spell: Spell) -> Node | None:
 
 
 def _eliminate(edges: dict[int, dict[int, Sized]], state: int) -> bool:
-    """Lead every way through a state past it; False where an expression becomes too long."""
+    """Remove a state; False if an expression becomes too long."""
     out = edges.pop(state)
     loop = out.pop(state, None)
     for ways in edges.values():

@@ -1,7 +1,8 @@
-"""How a text's characters are spelled: as they are, or inside a JSON string."""
+"""How characters are written: as they are, or escaped inside a JSON string."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 from overlap_spec.grammar.automata.charset import ALL, Ranges, intersect, union
@@ -14,6 +15,9 @@ from overlap_spec.grammar.automata.regex_ast import (
     text,
 )
 
+Escape = Callable[[Ranges], Node | None]
+"""Writes one character of a set; None for the empty set."""
+
 _SHORT = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
 _RAW: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, 0x10FFFF))
 
@@ -24,7 +28,7 @@ def _one_of(chars: str) -> Node:
 
 _HEX = _one_of("0123456789ABCDEFabcdef")
 _PAIR = concat(_one_of("89ABab"), _HEX, _HEX, text("\\u"), _one_of("Dd"), _one_of("CDEFcdef"))
-# A pair of surrogate escapes is one character, half of one is none.
+# A pair of surrogate escapes is one character; half a pair is invalid.
 _UNICODE = alternate(
     concat(_one_of("0123456789ABCEFabcef"), _HEX, _HEX, _HEX),
     concat(
@@ -35,11 +39,11 @@ ANY_CHAR = alternate(
     CharClass(_RAW),
     concat(text("\\"), alternate(_one_of('"\\/bfnrt'), concat(text("u"), _UNICODE))),
 )
-"""One character of a JSON string, in any spelling."""
+"""One character of a JSON string, in any form that JSON allows."""
 
 
 def plain(members: Ranges) -> Node | None:
-    """A character of the set as it is; None for the empty set."""
+    """A character of the set, unescaped; None for the empty set."""
     inside = intersect(members, ALL)
     return CharClass(inside) if inside else None
 
@@ -48,8 +52,8 @@ def plain(members: Ranges) -> Node | None:
 def in_json(members: Ranges) -> Node | None:
     """A character of the set inside a JSON string; None for the empty set.
 
-    The set of all characters has every spelling that JSON allows; others have one spelling a
-    character: as it is where JSON allows that, else the short escape, else `\\u00xx`.
+    The set of all characters allows every form that JSON does. Any other set allows one form per
+    character: unescaped if JSON allows that, else the short escape, else `\\u00xx`.
     """
     inside = intersect(members, ALL)
     if inside == ALL:
@@ -72,7 +76,7 @@ def in_json(members: Ranges) -> Node | None:
 
 
 ANY_TEXT = Repetition(ANY_CHAR, 0, None)
-"""Any JSON string, between the quotes."""
+"""The inside of any JSON string, without its quotes."""
 
 
 def _long_escapes(points: list[int]) -> Node | None:

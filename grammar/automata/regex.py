@@ -1,16 +1,16 @@
-"""User regular expressions, read exactly and spelled again in the backend's dialect.
+"""User regular expressions, parsed exactly.
 
 Python's own parser reads them, so its syntax holds, with ECMAScript's `(?<name>…)`, `\\/` and
-`\\uXXXX`. Where Python and ECMAScript differ (`\\d`, `\\w`, `.`, `$`), a text is taken to match
-only where both say so; a pattern that is read `wide`, to be excluded, matches where either does.
-What an automaton over the text cannot say is refused.
+`\\uXXXX`. Python and ECMAScript disagree on `\\d`, `\\w`, `.` and `$`: a text matches only if it
+matches in both; a `wide` pattern, which is to be excluded, matches if either does. Constructs that
+are not regular are refused.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache, lru_cache
 from typing import Any
 
@@ -27,7 +27,7 @@ from overlap_spec.grammar.automata.dfa import (
     from_node,
     neither,
 )
-from overlap_spec.grammar.automata.escape import plain
+from overlap_spec.grammar.automata.escape import Escape, plain
 from overlap_spec.grammar.automata.regex_ast import (
     EMPTY,
     CharClass,
@@ -36,8 +36,6 @@ from overlap_spec.grammar.automata.regex_ast import (
     alternate,
     concat,
 )
-
-Spell = Callable[[Ranges], Node | None]
 
 _parser: Any = importlib.import_module("re._parser")
 
@@ -79,11 +77,11 @@ class Pattern:
 
     Args:
         source: The pattern.
-        param: The field of the request that it stands in.
-        wide: Whether it is to match wherever one of the two dialects says so.
+        param: The request's field that holds it, for errors.
+        wide: Match if either dialect matches, instead of both.
 
     Raises:
-        GrammarError: it does not parse; the message has the pattern and the position.
+        GrammarError: it does not parse; names the pattern and the position.
     """
 
     def __init__(self, source: str, param: str, wide: bool = False) -> None:
@@ -98,23 +96,23 @@ class Pattern:
             raise self.error("inline flags are not supported")
 
     def error(self, reason: str) -> GrammarError:
-        """An error about this pattern."""
+        """An error that names this pattern."""
         return GrammarError(f"regex {self.source!r}: {reason}", self.param)
 
-    def whole(self, spell: Spell) -> Node:
-        """Texts that match from end to end; anchors there say nothing."""
-        return self._spelled(spell, EMPTY)
+    def whole(self, escape: Escape) -> Node:
+        """Texts that match in full; anchors at the ends have no effect."""
+        return self._around(escape, EMPTY)
 
-    def found(self, spell: Spell) -> Node:
-        """Texts in which the pattern is found, as JSON Schema means it."""
-        anything = spell(charset.ALL)
-        return self._spelled(spell, Repetition(anything, 0, None) if anything else EMPTY)
+    def found(self, escape: Escape) -> Node:
+        """Texts that contain a match, as JSON Schema defines `pattern`."""
+        anything = escape(charset.ALL)
+        return self._around(escape, Repetition(anything, 0, None) if anything else EMPTY)
 
     def automaton(self) -> Dfa:
-        """Texts in which the pattern is found, also where it looks ahead.
+        """Texts that contain a match; look-aheads are supported.
 
         Raises:
-            GrammarError: a construct that no automaton says.
+            GrammarError: a construct that is not regular.
             TooLargeError: too many states.
         """
         found = [self._from_start(items, EVERY) for items in _alternatives(list(self._parsed))]
@@ -126,7 +124,7 @@ class Pattern:
         return before(Repetition(CharClass(charset.ALL), 0, None), self._ahead(items, after, False))
 
     def _ahead(self, items: list[Any], after: Dfa, at_start: bool) -> Dfa:
-        """Texts that match the items and then something of `after`."""
+        """Texts that match the items, followed by a text of `after`."""
         if items and _is_end(items[-1]):
             items, after = items[:-1], from_node(_LINE_FEED) if self.wide else EMPTY_TEXT
         for i, item in enumerate(items):
@@ -148,17 +146,17 @@ class Pattern:
         raise self.error("a look-around inside a repeat is not supported")
 
     def _look(self, item: Any, at_start: bool) -> Dfa:
-        """What may follow a place where the pattern looks ahead."""
+        """Texts that may follow the position of a look-ahead."""
         direction, body = item[1]
         negative = str(item[0]) == "ASSERT_NOT"
         if direction < 0:
-            raise self.error("a look-around that looks behind is not supported")
+            raise self.error("look-behind is not supported")
         inner = Pattern(self.source, self.param, self.wide != negative)
         ways = []
         for items in _alternatives(list(body)):
             if items and _is_start(items[0]):
                 if not at_start:
-                    raise self.error("anchors are supported at the two ends only")
+                    raise self.error("anchors are supported at the pattern's two ends only")
                 items = items[1:]
             ways.append(inner._ahead(items, EVERY, at_start))
         return neither(any_of(ways)) if negative else any_of(ways)
@@ -169,11 +167,11 @@ class Pattern:
         return any(map(_holds_look, self._parsed))
 
     def matches(self, text: str) -> bool:
-        """Whether the pattern is found in a text."""
+        """Whether a text contains a match."""
         return _compiled(self.source).search(text) is not None
 
     def width(self) -> tuple[int, int | None]:
-        """Least and most characters of a text in which the pattern is found; None: no bound."""
+        """Least and most characters of a text that contains a match; None means no bound."""
         least, most = self._parsed.getwidth()
         anchored = all(
             alternative and _is_start(alternative[0]) and _is_end(alternative[-1])
@@ -182,7 +180,7 @@ class Pattern:
         return least, most if anchored and most < 2**31 else None
 
     def as_repeat(self) -> tuple[Ranges, int, int | None] | None:
-        """Characters and bounds, where the pattern is `^[…]{m,n}$`; None elsewhere."""
+        """Characters and bounds of a pattern like `^[…]{m,n}$`; None for any other."""
         items = list(self._parsed)
         if len(items) != 3 or not _is_start(items[0]) or not _is_end(items[2]):
             return None
@@ -193,7 +191,7 @@ class Pattern:
             return None
         return self._set(body[0]), int(low), _bound(high)
 
-    def _spelled(self, spell: Spell, around: Node) -> Node:
+    def _around(self, escape: Escape, around: Node) -> Node:
         ways = []
         for items in _alternatives(list(self._parsed)):
             before = after = around
@@ -201,31 +199,31 @@ class Pattern:
                 items, before = items[1:], EMPTY
             if items and _is_end(items[-1]):
                 items, after = items[:-1], EMPTY
-            ways.append(concat(before, self._sequence(items, spell), after))
+            ways.append(concat(before, self._sequence(items, escape), after))
         return alternate(*ways)
 
-    def _sequence(self, items: Iterable[Any], spell: Spell) -> Node:
-        return concat(*(self._item(item, spell) for item in items))
+    def _sequence(self, items: Iterable[Any], escape: Escape) -> Node:
+        return concat(*(self._item(item, escape) for item in items))
 
-    def _item(self, item: Any, spell: Spell) -> Node:
+    def _item(self, item: Any, escape: Escape) -> Node:
         op, argument = str(item[0]), item[1]
         if op in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
-            node = spell(self._set(item))
+            node = escape(self._set(item))
             if node is None:
-                raise self.error("a character class that no character can match")
+                raise self.error("this character class is empty")
             return node
         if op == "BRANCH":
-            return alternate(*(self._sequence(part, spell) for part in argument[1]))
+            return alternate(*(self._sequence(part, escape) for part in argument[1]))
         if op == "SUBPATTERN":
             _, added, removed, body = argument
             if added or removed:
                 raise self.error("inline flags are not supported")
-            return self._sequence(body, spell)
+            return self._sequence(body, escape)
         if op in ("MAX_REPEAT", "MIN_REPEAT"):
             low, high, body = argument
-            return Repetition(self._sequence(body, spell), int(low), _bound(high))
+            return Repetition(self._sequence(body, escape), int(low), _bound(high))
         if op == "AT":
-            raise self.error("anchors are supported at the two ends only")
+            raise self.error("anchors are supported at the pattern's two ends only")
         raise self.error(f"{_REFUSED.get(op, op)} is not supported")
 
     def _set(self, item: Any) -> Ranges:
@@ -251,7 +249,11 @@ class Pattern:
 
 
 def parse(source: str) -> Node:
-    """An expression of our own, matched from end to end, with characters as they are."""
+    """A pattern as an expression that is matched in full, without escapes.
+
+    Raises:
+        GrammarError: it does not parse, or has a construct that is not supported.
+    """
     return Pattern(source, "regex").whole(plain)
 
 
@@ -265,7 +267,7 @@ def _bound(high: Any) -> int | None:
 
 
 def _python(source: str) -> str:
-    """ECMAScript's named groups as Python writes them."""
+    """Rewrite ECMAScript's named groups in Python's syntax."""
     return re.sub(r"\(\?<(?![=!])", "(?P<", source)
 
 
@@ -278,7 +280,7 @@ def _is_end(item: Any) -> bool:
 
 
 def _holds_look(item: Any) -> bool:
-    """Whether a look-around stands anywhere inside."""
+    """Whether an item contains a look-around."""
     if str(item[0]) in _LOOKS:
         return True
     if isinstance(item[1], tuple | list | _parser.SubPattern):
@@ -299,7 +301,7 @@ def _any_look(argument: Any) -> bool:
 
 
 def _alternatives(items: list[Any]) -> list[list[Any]]:
-    """The sequence split where an anchor stands inside a group at one of its ends."""
+    """Split a sequence whose first or last group contains an anchor into one per branch."""
     for at in (0, -1):
         if not items or not _holds_anchor(items[at]):
             continue

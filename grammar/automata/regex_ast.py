@@ -1,9 +1,9 @@
-"""Regular expressions as trees, and their two spellings for the backend.
+"""Regular expressions as trees, and their two written forms: terminals and rules.
 
-xgrammar 0.2.8 builds one automaton of a `Regex("…")` terminal, which makes masks a thousand times
-cheaper than rules do, but merges states wrongly where two ways share a beginning (`(c(c|)|c)`
-takes "ccc") and where `?` follows a loop. So only deterministic expressions become terminals,
-with `?` written as a choice; the others become rules.
+xgrammar 0.2.8 compiles a `Regex("…")` terminal into one automaton, which makes masks a thousand
+times cheaper than rules. But it merges states wrongly if two alternatives share a prefix
+(`(c(c|)|c)` accepts "ccc") or if `?` follows a loop. So only deterministic expressions become
+terminals, with `?` written as an alternation; all others become rules.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from itertools import pairwise
 
 from overlap_spec.grammar.automata.charset import Ranges, regex_class, rule_class
 
-# Beyond this many characters, determinism is not looked into.
+# Larger expressions count as nondeterministic, unchecked.
 _MOST_POSITIONS = 3000
 
 
 @dataclass(frozen=True)
 class CharClass:
-    """One character of a set, which is not empty."""
+    """One character of a non-empty set."""
 
     members: Ranges
 
 
 @dataclass(frozen=True)
 class Concat:
-    """Parts one after another; the empty chain is the empty text."""
+    """Parts one after another; no part means the empty text."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Alternation:
-    """One of several."""
+    """One of several alternatives."""
 
     ways: tuple[Node, ...]
 
@@ -52,22 +52,22 @@ EMPTY = Concat(())
 
 
 def concat(*parts: Node) -> Node:
-    """Parts one after another."""
+    """A concatenation, or the part itself if there is only one."""
     return parts[0] if len(parts) == 1 else Concat(parts)
 
 
 def alternate(*ways: Node) -> Node:
-    """One of the ways."""
+    """An alternation, or the alternative itself if there is only one."""
     return ways[0] if len(ways) == 1 else Alternation(ways)
 
 
 def text(fixed: str) -> Node:
-    """Exactly this text."""
+    """An expression that matches exactly this text."""
     return Concat(tuple(CharClass(((ord(char), ord(char)),)) for char in fixed))
 
 
 def to_regex(node: Node) -> str:
-    """The spelling inside a `Regex("…")` terminal."""
+    """An expression in the syntax of a `Regex("…")` terminal."""
     if isinstance(node, CharClass):
         return regex_class(node.members)
     if isinstance(node, Concat):
@@ -86,7 +86,7 @@ def to_regex(node: Node) -> str:
 
 
 def to_rule(node: Node) -> str:
-    """The spelling as the body of an EBNF rule."""
+    """An expression as the body of an EBNF rule."""
     if isinstance(node, CharClass):
         return rule_class(node.members)
     if isinstance(node, Concat):
@@ -105,7 +105,7 @@ class _Glushkov:
     follow: list[set[int]] = field(default_factory=list)
 
     def visit(self, node: Node) -> tuple[bool, set[int], set[int]]:
-        """Whether the node may be empty, and the positions that it may begin and end with."""
+        """Whether the node is nullable, and its first and last positions."""
         if isinstance(node, CharClass):
             self.sets.append(node.members)
             self.follow.append(set())
@@ -119,7 +119,7 @@ class _Glushkov:
             return self._chain(node)
         empty, first, last = self.visit(node.body)
         if node.most is None or node.most > 1:
-            # A counted repeat is looked at as a loop: stricter, and independent of the count.
+            # A counted repetition is treated as a loop: stricter, and independent of the count.
             for position in last:
                 self.follow[position] |= first
         return empty or node.least == 0, first, last
@@ -137,7 +137,7 @@ class _Glushkov:
 
 
 def is_deterministic(node: Node) -> bool:
-    """Whether the next character always tells which part of the expression matches it."""
+    """Whether the next character always decides which position matches it (one-unambiguous)."""
     if _positions(node) > _MOST_POSITIONS:
         return False
     glushkov = _Glushkov()

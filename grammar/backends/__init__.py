@@ -1,4 +1,4 @@
-"""Grammar backends, one file each; the file's name is the config value."""
+"""Grammar backends, one file each; the file name is the config value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from overlap_spec.grammar.contract import Backend
 
 
 def names() -> list[str]:
-    """The backends that have a file here."""
+    """Names of the backends in this folder."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
@@ -18,12 +18,12 @@ def load(name: str) -> type[Backend]:
     """The backend class of a config value.
 
     Args:
-        name: A file's name (hyphen and underscore are the same, case does not matter), or
-            `"package.module:Class"` for one of the user's own.
+        name: A file name (hyphens count as underscores, case is ignored), or
+            `"package.module:Class"` for a user's own backend.
 
     Raises:
-        ConfigError: there is none of that name, or it is not a `Backend`.
-        ImportError: the library of the backend is not installed.
+        ConfigError: no backend has that name, or it is not a `Backend`.
+        ImportError: the backend's library is not installed.
     """
     if ":" in name:
         module_name, _, class_name = name.partition(":")
@@ -31,7 +31,7 @@ def load(name: str) -> type[Backend]:
     else:
         wanted = name.lower().replace("-", "_")
         if wanted not in names():
-            raise ConfigError(f"unknown grammar backend {name!r}; there are: {', '.join(names())}")
+            raise ConfigError(f"unknown grammar backend {name!r}; known are: {', '.join(names())}")
         found = importlib.import_module(f"{__name__}.{wanted}").BACKEND
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise ConfigError(f"{name!r} is not a grammar backend: it must subclass {Backend.__name__}")

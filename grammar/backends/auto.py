@@ -1,4 +1,4 @@
-"""The backend that lets another one read each grammar: the routes are in `grammar/route.py`."""
+"""Routes each grammar to a backend; `parsing/route.py` has the rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from overlap_spec.grammar.vocabulary import Vocabulary
 
 
 class AutoBackend(Backend):
-    """Builds the other backends as they are needed; a compiled grammar names the one it is of."""
+    """Picks the fastest backend for each grammar; builds backends on first use."""
 
     name = "auto"
 
@@ -46,7 +46,7 @@ class AutoBackend(Backend):
         return _Routed(self._backend(name).deserialize(grammar, body), reason)
 
     def _read(self, name: str, grammar: Grammar, ebnf: str) -> CompiledGrammar:
-        # xgrammar alone wants its own spelling of ambiguous expressions.
+        # Only xgrammar needs another lowering, with ambiguous expressions as automata.
         if name == "xgrammar":
             return self._backend(name).compile(grammar)
         return self._backend(name).compile_lowered(grammar, ebnf)
@@ -90,7 +90,7 @@ class _Routed(CompiledGrammar):
 
 def _all_refused(grammar: Grammar, refusals: dict[str, GrammarError]) -> GrammarError:
     reasons = "; ".join(f"{name}: {error}" for name, error in refusals.items())
-    return GrammarError(f"no backend reads this {grammar.kind} grammar: {reasons}", grammar.kind)
+    return GrammarError(f"no backend accepts this {grammar.kind} grammar: {reasons}", grammar.kind)
 
 
 BACKEND = AutoBackend

@@ -1,11 +1,11 @@
-"""The llguidance library behind the contract: Earley over lexemes, regular ones by derivatives.
+"""The llguidance backend: an Earley parser over lexemes, which are matched by derivatives.
 
-Grammars reach it as Lark of our own making, cut so that its greedy lexer reads them exactly. A
-regular grammar is one lexeme. It compiles within its parser limits and keeps no serialised form:
-the Lark text is what travels.
+Grammars are translated to Lark, split into lexemes so that the library's greedy lexer reads them
+exactly. A regular grammar is a single lexeme. The library compiles within its parser limits and has
+no serialised form: the Lark text is stored and sent instead.
 
-Its calls release the GIL. A matcher that met an error stays in it, so nothing is fed that its
-mask forbids, and errors are asked for.
+Its calls release the GIL. A matcher stays in an error state, so it is never fed a token that its
+mask forbids, and errors are checked after each call.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from overlap_spec.grammar.vocabulary import Vocabulary
 
 _DEEPEST = 5
 _LOWER, _LETTERS = "[a-z]", "[A-Za-z]"
-# A pattern's dot leaves out the two line ends of Unicode.
+# A pattern's dot does not match the two line ends of Unicode.
 _INSIDE = r'[^"\\\x00-\x1f\x7f\u2028\u2029]'
-# The library allows all tokens of a slice at once where it can show that the lexeme goes on with
-# any of them, and walks the others. A token is in the first slice that it matches: narrow
-# characters serve names and patterns, and short texts serve the last characters of a count.
+# The library allows all tokens of a slice at once if it can show that the lexeme continues with any
+# of them, and walks the others. A token belongs to the first slice that it matches: narrow classes
+# serve names and patterns, and short texts serve the last characters of a count.
 _SLICES = [
     *(f"{chars}{{1,{most}}}" for most in (6, 10) for chars in (_LOWER, _LETTERS, _INSIDE)),
     f"{_LETTERS}{{1,16}}",
@@ -53,7 +53,7 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 
 
 class LLGuidanceBackend(Backend):
-    """Compiles Lark with llguidance against the exact bytes of a vocabulary."""
+    """Compiles Lark with llguidance for the exact bytes of a vocabulary."""
 
     name = "llguidance"
 
@@ -85,7 +85,7 @@ class LLGuidanceBackend(Backend):
 
 
 class _Tokenizer:
-    """What the library asks of a tokenizer. It encodes only to force tokens, which is off."""
+    """The library's view of a vocabulary. It encodes only to force tokens, which is off."""
 
     bos_token_id = None
 
@@ -108,7 +108,7 @@ class _Compiled(CompiledGrammar):
 
     @property
     def memory_bytes(self) -> int:
-        # The library does not say. States of its lexer grow with use, to 1-2 kB each.
+        # An estimate: the library does not say. Its lexer adds states in use, of 1-2 kB each.
         return 64 * 2**10 + 20 * len(self._lark)
 
     def matcher(self) -> Matcher:
@@ -126,7 +126,7 @@ class _LLGuidanceMatcher(Matcher):
         self._fresh = fresh
         self._library = fresh.deep_copy()
         self._history = history
-        # Stop tokens are counted here: the library takes one without moving.
+        # Stop tokens are tracked here: the library accepts one without a change of state.
         self._terminated = terminated
 
     def accept(self, token_id: int) -> bool:
@@ -205,8 +205,8 @@ class _LLGuidanceMatcher(Matcher):
             self._library = self._again()
 
     def _mask(self, library: LLMatcher, row: Row) -> bool:
-        """Write the mask of a state; False where the library fails for good, as it does where no
-        token of the vocabulary goes on."""
+        """Write the mask of a state; False if the library is now in an error state, as it is if no
+        token of the vocabulary is legal."""
         library.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if library.is_error():
             if not _reason(library).startswith("NoExtension"):
@@ -219,10 +219,10 @@ class _LLGuidanceMatcher(Matcher):
         return True
 
     def _again(self) -> LLMatcher:
-        """The library at this position, from the start.
+        """A library matcher at this position, rebuilt from the start.
 
-        Its own rollback is not exact: with lexemes open, masks differ afterwards from those of a
-        state that only went forward. A copy costs 1.5 µs, and a token half of that.
+        The library's own rollback is not exact: inside a lexeme, masks then differ from those of
+        a matcher that only went forward. A copy costs 1.5 µs, and each token half of that.
         """
         library = self._fresh.deep_copy()
         if library.try_consume_tokens(self._history) != len(self._history):
@@ -240,7 +240,7 @@ class Lark:
 
     Attributes:
         text: The grammar.
-        by_characters: Whether its lexemes are single characters, which costs milliseconds a mask.
+        by_characters: Whether its lexemes are single characters; a mask then costs milliseconds.
     """
 
     text: str
@@ -249,21 +249,21 @@ class Lark:
 
 @lru_cache(maxsize=4)
 def to_lark(ebnf: str) -> Lark:
-    """An EBNF text as Lark that means the same.
+    """Translate EBNF text to equivalent Lark.
 
     Raises:
-        GrammarError: the text is broken or too large.
+        GrammarError: the text has an error or is too large.
     """
     syntax = read(ebnf)
     grammar = EpsilonFree(syntax)
     if "root" not in grammar.rules:
         return Lark(f'{_OPTIONS}start: ""\n')
     lexemes = cut(grammar, syntax.recursive)
-    return Lark(_Spelling(lexemes, grammar.root_nullable).text, lexemes.by_characters)
+    return Lark(_LarkWriter(lexemes, grammar.root_nullable).text, lexemes.by_characters)
 
 
-class _Spelling:
-    """Lark text of a grammar over lexemes: rules in lower case, lexemes in upper case."""
+class _LarkWriter:
+    """Writes a grammar over lexemes as Lark: rules in lower case, lexemes in upper case."""
 
     def __init__(self, lexemes: Lexemes, may_be_empty: bool) -> None:
         self.names = {name: f"r{i}" for i, name in enumerate(lexemes.parsed)}
@@ -278,10 +278,10 @@ class _Spelling:
         while pending:
             name = pending.pop()
             own = own_names[name]
-            spelled = self._but(rules[name], rules) if name in lexemes.lexed else None
-            inner = set() if spelled else references(rules[name])
-            spelled = spelled or self._of(own, rules[name], 0)
-            self.lines.append(f"{own}: {spelled}")
+            written = self._but(rules[name], rules) if name in lexemes.lexed else None
+            inner = set() if written else references(rules[name])
+            written = written or self._of(own, rules[name], 0)
+            self.lines.append(f"{own}: {written}")
             new = sorted(inner - used.keys(), reverse=True)
             used |= dict.fromkeys(new)
             pending += new
@@ -289,7 +289,7 @@ class _Spelling:
         self.text = _OPTIONS + "\n".join([start, *self.lines]) + "\n"
 
     def _beside(self, lexeme: str, rules: dict[str, Expression]) -> None:
-        """Puts a lexeme for some of the same texts beside one; the rules then take either."""
+        """Add a second lexeme for some of a lexeme's texts; rules then refer to either."""
         found = later(rules[lexeme], rules)
         if found is not None:
             own = self.names[lexeme]
@@ -298,9 +298,9 @@ class _Spelling:
             self.lines.append(f"{self.names[lexeme]}: {own} | LATER_{own}")
 
     def _but(self, expression: Expression, rules: dict[str, Expression]) -> str | None:
-        """A lexeme in quotes as "any text but a few", where it is that.
+        """A quoted lexeme written as "any string except these"; None if it is no such thing.
 
-        Said of the lexeme as a whole, quotes included, or the library does not profit.
+        Covers the whole lexeme with its quotes; otherwise the library does not profit.
         """
         parts = expression.parts if isinstance(expression, Chain) else ()
         if len(parts) != 3 or references(parts[0]) or references(parts[2]):
@@ -330,7 +330,7 @@ class _Spelling:
         if isinstance(expression, Ref):
             return self.names[expression.name]
         if depth == _DEEPEST:
-            # The library does not read parentheses that are nested deep.
+            # The library does not parse deeply nested parentheses.
             name = f"{owner}_{len(self.lines)}"
             self.lines.append("")
             at = len(self.lines) - 1

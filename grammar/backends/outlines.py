@@ -1,13 +1,13 @@
-"""The outlines-core library behind the contract: a table of states by tokens, made beforehand.
+"""The outlines-core backend: a precomputed table of states by tokens.
 
-It reads one regular expression, so grammars that nest without bound are refused. Three habits of
-its automaton are levelled here. It drops later alternatives where an earlier one is done (`a|ab`
-never matches "ab") unless the end of the text is asked for with `\\z`; then it has no start state
-for expressions that may be empty, so the empty text is taken out and put back. And it knows one
+The library compiles one regular expression, so grammars that nest without bound are refused. Three
+of its peculiarities are handled here. It drops later alternatives once an earlier one matches
+(`a|ab` never matches "ab") unless the expression ends in `\\z`. With that, it has no start state
+for nullable expressions, so the empty text is removed and handled separately. And it supports one
 stop token.
 
-Its guide raises on a wrong token and reserves rollback; states are kept here instead, and rows,
-which the library lists token by token, are made once a state.
+Its guide raises on an illegal token and must reserve memory for rollback, so states are kept here.
+The library lists allowed tokens one by one; each state's row is made once and cached.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.states import Automaton, StateMatcher
 from overlap_spec.grammar.vocabulary import Vocabulary
 
-# Beyond these the table takes minutes and gigabytes to make.
+# With more, the table takes minutes and gigabytes to build.
 _MOST_CLASSES = 5_000
 _ROW_CACHE_BYTES = 32 * 2**20
 
 
 class OutlinesBackend(Backend):
-    """Compiles regular grammars with outlines-core against the exact bytes of a vocabulary."""
+    """Compiles regular grammars with outlines-core for the exact bytes of a vocabulary."""
 
     name = "outlines"
 
@@ -78,7 +78,7 @@ class OutlinesBackend(Backend):
 
 def _refusal(syntax: Syntax) -> str | None:
     if "root" in syntax.recursive:
-        return "it nests without bound, and the library reads regular expressions only"
+        return "it nests without bound, and the library supports regular expressions only"
     if "root" not in EpsilonFree(syntax).rules:
         return "it allows the empty text only"
     counts: dict[str, int] = {}
@@ -95,7 +95,7 @@ def _refusal(syntax: Syntax) -> str | None:
         return inner if parts_of(expression) else 1
 
     if classes(syntax.rules["root"]) > _MOST_CLASSES:
-        return f"spelled out it has more than {_MOST_CLASSES} characters"
+        return f"with repetitions expanded it has more than {_MOST_CLASSES} characters"
     return None
 
 
@@ -112,8 +112,8 @@ def _whole(grammar: EpsilonFree) -> str:
 
 class _Compiled(CompiledGrammar, Automaton[int]):
     backend = "outlines"
-    # Before the first token; the library's own state may be met again later on, where the empty
-    # text is no answer.
+    # Before the first token. The library's own start state may recur later, where the empty text
+    # is not accepted.
     start = -1
 
     def __init__(

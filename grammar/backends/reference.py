@@ -1,9 +1,9 @@
 """The oracle: an Earley recogniser over bytes, in plain Python, for small vocabularies.
 
-J. Earley, "An efficient context-free parsing algorithm", 1970; rules that match the empty text as
-in J. Aycock and R. N. Horspool, "Practical Earley parsing", 2002. A set of items is named by what
-was just scanned, and equal sets are one object, so that the sets of a regular language are the
-states of a finite automaton, found as they are met; each keeps its mask row.
+J. Earley, "An efficient context-free parsing algorithm", 1970; nullable rules as in J. Aycock and
+R. N. Horspool, "Practical Earley parsing", 2002. An item set is identified by the items just
+scanned, and equal sets are one object. The sets of a regular language are thus the states of a
+finite automaton, built on demand; each caches its mask row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from overlap_spec.grammar.vocabulary import Vocabulary
 
 
 class ReferenceBackend(Backend):
-    """Reads every EBNF text that `syntax` reads; slow beyond a few thousand tokens."""
+    """Supports all EBNF that `parsing.syntax` does; slow beyond a few thousand tokens."""
 
     name = "reference"
 
@@ -41,13 +41,13 @@ class ReferenceBackend(Backend):
 
 
 class _Set:
-    """An Earley set: where in which rules the text so far may stand, and since when.
+    """An Earley item set: positions in rules, each with the set in which its rule began.
 
     Attributes:
-        waiting: By rule, the nodes to go on from when the rule that begins here is done, each
-            with the set in which the rule of that node began.
-        scans: Byte ranges that may come next, with the node behind and its set of origin.
-        moves: The next set by byte, None where there is none; found as needed.
+        waiting: By rule, the nodes that continue when a rule that begins here is complete, each
+            with the origin set of its own rule.
+        scans: Byte ranges that may come next, each with its target node and origin set.
+        moves: The next set by byte, None if there is none; filled on demand.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class _Set:
 
 
 class _Chart(Automaton[_Set]):
-    """All Earley sets of a grammar that were met so far."""
+    """All Earley sets of a grammar that were built so far."""
 
     def __init__(self, syntax: Syntax, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -78,7 +78,7 @@ class _Chart(Automaton[_Set]):
         self.start.is_complete = "root" in self.nullable
 
     def move(self, here: _Set, byte: int) -> _Set | None:
-        """The set after one more byte, or None where no text goes on with it."""
+        """The set after one more byte; None if no text continues with it."""
         if byte not in here.moves:
             scanned = {(t, o) for low, high, t, o in here.scans if low <= byte <= high}
             here.moves[byte] = self._named(scanned) if scanned else None
@@ -104,7 +104,7 @@ class _Chart(Automaton[_Set]):
             return state.row
 
     def _legal(self, here: _Set) -> Iterator[int]:
-        """Tokens with which the text may go on; sorted, neighbours share their beginnings."""
+        """Legal tokens. They are sorted, so that neighbours share work on common prefixes."""
         path = [here]
         before = b""
         for text, token in self.sorted:
@@ -129,7 +129,7 @@ class _Chart(Automaton[_Set]):
         return self.sets[name]
 
     def _close(self, here: _Set, pending: list[tuple[int, _Set]]) -> None:
-        """Predict and complete until nothing new comes."""
+        """Predict and complete until there are no new items."""
         seen = set(pending)
 
         def add(node: int, origin: _Set) -> None:
@@ -147,7 +147,7 @@ class _Chart(Automaton[_Set]):
                 add(self.starts[rule], here)
                 if rule in self.nullable:
                     add(after, origin)
-            # A rule that is done where it began is nullable, and was stepped over above.
+            # A rule that completes in its own origin is nullable, and was skipped over above.
             if node in self.done and origin is not here:
                 rule = self.done[node]
                 here.is_complete |= rule == "root" and origin is self.start

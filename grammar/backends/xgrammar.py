@@ -1,11 +1,11 @@
-"""The xgrammar library behind the contract: its Earley matcher and its C++ tree walk.
+"""The xgrammar backend: the library's Earley matcher and its C++ tree walk.
 
-Schemas and regular expressions reach it as EBNF of our own making: its own converter puts spaces
-after separators inside free-form values, ignores many keywords, and lets control characters and
-unescaped quotes into strings with a length or a pattern.
+Schemas and regular expressions are lowered to EBNF by this project: the library's own converter
+puts spaces after separators inside free-form values, ignores many keywords, and allows control
+characters and unescaped quotes in strings with a length or a pattern.
 
-Its calls take numpy arrays through DLPack and release the GIL. DLPack passes no strides that it
-would obey and refuses read-only arrays, so both are checked or copied here.
+Its calls take numpy arrays through DLPack and release the GIL. It ignores strides and DLPack
+refuses read-only arrays, so arrays are checked or copied here.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from overlap_spec.grammar.parsing.syntax import ForeignConstruct, read
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 
-# A grammar that compiles quicker than this travels as text: writing and reading its compiled form
-# takes several times as long. The library releases the interpreter lock while it compiles.
+# A grammar that compiles faster than this is serialised as its text: writing and reading its
+# compiled form takes several times as long. The library releases the GIL while it compiles.
 QUICK_COMPILE_S = 0.1
 SOURCE = b"ebnf\n"
 
 
 class XGrammarBackend(Backend):
-    """Compiles EBNF with xgrammar against the exact bytes of a vocabulary."""
+    """Compiles EBNF with xgrammar for the exact bytes of a vocabulary."""
 
     name = "xgrammar"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        # An empty token is special to the library: never legal inside a grammar.
+        # The library treats an empty token as special: never legal inside a grammar.
         self._info = xgr.TokenizerInfo(
             list(vocabulary.text),
             xgr.VocabType.RAW,
@@ -55,7 +55,7 @@ class XGrammarBackend(Backend):
         return self.compile_lowered(grammar, to_ebnf(grammar, linear=True))
 
     def compile_lowered(self, grammar: Grammar, ebnf: str) -> CompiledGrammar:
-        return self._compile(grammar, _respelled(ebnf) if grammar.kind == "ebnf" else ebnf)
+        return self._compile(grammar, _rewritten(ebnf) if grammar.kind == "ebnf" else ebnf)
 
     def _compile(self, grammar: Grammar, text: str) -> CompiledGrammar:
         start = time.perf_counter()
@@ -82,8 +82,7 @@ class XGrammarBackend(Backend):
 
 
 class _Compiled(CompiledGrammar):
-    """``again``: the text that it was compiled from, where that takes no longer than reading the
-    compiled form."""
+    """``again``: the source text if compiling it is fast enough to replace the serialised form."""
 
     backend = "xgrammar"
 
@@ -118,7 +117,7 @@ class _XGrammarMatcher(Matcher):
 
     def accept(self, token_id: int) -> bool:
         # The library rejects these too, but prints a warning for each.
-        if self.is_terminated or not self._may_be_legal(token_id):
+        if self.is_terminated or not walk.allowed(self.vocabulary.text_row, token_id):
             return False
         accepted = bool(self._library.accept_token(token_id))
         if accepted:
@@ -173,25 +172,20 @@ class _XGrammarMatcher(Matcher):
     def fork(self) -> Matcher:
         return _XGrammarMatcher(self._library.fork(), self.vocabulary, self._history.copy())
 
-    def _may_be_legal(self, token_id: int) -> bool:
-        if not 0 <= token_id < self.vocabulary.size:
-            return False
-        return bool((int(self.vocabulary.text_row[token_id >> 5]) >> (token_id & 31)) & 1)
-
     def _replay(self) -> None:
-        # How deep in the tree the library stood when it raised cannot be asked.
+        # The library's depth in the tree when it raised is unknown.
         self._library.reset()
         for token in self._history:
             if not self._library.accept_token(token):
                 raise RuntimeError(f"xgrammar rejected token {token} that it had accepted before")
 
 
-def _respelled(ebnf: str) -> str:
-    """A user's EBNF as every other backend reads it.
+def _rewritten(ebnf: str) -> str:
+    """A user's EBNF, rewritten so that the library reads it as every other backend does.
 
-    The library lets the bytes of lone surrogates into classes such as `[^"]`, reads some regular
-    expressions in `Regex("…")` wrongly, leads into rules that no finite text can finish, and
-    crashes the process where a rule may be empty and calls itself first (`x ::= x{0,2}`).
+    The library accepts the bytes of lone surrogates in classes such as `[^"]`, misreads some
+    regular expressions in `Regex("…")`, leads into rules that no finite text can complete, and
+    crashes the process if a rule is nullable and left-recursive (`x ::= x{0,2}`).
     """
     try:
         grammar = EpsilonFree(read(ebnf))
@@ -199,7 +193,7 @@ def _respelled(ebnf: str) -> str:
         return ebnf
     if "root" not in grammar.rules:
         return 'root ::= ""\n'
-    # Every rule gets a new name, so that a root that may be empty has one before it.
+    # Every rule is renamed, to make room for a new root if the old one is nullable.
     names = {name: f"r{i}" for i, name in enumerate(grammar.rules)}
     lines = [f"{names[name]} ::= {_rule(body, names)}" for name, body in grammar.rules.items()]
     start = f'{names["root"]} | ""' if grammar.root_nullable else names["root"]

@@ -1,8 +1,11 @@
-"""Compiling and checking in processes that may hang, crash and eat memory instead of the engine.
+"""Compiles grammars and checks outputs in separate processes, so that a hang, a crash or memory
+exhaustion does not reach the engine.
 
-- `limits`: what a compile may use, and how it fails.
-- `check`: validating a finished best-effort output.
+- `limits`: resource limits of a compile, and the error of one that fails.
+- `check`: validates a finished best-effort output.
 - `executor`: the interface, and compiling in this process.
-- `pool`: compiling in workers; `supervisor` and `template_link` are its two halves.
-- `template`: the process that workers are forked from; `worker`: what each of them runs.
+- `pool`: compiles in workers; `supervisor` schedules them, `fork_server_link` starts them.
+- `work_items`: what the supervisor schedules, and the workers that it schedules it on.
+- `fork_server`: the process that forks workers; `worker`: what each of them runs.
+- `import_stubs`: keeps heavy modules out of the workers.
 """

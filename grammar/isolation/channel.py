@@ -1,7 +1,7 @@
-"""Messages between the processes: a small JSON header and, where there is more, a file in memory.
+"""Messages between processes: a small JSON header, and a memory file for anything larger.
 
-A message is one datagram, so neither side can be held up in the middle of one, whatever happens
-to the other. Bodies travel as descriptors of files in memory and are read without waiting.
+A message is one datagram, so neither side can block in the middle of one, whatever happens to the
+other. Bodies travel as file descriptors of memory files and are read without waiting.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ RIGHTS_BYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 
 @dataclass(frozen=True)
 class Message:
-    """What came: plain data, and a descriptor that now belongs to the receiver, or -1."""
+    """A received message: plain data, and a file descriptor that the receiver now owns, or -1."""
 
     header: dict[str, Any]
     fd: int = -1
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends; neither is inherited by a program that is started."""
+    """Two connected sockets; child programs do not inherit them."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send(end: socket.socket, fd: int = -1, /, **header: Any) -> None:
-    """Send a header, and a descriptor with it; both stay the caller's.
+    """Send a header and optionally a file descriptor, which the caller keeps.
 
     Raises:
-        OSError: the other side is gone, or does not read.
+        OSError: the other side is gone, or its buffer is full.
     """
     data = json.dumps(header, ensure_ascii=False).encode(errors="replace")
     if len(data) > HEADER_BYTES:
@@ -44,7 +44,11 @@ def send(end: socket.socket, fd: int = -1, /, **header: Any) -> None:
 
 
 def send_body(end: socket.socket, body: bytes, /, **header: Any) -> None:
-    """Send a header and any number of bytes."""
+    """Send a header and a body of any size.
+
+    Raises:
+        OSError: as `send`.
+    """
     fd = os.memfd_create("grammar")
     try:
         with os.fdopen(fd, "wb", closefd=False) as file:
@@ -55,15 +59,15 @@ def send_body(end: socket.socket, body: bytes, /, **header: Any) -> None:
 
 
 def receive(end: socket.socket) -> Message | None:
-    """The next message; None where the other side is gone.
+    """The next message; None if the other side is gone.
 
     Raises:
-        BlockingIOError: nothing has come, and the end does not block.
+        BlockingIOError: no message is waiting, and the socket does not block.
     """
     try:
         data, rights, _, _ = end.recvmsg(HEADER_BYTES, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
-        # The other side went with messages of ours unread; its own last words are still here.
+        # The other side ended with our messages unread; its last messages are still here.
         data, rights, _, _ = end.recvmsg(HEADER_BYTES, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
     if not data:
         return None
@@ -74,13 +78,13 @@ def receive(end: socket.socket) -> Message | None:
 
 
 def read_body(message: Message) -> bytes:
-    """The body of a message, which is closed by that."""
+    """Read a message's body and close it."""
     with os.fdopen(message.fd, "rb") as file:
         file.seek(0)
         return file.read()
 
 
 def drop_body(message: Message) -> None:
-    """Close a body unread."""
+    """Close a message's body without reading it."""
     if message.fd >= 0:
         os.close(message.fd)

@@ -1,7 +1,7 @@
-"""Holding a finished output to the whole schema that its grammar held it to in part.
+"""Validates a finished best-effort output against its whole schema.
 
-Only where it can be killed: one call of Python's `re` may run for ever and keep the interpreter's
-lock, and schemas nest as deep as they like.
+Runs only in a process that can be killed: a single call of Python's `re` may never return while it
+holds the interpreter lock, and schemas may nest to any depth.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ START = (
 
 
 def is_best_effort(grammar: Grammar) -> bool:
-    """Whether the grammar may have left keywords out because its caller allowed it."""
+    """Whether the grammar may have left out schema keywords, as its caller allowed."""
     return grammar.best_effort if grammar.inner is None else is_best_effort(grammar.inner)
 
 
 def violation(grammar: Grammar, text: str) -> str | None:
-    """Where and how an output breaks the schema of its grammar; None where it is valid.
+    """Where and how an output violates its grammar's schema; None if it is valid.
 
     Raises:
-        Exception: that cannot be told, as the schema is nested too deep or has a pattern that
-            Python does not read.
+        Exception: the check is impossible: the schema is nested too deep, or has a pattern that
+            Python cannot compile.
     """
     inner = grammar.inner
     if inner is not None and grammar.kind == "after_thinking":
@@ -49,17 +49,17 @@ def violation(grammar: Grammar, text: str) -> str | None:
     try:
         instance = _read(text)
     except json.JSONDecodeError as error:
-        return f"it is no whole JSON: {error}"
+        return f"it is not complete JSON: {error}"
     return _first_error(_read(grammar.source), instance)
 
 
 def _first_error(schema: Any, instance: Any) -> str | None:
-    # Loaded where it is needed: most grammars are compiled and never checked.
+    # Imported lazily: most workers compile and never check.
     from jsonschema import validators
     from referencing import Registry
 
     kind = validators.validator_for(schema, validators.Draft202012Validator)
-    # An empty registry: nothing is ever fetched.
+    # An empty registry, so that nothing is ever fetched.
     error = next(kind(schema, registry=Registry()).iter_errors(instance), None)
     if error is None:
         return None
@@ -67,7 +67,7 @@ def _first_error(schema: Any, instance: Any) -> str | None:
 
 
 class _Exact(Decimal):
-    """A number as it is written: 0.3 is a multiple of 0.1."""
+    """A number in decimal: 0.3 is a multiple of 0.1."""
 
     __repr__ = Decimal.__str__
 
@@ -78,16 +78,16 @@ def _read(text: str) -> Any:
 
 def _number(text: str) -> int | Decimal:
     exact = _Exact(text)
-    # JSON Schema takes 1.0 for an integer; 1e999999999 would fill the memory.
+    # JSON Schema counts 1.0 as an integer; 1e999999999 as an int would fill the memory.
     is_whole = exact.adjusted() < MOST_DIGITS and exact == exact.to_integral_value()
     return int(exact) if is_whole else exact
 
 
 def violation_elsewhere(grammar: Grammar, text: str, time_s: float) -> str | None:
-    """As `violation`, in a new process, where there are no workers.
+    """As `violation`, in a new process, for executors without workers.
 
     Raises:
-        CompileFailure: it took longer than `time_s`, or cannot be told.
+        CompileFailure: it took longer than `time_s`, or the check is impossible.
     """
     command = [sys.executable, "-c", START, json.dumps(sys.path)]
     body = pickle.dumps((dataclasses.replace(grammar, output=None), text))
@@ -105,5 +105,5 @@ def violation_elsewhere(grammar: Grammar, text: str, time_s: float) -> str | Non
 
 
 def main() -> None:
-    """The new process: from standard input to standard output."""
+    """Entry point of the new process; reads standard input, writes standard output."""
     sys.stdout.buffer.write(pickle.dumps(violation(*pickle.load(sys.stdin.buffer))))

@@ -1,4 +1,4 @@
-"""Where grammars are compiled and outputs checked: the interface, and the plain way."""
+"""Compiles grammars and checks outputs: the interface, and an executor in this process."""
 
 from __future__ import annotations
 
@@ -17,37 +17,40 @@ Result = TypeVar("Result")
 
 
 class Executor(ABC):
-    """Compiles grammars and checks outputs somewhere; safe to call from any thread."""
+    """Compiles grammars and checks outputs; safe to call from any thread."""
 
     @abstractmethod
     def submit(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """Begin to compile; the future raises GrammarError, and cancelling it stops the work."""
+        """Start a compile.
+
+        The future raises GrammarError; cancelling it stops the work.
+        """
 
     @abstractmethod
     def check(self, grammar: Grammar, text: str) -> Future[str | None]:
-        """Begin to check an output of a grammar, as `violation` does, in another process.
+        """Start to check an output, as `check.violation` does, in another process.
 
         The future raises `CompileFailure`; cancelling it stops the work.
         """
 
     @abstractmethod
     def warm(self) -> None:
-        """Start what the first compile would have to wait for, and return at once."""
+        """Start in advance what the first compile needs; returns at once."""
 
     @abstractmethod
     def close(self) -> None:
-        """End threads and processes; what is under way fails with `CompileFailure`."""
+        """End threads and processes; unfinished work fails with `CompileFailure`."""
 
     @abstractmethod
     def snapshot(self) -> dict[str, Any]:
-        """Lengths of queues and states of workers, as plain data."""
+        """Queue lengths and worker states as plain data."""
 
 
 class InProcess(Executor):
-    """Compiles on threads of this process: no limits, and a running compile cannot be stopped.
+    """Compiles on threads of this process, without limits; a running compile cannot be stopped.
 
-    For trusted grammars and for systems without the means of isolation. A check still has a
-    process of its own, and `check_s` seconds.
+    For trusted grammars, and for systems that cannot isolate. A check still runs in a process of
+    its own, for at most `check_s` seconds.
     """
 
     def __init__(self, backend: Backend, check_s: float, threads: int = 2) -> None:
@@ -82,7 +85,7 @@ class InProcess(Executor):
         pass
 
     def close(self) -> None:
-        # Idle threads end at once; a compile that hangs must not hang the caller too.
+        # Wait only for idle threads: a compile that hangs must not block the caller.
         self._pool.shutdown(wait=not self._open, cancel_futures=True)
 
     def snapshot(self) -> dict[str, Any]:

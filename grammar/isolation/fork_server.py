@@ -1,11 +1,11 @@
-"""The process that workers are forked from.
+"""The process that forks workers.
 
-It loads the grammar library and builds the backend once; a fork then has both at once, where a
-new process would need seconds. It never compiles and has no threads, so forking it is safe. It is
-the parent of all workers: it alone ends and reaps them, so that a process id is never mistaken.
+It loads the grammar library and builds the backend once; a fork has both immediately, while a new
+process would need seconds. It never compiles and has no threads, so forking is safe. As the parent
+of all workers it alone kills and reaps them, so that a reused process id is never mistaken.
 
-`main` is run in a new interpreter with `SOCKET SETUP [full]`: descriptors of its end of the channel
-and of a pickled `Setup`.
+`main` runs in a new interpreter with the arguments `SOCKET SETUP [full]`: file descriptors of its
+end of the channel and of a pickled `Setup`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from overlap_spec.grammar.isolation.limits import CompileLimits
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 STDERR_BYTES = 2000
-# Libraries catch these to print a trace, which can take seconds.
+# Libraries handle these to print a trace, which can take seconds.
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a template has to know.
+    """What a fork server needs to start.
 
     Args:
-        module, name: Where the backend's class is.
-        vocabulary: What to build it for.
+        module, name: Of the backend's class.
+        vocabulary: To build the backend for.
         limits: Of its workers.
     """
 
@@ -52,14 +52,14 @@ class Setup:
 
 @dataclass(frozen=True)
 class ForkedWorker:
-    """A forked worker: its number, and the file that its output goes to."""
+    """A forked worker: its number, and the descriptor of the file with its output."""
 
     number: int
     output: int
 
 
 class ForkServer:
-    """Forks, ends and reaps workers as it is told."""
+    """Forks, kills and reaps workers on request."""
 
     def __init__(self, end: socket.socket, backend: Backend, limits: CompileLimits) -> None:
         self.end, self.backend, self.limits = end, backend, limits
@@ -69,7 +69,7 @@ class ForkServer:
             wake.setblocking(False)
 
     def run(self) -> None:
-        """Obey until the engine hangs up, then end all workers."""
+        """Serve until the engine closes the channel, then kill all workers."""
         signal.set_wakeup_fd(self.wake_writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _ignore)
         selector = selectors.DefaultSelector()
@@ -92,7 +92,7 @@ class ForkServer:
                 os.kill(pid, signal.SIGKILL)
 
     def obey(self, message: Message) -> None:
-        """Fork a worker for the end that came along, or end or slow one."""
+        """Carry out a request: fork a worker for the attached socket, or kill or slow one."""
         order, number = message.header["order"], int(message.header["number"])
         if order == "fork":
             self.fork(number, message.fd)
@@ -106,7 +106,7 @@ class ForkServer:
             )
 
     def fork(self, number: int, fd: int) -> None:
-        """Fork worker `number`, which serves the end `fd`."""
+        """Fork worker `number`, which serves the socket `fd`."""
         output = os.memfd_create("output")
         pid = os.fork()
         if pid == 0:
@@ -136,7 +136,7 @@ class ForkServer:
             os._exit(status)
 
     def reap(self) -> None:
-        """Report workers that have ended, with the last that they wrote."""
+        """Report workers that have ended, with the end of their output."""
         while self.workers:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -155,26 +155,30 @@ class ForkServer:
 
 
 def _slow(pid: int, nice: int) -> None:
-    """Set the niceness of a process; each thread has its own."""
-    # A thread, or the whole process, may end meanwhile.
+    """Set the niceness of all threads of a process."""
+    # A thread or the whole process may end meanwhile.
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             os.setpriority(os.PRIO_PROCESS, int(thread), nice)
 
 
 def _ignore(_signal: int, _frame: FrameType | None) -> None:
-    """A signal that only has to wake the loop."""
+    """Handle a signal that only has to wake the loop."""
 
 
 def build(setup: Setup, light: bool) -> Backend:
-    """Load the library and build the backend.
+    """Import the library and build the backend.
+
+    Args:
+        setup: What to build.
+        light: Import with stubs in place of heavy modules.
 
     Raises:
         RuntimeError: the library started threads, so that forking is not safe.
     """
     module = import_light(setup.module) if light else importlib.import_module(setup.module)
     backend = getattr(module, setup.name)(setup.vocabulary)
-    # Made before the fork, they are made once.
+    # Computed before the fork, so that workers share them.
     _ = setup.vocabulary.text_row, setup.vocabulary.stop_row
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
@@ -184,13 +188,13 @@ def build(setup: Setup, light: bool) -> Backend:
 
 
 def main(arguments: list[str]) -> None:
-    """The process, from its start to its end."""
+    """Entry point of the process."""
     worker.die_with_parent()
     end = socket.socket(fileno=int(arguments[0]))
     with os.fdopen(int(arguments[1]), "rb", closefd=False) as file:
         file.seek(0)
         setup: Setup = pickle.load(file)
-    # Only our own backends are known to get along with stand-ins.
+    # Only the project's own backends are known to work with stubs.
     light = len(arguments) == 2 and setup.module.startswith("overlap_spec.")
     try:
         backend = build(setup, light)
@@ -202,7 +206,7 @@ def main(arguments: list[str]) -> None:
         return
     gc.collect()
     gc.freeze()
-    # Not sooner: somebody waits for the first grammar.
+    # Not earlier: a request waits for the first grammar.
     os.nice(setup.limits.nice)
     ForkServer(end, backend, setup.limits).run()
-    os._exit(0)  # Nothing here has to be cleaned up, and the engine waits.
+    os._exit(0)  # Nothing has to be cleaned up, and the engine waits.

@@ -1,4 +1,4 @@
-"""The engine's hold on a template process."""
+"""The engine's connection to a fork server."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ from overlap_spec.grammar.isolation.channel import pair, receive, send
 from overlap_spec.grammar.isolation.fork_server import Setup
 from overlap_spec.grammar.isolation.limits import CompileLimits
 
-# The path goes first: by it the package is found. `-m` would load the module under two names.
+# The import path comes first, to find the package. `-m` would load the module under two names.
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from overlap_spec.grammar.isolation.fork_server import main; main(sys.argv[2:])"
 )
-# Numerical libraries start threads when they are loaded, and a template must have none.
+# Numerical libraries start threads on import; a fork server must have none.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 END_S = 5.0
 
 
 def check_importable(backend: Backend) -> None:
-    """ConfigError where a new process could not find the class of a backend by its name."""
+    """Check that a new process can import a backend's class by its name.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     kind = type(backend)
     name = f"{kind.__module__}:{kind.__qualname__}"
     if "." in kind.__qualname__ or kind.__module__ == "__main__":
@@ -38,9 +42,9 @@ def check_importable(backend: Backend) -> None:
 
 
 class ForkServerLink:
-    """Starts a template and gives it orders; belongs to the thread that made it.
+    """Starts a fork server and sends it requests; belongs to the thread that created it.
 
-    The system ends the template when that thread ends, however that happens.
+    The kernel kills the fork server when that thread ends, however that happens.
     """
 
     def __init__(self, backend: Backend, limits: CompileLimits) -> None:
@@ -68,10 +72,10 @@ class ForkServerLink:
             far.close()
 
     def fork(self, number: int) -> socket.socket:
-        """Order a worker; its end may be written to at once, also before the template is ready.
+        """Request a worker; its socket is writable at once, before the fork server is ready.
 
         Raises:
-            OSError: the template is gone or does not obey.
+            OSError: the fork server is gone or does not read.
         """
         near, far = pair()
         near.setblocking(False)
@@ -80,7 +84,7 @@ class ForkServerLink:
         return near
 
     def kill(self, number: int) -> None:
-        """Order the end of a worker.
+        """Request that a worker is killed.
 
         Raises:
             OSError: as for `fork`.
@@ -88,7 +92,7 @@ class ForkServerLink:
         send(self.end, order="kill", number=number)
 
     def slow(self, number: int) -> None:
-        """Order a worker to the niceness of long ones.
+        """Request that a worker gets the niceness of long compiles.
 
         Raises:
             OSError: as for `fork`.
@@ -96,16 +100,16 @@ class ForkServerLink:
         send(self.end, order="slow", number=number)
 
     def event(self) -> dict[str, Any] | None:
-        """The next report; None where the template has ended.
+        """The next report; None if the fork server has ended.
 
         Raises:
-            BlockingIOError: there is none now.
+            BlockingIOError: no report is waiting.
         """
         message = receive(self.end)
         return None if message is None else message.header
 
     def close(self) -> None:
-        """End the template and with it all workers, and wait for its end."""
+        """End the fork server and with it all workers, and wait until it has ended."""
         self.end.close()
         try:
             self.process.wait(END_S)

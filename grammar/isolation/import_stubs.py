@@ -1,8 +1,8 @@
-"""Loading a grammar library without the heavy modules that it only mentions.
+"""Imports a grammar library without the heavy modules that it imports but does not need.
 
 xgrammar imports torch and transformers for functions that a compile never calls: 2 s and 200 MiB
-before the first grammar, against 0.3 s and 60 MiB without. In a worker empty modules stand in for
-them. They satisfy annotations, base classes and constants, nothing else.
+before the first grammar, against 0.3 s and 60 MiB without. Workers replace them with stub modules,
+which are enough for annotations, base classes and constants only.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from types import ModuleType
 from typing import Any
 
 HEAVY = ("torch", "transformers")
-# It drops its torch support where torch cannot be imported, but not where torch is a stand-in.
+# Disables its torch support if torch cannot be imported, but would trip over a stub.
 BEFORE = "tvm_ffi"
 
 
 class StubName:
-    """Any name of a stand-in module; to be mentioned, not used."""
+    """Any name of a stub module; may be referenced, not used."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -39,11 +39,11 @@ class Stub(ModuleType):
 
 
 def import_light(module: str) -> ModuleType:
-    """Import a module with stand-ins for what is heavy.
+    """Import a module with stubs in place of the heavy modules.
 
     Raises:
-        Exception: whatever the import raises, as some module needs the real thing; the process
-            cannot be used any further then, as it is half light.
+        Exception: whatever the import raises if some module needs the real one. The process is
+            then in a mixed state and must not be used any further.
     """
     hidden: dict[str, Any] = dict.fromkeys(HEAVY)
     sys.modules.update(hidden)

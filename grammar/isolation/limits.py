@@ -1,4 +1,4 @@
-"""What one compile may use, and the error of one that uses more."""
+"""Resource limits of a compile, and the error of one that fails."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ FailureKind = Literal["timeout", "out_of_memory", "crash", "busy", "closed"]
 
 
 class CompileFailure(GrammarError):
-    """A grammar that was neither compiled nor refused: compiling it ended otherwise.
+    """A grammar was neither compiled nor refused.
 
     Args:
         message: What happened, and what to do.
-        kind: `timeout` and `out_of_memory`: over its limits. `crash`: the library ended its
-            process or raised what it may not. `busy`: no room in the queue, try again later.
-            `closed`: the engine was closed while it waited.
-        param: The field at fault.
+        kind: `timeout` and `out_of_memory`: a limit was exceeded. `crash`: the library ended its
+            process or raised an unexpected error. `busy`: the queue is full, try again later.
+            `closed`: the engine was closed while the grammar waited.
+        param: The request's field at fault.
     """
 
     def __init__(self, message: str, kind: FailureKind = "crash", param: str | None = None) -> None:
@@ -33,24 +33,24 @@ def _share_of_cores(part: int, least: int) -> int:
 
 @dataclass(frozen=True)
 class CompileLimits:
-    """Bounds of one compile, and of all at once.
+    """Limits of one compile, and of all of them together.
 
-    A compile starts on the fast queue. One that still runs after `fast_s` counts as long: it goes
-    on where fewer than `long_running` are, otherwise it is stopped and starts again when its turn
-    comes. What waits holds no memory.
+    A compile starts on the fast queue. One that still runs after `fast_s` counts as long: it
+    continues if fewer than `long_running` do, otherwise it is stopped and restarted when its turn
+    comes. Waiting compiles hold no memory.
 
     Args:
-        time_s: Wall-clock seconds that a compile may run; waiting is not counted.
+        time_s: Wall-clock seconds that a compile may run, without waiting.
         memory_bytes: Memory that a compile may add to its worker process.
-        result_bytes: Most bytes of a compiled grammar's serialised form.
+        result_bytes: Largest serialised form of a compiled grammar.
         fast_s: Seconds after which a compile counts as long.
-        fast_running, long_running: Compiles that run at once.
-        fast_waiting, long_waiting: Compiles that wait; what comes beyond is refused as `busy`.
-        nice, long_nice: Added to the niceness of workers, from the start and once their compile is
-            a long one: the engine's own threads go first.
+        fast_running, long_running: Compiles that run at the same time.
+        fast_waiting, long_waiting: Compiles that wait; any more are refused as `busy`.
+        nice, long_nice: Added to the niceness of workers, from the start and once their compile
+            is long, so that the engine's own threads go first.
 
     Raises:
-        ConfigError: a bound that cannot be; names it.
+        ConfigError: a value is out of range; names it.
     """
 
     time_s: float = 10.0

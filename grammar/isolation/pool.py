@@ -1,4 +1,4 @@
-"""Compiling and checking in worker processes, under limits: the side that the engine calls."""
+"""Compiles and checks in worker processes, under limits: the engine's side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from overlap_spec.grammar.spec import Grammar
 
 
 class Crew:
-    """A supervisor and its thread, for all pools of a process that want the same of it."""
+    """A supervisor and its thread, shared by all pools of a process with equal settings."""
 
     def __init__(self, backend: Backend, limits: CompileLimits) -> None:
         self.supervisor = Supervisor(backend, limits)
@@ -29,7 +29,7 @@ class Crew:
         self._lock = threading.Lock()
 
     def join(self, user: Pool) -> bool:
-        """Whether the crew is now one of the user's; not where it is about to end."""
+        """Add a user; False if the crew is about to end."""
         with self._lock:
             self._is_over = self._is_over or self.supervisor.has_ended
             if not self._is_over:
@@ -37,14 +37,14 @@ class Crew:
             return not self._is_over
 
     def leave(self, user: Pool) -> bool:
-        """Whether the user was the last, so that the thread ends."""
+        """Remove a user; True if it was the last, so that the thread ends."""
         self.users.discard(user)
         is_over = not self._is_wanted()
         self.supervisor.wake()
         return is_over
 
     def start(self) -> None:
-        """Start the thread if there is none yet."""
+        """Start the thread unless it runs."""
         with self._lock:
             if self.thread is None:
                 self.supervisor.wakes = socket.socketpair()
@@ -62,16 +62,16 @@ class Crew:
             return not self._is_over
 
 
-# By process, since a fork has the table but no thread, and by what their workers are made of.
+# The key holds the process id, since a fork copies the table but no thread.
 _CREWS: WeakValueDictionary[tuple[Any, ...], Crew] = WeakValueDictionary()
 
 
 class Pool(Executor):
-    """Compiles in worker processes; see `CompileLimits` for the rules.
+    """Compiles in worker processes; `CompileLimits` has the scheduling rules.
 
-    Pools with the same kind of backend, vocabulary and limits share their processes, queues and
-    limits; the processes end with the last of them. Nothing is started before the first grammar.
-    In a fork of the engine's process a pool is closed.
+    Pools with the same backend class, vocabulary and limits share processes, queues and limits;
+    the processes end with the last pool. Nothing starts before the first grammar. In a fork of
+    the engine's process a pool is closed.
 
     Raises:
         ConfigError: the backend's class cannot be imported by its name.
@@ -93,17 +93,19 @@ class Pool(Executor):
     def check(self, grammar: Grammar, text: str) -> Future[str | None]:
         return self._enqueue(WorkItem(grammar, Future(), text))
 
-    def _enqueue(self, job: WorkItem) -> Future[Any]:
+    def _enqueue(self, item: WorkItem) -> Future[Any]:
         if not self._start():
-            job.fail("closed", "the engine is closed")
-            return job.future
-        job.future.add_done_callback(lambda future: self._left(job) if future.cancelled() else None)
-        self._supervisor.inbox.append(job)
+            item.fail("closed", "the engine is closed")
+            return item.future
+        item.future.add_done_callback(
+            lambda future: self._left(item) if future.cancelled() else None
+        )
+        self._supervisor.inbox.append(item)
         self._supervisor.wake()
-        # The thread may have ended between the two.
+        # The thread may have ended in between.
         if self._supervisor.has_ended:
             self._supervisor.refuse_all()
-        return job.future
+        return item.future
 
     def warm(self) -> None:
         if self._start():
@@ -118,7 +120,7 @@ class Pool(Executor):
             thread.join()
 
     def stop(self) -> None:
-        """Begin to close; takes no lock and waits for nothing, so that a finaliser may call it."""
+        """Begin to close, without locks or waiting, so that a finalizer may call it."""
         if self._is_ours():
             self._closed = True
             self._crew.users.discard(self)
@@ -127,12 +129,12 @@ class Pool(Executor):
     def snapshot(self) -> dict[str, Any]:
         return self._supervisor.snapshot()
 
-    def _left(self, job: WorkItem) -> None:
-        self._supervisor.cancelled.append(job)
+    def _left(self, item: WorkItem) -> None:
+        self._supervisor.cancelled.append(item)
         self._supervisor.wake()
 
     def _is_ours(self) -> bool:
-        # A fork of the engine's process has its memory, but neither its thread nor its workers.
+        # A fork of the engine's process copies its memory, but neither its thread nor its workers.
         return os.getpid() == self._pid
 
     def _start(self) -> bool:

@@ -1,7 +1,7 @@
-"""Handing grammars to workers, keeping their time and taking their answers.
+"""Schedules grammars on workers, enforces their time limits and collects their results.
 
-One thread runs it all. It sleeps until something happens and holds the interpreter lock for
-microseconds; what a worker made is read back on threads of its own.
+One thread does it all. It sleeps until an event and holds the interpreter lock for microseconds;
+compiled grammars are deserialised on separate threads.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from overlap_spec.grammar.isolation.limits import CompileLimits
 from overlap_spec.grammar.isolation.work_items import CompileWorker, WorkItem
 from overlap_spec.grammar.isolation.worker import means_out_of_memory
 
-# A template that is not ready, or a worker that does not begin, after so long is given up.
+# After so long, a fork server that is not ready or a worker that has not started is given up.
 START_S = 60.0
 LOADERS = 2
 
 
 class Supervisor:
-    """The state of a crew; belongs to its thread, but for the mailboxes and `snapshot`.
+    """Queues and workers; only its thread may touch them, except the mailboxes and `snapshot`.
 
     Attributes:
-        inbox, cancelled: Jobs that came, and jobs that everybody left; any thread appends.
-        has_ended: The thread takes no more from the mailboxes.
-        wakes: Reader and writer that wake the thread; set before it starts.
+        inbox, cancelled: Mailboxes of new and of cancelled work items; any thread appends.
+        has_ended: The thread no longer reads the mailboxes.
+        wakes: Sockets that wake the thread, reader and writer; set before it starts.
     """
 
     def __init__(self, backend: Backend, limits: CompileLimits) -> None:
@@ -57,15 +57,15 @@ class Supervisor:
         self.forked = self.killed = 0
 
     def wake(self) -> None:
-        """Have the thread look at its mailboxes; from any thread."""
-        # Where the write fails, the thread is awake already, or has ended.
+        """Make the thread read its mailboxes; from any thread."""
+        # If the write fails, the thread is awake already or has ended.
         with contextlib.suppress(OSError):
             if self.wakes is not None:
                 self.wakes[1].send(b"\0", socket.MSG_DONTWAIT)
 
     def snapshot(self) -> dict[str, Any]:
-        """Queues and workers as plain data; from any thread, and so only about right."""
-        busy = [worker for worker in list(self.workers.values()) if worker.job]
+        """Queues and workers as plain data; from any thread, hence approximate."""
+        busy = [worker for worker in list(self.workers.values()) if worker.item]
         link = self.link
         return {
             "isolated": True,
@@ -80,14 +80,14 @@ class Supervisor:
         }
 
     def refuse_all(self) -> None:
-        """Fail whatever waits; from any thread once `has_ended` is set."""
+        """Fail all waiting items; from any thread, once `has_ended` is set."""
         for queue in (self.fast, self.long, self.inbox):
             with contextlib.suppress(IndexError):
                 while True:
                     queue.popleft().fail("closed", "the engine was closed before its turn came")
 
     def run(self, is_wanted: Callable[[], bool]) -> None:
-        """The thread; asks whether it is wanted whenever it is woken."""
+        """The thread's main loop; runs as long as `is_wanted`."""
         assert self.wakes is not None
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.wakes[0], selectors.EVENT_READ, None)
@@ -105,8 +105,8 @@ class Supervisor:
     def _shut(self) -> None:
         for worker in self.workers.values():
             worker.end.close()
-            if worker.job:
-                worker.job.fail("closed", "the engine was closed")
+            if worker.item:
+                worker.item.fail("closed", "the engine was closed")
         self.workers.clear()
         if self.link:
             self.link.close()
@@ -121,35 +121,35 @@ class Supervisor:
 
     def _take_mail(self) -> None:
         while self.inbox:
-            job = self.inbox.popleft()
+            item = self.inbox.popleft()
             if len(self.fast) < self.limits.fast_waiting:
-                self.fast.append(job)
+                self.fast.append(item)
             else:
-                job.fail("busy", "too many others wait; try again later")
+                item.fail("busy", "too many grammars are waiting; try again later")
         while self.cancelled:
-            job = self.cancelled.popleft()
+            item = self.cancelled.popleft()
             for queue in (self.fast, self.long):
-                if job in queue:
-                    queue.remove(job)
+                if item in queue:
+                    queue.remove(item)
             for worker in list(self.workers.values()):
-                if worker.job is job:
+                if worker.item is item:
                     self._kill(worker)
 
-    # Giving work.
+    # Scheduling.
 
     def _schedule(self) -> None:
-        busy = [worker.is_long for worker in self.workers.values() if worker.job]
+        busy = [worker.is_long for worker in self.workers.values() if worker.item]
         fast, long = busy.count(False), busy.count(True)
         while self.fast and fast < self.limits.fast_running and self._give(self.fast, False):
             fast += 1
         while self.long and long < self.limits.long_running and self._give(self.long, True):
             long += 1
-        # A spare one is forked while the others work, so that nobody waits for a fork.
-        if all(worker.job for worker in self.workers.values()):
+        # Fork a spare worker while the others are busy, so that no grammar waits for a fork.
+        if all(worker.item for worker in self.workers.values()):
             self._fork()
 
     def _give(self, queue: deque[WorkItem], is_long: bool) -> bool:
-        for worker in [worker for worker in self.workers.values() if worker.job is None]:
+        for worker in [worker for worker in self.workers.values() if worker.item is None]:
             if self._send(worker, queue, is_long):
                 return True
         new = self._fork()
@@ -160,10 +160,10 @@ class Supervisor:
         try:
             channel.send_body(worker.end, pickle.dumps((grammar, queue[0].text)))
         except OSError:
-            # It died while it was idle, which costs this grammar nothing.
+            # The worker died while idle; the grammar goes to another one.
             self._kill(worker)
             return False
-        worker.job, worker.is_long = queue.popleft(), False
+        worker.item, worker.is_long = queue.popleft(), False
         worker.given_s, worker.started_s = time.monotonic(), None
         if is_long:
             self._make_long(worker)
@@ -189,7 +189,7 @@ class Supervisor:
         self.selector.register(worker.end, selectors.EVENT_READ, worker)
         return worker
 
-    # Taking away.
+    # Ending workers.
 
     def _forget(self, worker: CompileWorker) -> None:
         if self.workers.pop(worker.number, None):
@@ -215,13 +215,13 @@ class Supervisor:
     def _blame_link(self, error: OSError) -> None:
         link = self.link
         if link:
-            # Its own word of what happened comes first.
+            # The fork server may have reported the reason itself.
             self._take_events(link)
         if self.link is link:
             self._lose_link(f"{type(error).__name__}: {error}")
 
     def _lose_link(self, reason: str) -> None:
-        """Without a template there are no workers either."""
+        """Drop a fork server that ended; its workers end with it."""
         link, self.link = self.link, None
         never_ready = link is None or not link.ready
         what = "cannot be started" if never_ready else "ended"
@@ -232,15 +232,15 @@ class Supervisor:
             link.close()
         for worker in list(self.workers.values()):
             self._forget(worker)
-            if worker.job:
-                worker.job.fail("crash", text)
+            if worker.item:
+                worker.item.fail("crash", text)
         if never_ready:
-            # Another one would not start either; the next grammar tries again.
+            # Another one would fail too; the next grammar tries again.
             for queue in (self.fast, self.long):
                 while queue:
                     queue.popleft().fail("crash", text)
 
-    # Listening.
+    # Receiving.
 
     def _handle(self, source: ForkServerLink | CompileWorker | None) -> None:
         if source is None:
@@ -256,7 +256,7 @@ class Supervisor:
             while self.link is link:
                 event = link.event()
                 if event is None:
-                    self._lose_link("their template process ended")
+                    self._lose_link("their fork server ended")
                 elif event["event"] == "ready":
                     link.ready = True
                 elif event["event"] == "broken":
@@ -265,30 +265,30 @@ class Supervisor:
                     self._bury(self.workers[event["number"]], event["exit"], event["output"])
 
     def _bury(self, worker: CompileWorker, code: int, output: str) -> None:
-        """A worker ended: its last answer may still lie in the channel."""
+        """Handle a worker that ended; its last message may still be in the channel."""
         self._listen(worker)
         self._forget(worker)
-        job = worker.job
-        if job is None:
+        item = worker.item
+        if item is None:
             return
-        if worker.started_s is None and not job.retried:
-            # It died idle, just as it was given this; once is bad luck, twice is a reason.
-            job.retried = True
-            (self.long if worker.is_long else self.fast).appendleft(job)
+        if worker.started_s is None and not item.retried:
+            # It died before it started on the item: retry once.
+            item.retried = True
+            (self.long if worker.is_long else self.fast).appendleft(item)
             return
         if means_out_of_memory(output):
-            job.fail("out_of_memory", self._over_memory())
+            item.fail("out_of_memory", self._over_memory())
             return
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         said = f": {' '.join(output.split())[:300]}" if output.strip() else ""
-        job.fail("crash", f"its worker process ended with {how}{said}")
+        item.fail("crash", f"its worker process ended with {how}{said}")
 
     def _listen(self, worker: CompileWorker) -> None:
         try:
             while worker.number in self.workers:
                 message = channel.receive(worker.end)
                 if message is None:
-                    # How it ended, the template will say.
+                    # The fork server will report how it ended.
                     self._hush(worker)
                     return
                 self._take_answer(worker, message)
@@ -296,32 +296,32 @@ class Supervisor:
             return
 
     def _take_answer(self, worker: CompileWorker, message: Message) -> None:
-        answer, job = message.header["answer"], worker.job
+        answer, item = message.header["answer"], worker.item
         if answer == "started":
             worker.started_s = time.monotonic()
             return
-        assert job is not None
-        worker.job = None
+        assert item is not None
+        worker.item = None
         if not message.header["goes_on"] or worker.is_slow:
-            # Who became slow may not become fast again; it ends when its channel does.
+            # Niceness cannot be lowered again: discard the worker, which ends with its channel.
             self._forget(worker)
         if answer in ("compiled", "rebuild"):
             try:
-                self.loaders.submit(self._load, job, message)
+                self.loaders.submit(self._load, item, message)
             except RuntimeError:
                 channel.drop_body(message)
-                job.fail("closed", "the interpreter is ending")
+                item.fail("closed", "the interpreter is ending")
         elif answer == "checked":
-            job.gives(message.header["violation"])
+            item.gives(message.header["violation"])
         elif answer == "refused":
-            job.raises(GrammarError(message.header["message"], message.header["param"]))
+            item.raises(GrammarError(message.header["message"], message.header["param"]))
         elif answer == "out_of_memory":
-            job.fail("out_of_memory", self._over_memory())
+            item.fail("out_of_memory", self._over_memory())
         elif answer == "too_large":
             most = self.limits.result_bytes / 2**20
-            job.fail("out_of_memory", f"its compiled form takes more than {most:g} MiB")
+            item.fail("out_of_memory", f"its compiled form takes more than {most:g} MiB")
         else:
-            job.fail("crash", message.header["message"])
+            item.fail("crash", message.header["message"])
 
     def _over_memory(self) -> str:
         return (
@@ -329,21 +329,21 @@ class Supervisor:
             "simplify it (long repetitions are the usual cause)"
         )
 
-    def _load(self, job: WorkItem, message: Message) -> None:
-        """Read back what a worker made; on a loader's thread."""
+    def _load(self, item: WorkItem, message: Message) -> None:
+        """Deserialise a worker's result; on a loader thread."""
         try:
             if message.header["answer"] == "rebuild":
-                compiled = self.backend.rebuild(job.grammar)
+                compiled = self.backend.rebuild(item.grammar)
             else:
-                compiled = self.backend.deserialize(job.grammar, channel.read_body(message))
+                compiled = self.backend.deserialize(item.grammar, channel.read_body(message))
         except GrammarError as error:
-            job.raises(error)
+            item.raises(error)
         except Exception as error:
-            job.fail("crash", f"it cannot be read back: {type(error).__name__}: {error}")
+            item.fail("crash", f"it cannot be deserialised: {type(error).__name__}: {error}")
         else:
-            job.gives(compiled)
+            item.gives(compiled)
 
-    # Keeping time.
+    # Time limits.
 
     def _deadline_s(self, worker: CompileWorker) -> float:
         if worker.started_s is None:
@@ -352,10 +352,10 @@ class Supervisor:
         return worker.started_s + (limits.time_s if worker.is_long else limits.first_s)
 
     def _patience_s(self) -> float | None:
-        """Seconds until the next deadline; None where nothing runs."""
-        deadlines = [self._deadline_s(worker) for worker in self.workers.values() if worker.job]
+        """Seconds until the next deadline; None if nothing runs."""
+        deadlines = [self._deadline_s(worker) for worker in self.workers.values() if worker.item]
         if not deadlines and (self.fast or self.long):
-            # What should have run them is lost: start again at once.
+            # The workers are lost: start again at once.
             return 0.0
         if self.link and not self.link.ready:
             deadlines.append(self.link_since_s + START_S)
@@ -366,30 +366,30 @@ class Supervisor:
         if self.link and not self.link.ready and now_s >= self.link_since_s + START_S:
             self._lose_link(f"not ready after {START_S:g} s")
         for worker in list(self.workers.values()):
-            job = worker.job
-            if job is None or now_s < self._deadline_s(worker):
+            item = worker.item
+            if item is None or now_s < self._deadline_s(worker):
                 continue
             if worker.started_s is None:
                 self._kill(worker)
-                job.fail("crash", f"its worker process did not begin within {START_S:g} s")
+                item.fail("crash", f"its worker process did not start within {START_S:g} s")
             elif worker.is_long or self.limits.time_s <= self.limits.fast_s:
                 self._kill(worker)
-                job.fail(
+                item.fail(
                     "timeout",
                     f"it took longer than {self.limits.time_s:g} s; simplify it "
                     "(long repetitions are the usual cause)",
                 )
             else:
-                self._outgrow(worker, job)
+                self._outgrow(worker, item)
 
-    def _outgrow(self, worker: CompileWorker, job: WorkItem) -> None:
-        """A compile is not a short one: it goes on, or waits, or is refused."""
-        running = sum(one.is_long for one in self.workers.values() if one.job)
+    def _outgrow(self, worker: CompileWorker, item: WorkItem) -> None:
+        """Handle a compile that turns out long: continue it, queue it, or refuse it."""
+        running = sum(one.is_long for one in self.workers.values() if one.item)
         if running < self.limits.long_running:
             self._make_long(worker)
             return
         self._kill(worker)
         if len(self.long) < self.limits.long_waiting:
-            self.long.append(job)
+            self.long.append(item)
         else:
-            job.fail("busy", "it is a long one, and too many of those wait; try again later")
+            item.fail("busy", "it takes long, and too many such wait; try again later")

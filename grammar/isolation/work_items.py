@@ -1,4 +1,4 @@
-"""A grammar or an output on its way, and the worker that it is with."""
+"""What the supervisor schedules: a compile or a check, and the worker that runs it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from overlap_spec.grammar.spec import Grammar
 
 @dataclass(eq=False)
 class WorkItem:
-    """A grammar to be compiled, or with a text an output of it to be checked.
+    """A grammar to compile or, if there is a text, an output of it to check.
 
-    The future is settled once: with the compiled grammar, or with what `violation` gives.
+    The future gets one result: the compiled grammar, or what `check.violation` returns.
     """
 
     grammar: Grammar
@@ -24,29 +24,29 @@ class WorkItem:
     retried: bool = False
 
     def fail(self, kind: FailureKind, reason: str) -> None:
-        """End with a `CompileFailure` that begins with the grammar's kind."""
+        """Set a `CompileFailure` whose message begins with the grammar's kind."""
         what = "was not compiled" if self.text is None else "cannot check its output"
         text = f"the {self.grammar.kind} grammar {what}: {reason}"
         self.raises(CompileFailure(text, kind, self.grammar.kind))
 
     def gives(self, result: Any) -> None:
-        """End well, unless everybody has left."""
+        """Set the result, unless the item was cancelled."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_result(result)
 
     def raises(self, error: BaseException) -> None:
-        """End with an error, unless everybody has left."""
+        """Set an error, unless the item was cancelled."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
 
 
 @dataclass(eq=False)
 class CompileWorker:
-    """A worker process as the engine sees it; times are of `time.monotonic`."""
+    """The engine's view of a worker process; times are `time.monotonic` seconds."""
 
     number: int
     end: socket.socket
-    job: WorkItem | None = None
+    item: WorkItem | None = None
     given_s: float = 0.0
     started_s: float | None = None
     is_long: bool = False

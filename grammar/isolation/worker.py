@@ -1,7 +1,7 @@
-"""What a worker process does: compile the grammars that it is sent, and check outputs.
+"""A worker process: compiles the grammars that it receives, and checks outputs.
 
-It is forked from the template, which has the library loaded and the vocabulary built in, and has
-no threads. Its output goes to a file in memory that the template reads when it dies.
+The fork server forks it with the library loaded and the vocabulary built, and without threads. Its
+standard output and error go to a memory file, which the fork server reads when it ends.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation.channel import read_body, receive, send, send_body
 from overlap_spec.grammar.isolation.check import violation
 
-# Python's limit on a message that goes into a header, well under the header's own.
+# Longest error message in a header, well under the header's own limit.
 MESSAGE_CHARACTERS = 8000
-# A worker that holds on to more of its limit than this share is replaced after its compile.
+# A worker that still holds more than this share of its limit is replaced after its compile.
 KEPT_SHARE = 1 / 8
 PR_SET_PDEATHSIG = 1
-# How libraries say that memory ran out, in an error or on standard error as they abort.
+# How libraries report that memory ran out, in an error or on standard error.
 OUT_OF_MEMORY = (
     "bad_alloc",
     "memory allocation of",
@@ -35,19 +35,19 @@ OUT_OF_MEMORY = (
 
 
 def die_with_parent() -> None:
-    """Have the system end this process when the thread that started it ends."""
+    """Ask the kernel to kill this process when the thread that started it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def means_out_of_memory(text: str) -> bool:
-    """Whether an error's text speaks of memory."""
+    """Whether an error's text reports that memory ran out."""
     return any(mark in text.lower() for mark in OUT_OF_MEMORY)
 
 
 def private_bytes() -> int:
-    """Private writable memory of this process, which is what RLIMIT_DATA bounds.
+    """Private writable memory of this process in bytes, which RLIMIT_DATA limits.
 
-    Unlike the address space, it leaves out what allocators and threads reserve but never touch.
+    Unlike the address space, it excludes memory that is reserved but never touched.
     """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
@@ -56,13 +56,13 @@ def private_bytes() -> int:
 
 
 def serve(end: socket.socket, backend: Backend, memory_bytes: int, result_bytes: int) -> None:
-    """Compile and check until the other side hangs up, or this process is not as good as new."""
+    """Serve until the other side closes, or this process has to be replaced."""
     baseline = private_bytes()
     limit = baseline + memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_FSIZE, (result_bytes, result_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Where the whole machine runs out, the system should end this process and not the engine.
+    # If the machine runs out of memory, the kernel should kill this process, not the engine.
     Path("/proc/self/oom_score_adj").write_text("1000")
     while (message := receive(end)) is not None:
         send(end, answer="started")
@@ -70,10 +70,10 @@ def serve(end: socket.socket, backend: Backend, memory_bytes: int, result_bytes:
             return
 
 
-def _work(end: socket.socket, backend: Backend, job: bytes, most_bytes: float) -> bool:
-    """Compile or check, and answer; whether this process may go on."""
+def _work(end: socket.socket, backend: Backend, item: bytes, most_bytes: float) -> bool:
+    """Compile or check, and send the result; False if this process has to be replaced."""
     try:
-        grammar, text = pickle.loads(job)
+        grammar, text = pickle.loads(item)
         if text is not None:
             found = violation(grammar, text)
             goes_on = private_bytes() < most_bytes

@@ -1,7 +1,7 @@
-"""Every kind of grammar as EBNF text, the one language that backends need to read.
+"""Lowers every kind of grammar to EBNF text, the one language that backends read.
 
-The lowering is exact or refuses: nothing that the grammar forbids gets through, and a keyword or
-a construct that cannot be held to is a GrammarError that names it.
+The lowering is exact or refuses: it allows nothing that the grammar forbids, and a keyword or
+construct that it cannot enforce is a GrammarError that names it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from overlap_spec.grammar.spec import Grammar
 
 
 def to_ebnf(grammar: Grammar, linear: bool = False) -> str:
-    """EBNF in GBNF's dialect, with `Regex("…")` terminals; the start rule is `root`.
+    """A grammar as EBNF in GBNF's dialect, with `Regex("…")` terminals; the start rule is `root`.
 
     Args:
         grammar: The grammar.
-        linear: Spell ambiguous expressions as automata, for xgrammar; see `Rules`.
+        linear: Write ambiguous expressions as automata, for xgrammar; see `Rules`.
 
     Raises:
         GrammarError: names the keyword and its path, or the pattern and the position.
@@ -41,7 +41,7 @@ def to_ebnf(grammar: Grammar, linear: bool = False) -> str:
         return lowering.text()
     except RecursionError as error:
         raise GrammarError(
-            "the schema is too deep: it nests too far, or has a name of some hundred characters "
+            "the schema is nested too deep, or has a name of some hundred characters "
             'beside free keys ("additionalProperties": false would do without these)',
             "schema",
         ) from error

@@ -1,4 +1,4 @@
-"""Array shapes as rules: by place, by count, and by what was already there."""
+"""Array shapes as rules: items by position, by count, and without repeats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from overlap_spec.grammar.lowering.shapes import (
 from overlap_spec.grammar.source import json_path
 
 _MOST_STATES = 1200
-# A state of an array under construction: whatever tells what may follow.
+# A state of an array's automaton: what decides which items may follow.
 State = tuple[int, ...]
 
 
@@ -37,10 +37,10 @@ class ArrayWriter:
     depth: int
 
     def rule(self) -> str | None:
-        """An expression for the arrays; None if there are none.
+        """An expression for the shape; None if it is empty.
 
         Raises:
-            GrammarError: a keyword that is not written exactly.
+            GrammarError: a keyword that cannot be enforced exactly.
         """
         shape = self.shape
         if shape.unique and (shape.most is None or shape.most > 1):
@@ -63,11 +63,12 @@ class ArrayWriter:
         return self.writer.value(expr, json_path(self.path, *keys), self.depth + 1)
 
     def _distinct(self) -> str | None:
-        """Arrays without equal items, where there are few values."""
+        """Arrays without equal items, for items of a few fixed values."""
         shape, values = self.shape, list[tuple[str, str]]()
         for found in self.writer.resolver.shapes(shape.rest):
             if not isinstance(found, Consts):
-                raise keywords.refusal("uniqueItems", self.path, "is not supported for such items")
+                reason = "is supported for fixed values only (enum, const)"
+                raise keywords.refusal("uniqueItems", self.path, reason)
             values += found.values
         if shape.prefix or shape.contains:
             raise keywords.refusal("uniqueItems", self.path, "is not supported beside other items")
@@ -84,7 +85,7 @@ class ArrayWriter:
         return self._array(ways, lambda state: len(state) >= shape.least, (), "uniqueItems")
 
     def _counted(self) -> str | None:
-        """Arrays by place and by how many items are of a kind."""
+        """Arrays by position and by how many items match each `contains`."""
         shape = self.shape
         far = max([len(shape.prefix), *(one.start for one in shape.contains)])
         top = max(far, shape.least if shape.most is None else shape.most)
@@ -113,7 +114,7 @@ class ArrayWriter:
 
     @staticmethod
     def _hits(one: Contains, place: int, count: int) -> Iterator[tuple[Expr, int]]:
-        """What an item may be for one `contains`, and the count after it."""
+        """What an item may be under one `contains`, with the count after it."""
         if place < one.start or (one.most is None and count >= one.least):
             yield all_of(), count
             return
@@ -128,7 +129,7 @@ class ArrayWriter:
         start: State,
         keyword: str,
     ) -> str | None:
-        """The rules of a machine that reads one item a step."""
+        """The rules of an automaton that reads one item per step."""
         layout, rules = self.writer.layout, self.writer.rules
         comma = layout.comma(self.depth + 1)
         names: dict[State, str] = {}
@@ -149,7 +150,7 @@ class ArrayWriter:
                 for item, after in ways(state)
                 if item is not None
             ]
-            # A state without a way out matches nothing; a rule that only recurs says so.
+            # A dead state matches nothing: a rule that only refers to itself.
             ends = ['""'] if may_end(state) else []
             rules.define(names[state], choice([*steps, *ends]) if steps or ends else names[state])
         opening = layout.opening("[", self.depth + 1)

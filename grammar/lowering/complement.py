@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from decimal import Decimal
 
+from overlap_spec.grammar.lowering.membership import key_of
 from overlap_spec.grammar.lowering.numbers import Bounds
 from overlap_spec.grammar.lowering.shapes import (
     ANY,
@@ -29,7 +30,7 @@ from overlap_spec.grammar.lowering.shapes import (
 def complement(shape: Shape) -> Iterator[Shape]:
     """Shapes whose union is all other values of the same JSON type.
 
-    Fixed arrays and objects are none of these: the caller takes them apart first.
+    The caller replaces fixed arrays and objects by their structure first.
     """
     if isinstance(shape, Unsupported):
         yield shape
@@ -72,17 +73,11 @@ def _numbers(shape: Numbers) -> Iterator[Shape]:
     for step in shape.not_steps:
         yield Numbers(steps=(step,))
     if shape.outside:
-        yield Consts("number", tuple((number_key(v), f"{v:f}") for v in shape.outside))
-
-
-def number_key(value: Decimal) -> str:
-    """What equal numbers share."""
-    plain = value.normalize()
-    return f"{plain:f}" if plain else "0"
+        yield Consts("number", tuple((key_of(v), f"{v:f}") for v in shape.outside))
 
 
 def _strings(shape: Strings) -> Iterator[Shape]:
-    # A format is an annotation, so it excludes nothing here.
+    # A format is an annotation and excludes nothing.
     if shape.least:
         yield Strings(most=shape.least - 1)
     if shape.most is not None:
@@ -135,5 +130,5 @@ def _objects(shape: Objects) -> Iterator[Shape]:
 
 
 def having(keys: Keys, expr: Expr) -> Objects:
-    """Objects with a member whose key is in the set and whose value is in the expression."""
+    """Objects with a member whose key is in the set and whose value matches the expression."""
     return Objects(some=((keys, expr),))

@@ -1,7 +1,7 @@
-"""Grammars that hold other grammars as EBNF: structural tags, tool calls and thinking.
+"""Lowers grammars that contain other grammars: structural tags, tool calls and thinking.
 
-Free text is exact: no trigger, exclusion or marker occurs in it, wherever it would begin. JSON
-and patterns inside go through the same lowering as by themselves.
+Free text is exact: no trigger, exclusion or marker occurs anywhere in it. Schemas and patterns
+inside are lowered as they are on their own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def lower_composite(grammar: Grammar, lower: Callable[[Grammar], str]) -> str:
 
 
 class _Parts:
-    """The rules under construction, and the grammars that are part of them."""
+    """The rules under construction, and the grammars inside."""
 
     def __init__(self, grammar: Grammar, lower: Callable[[Grammar], str]) -> None:
         self.rules = Rules()
@@ -55,13 +55,13 @@ class _Parts:
         self._known: dict[Grammar, str] = {}
 
     def add(self, inner: Grammar) -> str:
-        """The rule of a whole grammar."""
+        """The name of the rule of a grammar inside."""
         if inner not in self._known:
             self._known[inner] = splice(self.rules, self._lower(inner), self._grammar.kind)
         return self._known[inner]
 
     def json(self, schema: Any, best_effort: bool = False) -> str:
-        """The rule of JSON under a schema."""
+        """The name of the rule of JSON under a schema."""
         layout = self._grammar.whitespace
         return self.add(Grammar.json_schema(schema, whitespace=layout, best_effort=best_effort))
 
@@ -71,7 +71,7 @@ class _Tags:
         self.parts, self.rules = parts, parts.rules
 
     def lower(self, form: dict[str, Any], ends: tuple[str, ...]) -> str:
-        """The expression of a format. `ends` close the tag around it, and are in no free text."""
+        """The expression of a format; `ends` close the tag around it and occur in no free text."""
         kind = form["type"]
         if kind == "const_string":
             return literal(form["value"])
@@ -129,7 +129,7 @@ class _Tags:
         exits: dict[str, str | None] = dict.fromkeys(excludes)
         again = self.rules.reserve() if loop else ""
         for text, part in after.items():
-            # A trigger without a tag can never go on.
+            # A trigger without a tag is a dead end.
             exits.setdefault(text, sequence(part, again) if part else None)
         start = free_text(self.rules, exits, may_end=True)
         if not loop:

@@ -1,4 +1,4 @@
-"""EBNF text: rules, literals and regular-expression terminals.
+"""Writes EBNF text: rules, literals and regular-expression terminals.
 
 The dialect is GBNF with `{m,n}` repetition and `Regex("…")` terminals.
 """
@@ -9,8 +9,8 @@ import json
 from contextlib import suppress
 
 from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError, from_node
-from overlap_spec.grammar.automata.dfa_to_regex import Spell, to_node
-from overlap_spec.grammar.automata.escape import in_json, plain
+from overlap_spec.grammar.automata.dfa_to_regex import to_node
+from overlap_spec.grammar.automata.escape import Escape, in_json, plain
 from overlap_spec.grammar.automata.regex_ast import (
     CharClass,
     Concat,
@@ -21,7 +21,7 @@ from overlap_spec.grammar.automata.regex_ast import (
     to_rule,
 )
 
-# Of an automaton that counts, each state costs the library that reads it.
+# xgrammar pays for each state of an automaton that counts.
 _MOST_COUNTING = 600
 
 
@@ -29,9 +29,9 @@ class Rules:
     """Collects rules; equal bodies share one name.
 
     Args:
-        linear: Spell what is not deterministic, or counts, as an automaton: one rule a state,
-            which begins with a character and ends with the next state. xgrammar's masks are a
-            thousand times cheaper then; libraries with a lexer want expressions.
+        linear: Write expressions that count or are not deterministic as automata: one rule per
+            state, a character followed by the next state. This makes xgrammar's masks a thousand
+            times cheaper; libraries with a lexer want expressions.
     """
 
     def __init__(self, linear: bool = False) -> None:
@@ -41,18 +41,18 @@ class Rules:
         self._names: dict[str, str] = {}
 
     def reserve(self) -> str:
-        """A name whose body comes later, for recursion."""
+        """A new name, to be defined later, for recursion."""
         name = f"r{self._count}"
         self._count += 1
         self._bodies[name] = name
         return name
 
     def define(self, name: str, body: str) -> None:
-        """Give a reserved name its body."""
+        """Set the body of a reserved name."""
         self._bodies[name] = body
 
     def add(self, body: str) -> str:
-        """The name of a rule with this body, new or not."""
+        """The name of a rule with this body; equal bodies share one."""
         if body not in self._names:
             name = self.reserve()
             self._bodies[name] = body
@@ -72,19 +72,19 @@ class Rules:
             return self.add(f"Regex({json.dumps(to_regex(node), ensure_ascii=False)})")
         return self.add(to_rule(node))
 
-    def spread(self, dfa: Dfa, spell: Spell) -> str:
-        """The name of a rule that matches the texts of an automaton, which is not empty."""
-        node = to_node(dfa, spell)
+    def from_dfa(self, dfa: Dfa, escape: Escape) -> str:
+        """The name of a rule for the texts of a non-empty automaton."""
+        node = to_node(dfa, escape)
         if node is not None and (not self.linear or is_deterministic(node)):
             return self.terminal(node)
-        return self._states(dfa, spell)
+        return self._states(dfa, escape)
 
-    def _states(self, dfa: Dfa, spell: Spell) -> str:
+    def _states(self, dfa: Dfa, escape: Escape) -> str:
         names = [self.reserve() for _ in dfa.moves]
         for state, name in enumerate(names):
             ways = []
             for to, members in dfa.targets(state).items():
-                char = spell(members)
+                char = escape(members)
                 if char is not None:
                     ways.append(sequence(to_rule(char), names[to]))
             if dfa.final[state]:
@@ -93,28 +93,28 @@ class Rules:
         return names[0]
 
     def quoted(self, language: Node | Dfa) -> str:
-        """An expression for a JSON string with a language between its quotes: a node is spelled
+        """An expression for a JSON string with a language between its quotes: a node is escaped
         for JSON already, an automaton is not.
 
-        The quotes stand outside of the terminal: the backend then knows what follows it, in
-        however many places it is used, which makes a mask a hundred times cheaper.
+        The quotes are outside of the terminal, so that the backend knows what follows it wherever
+        it is used, which makes a mask a hundred times cheaper.
         """
         if isinstance(language, Dfa):
-            return sequence(literal('"'), self.spread(language, in_json), literal('"'))
+            return sequence(literal('"'), self.from_dfa(language, in_json), literal('"'))
         return sequence(literal('"'), self.terminal(language), literal('"'))
 
     def drop(self, name: str) -> None:
-        """Take back a reserved name that nothing refers to."""
+        """Remove a reserved name that nothing refers to."""
         del self._bodies[name]
 
     def text(self, root: str) -> str:
-        """The whole grammar, starting at the expression `root`."""
+        """The whole grammar; `root` is the start expression."""
         lines = [f"root ::= {root}", *(f"{name} ::= {body}" for name, body in self._bodies.items())]
         return "\n".join(lines) + "\n"
 
 
 def _counts(node: Node) -> bool:
-    """Whether a repetition has a bound that is not small."""
+    """Whether an expression has a repetition with a bound above 1."""
     if isinstance(node, CharClass):
         return False
     if isinstance(node, Repetition):
@@ -123,17 +123,17 @@ def _counts(node: Node) -> bool:
 
 
 def literal(text: str) -> str:
-    """An EBNF string that matches `text` and nothing else."""
+    """An EBNF literal that matches exactly `text`."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def sequence(*parts: str) -> str:
-    """Parts one after another; empty parts vanish."""
+    """A sequence; empty parts are left out."""
     return " ".join(part for part in parts if part) or '""'
 
 
 def choice(alternatives: list[str]) -> str:
-    """One of the alternatives, in parentheses where there are several."""
+    """One of the alternatives, in parentheses if there are several."""
     unique = list(dict.fromkeys(alternatives))
     return unique[0] if len(unique) == 1 else f"({' | '.join(unique)})"
 

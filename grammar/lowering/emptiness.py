@@ -1,4 +1,4 @@
-"""Whether a shape surely has no value."""
+"""Whether a shape is surely empty."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FEW = 64
 
 
 def shape_is_empty(shape: Shape, oracle: SchemaOracle) -> bool:
-    """Whether a shape has no value; False where that takes a long look."""
+    """Whether a shape is empty; False if that is expensive to decide."""
     if isinstance(shape, Numbers):
         return _numbers(shape, oracle)
     if isinstance(shape, Strings):

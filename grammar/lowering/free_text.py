@@ -1,7 +1,7 @@
-"""Free text up to fixed strings, as EBNF: an automaton that finds strings in one pass.
+"""Free text up to fixed strings, as EBNF.
 
-The automaton is that of A. Aho and M. Corasick, "Efficient string matching" (1975), with one rule
-a state. Each rule calls another one last, which costs the matcher nothing however long the text.
+Builds the automaton of A. Aho and M. Corasick, "Efficient string matching" (1975), with one rule
+per state. Each rule calls the next one last, so that long texts do not cost the matcher more.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ ANY_TEXT = f"{rule_class(ALL)}*"
 
 
 def free_text(rules: Rules, exits: Mapping[str, str | None], may_end: bool) -> str:
-    """Any text in which none of the strings occurs, or that goes on after the first one.
+    """Any text in which none of the strings occurs, or that continues after the first one.
 
     Args:
-        rules: Where the automaton's rules go.
+        rules: Receives the automaton's rules.
         exits: Non-empty strings; for each the expression that follows its first occurrence, or
-            None where it may not occur. Where several end at one character, None wins, and then
-            the longest.
-        may_end: Whether text without any of them is whole.
+            None if it must not occur. If several end at the same character, None wins, then the
+            longest.
+        may_end: Whether text without any of them is complete.
 
     Returns:
         The expression.
@@ -54,8 +54,8 @@ def free_text(rules: Rules, exits: Mapping[str, str | None], may_end: bool) -> s
 
 
 def free_start(rules: Rules, exits: Mapping[str, str | None]) -> str:
-    """Any text that does not begin with one of the strings, or that goes on after the one it
-    begins with; otherwise as `free_text`. No string begins with another one."""
+    """Any text that does not begin with one of the strings, or that continues after the one it
+    begins with; otherwise as `free_text`. No string may be a prefix of another."""
     return _after("", rules, exits)
 
 
@@ -73,8 +73,8 @@ def _after(read: str, rules: Rules, exits: Mapping[str, str | None]) -> str:
 
 
 class _Automaton:
-    """`moves[state][char]` is the next state for the characters that do not lead back to 0;
-    `found[state]` the string that a state has just read; `ends` are the states with one."""
+    """`moves[state][char]` is the next state, for characters that do not lead back to state 0;
+    `found[state]` the string that ends in a state; `ends` the states with such a string."""
 
     def __init__(self, exits: Mapping[str, str | None]) -> None:
         self.moves: list[dict[str, int]] = [{}]
@@ -92,7 +92,7 @@ class _Automaton:
         self.ends = [state for state, found in enumerate(self.found) if found is not None]
 
     def _close(self, exits: Mapping[str, str | None]) -> None:
-        """Fill in where a state goes on a character that its own string does not expect."""
+        """Add the moves on characters that a state's own string does not expect."""
         back = [0] * len(self.moves)
         waiting = deque(self.moves[0].values())
         while waiting:

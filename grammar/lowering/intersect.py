@@ -26,20 +26,20 @@ T = TypeVar("T")
 
 
 class SchemaOracle(Protocol):
-    """What shapes cannot know of themselves."""
+    """Answers questions about shapes that need the schema document."""
 
     def holds(self, shape: Shape, text: str) -> bool:
-        """Whether a value, as JSON text, is in a shape."""
+        """Whether a shape contains a value, given as JSON text."""
 
     def is_empty(self, expr: Expr) -> bool:
-        """Whether an expression surely has no value."""
+        """Whether an expression is surely empty."""
 
     def has_key(self, keys: Keys, name: str) -> bool:
-        """Whether a name is in a set of keys."""
+        """Whether a set of keys contains a name."""
 
 
 def intersect(a: Shape, b: Shape, oracle: SchemaOracle) -> Shape | None:
-    """Values of both shapes; None where there are none, as far as can be seen from outside."""
+    """The intersection of two shapes; None if it is empty, as far as that is cheap to see."""
     if a == b:
         return a
     if isinstance(a, Unsupported) or isinstance(b, Unsupported):
@@ -62,18 +62,18 @@ def intersect(a: Shape, b: Shape, oracle: SchemaOracle) -> Shape | None:
 
 
 def consts(kind: str, values: Iterable[tuple[str, str]]) -> Consts | None:
-    """Fixed values; None for no value."""
+    """Fixed values as a shape; None if there are none."""
     found = tuple(dict(values).items())
     return Consts(kind, found) if found else None
 
 
 def joined(left: tuple[T, ...], right: tuple[T, ...]) -> tuple[T, ...]:
-    """The elements of both, once each, in order."""
+    """The elements of both, in order, without duplicates."""
     return (*left, *(item for item in right if item not in left)) if right else left
 
 
 def least_of(a: int | None, b: int | None) -> int | None:
-    """The tighter of two upper bounds."""
+    """The smaller of two upper bounds; None means no bound."""
     return a if b is None else b if a is None else min(a, b)
 
 
@@ -141,7 +141,7 @@ def _arrays(a: Arrays, b: Arrays) -> Arrays:
 
 
 def tidy_array(shape: Arrays) -> Arrays | None:
-    """The same arrays with lengths that say what members forbid; None for no array."""
+    """Equal arrays with length bounds as tight as their items imply; None if empty."""
     prefix, most = shape.prefix, shape.most
     if NOTHING in prefix:
         most = least_of(most, prefix.index(NOTHING))
@@ -171,14 +171,14 @@ def _objects(a: Objects, b: Objects, oracle: SchemaOracle) -> Objects:
 
 
 def _narrowed(expr: Expr, other: Expr, oracle: SchemaOracle) -> Expr:
-    # What is excluded and not there anyway would only make equal shapes look different.
+    # Excluding what is not contained would only make equal shapes look different.
     if isinstance(other, Not) and other != NOTHING and oracle.is_empty(all_of(expr, other.body)):
         return expr
     return all_of(expr, other)
 
 
 def tidy_object(shape: Objects, oracle: SchemaOracle) -> Objects | None:
-    """The same objects; None where a required member cannot be, or too many are required."""
+    """The shape; None if a required member is impossible, or too many are required."""
     if shape.most is not None and max(shape.least, len(shape.required)) > shape.most:
         return None
     if shape.some and shape.most == 0:
@@ -189,7 +189,7 @@ def tidy_object(shape: Objects, oracle: SchemaOracle) -> Objects | None:
 
 
 def member(shape: Objects, name: str, oracle: SchemaOracle) -> Expr:
-    """What the member of a name holds, from all rules."""
+    """The value of the member with a name, by all rules."""
     own = dict(shape.named).get(name)
     rules = [expr for keys, expr in shape.rules if oracle.has_key(keys, name)]
     return all_of(*([] if own is None else [own]), *rules)

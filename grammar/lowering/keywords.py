@@ -1,4 +1,4 @@
-"""JSON Schema keywords: which are read exactly, which say nothing, which are refused."""
+"""JSON Schema keywords: which are enforced, which are annotations, which are refused."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ READ = frozenset(
     }
 )  # fmt: skip
 REFUSED = frozenset({"$dynamicRef", "$recursiveRef"})
-# Keywords that only change the meaning of another one.
+# Keywords that only modify another one.
 _NEEDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
-# Values with which a keyword holds for everything.
+# Values with which a keyword has no effect.
 _TRIVIAL: dict[str, tuple[Any, ...]] = {
     "dependencies": ({},),
     "dependentRequired": ({},),
@@ -43,7 +43,7 @@ _TRIVIAL: dict[str, tuple[Any, ...]] = {
 
 
 def constraints(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords that constrain something, in the form that draft 2020-12 gives them.
+    """The keywords that have an effect, in the form of draft 2020-12.
 
     Annotations and keywords without effect are left out; `const` becomes `enum`, a list in
     `items` becomes `prefixItems`, and boolean exclusive bounds become numeric ones.
@@ -80,7 +80,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def check(schema: Mapping[str, Any], path: str) -> None:
-    """Refuse what is not read exactly.
+    """Refuse keywords that cannot be enforced.
 
     Raises:
         GrammarError: names the keyword and its path.
@@ -108,9 +108,9 @@ def _meant(key: str) -> str | None:
 
 
 class Refusal(GrammarError):
-    """A keyword that cannot be held to exactly."""
+    """A keyword that cannot be enforced exactly."""
 
 
 def refusal(keyword: str, path: str, reason: str) -> Refusal:
-    """An error that names a keyword and where it stands."""
+    """An error that names a keyword and its path."""
     return Refusal(f"{path}: keyword {keyword!r} {reason}", "schema")

@@ -1,4 +1,4 @@
-"""White space between the tokens of JSON, as EBNF expressions."""
+"""White space between JSON tokens, as EBNF expressions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from overlap_spec.grammar.automata.regex import parse
 from overlap_spec.grammar.lowering.ebnf import Rules, literal, sequence
 
-# One line break and some indentation: enough for any pretty printer, too little to loop in.
+# One line break and some indentation: enough for any pretty printer, too little for endless output.
 _BOUNDED = parse(r"\n?[ \t]{0,16}")
 
 
@@ -27,31 +27,31 @@ class Layout:
 
     @property
     def by_depth(self) -> bool:
-        """Whether an expression depends on how deep it stands."""
+        """Whether an expression depends on its nesting depth."""
         return isinstance(self.whitespace, int)
 
     def opening(self, bracket: str, depth: int) -> str:
-        """The bracket of a container whose members stand at `depth`."""
+        """The opening bracket of a container whose members are at `depth`."""
         return self._spaced(bracket, depth)
 
     def comma(self, depth: int) -> str:
-        """Between two members at `depth`."""
+        """The separator of two members at `depth`."""
         return self._spaced(",", depth)
 
     def colon(self) -> str:
-        """Between key and value."""
+        """The separator of key and value."""
         if self.by_depth:
             return literal(": ")
         return self._spaced(":", 0)
 
     def closing(self, bracket: str, depth: int) -> str:
-        """The bracket that ends a container which itself stands at `depth`."""
+        """The closing bracket of a container at `depth`."""
         if isinstance(self.whitespace, int):
             return literal("\n" + " " * (self.whitespace * depth) + bracket)
         return sequence(self._space(), literal(bracket))
 
     def value(self, value: Any, depth: int) -> str:
-        """The text of a fixed value that stands at `depth`."""
+        """The text of a fixed value at `depth`."""
         if isinstance(self.whitespace, int):
             text = json.dumps(value, ensure_ascii=False, indent=self.whitespace)
             return literal(text.replace("\n", "\n" + " " * (self.whitespace * depth)))

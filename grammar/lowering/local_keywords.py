@@ -1,4 +1,4 @@
-"""What a schema's own keywords say, without the schemas that it combines."""
+"""A schema's local keywords as shapes, without applicators such as `allOf`."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _COMBINE = frozenset(
 
 
 class Source(SchemaOracle, Protocol):
-    """What makes expressions of subschemas."""
+    """A schema oracle that also makes expressions of subschemas."""
 
     def expr(self, schema: Any, path: str) -> Expr:
         """A subschema as an expression."""
 
 
 def shapes(plain: Schema, path: str, source: Source) -> Shapes:
-    """The shapes of a schema's own keywords, given in the form of draft 2020-12."""
+    """The shapes of a schema's local keywords, given in the form of draft 2020-12."""
     found: list[Shape] = []
     for kind, whole in _types(plain):
         shape = _of_kind(kind, whole, plain, path, source)
@@ -174,11 +174,11 @@ def _object(plain: Schema, path: str, source: Source) -> Objects | None:
 
 
 def fold_unevaluated(plain: Schema, path: str, best_effort: bool) -> None:
-    """Write `unevaluated…` as `additionalProperties` or `items`, where nothing combined beside
-    it can have evaluated a member.
+    """Replace `unevaluated…` by `additionalProperties` or `items`, if no applicator beside it can
+    have evaluated a member.
 
     Raises:
-        Refusal: something may have.
+        Refusal: one may have.
     """
     for keyword, equal in (("unevaluatedProperties", "additionalProperties"),
                            ("unevaluatedItems", "items")):  # fmt: skip
@@ -188,5 +188,5 @@ def fold_unevaluated(plain: Schema, path: str, best_effort: bool) -> None:
         if _COMBINE & plain.keys() or (equal == "items" and "contains" in plain):
             if best_effort:
                 continue
-            raise keywords.refusal(keyword, path, "is not exact beside schemas that it combines")
+            raise keywords.refusal(keyword, path, "is not exact beside combined schemas")
         plain[equal] = value

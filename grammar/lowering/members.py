@@ -1,4 +1,4 @@
-"""The members of arrays and objects in order, with separators and counts."""
+"""Rules for the members of arrays and objects: order, separators and counts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from overlap_spec.grammar.lowering.layout import Layout
 
 @dataclass(frozen=True)
 class Member:
-    """One named or positional member: its rule (None if it can never be there), and whether it
-    must be there."""
+    """A named or positional member: its rule (None if it is impossible), and whether it is
+    required."""
 
     rule: str | None
     required: bool
@@ -19,8 +19,8 @@ class Member:
 
 @dataclass(frozen=True)
 class Tail:
-    """Free members: the rule of any, and, where one of a kind must be there, the rules of that
-    one and of what may come after it (None if nothing may)."""
+    """Free members: the rule of any, and, if one of a kind is required, the rules of that one and
+    of those that may follow it (None if none may)."""
 
     every: str
     must: str | None = None
@@ -35,7 +35,7 @@ class Members:
         rules: The grammar under construction.
         layout: White space.
         brackets: `"[]"` or `"{}"`.
-        depth: Where the container itself stands.
+        depth: Nesting depth of the container.
         least: Fewest members.
         most: Most members, or None.
     """
@@ -49,22 +49,22 @@ class Members:
     _made: dict[tuple[int, int, bool], str | None] = field(default_factory=dict)
 
     def array(self, members: list[Member], tail: Tail | None) -> str | None:
-        """Positional members, then any number of `tail`; an array may end before any of them."""
+        """Positional members, then free ones; an array may end before any of them."""
         for i, member in enumerate(members):
             if member.rule is None:
-                # Nothing can stand here, so the array ends before.
+                # No item is possible here, so the array ends before.
                 return self._whole(members[:i], None, True)
         return self._whole(members, tail, True)
 
     def object(self, members: list[Member], tail: Tail | None) -> str | None:
-        """Named members, each there or, where it is not required, left out; then `tail`s."""
+        """Named members, of which those not required are optional, then free ones."""
         if any(member.required and member.rule is None for member in members):
             return None
         return self._whole([m for m in members if m.rule is not None], tail, False)
 
     def _whole(self, members: list[Member], tail: Tail | None, positional: bool) -> str | None:
         self._members, self._tail, self._positional = members, tail, positional
-        # Counting multiplies the rules, so it is done only where a bound can be missed.
+        # Counting multiplies the rules, so it is done only if a bound can be violated.
         need = sum(m.required for m in members)
         room = None if tail is not None else len(members)
         self._counts = (
@@ -81,7 +81,7 @@ class Members:
         return choice(ways) if ways else None
 
     def _from(self, index: int, count: int, first: bool) -> str | None:
-        """What follows from member `index` on after `count` members; at least one, if `first`."""
+        """Members from `index` on, after `count` members; at least one if `first`."""
         if self.most is not None and self._counts and count > self.most:
             return None
         key = (index, count if self._counts else 0, first)
@@ -122,7 +122,7 @@ class Members:
         return sequence(tail.every, again)
 
     def _must(self, tail: Tail, least: int, most: int | None, first: bool) -> str | None:
-        """Free members of which one is of a kind: any, then the last of that kind, then others."""
+        """Free members, one of a required kind: any, then the last of that kind, then others."""
         ways = []
         for ahead in range(0 if most is None else most):
             left = most - ahead - 1 if most is not None else 0
@@ -136,11 +136,11 @@ class Members:
     def _around(
         self,
         tail: Tail,
-        ahead: tuple[int, int | None],
-        behind: tuple[int, int | None],
+        before: tuple[int, int | None],
+        after: tuple[int, int | None],
         first: bool,
     ) -> str:
         comma = self.layout.comma(self.depth + 1)
-        before = repeat(sequence(tail.every, comma), *ahead)
-        after = "" if tail.after is None else repeat(sequence(comma, tail.after), *behind)
-        return sequence("" if first else comma, before, str(tail.must), after)
+        head = repeat(sequence(tail.every, comma), *before)
+        rest = "" if tail.after is None else repeat(sequence(comma, tail.after), *after)
+        return sequence("" if first else comma, head, str(tail.must), rest)

@@ -1,4 +1,4 @@
-"""Whether one value is in a shape."""
+"""Whether a shape contains a value."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from overlap_spec.grammar.lowering.shapes import (
 
 
 class Evaluator(SchemaOracle, Protocol):
-    """A oracle that also looks into expressions."""
+    """A schema oracle that also evaluates expressions."""
 
     def has(self, expr: Expr, value: Any) -> bool:
-        """Whether a value, with numbers as Decimal, is in an expression."""
+        """Whether an expression contains a value, with numbers as Decimal."""
 
 
 def loads(text: str) -> Any:
@@ -42,7 +42,7 @@ def kind_of(value: Any) -> str:
 
 
 def key_of(value: Any) -> str:
-    """A text that equal JSON values share: 1 and 1.0 are equal, 1 and true are not."""
+    """A key that equal JSON values share: 1 and 1.0 are equal, 1 and true are not."""
     if isinstance(value, Decimal) and value.is_finite():
         plain = value.normalize()
         return f"{plain:f}" if plain else "0"
@@ -54,7 +54,7 @@ def key_of(value: Any) -> str:
 
 
 def contains_value(shape: Shape, value: Any, oracle: Evaluator) -> bool:
-    """Whether a value is in a shape."""
+    """Whether a shape contains a value."""
     if isinstance(shape, Unsupported) or kind_of(value) != shape.kind:
         return isinstance(shape, Unsupported) and kind_of(value) == shape.kind
     if isinstance(shape, Consts):

@@ -1,7 +1,7 @@
 """Regular expressions for JSON numbers within bounds.
 
-Bounded numbers are spelled without exponent, and with at most about 15 significant digits: more
-would be rounded by whoever reads them, possibly across a bound.
+Bounded numbers have no exponent and at most about 15 significant digits: a reader would round
+longer ones, possibly across a bound.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class Bounds:
 
     @property
     def is_free(self) -> bool:
-        """Whether every number is inside."""
+        """Whether there is no bound."""
         return self.low is None and self.high is None
 
     @property
     def is_empty(self) -> bool:
-        """Whether no number is inside."""
+        """Whether the interval is empty."""
         if self.low is None or self.high is None:
             return False
         touching = self.low == self.high and (self.open_low or self.open_high)
         return self.low > self.high or touching
 
     def integers(self) -> tuple[int | None, int | None]:
-        """The least and the greatest integer inside."""
+        """The least and the greatest integer inside; None means no bound."""
         low = high = None
         if self.low is not None:
             low = int(self.low.to_integral_value("ROUND_CEILING"))
@@ -50,7 +50,7 @@ class Bounds:
         return low, high
 
     def negated(self) -> Bounds:
-        """The mirror image at zero."""
+        """The interval of the negated numbers."""
         return Bounds(
             None if self.high is None else -self.high,
             None if self.low is None else -self.low,
@@ -60,7 +60,7 @@ class Bounds:
 
 
 def integer_regex(low: int | None, high: int | None) -> str | None:
-    """Integers from `low` to `high`, both included, in plain digits; None if there are none."""
+    """A regex for integers from `low` to `high`, both included; None if there are none."""
     parts = []
     if low is None or low < 0:
         least = 1 if high is None or high >= 0 else -high
@@ -73,7 +73,7 @@ def integer_regex(low: int | None, high: int | None) -> str | None:
 
 
 def decimal_regex(bounds: Bounds) -> str | None:
-    """Numbers inside the bounds; None if there are none."""
+    """A regex for numbers inside the bounds; None if there are none."""
     if bounds.is_free:
         return NUMBER
     if bounds.is_empty:
@@ -96,7 +96,7 @@ def _above_zero(bounds: Bounds) -> Bounds:
 
 
 def _natural(low: int, high: int | None) -> str | None:
-    """Regex of the naturals from low to high."""
+    """A regex for the natural numbers from low to high."""
     if high is None:
         if low == 0:
             return "(0|[1-9][0-9]*)"
@@ -114,7 +114,7 @@ def _natural(low: int, high: int | None) -> str | None:
 
 
 def _same_width(low: str, high: str) -> str:
-    """Regex of the digit strings between two of equal length."""
+    """A regex for digit strings between two of equal length."""
     if not low:
         return ""
     if low[0] == high[0]:
@@ -143,7 +143,7 @@ def _split(value: Decimal) -> tuple[int, str]:
 
 
 def _nonnegative(bounds: Bounds) -> str | None:
-    """Regex of the decimals within bounds and not below zero."""
+    """A regex for non-negative decimals inside the bounds."""
     if bounds.low is None or bounds.low < 0:
         bounds = Bounds(Decimal(0), bounds.high, False, bounds.open_high)
     if bounds.is_empty or bounds.low is None:
@@ -170,7 +170,7 @@ def _nonnegative(bounds: Bounds) -> str | None:
 def _with_fraction(
     whole: str | None, low: str, high: str, open_low: bool, open_high: bool | None
 ) -> str | None:
-    """`whole` and the fractions between two; `open_high` None means up to the next integer."""
+    """`whole` with fractions between two; `open_high` None means up to the next integer."""
     if whole is None:
         return None
     room = max(_FRACTION_DIGITS - (len(whole) if whole.isdigit() else 1), len(low), len(high), 1)
@@ -182,7 +182,7 @@ def _with_fraction(
 
 
 def _fraction(low: str, high: str | None, open_low: bool, open_high: bool, room: int) -> str | None:
-    """Regex of one or more digits d with 0.low ≤ 0.d ≤ 0.high; None where there are none."""
+    """A regex for digits d with 0.low ≤ 0.d ≤ 0.high, at least one; None if there are none."""
     if room == 0:
         return None
     first = int(low[0]) if low else 0
@@ -209,7 +209,7 @@ def _fraction(low: str, high: str | None, open_low: bool, open_high: bool, room:
 def _continued(
     digit: int, low: str, high: str | None, open_low: bool, open_high: bool, room: int
 ) -> str | None:
-    """A digit on a bound, ended here or followed by more digits."""
+    """A digit on a bound: the last one, or followed by more."""
     may_end = not low and not open_low and not (high == "" and open_high)
     more = _fraction(low, high, open_low, open_high, room - 1)
     if more is None:

@@ -26,11 +26,11 @@ _INTEGRAL = r"-?[0-9]+(\.0+)?"
 
 
 def number_language(shape: Numbers, path: str) -> Node | Dfa | list[str] | None:
-    """The spellings of a shape's numbers: an expression, an automaton, or a list; None if there
-    are none.
+    """The written forms of a shape's numbers: an expression, an automaton, or a list; None if
+    there are none.
 
     Raises:
-        Refusal: a step that needs too large an automaton.
+        Refusal: a `multipleOf` needs too large an automaton.
     """
     bounds = shape.bounds
     if not shape.steps and not shape.not_steps and not shape.outside and shape.whole is not False:
@@ -53,7 +53,7 @@ def _regex(bounds: Bounds, whole: bool | None) -> str | None:
 
 
 def _automaton(shape: Numbers) -> Dfa | None:
-    # Without an exponent, a value has one spelling up to zeros behind the point.
+    # Without an exponent, a value has one form up to trailing zeros after the point.
     free = shape.bounds.is_free and not shape.whole
     regex = _PLAIN if free else _regex(shape.bounds, shape.whole)
     if regex is None:
@@ -78,10 +78,10 @@ def _spellings(value: Decimal) -> str:
 
 
 def multiples(step: Decimal) -> Dfa:
-    """Decimals without exponent that are multiples of a step.
+    """An automaton for decimals without exponent that are multiples of a step.
 
-    The step is m/10^k: the automaton counts the digits, read as one integer, modulo m, and the
-    digits behind the point up to k; of more, all are 0.
+    With the step m/10^k, it tracks the digits, read as one integer, modulo m, and counts the
+    digits after the point up to k; any further digit is 0.
     """
     plain = step.normalize()
     places = max(-int(plain.as_tuple().exponent), 0)
@@ -89,7 +89,7 @@ def multiples(step: Decimal) -> Dfa:
     if unit * (places + 2) > dfa.MOST_STATES:
         raise TooLargeError
     # State 0 is the start, 1 is after the sign. Layer 0 is before the point, layer n + 1 has n
-    # digits behind it; in a layer, the state is the number modulo m.
+    # digits after it; in a layer, the state is the number modulo m.
     layers = [2 + unit * n for n in range(places + 2)]
     rows: list[list[Move]] = [[(0x2D, 0x2D, 1), *_digits(0, unit, layers[0])]]
     rows.append(_digits(0, unit, layers[0]))
@@ -112,7 +112,7 @@ def _digits(rest: int, unit: int, layer: int) -> list[Move]:
 
 
 def _listed(shape: Numbers) -> list[int] | None:
-    """The numbers, where they are few integers."""
+    """The numbers, if they are a few integers; else None."""
     low, high = shape.bounds.integers()
     if len(shape.steps) != 1 or shape.not_steps or shape.whole is False or shape.outside:
         return None

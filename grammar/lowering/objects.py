@@ -1,4 +1,4 @@
-"""Object shapes as rules: named members in order, then free ones by what their keys match."""
+"""Object shapes as rules: named members in order, then free members by their keys."""
 
 from __future__ import annotations
 
@@ -38,19 +38,20 @@ Predicate = str | Expr
 
 
 class Writer(Protocol):
-    """What writes the rules of members."""
+    """Writes the rules of members."""
 
     rules: Rules
     layout: Layout
     resolver: Resolver
 
     def value(self, expr: Expr, path: str, depth: int) -> str | None:
-        """The rule of a value; None if there is none."""
+        """The rule of a value; None if no value is valid."""
 
 
 @dataclass(frozen=True)
 class FreeKeys:
-    """Free keys of one kind: what they match, and their texts (None means all but the named)."""
+    """Free keys of one kind: the predicates that they match, and their texts (None means all
+    except the named keys)."""
 
     matches: frozenset[Predicate]
     texts: Dfa | None
@@ -63,8 +64,8 @@ class ObjectWriter:
     Args:
         writer: Writes the members.
         shape: The objects.
-        path: Where they stand in the document.
-        depth: How deep they stand in the text.
+        path: Their path in the schema document.
+        depth: Their nesting depth in the text.
     """
 
     writer: Writer
@@ -76,21 +77,21 @@ class ObjectWriter:
         """Expressions whose union is the shape.
 
         Raises:
-            GrammarError: a keyword that is not written exactly.
+            GrammarError: a keyword that cannot be enforced exactly.
         """
         found = [self._whole(shape) for shape in self._cases()]
         return [rule for rule in found if rule is not None]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The keys that are written apart from the free ones, in order."""
+        """The keys of named members, in order."""
         shape = self.shape
         ruled = {name for keys, _ in (*shape.rules, *shape.some) for name in keys.names}
         named = (name for name, _ in shape.named)
         return tuple(dict.fromkeys([*named, *shape.required, *sorted(ruled)]))
 
     def _cases(self) -> Iterator[Objects]:
-        """Shapes in which a member that must be there is a named one, or else a free one."""
+        """Cases: each required member of `some` is either a certain named one or a free one."""
         shape, has_key = self.shape, self.writer.resolver.has_key
         choices = [
             [*(name for name in self.names if has_key(keys, name)), None] for keys, _ in shape.some
@@ -124,7 +125,7 @@ class ObjectWriter:
         if shape.some and tail is None:
             return None
         if tail is not None and shape.least > len(shape.required) + 1:
-            # A free key may repeat, and then counts once.
+            # A free key may repeat, but counts once.
             raise keywords.refusal("minProperties", self.path, "is not exact with free keys")
         build = Members(writer.rules, writer.layout, "{}", self.depth, shape.least, shape.most)
         return build.object(members, tail)
@@ -132,14 +133,14 @@ class ObjectWriter:
     def _tail(self, some: tuple[tuple[Keys, Expr], ...]) -> Tail | None:
         if len(some) > 1:
             keyword = "patternProperties" if some[0][0].patterns else "not"
-            raise keywords.refusal(keyword, self.path, "asks for two free members at once")
+            raise keywords.refusal(keyword, self.path, "requires two free members at once")
         every = self._members([(kind, self._held(kind)) for kind in self._kinds])
         if every is None or not some:
             return None if every is None else Tail(every)
         keys, expr = some[0]
         must = [(k, all_of(self._held(k), expr)) for k in self._kinds if _covers(keys, k)]
         others = [(k, self._held(k)) for k in self._kinds if not _covers(keys, k)]
-        # A key that comes again must not undo the one that had to be there.
+        # A repeated key must not override the required one.
         found = self._members(must)
         return None if found is None else Tail(every, found, self._members([*others, *must]))
 
@@ -147,7 +148,7 @@ class ObjectWriter:
         return all_of(*(expr for keys, expr in self.shape.rules if _covers(keys, kind)))
 
     def _members(self, kinds: list[tuple[FreeKeys, Expr]]) -> str | None:
-        """Free members of several kinds; kinds that hold the same are written as one."""
+        """Free members of several kinds; kinds with equal values share a rule."""
         groups: dict[Expr, list[FreeKeys]] = {}
         for kind, expr in kinds:
             groups.setdefault(expr, []).append(kind)
@@ -169,7 +170,7 @@ class ObjectWriter:
         return self.writer.rules.quoted(dfa.any_of(texts))
 
     def _lone_pattern(self, kinds: list[FreeKeys]) -> str | None:
-        """The pattern, where the keys are all in which it is found, which has better rules."""
+        """The pattern, if the keys are exactly those that match it: it has better rules."""
         if len(kinds) != 1 or len(self._predicates) != 1 or len(kinds[0].matches) != 1:
             return None
         (pattern,) = kinds[0].matches
@@ -185,8 +186,8 @@ class ObjectWriter:
 
     @cached_property
     def _kinds(self) -> list[FreeKeys]:
-        """Free keys, split by which predicates they match; keys on which the dialects of regular
-        expressions disagree are in none."""
+        """Free keys, split by the predicates that they match; keys on which the regex dialects
+        disagree are in no kind."""
         kinds = [FreeKeys(frozenset(), None)]
         if not self._predicates:
             return kinds
@@ -205,7 +206,7 @@ class ObjectWriter:
                     raise TooLargeError
         except TooLargeError as error:
             keyword = "patternProperties" if isinstance(predicate, str) else "propertyNames"
-            raise keywords.refusal(keyword, self.path, "makes too large an automaton") from error
+            raise keywords.refusal(keyword, self.path, "needs too large an automaton") from error
         return kinds
 
     def _split(self, predicate: Predicate) -> tuple[Dfa, Dfa]:
@@ -225,7 +226,7 @@ class ObjectWriter:
 
 
 def _covers(keys: Keys, kind: FreeKeys) -> bool:
-    """Whether free keys of a kind are in a set of keys."""
+    """Whether a set of keys contains the free keys of a kind."""
     return (not kind.matches.isdisjoint((*keys.patterns, *keys.exprs))) != keys.inverted
 
 

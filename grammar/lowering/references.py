@@ -1,4 +1,4 @@
-"""Where a `$ref` leads."""
+"""Resolves `$ref`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from urllib.parse import unquote, urljoin
 
 from overlap_spec.errors import GrammarError
 
-# Drafts in which the neighbours of `$ref` say nothing.
+# Drafts in which keywords beside `$ref` are ignored.
 _LONE_REF = ("draft-03", "draft-04", "draft-06", "draft-07")
 
 
@@ -23,10 +23,10 @@ class References:
         self.stand_alone = any(draft in dialect for draft in _LONE_REF)
 
     def target(self, reference: str, path: str) -> Any:
-        """The schema that a reference names.
+        """The schema that a reference points to.
 
         Raises:
-            GrammarError: it leads outside of the document, or nowhere.
+            GrammarError: it points outside of the document, or nowhere.
         """
         base, _, fragment = reference.partition("#")
         node = self._resource(base, path) if base else self._root
@@ -37,9 +37,9 @@ class References:
             try:
                 node = node[int(key)] if isinstance(node, list) else node[key]
             except (KeyError, IndexError, ValueError, TypeError) as error:
-                raise GrammarError(f"{path}.$ref: {reference!r} leads nowhere", "schema") from error
+                raise GrammarError(f"{path}.$ref: {reference!r} not found", "schema") from error
         if not isinstance(node, dict | bool):
-            raise GrammarError(f"{path}.$ref: {reference!r} is no schema", "schema")
+            raise GrammarError(f"{path}.$ref: {reference!r} is not a schema", "schema")
         return node
 
     def _resource(self, base: str, path: str) -> Any:
@@ -55,7 +55,7 @@ class References:
         return found
 
     def _identified(self) -> dict[str, Any]:
-        """Subschemas by their resolved `$id` and by `#` with their anchor."""
+        """Subschemas by resolved `$id` and by `#anchor`."""
         if self._names is None:
             self._names = {self._own: self._root}
             pending = [self._root]

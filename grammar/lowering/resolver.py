@@ -1,8 +1,8 @@
-"""Reading a schema document: expressions into shapes.
+"""Resolves a schema document: expressions to shapes.
 
-Every applicator is an exact identity on sets of values: `allOf` is an intersection, `anyOf` a
-union, `not` a complement, `oneOf` the union of each branch without those that it may overlap,
-`if` a union of two cases, and a dependency a union of "the key is absent" and "it is there, and".
+Every applicator is an exact operation on sets of values: `allOf` is an intersection, `anyOf` a
+union, `not` a complement, `oneOf` the union of each branch minus those that it may overlap, `if` a
+union of two cases, and a dependency a union of "key absent" and "key present, and …".
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class OpenError(GrammarError):
 
 
 class Resolver:
-    """Reads one schema document; also the oracle of what shapes hold.
+    """Reads one schema document; also the oracle for shapes.
 
     Args:
         root: The document.
-        best_effort: Leave out a keyword that cannot be held to, instead of refusing it.
+        best_effort: Leave out a keyword that cannot be enforced, instead of refusing it.
     """
 
     def __init__(self, root: Any, best_effort: bool) -> None:
@@ -73,29 +73,29 @@ class Resolver:
         self._meets = 0
 
     def expr(self, schema: Any, path: str) -> Expr:
-        """A schema as an expression; nothing of it is read yet."""
+        """A schema as an expression, not yet resolved."""
         if isinstance(schema, bool):
             return ANY if schema else NOTHING
         if id(schema) not in self._docs:
             plain = keywords.constraints(schema)
             if "$ref" in plain and self.references.stand_alone:
                 plain = {"$ref": plain["$ref"]}
-            # An annotation says nothing, but a misspelt keyword beside it has to be seen.
+            # Annotations are ignored, but a misspelt keyword must be reported.
             text = json.dumps(plain) if self.best_effort or keywords.is_known(schema) else None
             found: Expr = Doc(text or json.dumps(schema), schema, path)
             self._docs[id(schema)] = (schema, ANY if text == "{}" else found)
         return self._docs[id(schema)][1]
 
     def shapes(self, expr: Expr) -> Shapes:
-        """Shapes whose union is the expression; none where it has no value.
+        """Shapes whose union is the expression; no shape if it is empty.
 
         Raises:
-            GrammarError: names the keyword that is not read exactly, and its path.
+            GrammarError: names the keyword that cannot be enforced, and its path.
         """
         if expr in self._known:
             return self._known[expr]
         if expr in self._open:
-            raise OpenError(f"{path_of(expr)}: references lead back to themselves", "schema")
+            raise OpenError(f"{path_of(expr)}: references form a cycle", "schema")
         self._open.add(expr)
         try:
             found = self._read(expr)
@@ -221,7 +221,7 @@ class Resolver:
         """The intersection of two unions.
 
         Raises:
-            Refusal: it has too many parts; names the keyword that asked for it.
+            Refusal: it has too many parts; names the keyword that required it.
         """
         if left == _FULL or right == _FULL:
             return right if left == _FULL else left
@@ -233,7 +233,7 @@ class Resolver:
                 if common is not None:
                     parts.append(common)
                 if common == a:
-                    # The other parts are inside of this one.
+                    # This part contains the others.
                     parts = [a]
                     break
             found.update(dict.fromkeys(parts))
@@ -258,23 +258,23 @@ class Resolver:
         return rest
 
     def _taken_apart(self, shape: Shape) -> Iterable[Shape]:
-        """A shape, or the structure of each value of fixed arrays and objects."""
+        """The shape itself; for fixed arrays and objects, the structure of each value."""
         if not isinstance(shape, Consts) or shape.kind not in ("array", "object"):
             return [shape]
         return [_structure(json.loads(text), self.expr) for _, text in shape.values]
 
-    # What shapes cannot know of themselves.
+    # The schema oracle.
 
     def holds(self, shape: Shape, text: str) -> bool:
-        """Whether a value, as JSON text, is in a shape."""
+        """Whether a shape contains a value, given as JSON text."""
         return contains_value(shape, loads(text), self)
 
     def has(self, expr: Expr, value: Any) -> bool:
-        """Whether a value, with numbers as Decimal, is in an expression."""
+        """Whether an expression contains a value, with numbers as Decimal."""
         return expr == ANY or any(contains_value(s, value, self) for s in self.shapes(expr))
 
     def has_key(self, keys: Keys, name: str) -> bool:
-        """Whether a name is in a set of keys."""
+        """Whether a set of keys contains a name."""
         found = (
             name in keys.names
             or any(Pattern(pattern, "schema").matches(name) for pattern in keys.patterns)
@@ -283,7 +283,7 @@ class Resolver:
         return found != keys.inverted
 
     def is_empty(self, expr: Expr) -> bool:
-        """Whether an expression surely has no value; False where that takes a long look."""
+        """Whether an expression is surely empty; False if that is expensive to decide."""
         if expr in (ANY, NOTHING) or isinstance(expr, Doc):
             return expr == NOTHING or (expr in self._known and not self._known[expr])
         if expr in self._empty:
@@ -305,7 +305,7 @@ class Resolver:
 
 
 def path_of(expr: Expr) -> str:
-    """Where in the document an expression comes from."""
+    """The path in the document that an expression comes from."""
     if isinstance(expr, Doc):
         return expr.path
     if isinstance(expr, Not):
@@ -318,7 +318,7 @@ def _unique(shapes: Iterable[Shape]) -> Shapes:
 
 
 def _structure(value: Any, expr: Callable[[Any, str], Expr]) -> Shape:
-    """The array or object that equals a value, by its members."""
+    """A fixed array or object as a shape over its members."""
     if isinstance(value, list):
         items = tuple(expr({"enum": [item]}, "$") for item in value)
         return Arrays(items, NOTHING, len(items), len(items))

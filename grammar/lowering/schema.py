@@ -1,8 +1,8 @@
-"""JSON Schema as EBNF: every text that the grammar lets through is valid, in the layout asked.
+"""JSON Schema to EBNF: every text that the grammar allows is valid, in the requested layout.
 
 Members of an object come in the order of `properties`, then required names that are not among
-them, then free keys; no other order is offered, as each would multiply the rules. A value has one
-spelling where the schema fixes it (`enum`, keys).
+them, then free keys; other orders would multiply the rules. A value that the schema fixes (`enum`,
+keys) has one written form.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class SchemaLowering:
     """Lowers one schema document.
 
     Args:
-        root: The document, already held to its metaschema.
+        root: The document, already checked against its metaschema.
         whitespace: As in `Grammar`.
-        best_effort: Leave out what is not read exactly, instead of refusing it.
-        rules: Where the rules go; new ones by default.
+        best_effort: Leave out keywords that cannot be enforced, instead of refusing them.
+        rules: Receives the rules; new ones by default.
     """
 
     def __init__(
@@ -62,8 +62,7 @@ class SchemaLowering:
         """The EBNF of the whole document.
 
         Raises:
-            GrammarError: names the keyword that is not read exactly, or says that no value is
-                valid.
+            GrammarError: names the keyword that cannot be enforced, or no value is valid.
         """
         start = self.value(self.resolver.expr(self.root, "$"), "$", 0)
         if start is None:
@@ -71,7 +70,7 @@ class SchemaLowering:
         return self.rules.text(start)
 
     def value(self, expr: Expr, path: str, depth: int) -> str | None:
-        """The rule of a value that stands at `depth`; None if no value is valid."""
+        """The rule of a value at `depth`; None if no value is valid."""
         if depth > (_DEEPEST_INDENT if self.layout.by_depth else _DEEPEST):
             why = "indentation needs a bounded depth" if self.layout.by_depth else "nested too deep"
             raise GrammarError(f"{path}: {why}", "schema")
@@ -88,7 +87,7 @@ class SchemaLowering:
             self.rules.define(name, found or name)
             found = name if parts else None
         else:
-            # A rule that only names another one would hide from the backend what follows it.
+            # A rule that only refers to another would hide from the backend what follows it.
             self.rules.drop(name)
         self._known[key] = found
         return found
@@ -109,7 +108,7 @@ class SchemaLowering:
             return self._fixed(shape, depth)
         if isinstance(shape, Unsupported):
             raise keywords.refusal(
-                "not", path, f"excludes {shape.keyword!r}, which has no opposite"
+                "not", path, f"negates {shape.keyword!r}, which is not supported"
             )
         if isinstance(shape, Arrays):
             found = ArrayWriter(self, shape, path, depth).rule()
@@ -122,7 +121,7 @@ class SchemaLowering:
 
     def _fixed(self, shape: Consts, depth: int) -> list[str]:
         values = [json.loads(text) for _, text in shape.values]
-        # 2.0 is equal to 2, and both are how a resolver expects to see it.
+        # 2.0 equals 2: allow both forms.
         values += [int(v) for v in values if isinstance(v, float) and v.is_integer()]
         return [self.layout.value(value, depth) for value in values]
 
@@ -133,12 +132,12 @@ class SchemaLowering:
         if isinstance(language, list):
             return choice([literal(text) for text in language])
         if isinstance(language, Dfa):
-            return self.rules.spread(language, plain)
+            return self.rules.from_dfa(language, plain)
         return self.rules.terminal(language)
 
 
 def _loose(shape: Shape) -> Shape | None:
-    """A shape without what may be refused; None where nothing is left to say."""
+    """A shape without the constraints that may be refused; None if nothing is left."""
     if isinstance(shape, Strings):
         return replace(shape, patterns=(), without=(), outside=())
     if isinstance(shape, Numbers):

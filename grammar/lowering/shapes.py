@@ -1,9 +1,9 @@
-"""JSON Schema as sets of values: what is left when all the keywords are read.
+"""JSON Schema as sets of values.
 
-An expression says which values are meant without looking into them: a place in the document, both
-of several expressions, or the complement of one. A shape is a set of values of one JSON type,
-with expressions where it has members; a schema is a union of shapes. Expressions keep recursion
-finite: a shape refers to what it holds, and nobody looks before it is written.
+An expression refers to a set of values without resolving it: a schema of the document, the
+intersection of expressions, or the complement of one. A shape is a set of values of one JSON type,
+with expressions for its members; a schema is a union of shapes. Expressions keep recursive schemas
+finite: members are resolved only when their rules are written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KINDS = ("object", "array", "string", "number", "boolean", "null")
 
 @dataclass(frozen=True)
 class Doc:
-    """A schema of the document, equal to all others with the same constraints."""
+    """A schema of the document; equal to all others with the same constraints."""
 
     text: str
     schema: Any = field(compare=False, repr=False)
@@ -28,14 +28,14 @@ class Doc:
 
 @dataclass(frozen=True)
 class Both:
-    """Values of all parts; no part means every value."""
+    """The intersection of the parts; no part means every value."""
 
     parts: tuple[Expr, ...]
 
 
 @dataclass(frozen=True)
 class Not:
-    """All other values."""
+    """The complement."""
 
     body: Expr
 
@@ -46,7 +46,7 @@ NOTHING = Not(ANY)
 
 
 def all_of(*parts: Expr) -> Expr:
-    """Values of all parts."""
+    """The intersection of the parts."""
     found: dict[Expr, None] = {}
     for part in parts:
         found.update(dict.fromkeys(part.parts if isinstance(part, Both) else (part,)))
@@ -56,14 +56,14 @@ def all_of(*parts: Expr) -> Expr:
 
 
 def negated(expr: Expr) -> Expr:
-    """All other values."""
+    """The complement of an expression."""
     return expr.body if isinstance(expr, Not) else Not(expr)
 
 
 @dataclass(frozen=True)
 class Keys:
-    """A set of member names: the named ones, those in which a pattern is found, and those that
-    are values of an expression; or all others, where `inverted`."""
+    """A set of member names: the listed ones, those that match a pattern, and those that are
+    values of an expression; all other names if `inverted`."""
 
     names: frozenset[str] = frozenset()
     patterns: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Consts:
-    """Values one by one, as pairs of what equal values share and the JSON text."""
+    """Fixed values of one type, as pairs of a key that equal values share and the JSON text."""
 
     kind: str
     values: tuple[tuple[str, str], ...]
@@ -81,7 +81,7 @@ class Consts:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers; `whole` False means those that are not integers."""
+    """Numbers; `whole` False means non-integers."""
 
     kind = "number"
     bounds: Bounds = field(default_factory=Bounds)
@@ -93,7 +93,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Strings:
-    """Strings; patterns are found in them, `without` ones are not."""
+    """Strings that match all `patterns` and no pattern of `without`."""
 
     kind = "string"
     least: int = 0
@@ -106,7 +106,7 @@ class Strings:
 
 @dataclass(frozen=True)
 class Contains:
-    """From `least` to `most` items, at or after index `start`, are values of `item`."""
+    """`least` to `most` items from index `start` on match `item`."""
 
     start: int
     item: Expr
@@ -116,7 +116,7 @@ class Contains:
 
 @dataclass(frozen=True)
 class Arrays:
-    """Arrays: items by place, then `rest`."""
+    """Arrays: `prefix` items by position, then `rest`."""
 
     kind = "array"
     prefix: tuple[Expr, ...] = ()
@@ -132,10 +132,10 @@ class Objects:
     """Objects.
 
     Args:
-        named: What single members hold, in the order in which they are written.
-        rules: What each member holds whose key is in the set.
-        required: Keys that are there.
-        some: For each, a member is there with its key in the set and its value in the expression.
+        named: Values of named members, in the order in which they are written.
+        rules: Values of all members whose key is in a set.
+        required: Keys that must be present.
+        some: For each pair, at least one member with its key and value in them.
         least: Fewest members.
         most: Most members, or None.
     """
@@ -151,7 +151,7 @@ class Objects:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """Values of one type that a keyword excludes in a way that no shape says."""
+    """Values of one type that no shape can describe, because of a keyword."""
 
     kind: str
     keyword: str

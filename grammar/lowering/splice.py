@@ -1,4 +1,4 @@
-"""EBNF text as a part of a larger grammar: its rules under fresh names."""
+"""Embeds EBNF text in a larger grammar, with its rules renamed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _MACROS = ("TagDispatch", "Token", "ExcludeToken", "TokenTagDispatch")
 
 
 def splice(rules: Rules, ebnf: str, param: str) -> str:
-    """Add the rules of a whole grammar; the name of what was its `root`.
+    """Add the rules of a grammar; returns the new name of its `root`.
 
     Raises:
-        GrammarError: no rule `root`, a name without a rule, or a construct that only a whole
-            grammar may have.
+        GrammarError: no rule `root`, an undefined rule, or a construct that is supported in whole
+            grammars only.
     """
     heads = [match for match in _TOKEN.finditer(ebnf) if match["head"]]
     names: dict[str, str] = {}
@@ -40,7 +40,7 @@ def splice(rules: Rules, ebnf: str, param: str) -> str:
         if name is None or (name == "Regex" and match["call"]):
             return match[0]
         if name in _MACROS and match["call"]:
-            raise GrammarError(f"{name}(…) is not read inside of another grammar", param)
+            raise GrammarError(f"{name}(…) is not supported inside another grammar", param)
         if name not in names:
             raise GrammarError(f"the EBNF grammar has no rule named {name}", param)
         return names[name] + (match["call"] or "")

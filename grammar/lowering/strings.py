@@ -26,9 +26,9 @@ _HEX = "[0-9A-Fa-f]"
 _LABEL = r"[A-Za-z0-9](\-*[A-Za-z0-9])*"
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?\^_`{|}~\-]+"
 _URI_CHAR = rf"([A-Za-z0-9\-._~:/?@!$&'()*+,;=]|%{_HEX}{{2}})"
-# `format` is an annotation. These are held to all the same, where nothing else constrains the
-# string: whoever writes `"format": "date"` wants a date. Some valid spellings are left out
-# (29 February, quoted mailbox names, IPv6 hosts).
+# `format` is an annotation. These are enforced nevertheless if nothing else constrains the string:
+# a schema with `"format": "date"` wants a date. Some valid values are left out (29 February, quoted
+# mailbox names, IPv6 hosts).
 _FORMATS = {
     "date": _DATE,
     "date-time": f"{_DATE}T{_TIME}",
@@ -46,11 +46,11 @@ KEY_CHARS = negate(((0, 0x1F),))
 
 
 def string_language(shape: Strings, path: str) -> Node | Dfa | None:
-    """The strings of a shape: an expression between the quotes, or an automaton over their
-    characters where no expression says it; None if no string is valid.
+    """The strings of a shape: an expression for the text between the quotes, or an automaton over
+    the characters if there is no expression; None if no string is valid.
 
     Raises:
-        GrammarError: a pattern that is not read exactly, or that makes too large an automaton.
+        GrammarError: a pattern that is not supported, or that needs too large an automaton.
     """
     least, most = shape.least, shape.most
     if not shape.patterns and not shape.without:
@@ -69,16 +69,16 @@ def string_language(shape: Strings, path: str) -> Node | Dfa | None:
         made = automaton(shape)
     except TooLargeError as error:
         raise keywords.refusal(
-            "pattern", path, "makes too large an automaton with the bounds beside it"
+            "pattern", path, "needs too large an automaton with the bounds beside it"
         ) from error
     return None if made.is_empty else made
 
 
 def automaton(shape: Strings) -> Dfa:
-    """The strings of a shape as an automaton over their characters; formats say nothing.
+    """The strings of a shape as an automaton over their characters; formats are ignored.
 
     Raises:
-        GrammarError: a pattern that is not read exactly.
+        GrammarError: a pattern that is not supported.
         TooLargeError: too many states.
     """
     found = dfa.EVERY
@@ -95,7 +95,7 @@ def automaton(shape: Strings) -> Dfa:
 
 @lru_cache(512)
 def found_in(pattern: str, wide: bool) -> Dfa:
-    """Texts in which a pattern is found; see `Pattern` for `wide`."""
+    """Texts that contain a match of a pattern; `wide` as in `Pattern`."""
     return Pattern(pattern, "schema", wide).automaton()
 
 
@@ -105,17 +105,17 @@ def _formatted(formats: Iterable[str]) -> Node:
 
 
 def key_node(taken: Iterable[str]) -> Node:
-    """Any key but the taken ones, between the quotes.
+    """Any key except the taken ones, as the text between the quotes.
 
-    Control characters are left out where some are taken, which keeps the automaton small.
+    Leaves out control characters if some keys are taken, to keep the automaton small.
     """
     return all_but(taken, KEY_CHARS)
 
 
 def all_but(taken: Iterable[str], members: Ranges) -> Node:
-    """Any text of some characters but the taken ones, between the quotes.
+    """Any text of a set of characters except the taken ones, between the quotes.
 
-    One spelling a character, so that a taken text cannot come back written with escapes.
+    Each character has one written form, so that a taken text cannot return in escaped form.
     """
     trie: dict[str, Any] = {}
     for name in taken:
@@ -134,10 +134,10 @@ def _outside(node: dict[str, Any], members: Ranges) -> Node:
     if other:
         ways.append(concat(other, _any_of(members)))
     for char, child in children.items():
-        spelled = in_json(((ord(char), ord(char)),))
-        # A lone surrogate is no character, and no key can spell it.
-        if spelled:
-            ways.append(concat(spelled, _outside(child, members)))
+        written = in_json(((ord(char), ord(char)),))
+        # A lone surrogate is not a character, and cannot be in a key.
+        if written:
+            ways.append(concat(written, _outside(child, members)))
     if "" not in node:
         ways.append(EMPTY)
     return alternate(*ways)
@@ -145,14 +145,14 @@ def _outside(node: dict[str, Any], members: Ranges) -> Node:
 
 @lru_cache(8)
 def _any_of(members: Ranges) -> Node:
-    # In one spelling a character, also where the set is that of all.
+    # One written form per character, even if the set is that of all.
     sets = (members[:1], members[1:]) if members == ALL else (members,)
     parts = [in_json(part) for part in sets]
     return Repetition(alternate(*(part for part in parts if part)), 0, None)
 
 
 def _pattern(pattern: Pattern, least: int, most: int | None) -> Node | None:
-    """An expression for the strings of a pattern and a length; None where that needs more."""
+    """An expression for a pattern with length bounds; None if that needs an automaton."""
     if pattern.looks_around:
         return None
     low, high = pattern.width()

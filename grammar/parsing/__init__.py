@@ -1,1 +1,1 @@
-"""EBNF text read back into trees, and what backends need to know of these."""
+"""EBNF text parsed into trees, and the analyses that backends need."""

@@ -1,8 +1,8 @@
-"""Finding expressions that say "any of these texts but a few" in a roundabout way.
+"""Recognises expressions that mean "any string except these".
 
-The keys of an open object are any text but the named ones, and EBNF has no word for "but": the
-lowering writes a tree of all texts that differ somewhere. A library that has the word makes masks
-a hundred times cheaper when it is told.
+The free keys of an object are any string except the named keys. EBNF has no exclusion, so the
+lowering writes a tree of all strings that differ from them. A library with an exclusion operator
+makes masks a hundred times cheaper if it is used.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ Move = tuple[int, int, Nodes]
 
 
 def excluded(expression: Expression) -> tuple[Repeat, list[str]] | None:
-    """A repetition, and the texts of it that an expression does not match, where these are few.
+    """Split an expression into a repetition and the few strings that are excluded from it.
 
-    None where the expression is no such thing. Exact: what the expression matches is what the
-    repetition matches but for the texts.
+    Exact: the expression matches what the repetition does, except for these strings.
+
+    Returns:
+        The repetition and the strings; None if the expression has no such form.
     """
     if not isinstance(expression, Either) or references(expression):
         return None
@@ -52,7 +54,7 @@ def excluded(expression: Expression) -> tuple[Repeat, list[str]] | None:
 
 
 def structure_key(expression: Expression) -> object:
-    """Equal for expressions that are written alike."""
+    """A key that structurally equal expressions share."""
     if isinstance(expression, Chars):
         return expression.members
     inner = tuple(structure_key(part) for part in parts_of(expression))
@@ -63,7 +65,7 @@ def structure_key(expression: Expression) -> object:
 
 
 def _loop(expression: Expression) -> Repeat | None:
-    """The loop that an expression has, if any, at least once. Those of a tree of keys are alike."""
+    """The first unbounded repetition inside, at least once; those of a tree of keys are alike."""
     pending = [expression]
     while pending:
         part = pending.pop()
@@ -74,7 +76,7 @@ def _loop(expression: Expression) -> Repeat | None:
 
 
 class _Points:
-    """An automaton over code points. Equal loops before the same node are one loop."""
+    """A nondeterministic automaton over code points; equal loops into the same node are shared."""
 
     def __init__(self) -> None:
         self.points: list[list[tuple[int, int, int]]] = []
@@ -90,7 +92,7 @@ class _Points:
         return len(self.points) - 1
 
     def add(self, expression: Expression, start: int, end: int) -> None:
-        """Lay out an expression between two nodes; nothing but it leads away from the first."""
+        """Add an expression between two nodes; `start` must have no other outgoing edge."""
         if isinstance(expression, Chars):
             self.points[start] += [(low, high, end) for low, high in expression.members]
         elif isinstance(expression, Either):
@@ -134,7 +136,7 @@ class _Points:
             start = after
 
     def closure(self, nodes: Nodes) -> Nodes:
-        """The nodes, and those to which a step leads that takes no character."""
+        """The epsilon closure."""
         return frozenset(chained.from_iterable(map(self._one, nodes)))
 
     def _one(self, node: int) -> Nodes:
@@ -171,7 +173,7 @@ class _Points:
 def _difference(
     points: _Points, narrow: tuple[int, int], wide: tuple[int, int]
 ) -> list[str] | None:
-    """The texts of `wide` that `narrow` lacks; None where that has more, or these are many."""
+    """Strings of `wide` that `narrow` lacks; None if `narrow` has others, or if they are many."""
     first = points.closure(frozenset((narrow[0], wide[0])))
     moves: dict[Nodes, list[Move]] = {}
     known: dict[Nodes, Nodes] = {}
@@ -195,7 +197,7 @@ def _difference(
 
 
 def _texts(first: Nodes, moves: dict[Nodes, list[Move]], differs: set[Nodes]) -> list[str] | None:
-    """All texts that lead from `first` into `differs`; None where they are too many."""
+    """All strings that lead from `first` into `differs`; None if they are too many."""
     before: dict[Nodes, list[Nodes]] = {}
     for here, ways in moves.items():
         for _, _, after in ways:
@@ -217,7 +219,7 @@ def _texts(first: Nodes, moves: dict[Nodes, list[Move]], differs: set[Nodes]) ->
                 if high - low > _MOST_TEXTS:
                     return None
                 paths += [(after, text + chr(point)) for point in range(low, high + 1)]
-        # Endless differences come back to a set that was met, and grow past any bound.
+        # An infinite difference revisits a set, and its strings outgrow any bound.
         if len(found) + len(paths) > _MOST_TEXTS or len(text) > len(moves):
             return None
     return sorted(found)

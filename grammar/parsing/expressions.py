@@ -1,4 +1,4 @@
-"""The trees that grammars are made of."""
+"""Grammar rules as trees."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from overlap_spec.grammar.automata.charset import Ranges
 
 @dataclass(frozen=True, eq=False)
 class Chars:
-    """One character of a set; no character where it is empty."""
+    """One character of a set; an empty set matches nothing."""
 
     members: Ranges
 
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Parts one after another; the empty chain is the empty text."""
+    """Parts one after another; no part means the empty text."""
 
     parts: tuple[Expression, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Either:
-    """One of several."""
+    """One of several alternatives."""
 
     ways: tuple[Expression, ...]
 
@@ -39,7 +39,7 @@ class Repeat:
 
 @dataclass(frozen=True, eq=False)
 class Ref:
-    """What the rule of this name matches."""
+    """A reference to a rule."""
 
     name: str
 
@@ -49,7 +49,7 @@ EMPTY = Chain(())
 
 
 def parts_of(expression: Expression) -> tuple[Expression, ...]:
-    """The expressions that one is made of."""
+    """The direct parts of an expression."""
     if isinstance(expression, Chain):
         return expression.parts
     if isinstance(expression, Either):
@@ -58,7 +58,7 @@ def parts_of(expression: Expression) -> tuple[Expression, ...]:
 
 
 def references(expression: Expression) -> set[str]:
-    """Names of the rules that an expression refers to by itself."""
+    """Names of the rules that an expression refers to directly."""
     found: set[str] = set()
     pending = [expression]
     while pending:
@@ -70,7 +70,7 @@ def references(expression: Expression) -> set[str]:
 
 
 def is_nullable(expression: Expression, rules: set[str] | frozenset[str]) -> bool:
-    """Whether an expression matches the empty text, where exactly `rules` do."""
+    """Whether an expression is nullable, given the nullable rules."""
     if isinstance(expression, Ref):
         return expression.name in rules
     if isinstance(expression, Chain):

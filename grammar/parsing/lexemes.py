@@ -1,10 +1,9 @@
-"""Cutting a grammar into lexemes, for parsers that read the text through a lexer.
+"""Splits a grammar into lexemes, for parsers that read text through a lexer.
 
-Such a lexer is greedy: it ends a lexeme only where no lexeme could go on. What it accepts is what
-the grammar means if, wherever one lexeme may end, no byte both begins what may follow it and
-continues a lexeme. `cut` makes lexemes as long as it can and proves that, and halves those that
-stand against it; where that does not help, single characters are the lexemes, of which none is
-the beginning of another.
+Such a lexer is greedy: it ends a lexeme only if no lexeme can continue. It reads the grammar
+exactly if, wherever a lexeme may end, no byte both starts what may follow and continues a lexeme.
+`cut` makes lexemes as long as possible and proves this, splitting those that violate it. If that
+fails, every lexeme is a single character, and none of those is a prefix of another.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from overlap_spec.grammar.parsing.network import Bytes, Closures, Network
 from overlap_spec.grammar.parsing.regular import EpsilonFree, chain
 
 _MOST_SETS = 5_000
-"""Beyond this many sets of states, lexemes are not proved but cut into characters."""
+"""Beyond this many sets of states, the proof is given up and lexemes are characters."""
 _MOST_ROUNDS = 16
 _QUOTE = ((0x22, 0x22),)
 _MARKS = [((ord(mark), ord(mark)),) for mark in "{}[],:"]
@@ -38,10 +37,10 @@ class Lexemes:
     """A grammar over lexemes.
 
     Attributes:
-        parsed: Rules over lexemes and each other. Empty where `root` itself is one lexeme.
-        lexed: Lexemes and the rules that they are made of, none of which is recursive.
-        names: Those of `lexed` that are lexemes.
-        by_characters: Whether the lexemes are single characters.
+        parsed: Rules over lexemes and each other; empty if `root` itself is one lexeme.
+        lexed: Lexemes and the rules that they refer to; none is recursive.
+        names: The lexemes among `lexed`.
+        by_characters: Whether every lexeme is a single character.
     """
 
     parsed: dict[str, Expression] = field(default_factory=dict)
@@ -51,14 +50,14 @@ class Lexemes:
 
 
 def cut(grammar: EpsilonFree, recursive: frozenset[str]) -> Lexemes:
-    """The grammar over the longest lexemes that a greedy lexer reads exactly.
+    """Split a grammar into the longest lexemes that a greedy lexer reads exactly.
 
     Args:
-        grammar: Non-empty rules; `root` is one of them.
-        recursive: Rules that lead into a cycle of rules.
+        grammar: Has a rule `root`.
+        recursive: Rules that reach a cycle of rules.
 
     Raises:
-        GrammarError: it is too large.
+        GrammarError: the grammar is too large.
     """
     if "root" not in recursive:
         return Lexemes({}, dict(grammar.rules), ["root"])
@@ -86,7 +85,7 @@ class _Cutter:
         self.recursive = recursive
         self.whole = whole
         self.split = split
-        # A rule that has quotes of its own is more than one token of JSON.
+        # A rule with quotes of its own is more than one JSON token.
         self.leaves = {
             name
             for name, body in grammar.rules.items()
@@ -128,9 +127,9 @@ class _Cutter:
         return chain(made)
 
     def _runs(self, parts: tuple[Expression, ...]) -> list[Expression]:
-        """Neighbours joined as JSON has its tokens: what is quoted, and marks between values.
+        """Join neighbours as JSON tokens are: quoted strings, and punctuation between values.
 
-        A guess that proves right for JSON, and does no harm to other languages.
+        A heuristic: right for JSON, harmless for other languages, since `conflict` checks it.
         """
         found: list[Expression] = []
         run: list[Expression] = []
@@ -156,10 +155,10 @@ class _Cutter:
         return found + self._joined(run)
 
     def _is_regular(self, expression: Expression) -> bool:
-        """Whether an expression stands on characters and on rules of characters alone.
+        """Whether an expression consists of characters and of rules of characters only.
 
-        What is deeper is parsed, though it may be regular: the same brackets are then the same
-        lexemes wherever they stand.
+        Deeper expressions are parsed even if they are regular, so that equal brackets are equal
+        lexemes everywhere.
         """
         if isinstance(expression, Repeat) and expression.most != 1:
             return isinstance(expression.body, Chars)
@@ -177,7 +176,7 @@ class _Cutter:
 
     def _lexeme(self, expression: Expression) -> Expression:
         if isinstance(expression, Repeat) and expression.least == 0:
-            # A lexeme is never empty.
+            # A lexeme must not be empty.
             return Repeat(self._lexeme(Repeat(expression.body, 1, expression.most)), 0, 1)
         if isinstance(expression, Ref) and expression.name in self.grammar.plain:
             return Repeat(self._lexeme(Ref(self.grammar.plain[expression.name])), 0, 1)
@@ -202,11 +201,12 @@ def _has_quote(expression: Expression) -> bool:
 
 
 def conflict(lexemes: Lexemes) -> dict[str, int]:
-    """Lexemes that a greedy lexer would go on with where another may end and be followed.
+    """Lexemes that a greedy lexer would continue although another may end and be followed.
 
-    Each with the part of it that it would go on with, where it is a chain: 0 where it cannot be
-    split before that. Empty if and only if it is proved that such a lexer reads the grammar as it
-    is meant.
+    Returns:
+        Lexeme → index of the part with which it continues, if it is a chain; 0 if it cannot be
+        split before that part. Empty if and only if the lexer is proved to read the grammar
+        exactly.
     """
     network = Network(loops=True)
     flat = _Flat(lexemes.lexed)
@@ -271,9 +271,9 @@ _QUOTED = Chain(
 
 
 def _is_quoted(expression: Expression) -> bool:
-    """Whether all that an expression matches is matched by `_QUOTED`, which then stands for it.
+    """Whether `_QUOTED` matches everything that an expression does, and may replace it.
 
-    There may be hundreds of such lexemes, one for each object's keys, and all are alike here.
+    There may be hundreds of such lexemes, one for the keys of each object.
     """
     parts = expression.parts if isinstance(expression, Chain) else ()
     if len(parts) < 2 or not (_is_quote(parts[0]) and _is_quote(parts[-1])):
@@ -300,7 +300,7 @@ def _is_quoted(expression: Expression) -> bool:
 
 
 class _Flat:
-    """Expressions with their references spelled out."""
+    """Inlines references."""
 
     def __init__(self, rules: dict[str, Expression]) -> None:
         self.rules = rules
@@ -323,7 +323,7 @@ class _Flat:
 
 
 class _Follows:
-    """The bytes that may follow each lexeme. Non-empty rules make this a matter of neighbours."""
+    """FOLLOW sets in bytes. No rule is nullable, so neighbours alone decide them."""
 
     def __init__(self, rules: dict[str, Expression], firsts: dict[str, Bytes]) -> None:
         self.rules = rules
@@ -344,7 +344,7 @@ class _Follows:
         return self.follows
 
     def _first(self, expression: Expression) -> tuple[Bytes, bool]:
-        """First bytes, and whether the expression may be empty."""
+        """FIRST set in bytes, and whether the expression is nullable."""
         if isinstance(expression, Ref):
             return self.firsts[expression.name], False
         if isinstance(expression, Repeat):

@@ -1,13 +1,10 @@
-"""A grammar as a network of bytes: one small automaton a rule, which may call other rules."""
+"""A grammar over bytes: one small automaton per rule, with calls to other rules."""
 
 from __future__ import annotations
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.automata.charset import Ranges
+from overlap_spec.grammar.automata.charset import UTF8_LENGTHS, Ranges
 from overlap_spec.grammar.parsing.expressions import Chain, Chars, Either, Expression, Ref, Repeat
-
-# First and last code point of each length in UTF-8.
-_LENGTHS = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF))
 
 ByteEdge = tuple[int, int, int]
 """First byte, last byte, target node."""
@@ -17,11 +14,11 @@ Nodes = frozenset[int]
 
 
 class Network:
-    """Nodes are numbers; from a node lead bytes, calls of rules, and steps that take nothing.
+    """A graph whose edges are bytes, calls of rules, and epsilon steps. Nodes are numbers.
 
     Args:
-        most_nodes: Bound on nodes.
-        loops: Read a counted repeat as an endless one, which allows more and is much smaller.
+        most_nodes: Limit on nodes.
+        loops: Treat a counted repetition as unbounded: allows more, and is much smaller.
     """
 
     def __init__(self, most_nodes: int = 200_000, loops: bool = False) -> None:
@@ -35,7 +32,7 @@ class Network:
         """A new node.
 
         Raises:
-            GrammarError: there are too many.
+            GrammarError: the limit is reached.
         """
         if len(self.bytes) >= self.most_nodes:
             raise GrammarError(f"the grammar is larger than {self.most_nodes} byte states")
@@ -45,7 +42,7 @@ class Network:
         return len(self.bytes) - 1
 
     def add(self, expression: Expression, start: int) -> int:
-        """Lay out an expression from a node on; the node where it is done."""
+        """Add an expression after a node; returns its end node."""
         if isinstance(expression, Chain):
             for part in expression.parts:
                 start = self.add(part, start)
@@ -66,7 +63,7 @@ class Network:
         return end
 
     def add_whole(self, expression: Expression, start: int) -> int:
-        """The same, with an end from which nothing leads on."""
+        """As `add`, with an end node that has no outgoing edge."""
         end = self.node()
         self.steps[self.add(expression, start)].append(end)
         return end
@@ -95,7 +92,7 @@ class Network:
         inner: dict[tuple[tuple[int, int], ...], int] = {(): end}
         for low, high in members:
             for spans in utf8_spans(low, high):
-                # Equal rests of a character share their nodes.
+                # Equal suffixes of UTF-8 sequences share their nodes.
                 for at in range(len(spans) - 1, 0, -1):
                     rest = spans[at:]
                     if rest not in inner:
@@ -105,9 +102,9 @@ class Network:
 
 
 class Closures:
-    """Sets of nodes of a network without calls, as a deterministic automaton has them.
+    """Subset construction over a network without calls.
 
-    Nodes that only lead on without a byte are left out.
+    Nodes with epsilon steps only are left out.
     """
 
     def __init__(self, network: Network) -> None:
@@ -115,10 +112,11 @@ class Closures:
         self.single: dict[int, Nodes] = {}
 
     def of(self, nodes: Nodes) -> Nodes:
-        """The nodes, and those that take no byte to get to."""
+        """The epsilon closure of a set of nodes."""
         return frozenset().union(*(self._one(node) for node in nodes))
 
     def first(self, node: int) -> Bytes:
+        """Bytes that may come next."""
         found = 0
         for inner in self._one(node):
             for low, high, _ in self.network.bytes[inner]:
@@ -126,7 +124,7 @@ class Closures:
         return found
 
     def moves(self, nodes: Nodes) -> list[tuple[Bytes, Nodes]]:
-        """Disjoint sets of bytes, with the nodes that each leads to."""
+        """Disjoint sets of bytes, each with its target nodes."""
         blocks: list[tuple[Bytes, Nodes]] = []
         by_target: dict[int, Bytes] = {}
         for node in nodes:
@@ -162,9 +160,9 @@ class Closures:
 
 
 def utf8_spans(low: int, high: int) -> list[tuple[tuple[int, int], ...]]:
-    """The UTF-8 of a range of code points, as products of byte ranges."""
+    """The UTF-8 encodings of a range of code points, as products of byte ranges."""
     found: list[tuple[tuple[int, int], ...]] = []
-    for first, last in _LENGTHS:
+    for first, last in UTF8_LENGTHS:
         if max(low, first) <= min(high, last):
             found += _spans(max(low, first), min(high, last))
     return found
@@ -174,7 +172,7 @@ def _spans(low: int, high: int) -> list[tuple[tuple[int, int], ...]]:
     left, right = chr(low).encode(errors="surrogatepass"), chr(high).encode(errors="surrogatepass")
     for shift in range(6 * (len(left) - 1), 0, -6):
         block = 1 << shift
-        # Where only the leading bytes differ freely, the range is one product.
+        # Within one block the leading bytes are equal: only smaller blocks matter.
         if low // block == high // block:
             continue
         if low % block:

@@ -1,5 +1,4 @@
-"""Expressions as regular expressions of Rust's regex syntax, which outlines-core and llguidance
-read, and what both need beforehand: expressions that never match the empty text."""
+"""Epsilon removal, and expressions in Rust's regex syntax, for outlines-core and llguidance."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ _BARE = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01234567
 
 
 class EpsilonFree:
-    """A grammar all of whose rules match what they did but for the empty text.
+    """A grammar with ε removed from every rule.
 
     Attributes:
-        rules: The rules; those that matched nothing else are gone.
+        rules: The rules; those that matched the empty text only are gone.
         root_nullable: Whether the grammar matched the empty text.
-        plain: Rules that match the empty text all the same, each a loop of characters with a name
-            of its own; by name, the rule that does not.
+        plain: The exceptions: rules `name*` that still match the empty text, each a repetition of
+            characters, mapped to the rule `name` that does not.
     """
 
     def __init__(self, syntax: Syntax) -> None:
@@ -46,7 +45,7 @@ class EpsilonFree:
                 self.rules[name] = found
 
     def _of(self, expression: Expression) -> Expression | None:
-        """An expression without the empty text; None where nothing is left."""
+        """An expression with ε removed; None if nothing is left."""
         if isinstance(expression, Chars):
             return expression
         if isinstance(expression, Ref):
@@ -67,7 +66,7 @@ class EpsilonFree:
         whole = [self._maybe(part) for part in parts]
         if not all(is_nullable(part, self._nullable) for part in parts):
             return chain(whole)
-        # The first part that is not empty decides; those behind it are as they were.
+        # One alternative for each part that may be the first non-empty one.
         ways = []
         for i, part in enumerate(parts):
             first = self._of(part)
@@ -76,7 +75,7 @@ class EpsilonFree:
         return either(ways)
 
     def _maybe(self, expression: Expression) -> Expression:
-        """The same as before, over the new rules."""
+        """An unchanged language, over the new rules."""
         found = self._of(expression)
         if found is None:
             return EMPTY
@@ -85,7 +84,7 @@ class EpsilonFree:
         return self._starred(found) or Repeat(found, 0, 1)
 
     def _starred(self, found: Expression) -> Expression | None:
-        """`x*` for `(x+)?`, also behind a name, which is then another's."""
+        """`x*` for `(x+)?`; if `x+` is a rule, a rule of its own."""
         name = found.name if isinstance(found, Ref) else ""
         if name and references(self._syntax.rules[name]):
             return None
@@ -120,7 +119,7 @@ def _speaks(expression: Expression, rules: set[str]) -> bool:
 
 
 def chain(parts: list[Expression]) -> Expression:
-    """Parts one after another; chains among them are laid out, so that empty ones vanish."""
+    """A chain with nested chains flattened, so that empty ones vanish."""
     left: list[Expression] = []
     for part in parts:
         left += part.parts if isinstance(part, Chain) else (part,)
@@ -128,7 +127,7 @@ def chain(parts: list[Expression]) -> Expression:
 
 
 def either(ways: list[Expression]) -> Expression | None:
-    """One of the ways, choices among them laid out; None where there is none."""
+    """A choice with nested choices flattened; None if there is no alternative."""
     left: list[Expression] = []
     for way in ways:
         left += way.ways if isinstance(way, Either) else (way,)
@@ -138,11 +137,11 @@ def either(ways: list[Expression]) -> Expression | None:
 
 
 def to_regex(expression: Expression, rule: Callable[[str], str]) -> str:
-    """An expression in Rust's regex syntax, safe inside a larger one.
+    """An expression in Rust's regex syntax, safe to embed in a larger one.
 
     Args:
         expression: Its classes must not be empty.
-        rule: The regular expression of a rule, by name.
+        rule: Gives the regular expression of a rule, by name.
     """
     if isinstance(expression, Chars):
         return _class(expression.members)
@@ -160,7 +159,7 @@ def to_regex(expression: Expression, rule: Callable[[str], str]) -> str:
 
 
 def literal(text: str) -> str:
-    """A regular expression for one text."""
+    """A regular expression for exactly one text."""
     return "".join(_point(ord(char)) for char in text)
 
 

@@ -1,10 +1,10 @@
-"""Which backend reads a grammar best, where all that can read it read the same.
+"""Picks the fastest backend for a grammar; all that accept it enforce the same language.
 
-Measured at a vocabulary of 131,072 tokens on schemas of JSONSchemaBench. xgrammar's masks are the
-cheapest on small grammars, and it walks a tree in one call; but it compiles for seconds where
-texts are counted, where patterns are ambiguous and where objects have many keys, and then some of
-its rows cost 60 ms and more. llguidance compiles in milliseconds and has even rows, as long as
-its lexemes are longer than a character.
+Measured with a vocabulary of 131,072 tokens on schemas of JSONSchemaBench. xgrammar has the
+cheapest masks on small grammars, and walks a tree in one call. But with counted repetitions,
+ambiguous patterns or objects with many keys it compiles for seconds, and some rows then cost 60 ms
+and more. llguidance compiles in milliseconds and has even mask times, as long as its lexemes are
+longer than a character.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _LONG_COUNT = 16
 
 @dataclass(frozen=True)
 class Route:
-    """Backends in the order in which they are tried.
+    """Backends, in the order in which they are tried.
 
     Attributes:
         backends: Names, the best first.
-        reason: Why the first one; a short text for statistics.
+        reason: Why the first one was picked; a short text for statistics.
     """
 
     backends: tuple[str, ...]
@@ -42,8 +42,8 @@ SMALL = Route(("xgrammar", "llguidance", "outlines"), "a small grammar")
 def route(syntax: Syntax) -> Route:
     """The route of a grammar, before its lexemes are known.
 
-    Where it begins with llguidance and only single characters turn out to be lexemes,
-    `CHARACTERS` is the better one.
+    If it starts with llguidance and all lexemes turn out to be single characters, `CHARACTERS` is
+    better.
     """
     count = max((longest_count(body) for body in syntax.rules.values()), default=0)
     if count > _LONG_COUNT:
@@ -56,7 +56,7 @@ def route(syntax: Syntax) -> Route:
 
 
 def longest_count(expression: Expression) -> int:
-    """The highest bound of a counted repetition, 0 where nothing is counted."""
+    """The highest bound of a counted repetition; 0 if there is none."""
     if isinstance(expression, Chars):
         return 0
     own = 0

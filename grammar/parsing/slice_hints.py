@@ -1,7 +1,7 @@
-"""Spellings of lexemes in which a lexer of derivatives sees a loop wherever text goes on freely.
+"""Rewrites lexemes so that llguidance's lexer of derivatives sees a loop wherever text is free.
 
-llguidance allows a whole slice of its vocabulary at once where what is left of a lexeme is seen to
-begin with a loop that holds the slice, and walks all tokens where it is not, for milliseconds.
+llguidance allows a whole slice of its vocabulary at once if the rest of a lexeme visibly begins
+with a loop that contains the slice. If not, it walks all tokens, which takes milliseconds.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from overlap_spec.grammar.parsing.regular import chain
 
 _LETTERS: Ranges = ((0x41, 0x5A), (0x61, 0x7A))
 _QUOTE: Ranges = ((0x22, 0x22),)
-# What stands inside JSON strings as it is, but for the line ends that a dot leaves out.
+# Unescaped characters of JSON strings, except the line ends that a dot does not match.
 _TEXT = negate(((0, 0x1F), *_QUOTE, (0x5C, 0x5C), (0x7F, 0x7F), (0x2028, 0x2029)))
 _LATER = 200
 
 
 def letters_first(expression: Expression) -> Expression:
-    """The same language, with loops of letters where names begin.
+    """Rewrite an expression so that names start with a loop of letters; same language.
 
-    The library shows that a lexeme goes on with a slice only where it goes on with a loop. Names
-    are often a letter and a loop of more, `ab*`, which is `a+([b-a]b*)?`, and labels of hosts are
-    `a(-*a)*`, which is `a+(-+a+)*`.
+    Names are often a letter and a loop, `ab*`, which equals `a+([b-a]b*)?`; host labels are
+    `a(-*a)*`, which equals `a+(-+a+)*`.
     """
     if isinstance(expression, Either):
         return Either(tuple(map(letters_first, expression.ways)))
@@ -66,13 +65,13 @@ def _loop_first(head: Chars, rest: Repeat) -> list[Expression] | None:
 
 
 def later(expression: Expression, rules: dict[str, Expression]) -> Expression | None:
-    """Those texts of `.*x` and the like that have many characters before `x`.
+    """The texts of `.*x` and the like that have many characters before `x`.
 
-    What is left of `.*x` in the middle of an `x` is one of two things, and no loop; what is left
-    of `.{200,}x` is one for 200 characters. Beside it as a lexeme of its own, it changes nothing.
+    Inside an `x`, the rest of `.*x` is a choice and no loop; the rest of `.{200,}x` is a loop for
+    200 characters. As a lexeme of its own beside `.*x` it does not change the language.
 
     Returns:
-        An expression all of whose texts `expression` matches; None where there is no such loop.
+        An expression for a subset of `expression`; None if there is no such loop.
     """
     if isinstance(expression, Ref):
         return later(rules[expression.name], rules)
@@ -97,7 +96,7 @@ def later(expression: Expression, rules: dict[str, Expression]) -> Expression | 
 
 
 def _members(expression: Expression) -> Ranges:
-    """The characters that an expression matches by themselves, as far as it is a choice."""
+    """Single characters that an expression matches, as far as it is a choice of classes."""
     if isinstance(expression, Chars):
         return expression.members
     if isinstance(expression, Either):

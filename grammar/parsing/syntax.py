@@ -1,9 +1,9 @@
-"""EBNF text read into trees, for backends whose library reads another language.
+"""Parses EBNF text into trees, for backends whose library has another input language.
 
-The dialect is what the lowering writes and what xgrammar 0.2.8 reads of GBNF: rules `name ::= …`,
-double-quoted literals, character classes, groups, `* + ? {m} {m,} {m,n}`, `#` comments, and
-`Regex("…")` terminals as far as they are built of the same parts. Constructs that only xgrammar
-has (`TagDispatch`, look-ahead …) are refused by name.
+The dialect is the lowering's output and xgrammar 0.2.8's GBNF: rules `name ::= …`, double-quoted
+literals, character classes, groups, `* + ? {m} {m,} {m,n}`, `#` comments, and `Regex("…")`
+terminals made of the same parts. Constructs that only xgrammar has (`TagDispatch`, look-ahead …)
+are refused by name.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from overlap_spec.grammar.parsing.expressions import (
 
 
 class ForeignConstruct(GrammarError):
-    """The text is EBNF as xgrammar has it, and means something that is not read here."""
+    """A construct of xgrammar's EBNF that this parser does not support."""
 
 
 @dataclass(frozen=True, eq=False)
 class Syntax:
-    """A grammar: its rules by name, the first being `root`; rules out of reach are left out."""
+    """A grammar: rules by name, `root` first; unreachable rules are left out."""
 
     rules: dict[str, Expression]
 
     @cached_property
     def recursive(self) -> frozenset[str]:
-        """Rules that lead into a cycle of rules; what they match need not be regular."""
+        """Rules that reach a cycle of rules; their languages need not be regular."""
         calls = {name: references(body) for name, body in self.rules.items()}
         callers: dict[str, list[str]] = {name: [] for name in self.rules}
         for name, targets in calls.items():
@@ -71,11 +71,11 @@ class Syntax:
 
 @lru_cache(maxsize=4)
 def read(text: str) -> Syntax:
-    """The grammar that an EBNF text means.
+    """Parse an EBNF text.
 
     Raises:
-        GrammarError: the text is broken.
-        ForeignConstruct: it has a construct of xgrammar's own.
+        GrammarError: a syntax error, or a missing or duplicate rule.
+        ForeignConstruct: a construct that only xgrammar has.
     """
     rules: dict[str, Expression] = {}
     reader = _Reader(text, list(_tokens(text)))
@@ -101,7 +101,7 @@ def read(text: str) -> Syntax:
 
 
 def _trimmed(rules: dict[str, Expression]) -> Syntax:
-    """Without the ways that no finished text can take, so that no mask leads into one."""
+    """Remove alternatives that no finite text can complete, so that no mask leads into one."""
     alive: dict[str, Expression] = {}
     grown = True
     while grown:
@@ -127,7 +127,7 @@ def _trimmed(rules: dict[str, Expression]) -> Syntax:
 
 
 def _alive(expression: Expression, rules: Container[str]) -> Expression | None:
-    """An expression without its dead ways, where only `rules` can be finished; None: all are."""
+    """An expression without dead alternatives, given the live rules; None if all are dead."""
     if isinstance(expression, Chars):
         return expression if expression.members else None
     if isinstance(expression, Ref):
@@ -177,7 +177,7 @@ Token = tuple[str, str, int]
 
 
 def _tokens(text: str) -> Iterator[Token]:
-    """Kind, text and place of each token; a rule's name is preceded by an `end` but the first."""
+    """Kind, text and position of each token; an `end` precedes each rule but the first."""
     found: list[Token] = []
     at = 0
     while at < len(text):
@@ -188,10 +188,10 @@ def _tokens(text: str) -> Iterator[Token]:
         at = match.end()
         if kind == "define":
             if not found or found[-1][0] != "name":
-                raise _error(text, start, "::= comes after the name of a rule")
+                raise _error(text, start, "::= must follow a rule name")
             found.insert(-1, ("end", "", found[-1][2]))
         if kind == "foreign":
-            raise ForeignConstruct("EBNF look-ahead (= …) is read by xgrammar only", "ebnf")
+            raise ForeignConstruct("only xgrammar supports EBNF look-ahead (= …)", "ebnf")
         if kind != "skip":
             found.append((value if kind in ("mark", "define") else kind, value, start))
     return iter([*found[1 if found and found[0][0] == "end" else 0 :], ("end", "", at)])
@@ -216,7 +216,7 @@ class _Reader:
     def expression(
         self, atom: Callable[[_Reader, Token], Expression], stop: tuple[str, str]
     ) -> Expression:
-        """Alternatives up to `stop[0]`, which is taken; groups inside end at `stop[1]`."""
+        """Alternatives up to and including `stop[0]`; groups inside end at `stop[1]`."""
         ways: list[list[Expression]] = [[]]
         while True:
             token = self.tokens[self.at]
@@ -225,14 +225,14 @@ class _Reader:
             if kind == stop[0]:
                 return _either([_chain(way) for way in ways])
             if kind == "end":
-                raise _error(self.text, place, "the rule is not finished")
+                raise _error(self.text, place, "the rule is incomplete")
             if kind == "|":
                 ways.append([])
             elif kind == "(":
                 ways[-1].append(self.expression(atom, (stop[1], stop[1])))
             elif kind in ("*", "+", "?", "count"):
                 if not ways[-1]:
-                    raise _error(self.text, place, f"{value} follows nothing")
+                    raise _error(self.text, place, f"{value} has nothing to repeat")
                 ways[-1].append(_repeated(ways[-1].pop(), value))
             else:
                 ways[-1].append(atom(self, token))
@@ -250,7 +250,7 @@ def _rule_atom(reader: _Reader, token: Token) -> Expression:
     if reader.tokens[reader.at][0] != "(" or reader.tokens[reader.at][2] != place + len(value):
         return Ref(value)
     if value != "Regex":
-        raise ForeignConstruct(f"EBNF construct {value}(…) is read by xgrammar only", "ebnf")
+        raise ForeignConstruct(f"only xgrammar supports the EBNF construct {value}(…)", "ebnf")
     reader.take("(")
     source = reader.take("string")
     reader.take(")")
@@ -274,11 +274,12 @@ def _regex(pattern: str) -> Expression:
                 break
         else:
             if char not in "()|*+?":
-                raise ForeignConstruct(f"Regex(…) with {char!r} is read by xgrammar only", "ebnf")
+                raise ForeignConstruct(f"only xgrammar supports Regex(…) with {char!r}", "ebnf")
             tokens.append((char, char, at))
             at += 1
             if pattern.startswith("(?", at - 1) or (char in "*+?" and pattern.startswith("?", at)):
-                raise ForeignConstruct("Regex(…) with (? or a lazy mark is xgrammar's only", "ebnf")
+                reason = "only xgrammar supports Regex(…) with (? or a lazy quantifier"
+                raise ForeignConstruct(reason, "ebnf")
     reader = _Reader(pattern, [*tokens, ("end", "", at)])
     return reader.expression(_regex_atom, stop=("end", ")"))
 
@@ -293,7 +294,7 @@ def _regex_atom(reader: _Reader, token: Token) -> Expression:
 
 
 def _points(text: str, source: str, place: int) -> Iterator[tuple[int, bool]]:
-    """Code points of a literal's inside, and whether each was escaped."""
+    """Code points between a literal's quotes, and whether each was escaped."""
     at = 0
     while at < len(source):
         if source[at] != "\\":
@@ -321,7 +322,7 @@ def _members(text: str, source: str, place: int) -> Ranges:
             high = points[at + 2][0]
             at += 2
         if high < low:
-            raise _error(text, place, f"{source}: a range runs backwards")
+            raise _error(text, place, f"{source}: a range is reversed")
         spans.append((low, high))
         at += 1
     members = union([tuple(spans)])
@@ -335,7 +336,7 @@ def _repeated(body: Expression, mark: str) -> Repeat:
     least = int(low)
     most = (int(high) if high.strip() else None) if comma else least
     if most is not None and most < least:
-        raise GrammarError(f"EBNF repetition {mark} runs backwards", "ebnf")
+        raise GrammarError(f"EBNF repetition {mark} is reversed", "ebnf")
     return Repeat(body, least, most)
 
 

@@ -1,4 +1,4 @@
-"""Spellings of tool calls, one file each; the file's name is the config value."""
+"""Formats of tool calls, one file each; the file name is the config value."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from overlap_spec.grammar.tool_format import ToolFormat
 
 
 def names() -> list[str]:
-    """The formats that have a file here."""
+    """Names of the formats in this folder."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def load_format(name: str) -> ToolFormat:
-    """A format by its file's name (hyphen is underscore, case does not matter), or
+    """A format by its file name (hyphens count as underscores, case is ignored), or by
     `"package.module:NAME"`.
 
     Raises:
-        GrammarError: there is none.
+        GrammarError: the name is unknown, or is not a `ToolFormat`.
     """
     if not isinstance(name, str):
         raise GrammarError(f"{name!r} is not the name of a tool format", "tool_format")
@@ -33,7 +33,7 @@ def load_format(name: str) -> ToolFormat:
         wanted = name.lower().replace("-", "_")
         if wanted not in names():
             known = ", ".join(names())
-            raise GrammarError(f"unknown tool format {name!r}; there are: {known}", "tool_format")
+            raise GrammarError(f"unknown tool format {name!r}; known are: {known}", "tool_format")
         found = importlib.import_module(f"{__name__}.{wanted}").FORMAT
     if not isinstance(found, ToolFormat):
         raise GrammarError(f"{name!r} is not a tool format: it must be a ToolFormat", "tool_format")

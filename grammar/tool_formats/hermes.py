@@ -1,4 +1,4 @@
-"""Hermes, Qwen 2.5, Qwen 3: one JSON object between tags a call, after any text."""
+"""Hermes, Qwen 2.5, Qwen 3: one JSON object per call between tags, after any text."""
 
 from overlap_spec.grammar.tool_format import ToolFormat
 

@@ -1,4 +1,4 @@
-"""Llama 3.1 and later: the reply is JSON objects and nothing else, parted by semicolons."""
+"""Llama 3.1 and later: the reply is JSON objects and nothing else, separated by semicolons."""
 
 from overlap_spec.grammar.tool_format import ToolFormat
 

@@ -1,4 +1,4 @@
-"""Mistral before tokenizer version 11: one JSON list of calls behind a marker."""
+"""Mistral before tokenizer version 11: one JSON list of calls after a marker."""
 
 from overlap_spec.grammar.tool_format import ToolFormat
 

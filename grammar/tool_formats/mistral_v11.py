@@ -1,4 +1,4 @@
-"""Mistral from tokenizer version 11 on: name and arguments behind markers of their own."""
+"""Mistral from tokenizer version 11 on: name and arguments, each after a marker."""
 
 from overlap_spec.grammar.tool_format import ToolFormat
 

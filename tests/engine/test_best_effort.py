@@ -53,7 +53,7 @@ def compiler(request: pytest.FixtureRequest) -> Iterator[GrammarCompiler]:
     [
         (RIGHT, RIGHT_TEXT, None),
         (WRONG, WRONG_TEXT, WHY),
-        (WRONG, '["', "it is no whole JSON: Unterminated"),
+        (WRONG, '["', "it is not complete JSON: Unterminated"),
         ({"properties": {"a": {"uniqueItems": True}}}, '{"a":[1,1.0]}', "$.a: [1, 1] has non-"),
         ({"type": "number", "multipleOf": 0.1}, "0.3", None),
         ({"type": "number", "multipleOf": 0.1}, "0.35", "$: 0.35 is not a multiple of 0.1"),

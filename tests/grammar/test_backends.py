@@ -1,4 +1,4 @@
-"""All backends read the same grammar alike: masks equal to the reference's, on random grammars."""
+"""All backends give the same masks as the reference backend, on random grammars."""
 
 from __future__ import annotations
 
@@ -329,11 +329,11 @@ def test_utf8_spans_hold_exactly_the_range(low: int, high: int) -> None:
         ('root ::= "a" x', "rule x is not defined"),
         ('roots ::= "a"', "no rule named root"),
         ('root ::= "a"\nroot ::= "b"', "more than once"),
-        ('root ::= ("a"', "not finished"),
-        ('root ::= * "a"', "follows nothing"),
+        ('root ::= ("a"', "incomplete"),
+        ('root ::= * "a"', "nothing to repeat"),
         ('root ::= "a" & "b"', "line 1, column 14"),
-        ("root ::= [b-a]", "runs backwards"),
-        ('root ::= "a"{3,2}', "runs backwards"),
+        ("root ::= [b-a]", "reversed"),
+        ('root ::= "a"{3,2}', "reversed"),
         ('root ::= "a" root', "no finite text"),
         ('root ::= []', "no finite text"),
     ],

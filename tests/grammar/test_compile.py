@@ -1,4 +1,4 @@
-"""The compile cache, and the lane's isolation of faults."""
+"""The compile cache, and the isolation of faults in the matcher pool."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def test_the_least_recently_used_goes_first() -> None:
     compiler = GrammarCompiler(backend, cache_bytes=10, isolated=False)
     for source in ("a" * 4, "b" * 4, "a" * 4, "c" * 4, "a" * 4, "b" * 4):
         compiler.compile(Grammar.regex(source))
-        assert compiler.snapshot()["cache_bytes"] <= 10
+        assert compiler.used_bytes <= 10
     assert backend.compiled == ["aaaa", "bbbb", "cccc", "bbbb"]
     compiler.compile(Grammar.regex("d" * 11))
     compiler.compile(Grammar.regex("d" * 11))
     assert backend.compiled[-2:] == ["d" * 11] * 2
-    assert compiler.snapshot()["cache_bytes"] == 8
+    assert compiler.used_bytes == 8
 
 
 def test_a_failure_is_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,14 +138,14 @@ def test_a_fault_in_one_request_stays_there(threads: int) -> None:
     bad.accept = bad.fill = bad.fill_tree = dies  # type: ignore[method-assign, assignment]
     one = np.array([0], np.int64), np.array([-1], np.int64), np.array([-1], np.int64)
     buffer = np.full((3, 1), -1, np.int32)
-    with MatcherPool(threads) as lane:
-        accepts = lane.accept_batch(
+    with MatcherPool(threads) as pool:
+        accepts = pool.accept_batch(
             [
                 AcceptItem(i, m, t)
                 for i, (m, t) in enumerate([(good, [0, 1]), (bad, [0]), (short, [0, 0])])
             ]
         )
-        fills = lane.fill_batch(
+        fills = pool.fill_batch(
             [FillItem(i, m, *one, buffer[i : i + 1]) for i, m in enumerate((good, bad, short))]
         )
     assert [r.request_id for r in accepts] == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Compiling in worker processes: limits, queues, cancelling, and what is left over."""
+"""Compiling in worker processes: limits, queues, cancellation and clean-up."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def is_running(pid: int) -> bool:
 
 
 def pids(compiler: GrammarCompiler) -> list[int]:
-    template = cast("int", compiler.snapshot()["executor"]["fork_server_pid"])
-    return [template, *children(template)]
+    fork_server = cast("int", compiler.snapshot()["executor"]["fork_server_pid"])
+    return [fork_server, *children(fork_server)]
 
 
 @pytest.mark.parametrize(
@@ -229,13 +229,13 @@ def test_a_worker_killed_from_outside(compiler: GrammarCompiler) -> None:
     assert compiler.compile(job("after")).memory_bytes == 5
 
 
-def test_the_template_killed_from_outside(compiler: GrammarCompiler) -> None:
+def test_the_fork_server_killed_from_outside(compiler: GrammarCompiler) -> None:
     compiler.compile(job("warm"))
     before = pids(compiler)
     future = compiler.submit(job("slow 1"))
     until(lambda: compiler.snapshot()["executor"]["long_running"] == 1)
     os.kill(before[0], signal.SIGKILL)
-    with pytest.raises(CompileFailure, match="template process ended"):
+    with pytest.raises(CompileFailure, match="fork server ended"):
         future.result(20)
     assert compiler.compile(job("after")).memory_bytes == 5
     until(lambda: not any(map(is_running, before)))
@@ -292,8 +292,8 @@ compiler.compile(Grammar.ebnf("text"))
 future = compiler.submit(Grammar.ebnf("hang"))
 while not compiler.snapshot()["executor"]["fast_running"]:
     time.sleep(0.01)
-template = compiler.snapshot()["executor"]["fork_server_pid"]
-print(template, open(f"/proc/{{template}}/task/{{template}}/children").read(), flush=True)
+fork_server = compiler.snapshot()["executor"]["fork_server_pid"]
+print(fork_server, open(f"/proc/{{fork_server}}/task/{{fork_server}}/children").read(), flush=True)
 {end}
 """
 

@@ -1,4 +1,4 @@
-"""Combined schemas let through exactly the instances that jsonschema calls valid."""
+"""Combined schemas allow exactly the instances that are valid by jsonschema."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def spellings(value: Any) -> Iterator[str]:
 
 
 def wrong(schema: Any, pool: list[Any], linear: bool = False) -> list[tuple[bool, str]]:
-    """Instances on which grammar and oracle disagree, with what the oracle says."""
+    """Instances on which grammar and oracle disagree, with the oracle's verdict."""
     oracle = validators.validator_for(schema, Draft202012Validator)(schema)
     grammar = Grammar.json_schema(schema)
     compiled = backend().compile_lowered(grammar, to_ebnf(grammar, linear))
@@ -245,7 +245,7 @@ def test_too_many_cases_are_refused_by_name() -> None:
     with pytest.raises(GrammarError, match=r"keyword '(oneOf|allOf|not)' combines into too many"):
         backend().compile(Grammar.json_schema({"type": "object", "allOf": parts}))
     far = {"type": "string", "pattern": "^(a|b)*a(a|b){40}$", "not": {"pattern": "b$"}}
-    with pytest.raises(GrammarError, match="keyword 'pattern' makes too large an automaton"):
+    with pytest.raises(GrammarError, match="keyword 'pattern' needs too large an automaton"):
         backend().compile(Grammar.json_schema(far))
 
 

@@ -1,4 +1,4 @@
-"""A matcher that tried drafts and took them back stands where one stands that never did."""
+"""A matcher that accepted drafts and rolled them back equals one that never did."""
 
 from __future__ import annotations
 

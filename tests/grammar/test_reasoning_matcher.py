@@ -1,4 +1,4 @@
-"""The reasoning gate: against a byte-level oracle, in draft trees, backwards and forked."""
+"""The reasoning matcher: against a byte-level oracle, in draft trees, backwards and forked."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def oracle(grammar: Grammar):
 
 
 @cache
-def gated(name: str, grammar: str, begin: str | None):
+def with_thinking(name: str, grammar: str, begin: str | None):
     thinking = GRAMMARS[grammar].after_thinking(begin=begin)
     assert thinking.inner == GRAMMARS[grammar]
     return reasoning_matcher.wrap(backend(name).compile(GRAMMARS[grammar]), thinking), thinking
@@ -91,7 +91,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("begin", [None, "<think>"])
 @pytest.mark.parametrize("grammar", GRAMMARS)
 def test_masks_are_those_of_the_whole_grammar(grammar: str, begin: str | None) -> None:
-    compiled, thinking = gated("xgrammar", grammar, begin)
+    compiled, thinking = with_thinking("xgrammar", grammar, begin)
     texts = vocabulary().text
     for seed in range(25):
         rng = random.Random(seed)
@@ -99,7 +99,7 @@ def test_masks_are_those_of_the_whole_grammar(grammar: str, begin: str | None) -
         for _ in range(14):
             legal = bits(matcher)
             want = legal_by_bytes(thinking, text)
-            # The whole grammar lets "<think>" be an answer as well; the gate reads a beginning.
+            # The whole grammar lets "<think>" be an answer as well; the matcher reads a beginning.
             if not (grammar == "choice" and begin):
                 assert legal == want, text
             choices = sorted(legal - set(STOPS))
@@ -117,7 +117,7 @@ def test_masks_are_those_of_the_whole_grammar(grammar: str, begin: str | None) -
 def test_trees_rollback_and_forks(name: str, grammar: str) -> None:
     for seed in range(40):
         rng = random.Random(seed)
-        compiled, _ = gated(name, grammar, rng.choice([None, "<think>"]))
+        compiled, _ = with_thinking(name, grammar, rng.choice([None, "<think>"]))
         matcher, fed = compiled.matcher(), list[int]()
         for _ in range(rng.randrange(7)):
             choices = sorted(bits(matcher))
@@ -184,7 +184,7 @@ def expected(compiled, fed: list[int], tree) -> np.ndarray:
 
 
 def test_the_marker_inside_a_draft_starts_the_grammar(name: str) -> None:
-    compiled, _ = gated(name, "letters", None)
+    compiled, _ = with_thinking(name, "letters", None)
     matcher = compiled.matcher()
     chain = [token(text) for text in ("1", "</", "think", ">a", "b", "1")]
     n = len(chain)
@@ -202,7 +202,7 @@ def test_the_marker_inside_a_draft_starts_the_grammar(name: str) -> None:
 
 
 def test_nothing_ends_inside_the_thinking(name: str) -> None:
-    compiled, _ = gated(name, "letters", None)
+    compiled, _ = with_thinking(name, "letters", None)
     matcher = compiled.matcher()
     for text in ("a", "</", "th"[:1]):
         assert not matcher.is_complete
@@ -241,7 +241,7 @@ def test_line_breaks_are_gap_first() -> None:
 
 
 def test_without_the_opening_marker_the_grammar_holds_from_the_start(name: str) -> None:
-    compiled, thinking = gated(name, "letters", "<think>")
+    compiled, thinking = with_thinking(name, "letters", "<think>")
     matcher = compiled.matcher()
     assert matcher.is_complete
     assert {token("a"), token("<"), token("<th"), token("<think>"), *STOPS} <= bits(matcher)
@@ -262,7 +262,7 @@ def test_without_the_opening_marker_the_grammar_holds_from_the_start(name: str) 
 def test_parse_and_names() -> None:
     number = Grammar.json_schema(int).after_thinking()
     assert number.parse("so 1</think>\n\n12") == 12
-    with pytest.raises(ValueError, match="does not end"):
+    with pytest.raises(ValueError, match="has no end"):
         number.parse("12")
     with pytest.raises(GrammarError, match="already"):
         number.after_thinking()

@@ -1,4 +1,4 @@
-"""`auto`: which backend reads what, and that its choice travels."""
+"""`auto`: which backend it picks, and that the choice survives serialisation."""
 
 from __future__ import annotations
 

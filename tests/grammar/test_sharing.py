@@ -1,4 +1,4 @@
-"""Compilers of one process that want the same workers share them, and close apart."""
+"""Compilers of one process with equal settings share workers, and close independently."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def two() -> Iterator[tuple[GrammarCompiler, GrammarCompiler]]:
         yield one, other
 
 
-def test_equal_wants_are_one_template(two: tuple[GrammarCompiler, GrammarCompiler]) -> None:
+def test_equal_wants_are_one_fork_server(two: tuple[GrammarCompiler, GrammarCompiler]) -> None:
     one, other = two
     assert one.compile(job("text")).memory_bytes == 4
-    template = pids(one)[0]
+    fork_server = pids(one)[0]
     assert other.compile(job("text")).memory_bytes == 4
-    assert pids(other)[0] == template
+    assert pids(other)[0] == fork_server
     # Each has a cache of its own.
     assert one.snapshot()["compiles"] == other.snapshot()["compiles"] == 1
     for different in (
@@ -45,7 +45,7 @@ def test_equal_wants_are_one_template(two: tuple[GrammarCompiler, GrammarCompile
     ):
         with different:
             different.compile(job("text"))
-            assert pids(different)[0] != template
+            assert pids(different)[0] != fork_server
 
 
 def test_closing_one_leaves_the_other_its_workers(
@@ -55,7 +55,7 @@ def test_closing_one_leaves_the_other_its_workers(
     one.compile(job("text"))
     hung, mine = one.submit(job("hang")), other.submit(job("slow 0.3"))
     until(lambda: one.snapshot()["executor"]["fast_running"] == 2)
-    template = pids(one)[0]
+    fork_server = pids(one)[0]
     one.close()
     for future in (hung, one.submit(job("late"))):
         with pytest.raises(CompileFailure, match="closed"):
@@ -63,9 +63,9 @@ def test_closing_one_leaves_the_other_its_workers(
     assert mine.result(20).memory_bytes == 8
     until(lambda: other.snapshot()["executor"]["workers_killed"] == 1)
     assert other.compile(job("after")).memory_bytes == 5
-    assert pids(other)[0] == template
+    assert pids(other)[0] == fork_server
     other.close()
-    until(lambda: not is_running(template))
+    until(lambda: not is_running(fork_server))
 
 
 def test_processes_end_with_the_last_however_it_goes() -> None:
@@ -90,19 +90,19 @@ def test_processes_end_with_the_last_however_it_goes() -> None:
 
 def test_a_fork_starts_workers_of_its_own(two: tuple[GrammarCompiler, GrammarCompiler]) -> None:
     two[0].compile(job("text"))
-    template = pids(two[0])[0]
+    fork_server = pids(two[0])[0]
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
             with made() as here:
                 here.compile(job("text"))
-                status = 0 if pids(here)[0] != template else 2
+                status = 0 if pids(here)[0] != fork_server else 2
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert two[1].compile(job("after")).memory_bytes == 5
-    assert pids(two[1])[0] == template
+    assert pids(two[1])[0] == fork_server
 
 
 def test_joining_and_leaving_at_once() -> None:

@@ -1,4 +1,4 @@
-"""Lexemes spelled with more loops: the same languages, and long texts read rightly."""
+"""Lexemes rewritten with more loops: same languages, and correct on long texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars as values, and what is said of broken ones."""
+"""Grammars as values, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_equal_texts_are_equal_values() -> None:
         (lambda: Grammar.json_schema('{"not":' * 5000 + "{}" + "}" * 5000), "too deep|deep"),
         (lambda: Grammar.of(str), "free text"),
         (lambda: Grammar.of(re.compile("a", re.IGNORECASE)), "without flags"),
-        (lambda: Grammar.of(re.compile(b"a")), "pattern of text"),
+        (lambda: Grammar.of(re.compile(b"a")), "str pattern"),
         (lambda: Grammar.json_schema({}, whitespace="loose"), "whitespace 'loose'"),  # type: ignore[arg-type]
         (lambda: Grammar.json_schema({}, whitespace=9), "whitespace 9"),
         (lambda: Grammar.regex("a(b"), r"regex 'a\(b': .*position 1"),

@@ -1,4 +1,4 @@
-"""Structural tags: shapes by their path, texts byte by byte, and xgrammar's own reading."""
+"""Structural tags: validation by path, texts byte by byte, and agreement with xgrammar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls: what is let through in every format, and replies read back however they come."""
+"""Tool calls: the texts allowed in every format, and replies parsed however they are cut."""
 
 from __future__ import annotations
 
@@ -361,7 +361,7 @@ def test_formats_of_ones_own() -> None:
     assert [call.name for call in grammar.parse("x@f({})@f({})").calls] == ["f", "f"]
     for broken in (f"{__name__}:TOOLS", "no.such.module:X", "hermes2", 3):
         with pytest.raises(
-            GrammarError, match=r"not a tool format|No module|there are: embedded|name"
+            GrammarError, match=r"not a tool format|No module|known are: embedded|name"
         ):
             load_format(broken)  # type: ignore[arg-type]
 
@@ -382,18 +382,18 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
         ([tool("f", x=1)], {}, r"tools\[0\]\.function\.x is unknown"),
         ([tool("a b")], {}, r"function\.name: 'a b'"),
         ([tool("a" * 65)], {}, "1 to 64"),
-        ([tool("f"), tool("f")], {}, r"tools\[1\]\.function\.name: 'f' is there twice"),
-        ([tool("f", [])], {}, "parameters: a schema is an object"),
+        ([tool("f"), tool("f")], {}, r"tools\[1\]\.function\.name: 'f' is a duplicate"),
+        ([tool("f", [])], {}, "parameters: must be an object"),
         ([tool("f", {"type": "string"})], {}, r"parameters\.type"),
         ([tool("f", {"properties": 3})], {}, r"parameters: \$\.properties"),
         ([tool("f", strict="yes")], {}, "strict: 'yes'"),
-        (TOOLS, {"choice": "f"}, "'f' is none of the tools"),
-        (TOOLS, {"choice": {"type": "function", "function": {"name": "f"}}}, "'f' is none"),
+        (TOOLS, {"choice": "f"}, "'f' is not one of the tools"),
+        (TOOLS, {"choice": {"type": "function", "function": {"name": "f"}}}, "'f' is not"),
         (TOOLS, {"choice": {"type": "tool"}}, "tool_choice must be"),
         (TOOLS, {"choice": {"type": "function", "function": {"name": "now"}, "x": 1}}, r"\.x is"),
         (TOOLS, {"choice": {"type": "allowed_tools"}}, "needs a mode"),
         (TOOLS, {"choice": allowed("auto")}, "at least one tool"),
-        (TOOLS, {"choice": allowed("auto", "f")}, r"allowed_tools\.tools\[0\]: 'f' is none"),
+        (TOOLS, {"choice": allowed("auto", "f")}, r"allowed_tools\.tools\[0\]: 'f' is not"),
         (TOOLS, {"format": "xml"}, "unknown tool format 'xml'"),
         (TOOLS, {"otherwise": Grammar.json_object(), "choice": "required"}, "otherwise needs"),
     ],

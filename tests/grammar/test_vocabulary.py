@@ -1,4 +1,4 @@
-"""Token bytes out of tokenizer files, against what the tokenizers library decodes."""
+"""Token bytes from tokenizer files, against the tokenizers library's decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A grammar backend whose grammars say how compiling them goes; workers import it by its name."""
+"""A grammar backend whose grammars determine how their compile fails; workers import it by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCABULARY = Vocabulary((b"a", b"b", b""), 3, (2,))
 
 
 class Text(CompiledGrammar):
-    """Nothing but the grammar's source; as large as that."""
+    """A compiled grammar that is just its source, and as large."""
 
     def __init__(self, source: str, pid: int) -> None:
         self.source, self.pid = source, pid
@@ -38,7 +38,7 @@ class Text(CompiledGrammar):
 
 
 class FaultyBackend(Backend):
-    """`hang`, `eat`, `abort` and the like do what they say; `slow 0.3` takes so many seconds."""
+    """`hang`, `eat`, `abort` and the like do that; `slow 0.3` takes that many seconds."""
 
     name = "faulty"
 
@@ -49,7 +49,7 @@ class FaultyBackend(Backend):
         what, _, rest = grammar.source.partition(" ")
         match what:
             case "hang":
-                # Inside one call of C that keeps the interpreter's lock.
+                # Inside one C call that holds the interpreter lock.
                 re.match(r"(a+)+b", "a" * 64)
             case "eat":
                 _ = [np.ones(2**23, np.uint8) for _ in range(10 * 2**7)]
@@ -84,7 +84,7 @@ class FaultyBackend(Backend):
 
 
 class Homebound(FaultyBackend):
-    """Can be built in the process that sets `home`, and nowhere else."""
+    """Can only be built in the process that sets `home`."""
 
     home = 0
 
@@ -95,7 +95,7 @@ class Homebound(FaultyBackend):
 
 
 class Threaded(FaultyBackend):
-    """Starts a thread when it is built."""
+    """Starts a thread on construction."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)

@@ -1,4 +1,4 @@
-"""A grammar backend with grammars that go wrong, for ``bench.compile``."""
+"""A grammar backend with grammars whose compile fails, for ``bench.compile``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MARK = "# hostile"
 
 
 def hang(number: int) -> Grammar:
-    """A grammar that the library itself works on for hours: a chain of 100,000 rules."""
+    """A grammar that the library itself compiles for hours: a chain of 100,000 rules."""
     rules = "\n".join(f'r{i} ::= r{i + 1} | r{i + 1} "a"' for i in range(100_000))
     return Grammar.ebnf(f'root ::= r0\n{rules}\nr100000 ::= "{number}"')
 
 
 def eat(number: int) -> Grammar:
-    """A grammar whose compile takes 10 GiB, where it can have them."""
+    """A grammar whose compile allocates 10 GiB, if it can."""
     return Grammar.ebnf(f"{MARK} eat {number}")
 
 
@@ -31,8 +31,8 @@ def crash(number: int) -> Grammar:
     return Grammar.ebnf(f"{MARK} crash {number}")
 
 
-class Hostile(XGrammarBackend):
-    """xgrammar, but for the grammars of `eat` and `crash`."""
+class FaultyBackend(XGrammarBackend):
+    """xgrammar, except for the grammars of `eat` and `crash`."""
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         if grammar.source.startswith(f"{MARK} eat"):
