@@ -150,7 +150,8 @@ def pack_mask(mask: Tensor) -> Tensor:
     """
     width = mask.shape[-1]
     words = F.pad(mask, (0, -width % 64)).unflatten(-1, (-1, 64)).long()
-    return (words << torch.arange(64, device=mask.device)).sum(-1)
+    packed: Tensor = (words << torch.arange(64, device=mask.device)).sum(-1)
+    return packed
 
 
 @operation

@@ -213,9 +213,14 @@ class EngineCore:
         """Wait for a step's results, and cut its runs by the stop rules; what is kept of them."""
         if step is None:
             return []
+        start = time.perf_counter_ns()
         result = self.worker.results(step, self._right_before(step))
         self._account(result, 0.0)
-        return self._commit(result, step)
+        kept = self._commit(result, step)
+        idle = {"exposed_ms": result.exposed_ms, "idle_ms": result.idle_ms}
+        now = time.perf_counter_ns()
+        self.timeline.record("host", "results", start, now, step.plan.index, **idle)
+        return kept
 
     def _finish_serial(self, step: InFlightStep) -> None:
         """Read and accept a step at once: compute stands idle for the accepts too."""

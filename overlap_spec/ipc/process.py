@@ -68,7 +68,8 @@ class EngineProcess:
 
     async def receive(self) -> m.ToClient:
         """The next message."""
-        return m.decode_to_client(await self._socket.recv())
+        message: m.ToClient = m.decode_to_client(await self._socket.recv())
+        return message
 
     @property
     def exit_status(self) -> str:

@@ -110,8 +110,7 @@ async def server_info(service: Service) -> Response:
             "served_model_name": service.settings.served_model_name,
             "max_model_len": engine.context_length,
             "overlap": config["overlap"],
-            "speculative_algorithm": config["algorithm"]
-            or ("eagle3" if engine.config.draft_path is not None else "none"),
+            "speculative_algorithm": engine.config.drafter,
             "speculative_num_steps": config["num_steps"],
             "speculative_eagle_topk": config["eagle_topk"],
             "speculative_num_draft_tokens": config["num_draft_tokens"],

@@ -128,6 +128,11 @@ class EngineCollector(Collector):
         yield _count(
             "grammar_exposed_seconds", "Time compute waited for masks.", state["exposed_ms"] / 1e3
         )
+        about = "Time compute stood idle between steps that follow each other, for any reason."
+        yield _count("compute_idle_seconds", about, state["idle_ms"] / 1e3)
+        drafter = state["drafter"]
+        yield _gauge("drafter_paused", "Whether drafts are off after a fault.", drafter["paused"])
+        yield _count("drafter_faults", "How often the drafter was paused.", drafter["faults"])
         yield from _compiles(state["compiler"])
         yield from _tiers(state["speculation"])
 

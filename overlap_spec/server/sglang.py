@@ -103,6 +103,7 @@ class SGLangFormatter:
             "grammar_compile_ms": stats.grammar_compile_ms,
             "grammar_ms": stats.grammar_ms,
             "exposed_ms": stats.exposed_ms,
+            "idle_ms": stats.idle_ms,
             **verdict(output),
             **self._logprobs(output.token_ids, output.logprobs),
         }

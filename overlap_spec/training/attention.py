@@ -20,7 +20,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     later = torch.ones(width, width, dtype=torch.bool, device=q.device).triu(1)
     scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
-    return scores.masked_fill(later, -1e30).softmax(-1).to(v.dtype) @ v
+    attended: Tensor = scores.masked_fill(later, -1e30).softmax(-1).to(v.dtype) @ v
+    return attended
 
 
 class CausalRows:
@@ -106,4 +107,5 @@ class ChainRows(CausalRows):
         weights = (torch.cat([shared, mine], -1) * scale).softmax(-1).to(query.dtype)
         out = weights[..., : self.width] @ shared_values
         out = out + (weights[..., self.width :].permute(3, 0, 1, 2)[..., None] * values).sum(0)
-        return out.transpose(1, 2).reshape(self.rows * self.width, -1)
+        flat: Tensor = out.transpose(1, 2).reshape(self.rows * self.width, -1)
+        return flat

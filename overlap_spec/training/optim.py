@@ -28,7 +28,8 @@ def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if flipped else x
+    out: Tensor = x.T if flipped else x
+    return out
 
 
 class Muon(torch.optim.Optimizer):

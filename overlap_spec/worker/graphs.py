@@ -67,7 +67,7 @@ class TracedGraph(Recorded):
 
     def __call__(self, *inputs: Tensor) -> Tensors:
         # Its optimiser is for graphs that can be fused: here it would cost time and give none.
-        with torch.jit.optimized_execution(False):
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             outputs: Tensors = self._run(*inputs, *self._held)
         return outputs
 

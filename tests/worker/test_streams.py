@@ -121,6 +121,38 @@ def test_an_error_reaches_the_host_through_every_stream_behind_it() -> None:
 def test_close_leaves_no_thread() -> None:
     before = threading.active_count()
     made = ThreadStreams(ThreadStream)
-    assert threading.active_count() == before + 3
+    assert threading.active_count() == before + 4
     made.close()
     assert threading.active_count() == before
+    made = ThreadStreams(ThreadStream, prefill=False)
+    assert threading.active_count() == before + 3
+    assert made.prefill is made.compute
+    made.close()
+    assert threading.active_count() == before
+
+
+def test_a_reset_event_was_never_recorded(streams: Streams) -> None:
+    event = streams.event()
+    streams.compute.record(event)
+    event.synchronize()
+    event.reset()
+    with pytest.raises(RuntimeError, match="never recorded"):
+        event.synchronize()
+
+
+def test_idle_time_is_what_no_work_filled(streams: Streams) -> None:
+    if isinstance(streams.compute, ChaosStream):
+        pytest.skip("its delays are idle time too")
+    first, second, third = (streams.event() for _ in range(3))
+    streams.compute.record(first)
+    first.synchronize()
+    time.sleep(0.02)
+    streams.compute.run("work", time.sleep, 0.01)
+    streams.compute.record(second)
+    second.synchronize()
+    streams.compute.run("work", time.sleep, 0.01)
+    streams.compute.record(third)
+    third.synchronize()
+    assert 20 <= first.idle_ms(second) <= first.elapsed_ms(second) - 9
+    assert second.idle_ms(third) < second.elapsed_ms(third) - 9
+    assert second.idle_ms(second) == 0
