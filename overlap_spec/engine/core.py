@@ -101,7 +101,7 @@ class EngineCore:
         if kept is None and last is not None and self.scheduler.may_end_all(plan):
             # The one early wait, hidden under the draft.
             kept = self._results(last)
-        if kept and self.scheduler.ended_all(plan):
+        if kept is not None and self.scheduler.ended_all(plan):
             self.worker.drop(step)
             self.scheduler.drop(plan)
             self._accept(kept)

@@ -22,7 +22,7 @@ class PageAllocator:
         self._used: set[int] = set()
 
     @property
-    def free(self) -> int:
+    def free_count(self) -> int:
         return len(self._free) + self.tree.idle_pages
 
     @property
@@ -31,12 +31,12 @@ class PageAllocator:
 
     def take(self, count: int) -> tuple[int, ...]:
         """``count`` pages; the caller has checked that so many are free."""
-        self.give_back(self.tree.evict(count - len(self._free)))
+        self.free(self.tree.evict(count - len(self._free)))
         pages = tuple(self._free.popleft() for _ in range(count))
         self._used.update(pages)
         return pages
 
-    def give_back(self, pages: Iterable[int]) -> None:
+    def free(self, pages: Iterable[int]) -> None:
         """Free ``pages``; KeyError if one is not in use."""
         for page in pages:
             self._used.remove(page)

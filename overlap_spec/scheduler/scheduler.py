@@ -183,7 +183,7 @@ class Scheduler:
 
     def evict(self, sequence: Sequence) -> None:
         """Let nobody reuse the sequence's pages: what they hold is not to be trusted."""
-        self.allocator.give_back(self.tree.detach(sequence.path))
+        self.allocator.free(self.tree.detach(sequence.path))
 
     def retire(self) -> list[Sequence]:
         """Free rows and pages of ended sequences that no step under way reads; returns these."""
@@ -219,7 +219,7 @@ class Scheduler:
             if self._starts % FAIR_TURN == FAIR_TURN - 1:
                 sequence = min(self.waiting, key=lambda s: s.request.id)
             needed = self._pages_for(sequence.total_tokens)
-            if promised + needed > self.allocator.free:
+            if promised + needed > self.allocator.free_count:
                 return
             promised += needed
             self._starts += 1
@@ -269,7 +269,7 @@ class Scheduler:
         False where that has to wait: pages that a step under way reads are not free.
         """
         missing = self._pages_for(tokens) - len(sequence.pages)
-        while missing > self.allocator.free:
+        while missing > self.allocator.free_count:
             if self._committed < self._steps:
                 return False
             victim = self.running[-1]
@@ -294,8 +294,8 @@ class Scheduler:
         if sequence.error is None:
             self._offer(sequence, sequence.committed_tokens)
         shared = {node.page for node in sequence.path}
-        self.allocator.give_back(page for page in sequence.pages if page not in shared)
-        self.allocator.give_back(self.tree.release(sequence.path))
+        self.allocator.free(page for page in sequence.pages if page not in shared)
+        self.allocator.free(self.tree.release(sequence.path))
         sequence.pages, sequence.path = [], []
         self._free_rows.append(sequence.row)
         sequence.row = -1

@@ -152,7 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(set(owned) | set(shared)) == allocator.in_use
         # A page that two sequences read is one of the tree's.
         assert all(owned.count(p) == 1 or p in shared for p in owned)
-        assert allocator.in_use + allocator.free == allocator.total
+        assert allocator.in_use + allocator.free_count == allocator.total
         assert not any(s.pages for s in self.scheduler.waiting)
 
     def teardown(self) -> None:

@@ -79,7 +79,7 @@ def run(engine: Engine, asks: list[Ask]) -> list[Output]:
     engine.release(tickets)
     allocator = engine.core.scheduler.allocator
     assert allocator.in_use == 0
-    assert allocator.free == allocator.total
+    assert allocator.free_count == allocator.total
     assert engine.core.scheduler.idle
     assert not engine.core.matchers
     assert not engine.output_processor.handles
@@ -90,7 +90,7 @@ def check_laws(engine: Engine) -> None:
     """Laws 1 and 6, between steps: every matcher holds its request's kept tokens, exactly."""
     scheduler = engine.core.scheduler
     allocator = scheduler.allocator
-    assert allocator.in_use + allocator.free == allocator.total
+    assert allocator.in_use + allocator.free_count == allocator.total
     held = {page for s in scheduler.running for page in s.pages}
     held |= {node.page for s in scheduler.running for node in s.path}
     assert len(held) == allocator.in_use
