@@ -146,7 +146,7 @@ class KeySpan:
 def pack_mask(mask: Tensor) -> Tensor:
     """Bits of a mask: bool ``(..., W)`` → int64 ``(..., ceil(W / 64))``.
 
-    Bit ``w % 64`` of word ``w // 64`` is entry w; the bits behind W are 0.
+    Bit ``w % 64`` of word ``w // 64`` is entry w; the bits from W on are 0.
     """
     width = mask.shape[-1]
     words = F.pad(mask, (0, -width % 64)).unflatten(-1, (-1, 64)).long()

@@ -202,7 +202,7 @@ def _first(where: Tensor) -> Tensor:
 class Accepted(NamedTuple):
     """Accepted paths of ``B`` trees.
 
-    ``lengths`` int64 ``(B,)``: accepted drafts. ``path`` int64 ``(B, W)``: their nodes behind the
+    ``lengths`` int64 ``(B,)``: accepted drafts. ``path`` int64 ``(B, W)``: their nodes after the
     root's 0, then arbitrary ones. ``bonus`` int64 ``(B,)``: the token after the path, or -1.
     """
 

@@ -320,7 +320,7 @@ def _accept_path(
 
 
 def accept_path(targets: Tensor, tree: Tree, width: int, limits: Tensor | None = None) -> Accepted:
-    """See :func:`overlap_spec.kernels.accept_path`; behind its end a path repeats its last node."""
+    """See :func:`overlap_spec.kernels.accept_path`; after its end a path repeats its last node."""
     batch, nodes = tree.tokens.shape
     device = targets.device
     lengths = torch.empty(batch, dtype=torch.int64, device=device)

@@ -127,7 +127,7 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, normed: Tensor, rotary: Tensor, attend: Attend, layer: int
     ) -> tuple[Tensor, Tensor]:
-        """The stream ``x`` behind the attention, and what the MLP adds to it; ``normed``: of
+        """The stream ``x`` after the attention, and what the MLP adds to it; ``normed``: of
         ``x`` by ``input_layernorm``."""
         normed, x = self.post_attention_layernorm.add(
             x, self.self_attn(normed, rotary, attend, layer)

@@ -9,7 +9,7 @@ from overlap_spec.scheduler.prefix import PrefixTree
 
 
 class PageAllocator:
-    """Hands out pages 1 .. ``pages`` - 1; page 0 is nobody's.
+    """Hands out pages 1 .. ``pages`` - 1; page 0 belongs to no request.
 
     Pages that only the prefix tree keeps count as free: they are evicted when they are needed.
     ``in_use + free == pages - 1`` always.

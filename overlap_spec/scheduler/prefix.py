@@ -11,7 +11,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(eq=False)
 class Node:
-    """One full page behind its parent's. ``holders``: sequences on whose path it lies."""
+    """One full page after its parent's. ``holders``: sequences on whose path it lies."""
 
     parent: Node | None
     tokens: Tokens
@@ -24,7 +24,7 @@ class Node:
 class PrefixTree:
     """Pages by the tokens that lead to them; each sequence holds the nodes on its path.
 
-    Whoever holds a node holds its ancestors, so a node that nobody holds has no held descendant:
+    A sequence that holds a node holds its ancestors, so an unheld node has no held descendant:
     evicted in the order in which they were let go, deepest first, nodes are always leaves.
 
     Args:
@@ -38,7 +38,7 @@ class PrefixTree:
 
     @property
     def idle_pages(self) -> int:
-        """Pages that nobody holds, and that :meth:`evict` could free."""
+        """Pages that no sequence holds, and that :meth:`evict` could free."""
         return len(self._idle)
 
     def find(self, tokens: Sequence[int]) -> list[Node]:
@@ -103,7 +103,7 @@ class PrefixTree:
         return pages
 
     def detach(self, path: Sequence[Node]) -> list[int]:
-        """Let nobody find these nodes, or any behind them, again: their content is spoilt.
+        """Make these nodes, and all after them, unfindable: their content is not to be trusted.
 
         Returns:
             Pages that this frees; others follow when their holders let go.

@@ -22,9 +22,9 @@ PageGrant = tuple[int, int, tuple[int, ...]]
 class Scheduler:
     """By priority, then first come, first served, over rows and pages.
 
-    Every :data:`FAIR_TURN`-th start goes to whoever has waited longest, so that nobody starves.
+    Every :data:`FAIR_TURN`-th start goes to the request that waited longest, so that none starves.
 
-    A sequence holds pages for what it has committed and twice the draft window behind it; when
+    A sequence holds pages for what it has committed and twice the draft window after it; when
     pages run out, the sequence admitted last gives its pages up and is computed again later.
 
     Args:
@@ -32,7 +32,7 @@ class Scheduler:
         page_size: Slots of a page, in tokens.
         max_rows: Sequences that run at once.
         chunk_tokens: Prefill tokens a step computes at most.
-        reserve_tokens: Slots behind the committed length that a running sequence owns.
+        reserve_tokens: Slots after the committed length that a running sequence owns.
         assign: Called with a sequence that has just got its row.
         reuse: Whether pages are kept for prompts that start alike.
     """
@@ -182,7 +182,7 @@ class Scheduler:
                 sequence.finish_reason = "abort"
 
     def evict(self, sequence: Sequence) -> None:
-        """Let nobody reuse the sequence's pages: what they hold is not to be trusted."""
+        """Allow no reuse of the sequence's pages: what they hold is not to be trusted."""
         self.allocator.free(self.tree.detach(sequence.path))
 
     def retire(self) -> list[Sequence]:
@@ -230,7 +230,7 @@ class Scheduler:
             self._assign(sequence)
 
     def _reuse(self, sequence: Sequence) -> None:
-        """Before its first chunk: let a sequence start behind pages that hold its first tokens.
+        """Before its first chunk: let a sequence start after pages that hold its first tokens.
 
         At least its last token is computed, since the next one is chosen from it.
         """
@@ -246,7 +246,7 @@ class Scheduler:
             sequence.stats.cached_tokens = sequence.planned_tokens
 
     def _offer(self, sequence: Sequence, tokens: int) -> None:
-        """Let others start behind the sequence's first ``tokens`` tokens, from the next step on."""
+        """Let others start after the sequence's first ``tokens`` tokens, from the next step on."""
         if self.reuse:
             self.tree.insert(sequence.tokens(0, tokens), sequence.pages, sequence.path)
 

@@ -21,7 +21,7 @@ from statistics import median
 
 from overlap_spec.speculation.policy import Slot
 
-# Share accepted of a depth that nobody has drafted yet, in trials of weight one.
+# Share accepted of a depth that has not been drafted yet, in trials of weight one.
 PRIOR_RATE = 0.7
 # Weight that evidence keeps when the world has changed since.
 FADED = 0.25

@@ -126,7 +126,7 @@ def padded_size(batch: int) -> int:
 
 
 def padded(x: Tensor, rows: int) -> Tensor:
-    """``x`` with zeros behind it, up to ``rows`` rows."""
+    """``x`` with zeros after it, up to ``rows`` rows."""
     if len(x) == rows:
         return x
     return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])

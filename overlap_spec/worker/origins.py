@@ -19,7 +19,7 @@ def token_origins(
         plain: How each came as far as the drafts tell.
         links: int64 ``(3, nodes)``: tokens, first children, next siblings of its tree; None for a
             tree of one node.
-        rows: int32 ``(nodes, words)``: the mask row behind each node.
+        rows: int32 ``(nodes, words)``: the mask row after each node.
     """
     node, origins = 0, list(plain)
     for index, token in enumerate(tokens):

@@ -117,7 +117,7 @@ class Sampler:
     def logprobs(
         self, logits: Tensor, index: Tensor, chosen: Tensor, top: int, masks: Masks | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities of the ``chosen (R, W)`` tokens behind nodes ``index (R, W)``, and the
+        """Log-probabilities of the ``chosen (R, W)`` tokens after nodes ``index (R, W)``, and the
         ``top`` best ones and their ids: ``(R, W)``, ``(R, W, n)``, ``(R, W, n)``."""
         flat = index.flatten()
         found = logits[flat].float()

@@ -6,8 +6,8 @@ code is one for all kinds, so that its races are there, and tested, without a GP
 The contract, on every kind of stream:
 
 - ``run`` hands work over and returns at once; what the work returns is read from the
-  :class:`Value`, by later work of any stream that is ordered behind it, or by the host after an
-  event recorded behind it has passed.
+  :class:`Value`, by later work of any stream that is ordered after it, or by the host after an
+  event recorded after it has passed.
 - A wait captures the latest record of its event. Waiting on an event that was never recorded
   raises; CUDA alone would silently not wait.
 - After work that raised, a stream does nothing but pass its events; the error is raised to the
