@@ -152,7 +152,7 @@ class EngineConfig:
     def check(self) -> None:
         """Raise ConfigError that names the first invalid setting."""
         if ":" not in self.drafter:
-            built = (*drafter_names(), "none")
+            built = (*drafter_names(), "none", "package.module:Class")
             _one_of("algorithm", self.drafter, built, PLANNED_ALGORITHMS)
         _one_of("overlap", self.overlap, OVERLAP_MODES)
         _one_of("dtype", self.dtype, DTYPES)
