@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from overlap_spec.config import EngineConfig
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.models.decoder import Attend, Decoder
-from overlap_spec.types import Floats, Int64s, Tier
+from overlap_spec.types import Floats, History, Int64s, Tier
 
 
 class DraftCache(Protocol):
@@ -156,13 +156,17 @@ class Drafter(nn.Module, ABC):
         """``tier.nodes - 1`` nodes a root, at most ``tier.steps`` deep; ``tier.steps`` >= 1."""
         raise NotImplementedError(f"{type(self).__name__} must have draft or, as host, propose")
 
-    def propose(self, histories: Sequence[Sequence[int]], tier: Tier) -> list[HostDraft]:
+    def propose(self, histories: Sequence[History], tier: Tier) -> list[HostDraft]:
         """The same on the host, for a drafter that is ``host``.
 
         Args:
-            histories: Each request's known tokens, prompt and output; its root is the last.
+            histories: Each request's known tokens; its root is the last. They are live: what is to
+                be kept of them is copied.
         """
         raise NotImplementedError(f"{type(self).__name__} must have propose")
+
+    def forget(self, history: History) -> None:
+        """A request has ended, and is never proposed for again; for a drafter that is ``host``."""
 
     def extend(self, committed: Committed) -> None:
         """Take in committed tokens, so that the next draft can start after them."""
