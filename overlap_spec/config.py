@@ -11,7 +11,7 @@ from overlap_spec.errors import ConfigError
 
 EMBEDDED = Path(__file__).parent / "embedded"
 DRAFTERS = Path(__file__).parent / "drafters"
-PLANNED_ALGORITHMS = ("eagle", "draft_model", "mtp")
+PLANNED_ALGORITHMS = ("eagle", "mtp")
 OVERLAP_MODES = ("once-sync", "double-sync", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -40,15 +40,16 @@ class EngineConfig:
     draft: Annotated[
         str | None,
         Help(
-            "Folder of a draft head; by default the embedded head for the embedded model.",
+            "Folder of a draft head or draft model; by default the embedded head for the embedded "
+            "model.",
             ("--speculative-draft-model-path", "--draft"),
         ),
     ] = None
     algorithm: Annotated[
         str | None,
         Help(
-            "Drafter: eagle3, ngram, none, or package.module:Class of your own; by default eagle3 "
-            "if there is a draft head.",
+            "Drafter: eagle3, draft_model, ngram, none, or package.module:Class of your own; by "
+            "default eagle3 if there is a draft head.",
             ("--speculative-algorithm",),
         ),
     ] = None
@@ -245,7 +246,7 @@ class EngineConfig:
 
 def drafter_names() -> tuple[str, ...]:
     """The drafters that have a file."""
-    support = {"__init__", "base", "registry"}
+    support = {"__init__", "base", "registry", "tree_drafter"}
     return tuple(sorted(f.stem for f in DRAFTERS.glob("*.py") if f.stem not in support))
 
 
