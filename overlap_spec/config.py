@@ -11,7 +11,7 @@ from overlap_spec.errors import ConfigError
 
 EMBEDDED = Path(__file__).parent / "embedded"
 DRAFTERS = Path(__file__).parent / "drafters"
-PLANNED_ALGORITHMS = ("eagle", "mtp")
+PLANNED_ALGORITHMS = ("mtp",)
 OVERLAP_MODES = ("once-sync", "double-sync", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -48,8 +48,8 @@ class EngineConfig:
     algorithm: Annotated[
         str | None,
         Help(
-            "Drafter: eagle3, draft_model, ngram, none, or package.module:Class of your own; by "
-            "default eagle3 if there is a draft head.",
+            "Drafter: eagle, eagle3, draft_model, ngram, none, or package.module:Class of your "
+            "own; by default eagle3 if there is a draft head.",
             ("--speculative-algorithm",),
         ),
     ] = None

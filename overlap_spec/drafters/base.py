@@ -124,7 +124,8 @@ class Drafter(nn.Module, ABC):
 
     Attributes:
         feature_layers: Layers of the target whose inputs :meth:`extend` receives (``num_layers``:
-            the last output). Set by the instance where it depends on the checkpoint.
+            the last output; ``models.decoder.NORMED_OUTPUT``: that after the final norm). Set by
+            the instance where it depends on the checkpoint.
         recorded: Whether both methods may be recorded. What a recorded drafter takes in of prompts
             may run beside what it takes in of trees, which are other rows.
         host: Whether it drafts on the host, by :meth:`propose` in place of :meth:`draft`.
