@@ -11,7 +11,7 @@ from overlap_spec.errors import ConfigError
 
 EMBEDDED = Path(__file__).parent / "embedded"
 DRAFTERS = Path(__file__).parent / "drafters"
-PLANNED_ALGORITHMS = ("eagle", "draft_model", "ngram", "mtp")
+PLANNED_ALGORITHMS = ("mtp",)
 OVERLAP_MODES = ("once-sync", "double-sync", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -40,15 +40,16 @@ class EngineConfig:
     draft: Annotated[
         str | None,
         Help(
-            "Folder of a draft head; by default the embedded head for the embedded model.",
+            "Folder of a draft head or draft model; by default the embedded head for the embedded "
+            "model.",
             ("--speculative-draft-model-path", "--draft"),
         ),
     ] = None
     algorithm: Annotated[
         str | None,
         Help(
-            "Drafter: eagle3, none, or package.module:Class of your own; by default eagle3 if "
-            "there is a draft head.",
+            "Drafter: eagle, eagle3, draft_model, ngram, none, or package.module:Class of your "
+            "own; by default eagle3 if there is a draft head.",
             ("--speculative-algorithm",),
         ),
     ] = None
@@ -72,6 +73,33 @@ class EngineConfig:
             ("--speculative-adaptive-config", "--adaptive"),
         ),
     ] = "guarded"
+    ngram_max_matching_size: Annotated[
+        int,
+        Help(
+            "ngram: most tokens at the end of a request's text that are looked up; what followed "
+            "the longest match is drafted."
+        ),
+    ] = 4
+    ngram_public_pool: Annotated[
+        bool,
+        Help(
+            "ngram: also look up the text of requests that have ended, whoever sent them; by "
+            "default only the request's own."
+        ),
+    ] = False
+    ngram_keep_all: Annotated[
+        bool, Help("ngram: keep all continuations of a match, or the longest alone.")
+    ] = True
+    ngram_use_oldest: Annotated[
+        bool, Help("ngram: prefer a match's oldest continuation to its newest.")
+    ] = False
+    ngram_pool_bytes: Annotated[
+        int,
+        Help(
+            "ngram: memory for what is looked up, in bytes; each of the requests that run at once "
+            "has an equal share, after half of it for the public pool."
+        ),
+    ] = 256 * 2**20
     overlap: Annotated[
         str, Help("How grammar work overlaps with verify: once-sync, double-sync or none.")
     ] = "once-sync"
@@ -166,6 +194,8 @@ class EngineConfig:
             "chunked_prefill_size": 1,
             "page_size": 1,
             "lane_threads": 0,
+            "ngram_max_matching_size": 1,
+            "ngram_pool_bytes": 1,
             "grammar_compile_memory_bytes": 1,
             "grammar_cache_bytes": 0,
         }
@@ -216,7 +246,7 @@ class EngineConfig:
 
 def drafter_names() -> tuple[str, ...]:
     """The drafters that have a file."""
-    support = {"__init__", "base", "registry"}
+    support = {"__init__", "base", "registry", "tree_drafter"}
     return tuple(sorted(f.stem for f in DRAFTERS.glob("*.py") if f.stem not in support))
 
 

@@ -161,6 +161,26 @@ class Request:
     priority: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class History:
+    """A request's known tokens: its prompt and its output so far, neither copied.
+
+    The output grows while the request runs.
+    """
+
+    request_id: int
+    prompt: Sequence[int]
+    output: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Those at positions ``start .. end - 1``."""
+        first, last = max(start - len(self.prompt), 0), max(end - len(self.prompt), 0)
+        return [*self.prompt[start:end], *self.output[first:last]]
+
+
 @dataclass(frozen=True)
 class Tier:
     """How much is drafted a step: ``steps`` deep, ``top_k`` wide, ``nodes`` verified (root too).

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from overlap_spec.config import EngineConfig
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.models.decoder import Attend, Decoder
-from overlap_spec.types import Floats, Int64s, Tier
+from overlap_spec.types import Floats, History, Int64s, Tier
 
 
 class DraftCache(Protocol):
@@ -124,7 +124,8 @@ class Drafter(nn.Module, ABC):
 
     Attributes:
         feature_layers: Layers of the target whose inputs :meth:`extend` receives (``num_layers``:
-            the last output). Set by the instance where it depends on the checkpoint.
+            the last output; ``models.decoder.NORMED_OUTPUT``: that after the final norm). Set by
+            the instance where it depends on the checkpoint.
         recorded: Whether both methods may be recorded. What a recorded drafter takes in of prompts
             may run beside what it takes in of trees, which are other rows.
         host: Whether it drafts on the host, by :meth:`propose` in place of :meth:`draft`.
@@ -156,13 +157,17 @@ class Drafter(nn.Module, ABC):
         """``tier.nodes - 1`` nodes a root, at most ``tier.steps`` deep; ``tier.steps`` >= 1."""
         raise NotImplementedError(f"{type(self).__name__} must have draft or, as host, propose")
 
-    def propose(self, histories: Sequence[Sequence[int]], tier: Tier) -> list[HostDraft]:
+    def propose(self, histories: Sequence[History], tier: Tier) -> list[HostDraft]:
         """The same on the host, for a drafter that is ``host``.
 
         Args:
-            histories: Each request's known tokens, prompt and output; its root is the last.
+            histories: Each request's known tokens; its root is the last. They are live: what is to
+                be kept of them is copied.
         """
         raise NotImplementedError(f"{type(self).__name__} must have propose")
+
+    def forget(self, history: History) -> None:
+        """A request has ended, and is never proposed for again; for a drafter that is ``host``."""
 
     def extend(self, committed: Committed) -> None:
         """Take in committed tokens, so that the next draft can start after them."""

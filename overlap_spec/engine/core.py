@@ -18,7 +18,7 @@ from overlap_spec.speculation.policy import LengthPolicy
 from overlap_spec.speculation.presets import load_policy
 from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.timeline import Timeline
-from overlap_spec.types import Budget, StepPlan, StepResult
+from overlap_spec.types import Budget, History, StepPlan, StepResult
 from overlap_spec.worker.build import build_streams, build_worker
 from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.worker import Worker
@@ -138,6 +138,7 @@ class EngineCore:
         self._told.difference_update(s.request.id for s in retired)
         for sequence in fresh:
             self.grammar.drop(sequence.request.id)
+            self.worker.forget(sequence.history)
         return StepOutputs([(s, run) for s, run in runs if run and s.finish_reason is None], fresh)
 
     def close(self) -> None:
@@ -201,13 +202,12 @@ class EngineCore:
         most = tuple(1 if p else tier.nodes for p in plain)
         return Budget(tier, min(nodes or sum(most), sum(most)), (1,) * batch, most)
 
-    def _histories(self, plan: StepPlan) -> list[list[int]] | None:
+    def _histories(self, plan: StepPlan) -> list[History] | None:
         """Known tokens of the decode rows, where the drafter works on the host."""
         if not self.worker.drafts_on_host:
             return None
         by_row = {s.row: s for s in self.scheduler.running}
-        sequences = [by_row[row] for row in plan.decode_rows]
-        return [s.tokens(0, s.total_tokens) for s in sequences]
+        return [by_row[row].history for row in plan.decode_rows]
 
     def _results(self, step: InFlightStep | None) -> list[Run]:
         """Wait for a step's results, and cut its runs by the stop rules; what is kept of them."""

@@ -16,6 +16,9 @@ from overlap_spec.kernels import add_rms_norm, apply_rope, rms_norm, silu_and_mu
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.models.rope import rope_table
 
+# Among feature layers: the output of the final norm, which the head reads.
+NORMED_OUTPUT = -1
+
 
 class Heads(NamedTuple):
     """One layer's queries, keys and values, neither normed nor rotated.
@@ -173,7 +176,8 @@ class Decoder(nn.Module):
         Args:
             tokens, positions: int64 ``(T,)``; positions below ``config.max_position``.
             attend: Attention over the cache, called once a layer.
-            feature_layers: Layers whose input is kept; ``num_layers`` means the last output.
+            feature_layers: Layers whose input is kept; ``num_layers`` means the last output,
+                :data:`NORMED_OUTPUT` what the final norm makes of it.
 
         Returns:
             ``(T, hidden)`` after the final norm, and the kept inputs side by side
@@ -188,6 +192,7 @@ class Decoder(nn.Module):
             normed, x = norms[index + 1].add(x, delta)
             if index + 1 in feature_layers:
                 kept[index + 1] = x
+        kept[NORMED_OUTPUT] = normed
         features = torch.cat([kept[i] for i in feature_layers], -1) if feature_layers else None
         return normed, features
 

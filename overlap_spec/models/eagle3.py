@@ -13,7 +13,10 @@ from overlap_spec.models.config import ModelConfig, field, llama_family, read_js
 from overlap_spec.models.decoder import MLP, Attend, Attention, RMSNorm, embedding
 from overlap_spec.models.rope import rope_table
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3",)
+# Name → what is added to the ids of its feature layers to get the layers whose inputs are meant.
+ARCHITECTURES = {"LlamaForCausalLMEagle3": 1, "Eagle3LlamaForCausalLM": 0, "Eagle3Speculator": 0}
+# Fields that change what a head computes in ways that are not built.
+NOT_BUILT = ("norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True)
@@ -21,13 +24,15 @@ class Eagle3Config:
     """Shape of a head: its decoder layer, its vocabulary and the target it was made for.
 
     ``feature_layers`` are layers of the target whose inputs are the features (``num_layers`` =
-    the last output); None means the published rule 2, n // 2, n - 3.
+    the last output); None means the published rule 2, n // 2, n - 3. ``norm_before_residual``: the
+    layer's residual is the normed feature, else the feature itself.
     """
 
     layer: ModelConfig
     draft_vocab_size: int
     target_hidden_size: int
     feature_layers: tuple[int, int, int] | None
+    norm_before_residual: bool = False
 
 
 def read_eagle3_config(path: Path) -> Eagle3Config:
@@ -38,16 +43,25 @@ def read_eagle3_config(path: Path) -> Eagle3Config:
         raise CheckpointError(
             f"{path}: {names[0]!r} is no EAGLE-3 head; expected {' or '.join(ARCHITECTURES)}"
         )
-    layer = llama_family(hf, tie_embeddings=False)
+    for name in NOT_BUILT:
+        if hf.get(name):
+            raise CheckpointError(f"{path}: EAGLE-3 heads with {name!r} are not supported")
+    shape = hf
+    if names[0] == "Eagle3Speculator":
+        shape = {**field(hf, "transformer_layer_config"), "architectures": names}
+        # Trainers differ in what its absence means.
+        field(hf, "norm_before_residual")
+    layer = llama_family(shape, tie_embeddings=False)
     explicit = hf.get("eagle_aux_hidden_state_layer_ids") or (hf.get("eagle_config") or {}).get(
         "eagle_aux_hidden_state_layer_ids"
     )
+    shift = ARCHITECTURES[names[0]]
     return Eagle3Config(
         layer=layer,
         draft_vocab_size=int(hf.get("draft_vocab_size") or layer.vocab_size),
         target_hidden_size=int(hf.get("target_hidden_size") or layer.hidden_size),
-        # An id in a config names the state after that layer, i.e. the input of the next.
-        feature_layers=tuple(int(i) + 1 for i in explicit) if explicit else None,  # type: ignore[arg-type]
+        feature_layers=tuple(int(i) + shift for i in explicit) if explicit else None,  # type: ignore[arg-type]
+        norm_before_residual=bool(hf.get("norm_before_residual")),
     )
 
 
@@ -70,8 +84,9 @@ def feature_layers(config: Eagle3Config, target: ModelConfig) -> tuple[int, int,
 class Midlayer(nn.Module):
     """The head's one layer: attention reads [norm(embedding), norm(feature)]."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, norm_before_residual: bool) -> None:
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
@@ -80,9 +95,11 @@ class Midlayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, embeds: Tensor, feature: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
-        both = torch.cat([self.input_layernorm(embeds), self.hidden_norm(feature)], -1)
+        hidden = self.hidden_norm(feature)
+        both = torch.cat([self.input_layernorm(embeds), hidden], -1)
         attended = self.self_attn(both, rotary, attend, 0)
-        normed, x = self.post_attention_layernorm.add(feature, attended)
+        residual = hidden if self.norm_before_residual else feature
+        normed, x = self.post_attention_layernorm.add(residual, attended)
         out: Tensor = x + self.mlp(normed)
         return out
 
@@ -106,7 +123,7 @@ class Eagle3Head(nn.Module):
         if own_embedding:
             self.embed_tokens = embedding(layer.vocab_size, layer.hidden_size)
         self.fc = nn.Linear(3 * config.target_hidden_size, layer.hidden_size, bias=False)
-        self.midlayer = Midlayer(layer)
+        self.midlayer = Midlayer(layer, config.norm_before_residual)
         self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
         self.lm_head = nn.Linear(layer.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Strict loading of safetensors checkpoints into the fused modules, and the way back.
+"""Strict loading of checkpoints into the fused modules, and the way back.
 
 Module names follow Hugging Face's, but for what is fused: ``qkv_proj``, ``gate_up_proj`` and
 ``qk_norm`` are read from and written to their published parts.
@@ -6,21 +6,25 @@ Module names follow Hugging Face's, but for what is fused: ``qkv_proj``, ``gate_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from pickle import UnpicklingError
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from overlap_spec.errors import CheckpointError, ConfigError
-from overlap_spec.models.config import read_config, read_json
+from overlap_spec.models.config import ModelConfig, read_config, read_json
 from overlap_spec.models.decoder import Attention, Decoder
+from overlap_spec.models.eagle import EagleHead, read_eagle_config
 from overlap_spec.models.eagle3 import Eagle3Head, read_eagle3_config
 from overlap_spec.models.rope import rope_limit, rope_table
 
+Head = TypeVar("Head", EagleHead, Eagle3Head)
 PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -59,34 +63,57 @@ def _in_file(module: nn.Module, part: str) -> str:
 
 
 def _shards(path: Path) -> list[Path]:
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        return [path / name for name in sorted(set(read_json(index)["weight_map"].values()))]
-    single = path / "model.safetensors"
-    if not single.exists():
-        raise CheckpointError(f"{path} holds neither model.safetensors nor its index")
-    return [single]
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        index = path / f"{single}.index.json"
+        if index.exists():
+            return [path / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+        if (path / single).exists():
+            return [path / single]
+    raise CheckpointError(
+        f"{path} holds neither model.safetensors nor pytorch_model.bin, nor an index of either"
+    )
 
 
 def tensor_names(path: Path) -> set[str]:
     """Names of all tensors of the checkpoint in folder ``path``, without reading them."""
-    return {name for name, _ in _handles(path)}
+    return {name for name, _ in _readers(path)}
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the checkpoint in folder ``path``, memory-mapped, shard by shard."""
-    for name, file in _handles(path):
-        yield name, file.get_tensor(name)
+    for name, read in _readers(path):
+        yield name, read()
 
 
-def _handles(path: Path) -> Iterator[tuple[str, Any]]:
+def _readers(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Every tensor's name, and what reads it before the next one is asked for."""
     for shard in _shards(path):
         try:
+            if shard.suffix == ".bin":
+                for name, tensor in _pickled(shard).items():
+                    yield name, partial(_itself, tensor)
+                continue
             with safe_open(shard, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (not a mapping)
-                    yield name, file
+                    yield name, partial(file.get_tensor, name)
         except (SafetensorError, FileNotFoundError) as error:
             raise CheckpointError(f"{shard} cannot be read: {error}") from None
+
+
+def _pickled(shard: Path) -> dict[str, Tensor]:
+    """The tensors of a file that ``torch.save`` wrote; nothing in it is executed."""
+    try:
+        state = torch.load(shard, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, UnpicklingError, EOFError) as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"{shard} cannot be read: {reason}") from None
+    if not isinstance(state, dict) or not all(isinstance(x, Tensor) for x in state.values()):
+        raise CheckpointError(f"{shard} holds something else than tensors by name")
+    return state
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @torch.no_grad()
@@ -95,12 +122,14 @@ def load_state(
     path: Path,
     rename: Callable[[str], str] = lambda name: name,
     ignore: Callable[[str], bool] = lambda _: False,
+    optional: Collection[str] = (),
 ) -> None:
     """Fill every parameter and persistent buffer of ``module`` from the checkpoint in ``path``.
 
     Args:
         rename: Name in the file → its first published name.
         ignore: Checkpoint names that may be left over.
+        optional: Tensors that keep their values where the checkpoint has none.
 
     Raises:
         CheckpointError: a missing, left-over or ill-shaped tensor, by name.
@@ -126,15 +155,24 @@ def load_state(
             )
         target.copy_(tensor)
         missing.discard(rename(name))
+    missing.difference_update(optional)
     if missing:
         raise CheckpointError(f"{path}: missing weights: {_some(sorted(missing))}")
     if left_over:
         raise CheckpointError(f"{path}: weights that no layer takes: {_some(left_over)}")
 
 
+def _eagle_name(name: str) -> str:
+    return name.removeprefix("model.")
+
+
 def _eagle3_name(name: str) -> str:
     """A head's tensor under its first published name, whichever alias the file uses."""
-    return name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
+    return _eagle_name(name).replace("layers.0.", "midlayer.", 1)
+
+
+def _is_rotary(name: str) -> bool:
+    return name.endswith("rotary_emb.inv_freq")
 
 
 def _tied(module: nn.Module) -> bool:
@@ -169,11 +207,7 @@ def load_decoder(
     decoder = decoder.to_empty(device=device)
     decoder.tie()
     decoder.rope = rope_table(config.rope, config.head_dim, config.max_position).to(device)
-    load_state(
-        decoder,
-        path,
-        ignore=lambda name: name.endswith("rotary_emb.inv_freq"),
-    )
+    load_state(decoder, path, ignore=_is_rotary)
     return decoder.eval().requires_grad_(False)
 
 
@@ -190,11 +224,7 @@ def load_eagle3(path: Path, target: Decoder, dtype: torch.dtype) -> Eagle3Head:
             f"{path}: the draft head was made for a target of hidden_size "
             f"{config.target_hidden_size}, this target has {hidden}"
         )
-    if config.layer.vocab_size != vocab:
-        raise CheckpointError(
-            f"{path}: the draft head's vocab_size {config.layer.vocab_size} is not the "
-            f"target's {vocab}"
-        )
+    _check_vocabulary(path, config.layer, target)
     names = {_eagle3_name(name) for name in tensor_names(path)}
     own_embedding = "embed_tokens.weight" in names
     if not own_embedding and config.layer.hidden_size != hidden:
@@ -205,11 +235,53 @@ def load_eagle3(path: Path, target: Decoder, dtype: torch.dtype) -> Eagle3Head:
     layer = replace(config.layer, max_position=target.config.max_position)
     with torch.device("meta"):
         head = Eagle3Head(replace(config, layer=layer), own_embedding).to(dtype)
+    head = _materialise(head, layer, target)
+    whole = config.draft_vocab_size == vocab
+    load_state(head, path, _eagle3_name, _is_rotary, ("d2t", "t2d") if whole else ("t2d",))
+    if "t2d" not in names:
+        own_ids = torch.arange(config.draft_vocab_size, device=head.d2t.device) + head.d2t
+        head.t2d.zero_()[own_ids] = True
+    return head.eval().requires_grad_(False)
+
+
+def load_eagle(path: Path, target: Decoder, dtype: torch.dtype) -> EagleHead:
+    """The head of EAGLE-1 or EAGLE-2 in folder ``path``, checked against its target.
+
+    Raises:
+        CheckpointError: as for the decoder, and a head whose sizes are not the target's.
+    """
+    config = read_eagle_config(path)
+    hidden = target.config.hidden_size
+    if config.hidden_size != hidden:
+        raise CheckpointError(
+            f"{path}: the draft head has hidden_size {config.hidden_size}, this target {hidden}"
+        )
+    _check_vocabulary(path, config, target)
+    names = {_eagle_name(name) for name in tensor_names(path)}
+    layer = replace(config, max_position=target.config.max_position)
+    with torch.device("meta"):
+        head = EagleHead(layer, "embed_tokens.weight" in names, "fc.bias" in names).to(dtype)
+    head = _materialise(head, layer, target)
+    load_state(head, path, _eagle_name, _is_rotary)
+    return head.eval().requires_grad_(False)
+
+
+def _check_vocabulary(path: Path, config: ModelConfig, target: Decoder) -> None:
+    if config.vocab_size != target.config.vocab_size:
+        raise CheckpointError(
+            f"{path}: the draft head's vocab_size {config.vocab_size} is not the "
+            f"target's {target.config.vocab_size}"
+        )
+
+
+def _materialise(head: Head, layer: ModelConfig, target: Decoder) -> Head:
+    """A head from the meta device on the target's, with what no checkpoint holds."""
     device = target.rope.device
     head = head.to_empty(device=device)
     head.rope = rope_table(layer.rope, layer.head_dim, layer.max_position).to(device)
-    load_state(head, path, _eagle3_name)
-    return head.eval().requires_grad_(False)
+    if isinstance(head, Eagle3Head):
+        head.d2t.zero_()
+    return head
 
 
 def export_state(module: nn.Module) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import (
     FinishReason,
+    History,
     Origin,
     Request,
     RowResult,
@@ -68,9 +69,12 @@ class Sequence:
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Known tokens at positions ``start .. end - 1``."""
-        prompt = self.request.prompt_ids
-        first, last = max(start - len(prompt), 0), max(end - len(prompt), 0)
-        return [*prompt[start:end], *self.output_ids[first:last]]
+        return self.history.tokens(start, end)
+
+    @property
+    def history(self) -> History:
+        """Its known tokens, as a drafter on the host reads them."""
+        return History(self.request.id, self.request.prompt_ids, self.output_ids)
 
     def ended_by(self, tokens: Iterable[int]) -> bool:
         """Whether ``tokens``, next in its output, end it whatever its text is."""

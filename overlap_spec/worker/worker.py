@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from overlap_spec.drafters.base import Draft, host_draft
 from overlap_spec.errors import NumericFault
 from overlap_spec.types import (
+    History,
     HostTrees,
     Int32s,
     Int64s,
@@ -153,7 +155,7 @@ class Worker:
             prefill.record(step.events.prefilled)
 
     @torch.inference_mode()
-    def draft(self, step: InFlightStep, histories: Sequence[Sequence[int]] | None = None) -> None:
+    def draft(self, step: InFlightStep, histories: Sequence[History] | None = None) -> None:
         """Queue the drafts, and the tree's copy to the host.
 
         Args:
@@ -170,15 +172,28 @@ class Worker:
             if self.overlap == "none":
                 step.events.tree_on_host.synchronize()
 
-    def _propose(self, step: InFlightStep, histories: Sequence[Sequence[int]]) -> Draft | None:
+    def forget(self, history: History) -> None:
+        """Tell a drafter on the host that a request has ended."""
+        drafter = self.runner.drafter
+        if drafter is None or not drafter.host:
+            return
+        try:
+            drafter.forget(history)
+        except Exception as error:  # a drafter's fault costs no request
+            self.runner.fault = error
+
+    def _propose(self, step: InFlightStep, histories: Sequence[History]) -> Draft | None:
         drafter, tier = self.runner.drafter, step.plan.tier
         if drafter is None or tier.steps == 0 or not histories or self.drafter_fault is not None:
             return None
+        start = time.perf_counter_ns()
         try:
             arrays = host_draft(drafter.propose(histories, tier), tier)
         except Exception as error:  # a drafter's fault costs no request
             self.runner.fault = error
             return None
+        finally:
+            self._record("host", "propose", start, time.perf_counter_ns(), step.plan.index)
         tensors = [torch.from_numpy(array) for array in arrays]
         if self._device.type == "cuda":
             tensors = [x.pin_memory().to(self._device, non_blocking=True) for x in tensors]

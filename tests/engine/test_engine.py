@@ -148,7 +148,7 @@ def test_broken_schema_names_its_place() -> None:
     [
         ({"speed": 9}, "unknown setting 'speed'"),
         ({"num_steps": -1}, "num_steps"),
-        ({"algorithm": "ngram"}, "'ngram' is not built yet"),
+        ({"algorithm": "mtp"}, "'mtp' is not built yet"),
         ({"algorithm": "magic"}, "algorithm must be one of"),
         ({"overlap": "twice"}, "overlap"),
         ({"device": "tpu"}, "tpu"),

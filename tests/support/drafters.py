@@ -24,7 +24,7 @@ from overlap_spec.drafters.base import (
     Tables,
 )
 from overlap_spec.models.decoder import Decoder
-from overlap_spec.types import Tier
+from overlap_spec.types import History, Tier
 
 
 class Echo(Drafter):
@@ -135,11 +135,12 @@ class OnHost(Drafter):
     ) -> OnHost:
         return cls()
 
-    def propose(self, histories: Sequence[Sequence[int]], tier: Tier) -> list[HostDraft]:
+    def propose(self, histories: Sequence[History], tier: Tier) -> list[HostDraft]:
         drafts = []
-        for tokens in histories:
+        for history in histories:
+            tokens = history.tokens(0, len(history))
             before = [i for i, token in enumerate(tokens[:-1]) if token == tokens[-1]]
-            found = list(tokens[before[-1] + 1 :][: tier.nodes - 1]) if before else []
+            found = tokens[before[-1] + 1 :][: tier.nodes - 1] if before else []
             scores = np.linspace(-0.1, -1.0, len(found), dtype=np.float32)
             drafts.append(HostDraft(np.array(found, np.int64), None, scores))
         return drafts
@@ -148,7 +149,7 @@ class OnHost(Drafter):
 class TooLong(OnHost):
     """Proposes more than a tier holds."""
 
-    def propose(self, histories: Sequence[Sequence[int]], tier: Tier) -> list[HostDraft]:
+    def propose(self, histories: Sequence[History], tier: Tier) -> list[HostDraft]:
         scores = np.zeros(tier.nodes, np.float32)
         return [HostDraft(np.zeros(tier.nodes, np.int64), None, scores) for _ in histories]
 

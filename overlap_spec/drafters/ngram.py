@@ -1,0 +1,324 @@
+"""Drafts looked up in text that is there: n-grams (prompt lookup, arXiv 2304.04487).
+
+What followed the last tokens where they stood before, in the request's own prompt and output, is
+proposed again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.drafters.base import Drafter, HostDraft, MakeCache, Tables
+from overlap_spec.models.decoder import Decoder
+from overlap_spec.types import History, Tier
+
+# Ends a text in a pool of several.
+END = -1
+# Of one request in one step, so that a long prompt keeps no other request waiting.
+TOKENS_A_STEP = 4096
+# Tokens entered between two looks at the bytes.
+RUN = 256
+# Bytes of a dictionary's two numbers, beside its table.
+NUMBERS_BYTES = 36 + 28
+# Matches that a tree is made of.
+MATCHES = 16
+
+
+class Match(NamedTuple):
+    """What followed an n-gram of ``size`` tokens where it stood before."""
+
+    size: int
+    tokens: list[int]
+
+
+class NgramTable:
+    """Where each n-gram of one length stands in a text; a position is that of the token after it.
+
+    ``entry``: number of the n-gram → a position: the newest or the oldest. ``link``: position → the
+    next older or newer one of the same n-gram, -1 is none. ``tail``: oldest position → the newest.
+    """
+
+    def __init__(self, oldest: bool, keep_all: bool) -> None:
+        self.entry: dict[int, int] = {}
+        self._oldest, self._keep_all = oldest, keep_all
+        self._link, self._tail = array("i"), array("i")
+
+    def skip(self) -> None:
+        """The next position has no such n-gram before it."""
+        if self._keep_all:
+            self._link.append(-1)
+            if self._oldest:
+                self._tail.append(len(self._tail))
+
+    def add(self, key: int, at: int) -> None:
+        """Enter the next position."""
+        self.skip()
+        known = self.entry.setdefault(key, at)
+        if known == at or not self._keep_all:
+            return
+        if self._oldest:
+            self._link[self._tail[known]] = self._tail[known] = at
+        else:
+            self._link[at] = known
+            self.entry[key] = at
+
+    def positions(self, key: int) -> Iterator[int]:
+        """Of an n-gram, in the order of preference."""
+        at = self.entry.get(key, -1)
+        while at >= 0:
+            yield at
+            at = self._link[at] if self._keep_all else -1
+
+    def drop(self, key: int) -> None:
+        """Forget an n-gram."""
+        del self.entry[key]
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes."""
+        numbers = sys.getsizeof(self.entry) + NUMBERS_BYTES * len(self.entry)
+        return numbers + sys.getsizeof(self._link) + sys.getsizeof(self._tail)
+
+
+class NgramIndex:
+    """A growing text with all its n-grams of up to ``size`` tokens.
+
+    Args:
+        vocab_size: Tokens are numbers below it: an n-gram is a number in that base.
+        oldest: Whether an n-gram's oldest continuation is preferred, else its newest.
+        keep_all: Whether all its continuations are kept, or one alone: the longest.
+        longest: Tokens of a continuation beyond which its length is of no interest.
+    """
+
+    def __init__(
+        self, size: int, vocab_size: int, oldest: bool, keep_all: bool, longest: int
+    ) -> None:
+        self.text = array("i")
+        self._vocab_size, self._keep_all, self._longest = vocab_size, keep_all, longest
+        self._tables = [NgramTable(oldest, keep_all) for _ in range(size)]
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Add tokens to the text; the last one may be END."""
+        text, vocab_size = self.text, self._vocab_size
+        for index, token in enumerate(tokens):
+            at, key, base = len(text), 0, 1
+            known = token != END
+            for size, table in enumerate(self._tables, 1):
+                known = known and at >= size and text[at - size] != END
+                if not known:
+                    table.skip()
+                    continue
+                key += text[at - size] * base
+                base *= vocab_size
+                if not self._keep_all and self._room(table, key) < len(tokens) - index:
+                    table.drop(key)
+                table.add(key, at)
+            text.append(token)
+
+    def matches(
+        self, size: int, key: int, steps: int, periodic: bool, seen: set[int]
+    ) -> Iterator[Match]:
+        """What followed the n-gram of ``size`` tokens with number ``key``, in order of preference.
+
+        Args:
+            steps: Most tokens of each.
+            periodic: Whether the text ends with that n-gram: where a match's tokens end there too,
+                they go on as if they were repeated.
+            seen: Positions that are of no interest, to which those that are found are added.
+        """
+        for at in self._tables[size - 1].positions(key):
+            if at in seen:
+                continue
+            seen.add(at)
+            found = self.text[at : at + steps].tolist()
+            if END in found:
+                found = found[: found.index(END)]
+            elif periodic:
+                period = len(self.text) - at
+                found += [found[i % period] for i in range(len(found), steps)]
+            yield Match(size, found)
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes."""
+        return sys.getsizeof(self.text) + sum(table.bytes for table in self._tables)
+
+    def _room(self, table: NgramTable, key: int) -> float:
+        """Tokens that follow an n-gram in its own text, as far as they matter."""
+        at = next(table.positions(key), None)
+        if at is None:
+            return math.inf
+        held = self.text[at : at + self._longest].tolist()
+        return held.index(END) if END in held else math.inf
+
+
+class NgramPool:
+    """N-grams of as much of the newest text as fits into ``max_bytes``.
+
+    It has two indexes: where the younger one is full, the elder one is dropped, and nothing is
+    entered again.
+
+    Attributes:
+        added: Tokens that it was given so far.
+    """
+
+    def __init__(self, make_index: Callable[[], NgramIndex], size: int, max_bytes: int) -> None:
+        self._make, self._size, self._max_bytes = make_index, size, max_bytes
+        self._young, self._elder = make_index(), make_index()
+        self.added = 0
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Enter what comes next in its text; the last token may be END."""
+        for start in range(0, len(tokens), RUN):
+            # A full table takes twice as much for its next entry.
+            if self._young.bytes > self._max_bytes // 4:
+                last = self._young.text[-self._size :].tolist()
+                self._young, self._elder = self._make(), self._young
+                self._young.append(last)
+            self._young.append(tokens[start : start + RUN])
+        self.added += len(tokens)
+
+    def indexes(self, oldest: bool) -> list[tuple[NgramIndex, bool]]:
+        """Both, in order of preference, and whether each ends with the newest token."""
+        both = [(self._young, True), (self._elder, False)]
+        return both[::-1] if oldest else both
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes."""
+        return self._young.bytes + self._elder.bytes
+
+
+class NgramDrafter(Drafter):
+    """Proposes what followed the longest n-gram that ends a request's text, where it stood before.
+
+    Each request has a pool of its own text. A public pool, where it is asked for, has that of
+    requests that have ended: one request's text then shapes others' drafts, and with them others'
+    speed, never their text.
+
+    Attributes:
+        pools: By request id; those that drafted last come last.
+    """
+
+    host: ClassVar[bool] = True
+
+    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+        super().__init__()
+        self._size, self._oldest = config.ngram_max_matching_size, config.ngram_use_oldest
+        self._make = partial(
+            NgramIndex,
+            self._size,
+            vocab_size,
+            self._oldest,
+            config.ngram_keep_all,
+            max(config.num_steps, 1),
+        )
+        self._vocab_size, self._most = vocab_size, config.max_running_requests
+        shares = self._most * (2 if config.ngram_public_pool else 1)
+        self._share = config.ngram_pool_bytes // shares
+        self.public: NgramPool | None = None
+        if config.ngram_public_pool:
+            self.public = NgramPool(self._make, self._size, config.ngram_pool_bytes // 2)
+        self.pools: OrderedDict[int, NgramPool] = OrderedDict()
+
+    @classmethod
+    def build(
+        cls,
+        config: EngineConfig,
+        target: Decoder,
+        tables: Tables,  # noqa: ARG003
+        make_cache: MakeCache,  # noqa: ARG003
+    ) -> NgramDrafter:
+        return cls(config, target.config.vocab_size)
+
+    def propose(self, histories: Sequence[History], tier: Tier) -> list[HostDraft]:
+        return [draft_of(self._matches(history, tier), tier) for history in histories]
+
+    def forget(self, history: History) -> None:
+        self.pools.pop(history.request_id, None)
+        if self.public is not None:
+            self.public.add([*history.tokens(0, len(history)), END])
+
+    def _pool(self, history: History) -> NgramPool:
+        """The request's pool, with its new tokens."""
+        pool = self.pools.pop(history.request_id, None)
+        if pool is None:
+            pool = NgramPool(self._make, self._size, self._share)
+        # Requests that wait for their turn again must not add up.
+        while len(self.pools) >= self._most:
+            self.pools.popitem(last=False)
+        self.pools[history.request_id] = pool
+        end = min(len(history), pool.added + TOKENS_A_STEP)
+        pool.add(history.tokens(pool.added, end))
+        return pool
+
+    def _matches(self, history: History, tier: Tier) -> list[Match]:
+        """What followed the request's last tokens before: after longer n-grams first."""
+        pool = self._pool(history)
+        total = len(history)
+        own = [(i, last and pool.added == total) for i, last in pool.indexes(self._oldest)]
+        every = own
+        if self.public is not None:
+            every = [*own, *((i, False) for i, _ in self.public.indexes(self._oldest))]
+        keys, base = [0], 1
+        for token in reversed(history.tokens(max(0, total - self._size), total)):
+            keys.append(keys[-1] + token * base)
+            base *= self._vocab_size
+        seen: list[set[int]] = [set() for _ in every]
+        found = (
+            match
+            for size in range(len(keys) - 1, 0, -1)
+            for (index, periodic), known in zip(every, seen, strict=True)
+            for match in index.matches(size, keys[size], tier.steps, periodic, known)
+        )
+        return list(islice(found, 1 if tier.top_k == 1 else MATCHES))
+
+
+def draft_of(matches: Sequence[Match], tier: Tier) -> HostDraft:
+    """The tree of the likeliest continuations.
+
+    A match of n tokens counts n times. A token's probability after its parent is its share of
+    these counts and of one more, which is for what was never seen.
+    """
+    counts: dict[tuple[int, ...], int] = {}
+    after: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for match in matches:
+        for depth in range(len(match.tokens) + 1):
+            path = tuple(match.tokens[:depth])
+            if path and path not in counts:
+                after.setdefault(path[:-1], []).append(path)
+            counts[path] = counts.get(path, 0) + match.size
+    tokens: list[int] = []
+    parents: list[int] = []
+    scores: list[float] = []
+    # Best first: parents come before their children, siblings in descending order.
+    heap: list[tuple[float, int, tuple[int, ...], int]] = []
+    order, path, node, cost = 0, (), 0, 0.0
+    while len(tokens) < tier.nodes - 1:
+        total = 1 + sum(counts[child] for child in after.get(path, []))
+        best = sorted(after.get(path, []), key=lambda child: -counts[child])[: tier.top_k]
+        for child in best:
+            order += 1
+            price = cost - math.log(counts[child] / total)
+            heapq.heappush(heap, (price, order, child, node))
+        if not heap:
+            break
+        cost, _, path, parent = heapq.heappop(heap)
+        tokens.append(path[-1])
+        parents.append(parent)
+        scores.append(-cost)
+        node = len(tokens)
+    return HostDraft(
+        np.array(tokens, np.int64), np.array(parents, np.int64), np.array(scores, np.float32)
+    )

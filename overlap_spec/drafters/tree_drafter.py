@@ -1,0 +1,136 @@
+"""A model that drafts, grown into chains or into EAGLE-2's dynamic trees (arXiv 2406.16858)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from overlap_spec.drafters.base import Committed, Draft, DraftCache, Drafter, Roots
+from overlap_spec.kernels import grow, rerank
+from overlap_spec.models.decoder import Attend
+from overlap_spec.types import Tier
+
+
+class TreeDrafter(Drafter):
+    """Grows ``top_k`` branches a step and keeps the best nodes over all steps.
+
+    A branch is a token and a *state*: the model's output there, from which its children come, and
+    which it may read again. Between steps one state a row is kept: the root's.
+
+    Args:
+        cache: The model's own; slot i holds token i.
+        root_state: Zeros ``(rows, H)``, one for each row of the tables.
+        last_position: The last one in the target's context; drafts past it are discarded.
+    """
+
+    root_state: Tensor
+
+    def __init__(self, cache: DraftCache, root_state: Tensor, last_position: int) -> None:
+        super().__init__()
+        self.cache, self.last_position = cache, last_position
+        self.register_buffer("root_state", root_state)
+
+    @abstractmethod
+    def advance(
+        self, tokens: Tensor, before: Tensor | None, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """One pass of the model.
+
+        Args:
+            tokens, positions: int64 ``(T,)``; positions within the target's context.
+            before: ``(T, H)``, states at each token's parent; of committed tokens what
+                :meth:`states_before` makes.
+            attend: Attention over the cache.
+
+        Returns:
+            ``(T, H)``, the states at these tokens.
+        """
+
+    @abstractmethod
+    def candidates(self, states: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and target ids of the k best next tokens, descending:
+        ``(T, H)`` → ``(T, k)``."""
+
+    def states_before(self, features: Tensor | None) -> Tensor | None:
+        """What stands for the states before committed tokens: the target's features ``(T, F)``."""
+        return features
+
+    def extend(self, committed: Committed) -> None:
+        states = self.advance(
+            committed.tokens,
+            self.states_before(committed.features),
+            committed.positions,
+            committed.attend(self.cache),
+        )
+        self.root_state.index_copy_(0, committed.rows, states[committed.last])
+
+    def draft(self, roots: Roots, tier: Tier) -> Draft:
+        state = self.root_state[roots.rows]
+        return (
+            self._chain(roots, state, tier) if tier.top_k == 1 else self._tree(roots, state, tier)
+        )
+
+    def _chain(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
+        before = state[:, None]
+        score, token = self.candidates(state, 1)
+        scores, tokens = [score], [token]
+        for step in range(1, tier.nodes - 1):
+            # Everything before is an ancestor: plain causal attention.
+            before = self._advance(roots, token, before, step, None)
+            score, token = self.candidates(before.flatten(0, 1), 1)
+            scores.append(score)
+            tokens.append(token)
+        return Draft(torch.cat(tokens, 1), None, torch.cat(scores, 1).cumsum(1))
+
+    def _tree(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
+        batch, k, device = roots.rows.shape[0], tier.top_k, roots.rows.device
+        score, token = self.candidates(state, k)
+        scores, tokens = [score], [token]
+        parents = [torch.full_like(token, -1)]
+        number = torch.arange(k, device=device).expand(batch, k)
+        before = state[:, None].expand(batch, k, -1)
+        mask = torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k)
+        for step in range(1, tier.steps):
+            out = self._advance(roots, token, before, step, mask)
+            added, choices = self.candidates(out.flatten(0, 1), k)
+            grown = grow(score, added, choices, mask)
+            parents.append(number.repeat_interleave(k, 1))
+            scores.append(added.view(batch, k * k))
+            tokens.append(choices.view(batch, k * k))
+            score, token = grown.score, grown.token
+            number = grown.best + (k + (step - 1) * k * k)
+            before = out.gather(1, grown.branch[:, :, None].expand_as(out))
+            assert grown.mask is not None
+            mask = grown.mask
+        every = torch.cat(scores, 1)
+        kept = rerank(every, tier.nodes - 1)
+        return Draft(
+            torch.cat(tokens, 1).gather(1, kept),
+            _renumber(torch.cat(parents, 1), kept),
+            every.gather(1, kept),
+        )
+
+    def _advance(
+        self, roots: Roots, token: Tensor, before: Tensor, step: int, mask: Tensor | None
+    ) -> Tensor:
+        """One step of all branches: ``token (B, k)``, ``before (B, k, H)`` → ``(B, k, H)``."""
+        batch, k = token.shape
+        prefix = roots.positions + (1 if mask is not None else step)
+        offset = torch.arange(1 + (step - 1) * k, 1 + step * k, device=token.device)
+        slots = roots.positions[:, None] + offset
+        positions = (roots.positions + step).clamp(max=self.last_position)
+        positions = positions[:, None].expand(batch, k)
+        attend = self.cache.attend(roots.pages, slots, prefix, positions, mask)
+        out = self.advance(token.flatten(), before.flatten(0, 1), positions.flatten(), attend)
+        return out.view(batch, k, -1)
+
+
+def _renumber(parents: Tensor, kept: Tensor) -> Tensor:
+    """Candidate numbers of the kept ones' parents → node numbers, the root's being 0."""
+    batch, count = kept.shape
+    node = torch.zeros(batch, parents.shape[1] + 1, dtype=torch.int64, device=kept.device)
+    numbers = torch.arange(1, count + 1, device=kept.device).expand(batch, count)
+    node.scatter_(1, kept + 1, numbers)
+    return node.gather(1, parents.gather(1, kept) + 1)

@@ -1,0 +1,179 @@
+"""A draft model: drafts what it would say itself, on any context, and only in one vocabulary."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overlap_spec.drafters.draft_model import same_vocabulary, token_texts
+from overlap_spec.engine import Engine
+from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.types import Output
+from tests.support import checkpoints
+
+CHAIN: dict[str, Any] = {"num_steps": 4}
+TREE: dict[str, Any] = {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 10}
+PROMPTS = ["abcabcabc", "the train to platform 4", "x", "p" * 90]
+GRAMMARS = [None, Grammar.regex(r"[a-f]{3}-\d{1,30}"), None, None]
+ASKED = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Checkpoints of the same tokenizer and other shapes."""
+    folder = tmp_path_factory.mktemp("drafts")
+    shapes: dict[str, dict[str, Any]] = {
+        "small": {"hidden_size": 16, "num_hidden_layers": 2, "num_key_value_heads": 1},
+        "short": {"max_position_embeddings": 64},
+        "padded": {"vocab_size": 300},
+        "narrow": {"vocab_size": 258},
+        "tied": {"tie_word_embeddings": True},
+    }
+    for name, shape in shapes.items():
+        checkpoints.write_target(folder / name, seed=7, **shape)
+    # Of one mind: the likeliest path is always among a tree's branches.
+    checkpoints.write_target(folder / "sure", seed=7, scale=16.0)
+    return {name: str(folder / name) for name in (*shapes, "sure")}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: dict[str, Any]) -> list[Output]:
+    return ask(tiny, algorithm="none", overlap="none")[0]
+
+
+def ask(tiny: dict[str, Any], **settings: Any) -> tuple[list[Output], dict[str, Any]]:
+    with Engine(**{**tiny, "context_length": 256, "adaptive": "static", **settings}) as engine:
+        outputs = engine.generate(PROMPTS, GRAMMARS, ASKED)
+        return outputs, engine.snapshot()["drafter"]
+
+
+def ids(outputs: list[Output]) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+def test_the_targets_own_copy_is_always_right(
+    models: dict[str, str], shape: dict[str, Any], graphs: bool
+) -> None:
+    """Each verify brings every drafted token and the bonus: its cache holds what it should."""
+    own = {"model": models["sure"], "grammar_isolated": False}
+    plain, _ = ask(own, algorithm="none", overlap="none")
+    settings = {**shape, "chunked_prefill_size": 32, "graphs": graphs}
+    outputs, state = ask(own, algorithm="draft_model", draft=models["sure"], **settings)
+    assert ids(outputs) == ids(plain)
+    assert state["faults"] == 0
+    for output, grammar in zip(outputs, GRAMMARS, strict=True):
+        if grammar is None:
+            # The first token comes with the prefill.
+            assert output.stats.verifies == -(-39 // (shape["num_steps"] + 1))
+
+
+def test_reused_pages_draft_as_well_as_computed_ones(tiny: dict[str, Any]) -> None:
+    settings = {"algorithm": "draft_model", "draft": tiny["model"], "adaptive": "static", **CHAIN}
+    with Engine(**{**tiny, **settings}) as engine:
+        first = engine.generate("p" * 90, None, ASKED)
+        second = engine.generate("p" * 90, None, ASKED)
+        third = engine.generate("p" * 70 + "q", None, ASKED)
+    assert second.stats.cached_tokens >= 80
+    assert third.stats.cached_tokens >= 64
+    assert second.token_ids == first.token_ids
+    for output in (first, second, third):
+        assert output.stats.verifies == 8
+
+
+@pytest.mark.parametrize(("shape", "overlap"), [(CHAIN, "none"), (TREE, "once-sync")])
+@pytest.mark.parametrize("name", ["small", "short", "padded", "narrow", "tied"])
+def test_another_model_changes_no_text(
+    tiny: dict[str, Any],
+    models: dict[str, str],
+    plain: list[Output],
+    name: str,
+    shape: dict[str, Any],
+    overlap: str,
+) -> None:
+    """Also past its own context, and where its head is padded to another size."""
+    settings = {**shape, "overlap": overlap}
+    outputs, state = ask(tiny, algorithm="draft_model", draft=models[name], **settings)
+    assert ids(outputs) == ids(plain)
+    assert state["faults"] == 0
+    assert all(output.stats.drafted_tokens for output in outputs)
+
+
+def test_its_memory_is_counted(tiny: dict[str, Any], models: dict[str, str]) -> None:
+    """All its layers share the target's pages."""
+    with Engine(**{**tiny, "draft": models["small"]}, algorithm="draft_model") as engine:
+        runner = engine.core.worker.runner
+        (cache,) = runner.draft_pools
+        assert cache.first == 0
+        assert cache.k.shape[:2] == (2, runner.pool.k.shape[1])
+
+
+def test_it_needs_a_folder(tiny: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="needs draft"):
+        Engine(model=tiny["model"], algorithm="draft_model")
+
+
+def other_vocabulary(source: str, folder: Path, change: Any) -> Path:
+    shutil.copytree(source, folder)
+    data = json.loads((folder / "tokenizer.json").read_text())
+    change(data)
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    return folder
+
+
+def swap(data: dict[str, Any]) -> None:
+    vocabulary = data["model"]["vocab"]
+    by_id = {number: text for text, number in vocabulary.items()}
+    vocabulary[by_id[17]], vocabulary[by_id[40]] = 40, 17
+
+
+def rename(data: dict[str, Any]) -> None:
+    data["added_tokens"][-1]["content"] = "<stop>"
+
+
+def shorten(data: dict[str, Any]) -> None:
+    del data["added_tokens"][-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (swap, "token 17 is '.', and the target's is '.'"),
+        (rename, "token 259 is '<stop>', and the target's is '<end>'"),
+        (shorten, "token 259 is absent, and the target's is '<end>'"),
+    ],
+)
+def test_the_first_difference_between_vocabularies_is_named(
+    tiny: dict[str, Any], models: dict[str, str], tmp_path: Path, change: Any, said: str
+) -> None:
+    folder = other_vocabulary(models["small"], tmp_path / "other", change)
+    with pytest.raises(CheckpointError, match=said):
+        Engine(**{**tiny, "draft": str(folder)}, algorithm="draft_model")
+
+
+def test_a_missing_tokenizer_is_named(
+    tiny: dict[str, Any], models: dict[str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "bare"
+    shutil.copytree(models["small"], folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
+        Engine(**{**tiny, "draft": str(folder)}, algorithm="draft_model")
+
+
+def test_vocabularies_that_are_lists(tmp_path: Path) -> None:
+    """A Unigram tokenizer spells its tokens as [text, score], by id."""
+    for name, text in (("a", "one"), ("b", "other")):
+        (tmp_path / name).mkdir()
+        data = {"model": {"vocab": [["<unk>", 0.0], [text, -1.5]]}, "added_tokens": []}
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(data))
+    assert token_texts(tmp_path / "a" / "tokenizer.json") == {0: "<unk>", 1: "one"}
+    same_vocabulary(tmp_path / "a", tmp_path / "a")
+    with pytest.raises(CheckpointError, match="token 1 is 'one', and the target's is 'other'"):
+        same_vocabulary(tmp_path / "a", tmp_path / "b")

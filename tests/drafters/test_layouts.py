@@ -1,0 +1,354 @@
+"""Draft heads in their published layouts, from random weights, against plain torch.
+
+The target's features are those of `transformers`; the head's own arithmetic is written out here,
+from the names in its file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from overlap_spec.engine import Engine
+from overlap_spec.errors import CheckpointError
+from tests.support.checkpoints import SHAPE
+
+Tensors = dict[str, Tensor]
+HIDDEN, INNER, VOCABULARY = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["vocab_size"]
+HEADS, KV_HEADS = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
+DRAFT_VOCABULARY = 96
+PROMPT = "the train to platform 4 leaves at 10:15"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A published layout: config, and names of tensors.
+
+    ``prefix``: before all names. ``layer``: name of EAGLE-3's layer. ``file``: as it is saved.
+    ``features``: layers of the target whose inputs are read, of EAGLE-3.
+    """
+
+    algorithm: str
+    config: dict[str, Any]
+    prefix: str = ""
+    layer: str = "midlayer"
+    file: str = "model.safetensors"
+    embedding: bool = False
+    bias: bool = False
+    layers: int = 1
+    maps: tuple[str, ...] = ("d2t", "t2d")
+    vocabulary: int = DRAFT_VOCABULARY
+    head_dim: int = HIDDEN // HEADS
+    features: tuple[int, ...] = (1, 2, 3)
+    residual_normed: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+IDS = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+INPUTS = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+EAGLE3 = {"architectures": ["LlamaForCausalLMEagle3"], **IDS}
+LAYOUTS: dict[str, Layout] = {
+    "EAGLE-1/2, fc.bias, pytorch_model.bin": Layout(
+        "eagle",
+        {"architectures": ["LlamaForCausalLM"]},
+        file="pytorch_model.bin",
+        embedding=True,
+        bias=True,
+    ),
+    "EAGLE-1/2 of Llama 3, no bias": Layout(
+        "eagle", {"architectures": ["LlamaForCausalLM"]}, file="pytorch_model.bin", embedding=True
+    ),
+    "EAGLE-1/2, SGLang's name": Layout("eagle", {"architectures": ["LlamaForCausalLMEagle"]}),
+    "EAGLE-1/2, vLLM's name": Layout(
+        "eagle", {"architectures": ["EagleLlamaForCausalLM"]}, prefix="model.", embedding=True
+    ),
+    "EAGLE-1/2, two layers": Layout("eagle", {"architectures": ["LlamaForCausalLM"]}, layers=2),
+    "EAGLE-3, pytorch_model.bin": Layout("eagle3", EAGLE3, file="pytorch_model.bin"),
+    "EAGLE-3, no t2d": Layout("eagle3", EAGLE3, maps=("d2t",)),
+    "EAGLE-3, whole vocabulary": Layout("eagle3", EAGLE3, maps=(), vocabulary=VOCABULARY),
+    "EAGLE-3, layers.0, own embedding": Layout("eagle3", EAGLE3, layer="layers.0", embedding=True),
+    "EAGLE-3 of Qwen3, head_dim": Layout("eagle3", EAGLE3, prefix="model.", head_dim=16),
+    "EAGLE-3, vLLM's name": Layout(
+        "eagle3", {"architectures": ["Eagle3LlamaForCausalLM"], **INPUTS}, layer="layers.0"
+    ),
+    "speculators": Layout(
+        "eagle3",
+        {"architectures": ["Eagle3Speculator"], "norm_before_residual": False, **INPUTS},
+        layer="layers.0",
+        embedding=True,
+    ),
+    "speculators, norm_before_residual": Layout(
+        "eagle3",
+        {"architectures": ["Eagle3Speculator"], "norm_before_residual": True, **INPUTS},
+        layer="layers.0",
+        embedding=True,
+        residual_normed=True,
+    ),
+}
+
+
+def shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a layout's file."""
+    eagle3 = layout.algorithm == "eagle3"
+    read = 2 * HIDDEN if eagle3 else HIDDEN
+    found: dict[str, tuple[int, ...]] = {
+        "fc.weight": (HIDDEN, 3 * HIDDEN if eagle3 else 2 * HIDDEN)
+    }
+    if layout.bias:
+        found["fc.bias"] = (HIDDEN,)
+    if layout.embedding:
+        found["embed_tokens.weight"] = (VOCABULARY, HIDDEN)
+    for number in range(layout.layers):
+        layer = layout.layer if eagle3 else f"layers.{number}"
+        found |= {
+            f"{layer}.self_attn.q_proj.weight": (HEADS * layout.head_dim, read),
+            f"{layer}.self_attn.k_proj.weight": (KV_HEADS * layout.head_dim, read),
+            f"{layer}.self_attn.v_proj.weight": (KV_HEADS * layout.head_dim, read),
+            f"{layer}.self_attn.o_proj.weight": (HIDDEN, HEADS * layout.head_dim),
+            f"{layer}.mlp.gate_proj.weight": (INNER, HIDDEN),
+            f"{layer}.mlp.up_proj.weight": (INNER, HIDDEN),
+            f"{layer}.mlp.down_proj.weight": (HIDDEN, INNER),
+            f"{layer}.post_attention_layernorm.weight": (HIDDEN,),
+        }
+        if eagle3 or number:
+            found[f"{layer}.input_layernorm.weight"] = (HIDDEN,)
+    if eagle3:
+        found[f"{layout.layer}.hidden_norm.weight"] = (HIDDEN,)
+        found["norm.weight"] = (HIDDEN,)
+        found["lm_head.weight"] = (layout.vocabulary, HIDDEN)
+    return found
+
+
+def write(folder: Path, layout: Layout) -> Tensors:
+    """A random head in ``folder``; its tensors without the file's prefix."""
+    generator = torch.Generator().manual_seed(3)
+    weights: Tensors = {}
+    for name, shape in shapes(layout).items():
+        values = torch.randn(shape, generator=generator)
+        weights[name] = values / shape[1] ** 0.5 if len(shape) > 1 else 1 + 0.3 * values
+    if layout.algorithm == "eagle3" and layout.maps:
+        ids = torch.randperm(VOCABULARY, generator=generator)[: layout.vocabulary].sort().values
+        maps = {"d2t": ids - torch.arange(len(ids)), "t2d": torch.zeros(VOCABULARY).bool()}
+        maps["t2d"][ids] = True
+        weights |= {name: maps[name] for name in layout.maps}
+    folder.mkdir()
+    shape = {**SHAPE, "num_hidden_layers": layout.layers, "head_dim": layout.head_dim}
+    hf = {"draft_vocab_size": layout.vocabulary, **layout.config}
+    if hf["architectures"] == ["Eagle3Speculator"]:
+        hf["transformer_layer_config"] = {"model_type": "llama", **shape}
+    else:
+        hf |= shape
+    (folder / "config.json").write_text(json.dumps(hf))
+    named = {layout.prefix + name: x.contiguous() for name, x in weights.items()}
+    if layout.file == "pytorch_model.bin":
+        torch.save(named, folder / layout.file)
+    else:
+        save_file(named, folder / layout.file)
+    return weights
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + SHAPE["rms_norm_eps"]).sqrt() * weight
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """``(T, heads, D)``, by halves."""
+    half = x.shape[-1] // 2
+    speed = 10000.0 ** (-torch.arange(half) / half)
+    angle = (positions[:, None] * speed)[:, None]
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def attention(weights: Tensors, layer: str, x: Tensor, positions: Tensor, dim: int) -> Tensor:
+    q, k, v = (
+        (x @ weights[f"{layer}.self_attn.{n}_proj.weight"].T).view(len(x), -1, dim) for n in "qkv"
+    )
+    q, k = rotate(q, positions), rotate(k, positions)
+    k, v = (y.repeat_interleave(HEADS // KV_HEADS, 1) for y in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / dim**0.5
+    seen = torch.ones(len(x), len(x)).tril().bool()
+    out = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    return out.flatten(1) @ weights[f"{layer}.self_attn.o_proj.weight"].T
+
+
+def mlp(weights: Tensors, layer: str, x: Tensor) -> Tensor:
+    gate, up = (x @ weights[f"{layer}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+    return (F.silu(gate) * up) @ weights[f"{layer}.mlp.down_proj.weight"].T
+
+
+def oracle(
+    layout: Layout, weights: Tensors, embeds: Tensor, features: Tensor, positions: Tensor
+) -> Tensor:
+    """The head's output at every token, ``features`` being of the position before."""
+    if layout.algorithm == "eagle3":
+        layer = layout.layer
+        feature = features @ weights["fc.weight"].T
+        hidden = rms(feature, weights[f"{layer}.hidden_norm.weight"])
+        own = rms(embeds, weights[f"{layer}.input_layernorm.weight"])
+        x = hidden if layout.residual_normed else feature
+        both = torch.cat([own, hidden], -1)
+        x = x + attention(weights, layer, both, positions, layout.head_dim)
+        normed = rms(x, weights[f"{layer}.post_attention_layernorm.weight"])
+        return x + mlp(weights, layer, normed)
+    x = torch.cat([embeds, features], -1) @ weights["fc.weight"].T + weights.get("fc.bias", 0)
+    for number in range(layout.layers):
+        layer = f"layers.{number}"
+        normed = rms(x, weights[f"{layer}.input_layernorm.weight"]) if number else x
+        x = x + attention(weights, layer, normed, positions, layout.head_dim)
+        normed = rms(x, weights[f"{layer}.post_attention_layernorm.weight"])
+        x = x + mlp(weights, layer, normed)
+    return x
+
+
+@pytest.fixture(scope="module")
+def reference(tiny: dict[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny["model"], dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@torch.no_grad()
+def test_a_published_layout_computes_what_it_should(
+    tiny: dict[str, Any], reference: Any, tmp_path: Path, name: str
+) -> None:
+    """The state at the root after a prefill in two chunks, and the drafts that come from it."""
+    layout = LAYOUTS[name]
+    weights = write(tmp_path / "head", layout)
+    settings = {"algorithm": layout.algorithm, "draft": str(tmp_path / "head"), "graphs": False}
+    with Engine(**{**tiny, **settings}, overlap="none", chunked_prefill_size=32) as engine:
+        # The first token's root: of what follows nothing is taken in.
+        prompt = engine.tokenizer.encode(PROMPT)
+        output = engine.generate(PROMPT, None, {"max_tokens": 1, "temperature": 0}, raw=True)
+        drafter = engine.core.worker.runner.drafter
+        assert engine.snapshot()["drafter"]["faults"] == 0
+        (row,) = drafter.root_state.abs().sum(1).nonzero().flatten().tolist()
+        state = drafter.root_state[row : row + 1]
+        scores, drafted = drafter.candidates(state, 4)
+
+    tokens = torch.tensor([*prompt, *output.token_ids])
+    kept = reference(tokens[None], output_hidden_states=True)
+    if layout.algorithm == "eagle":
+        features = reference.model(tokens[None]).last_hidden_state[0]
+    else:
+        inputs = list(kept.hidden_states[:-1])
+        # The last layer's output before the final norm.
+        held: list[Tensor] = []
+        handle = reference.model.norm.register_forward_pre_hook(lambda _, x: held.append(x[0]))
+        reference(tokens[None])
+        handle.remove()
+        features = torch.cat([[*inputs, held[0]][i][0] for i in layout.features], -1)
+    table = weights.get("embed_tokens.weight", reference.model.embed_tokens.weight)
+    positions = torch.arange(1, len(tokens))
+    want = oracle(layout, weights, table[tokens[1:]], features[:-1], positions)[-1]
+    assert torch.allclose(state[0], want, atol=2e-4, rtol=1e-4)
+
+    if layout.algorithm == "eagle":
+        logits = reference.lm_head(want)
+        ids = torch.arange(VOCABULARY)
+    else:
+        logits = rms(want, weights["norm.weight"]) @ weights["lm_head.weight"].T
+        ids = torch.arange(layout.vocabulary)
+        ids = ids + weights["d2t"] if "d2t" in weights else ids
+    best = logits.log_softmax(-1).topk(4)
+    assert drafted[0].tolist() == ids[best.indices].tolist()
+    assert torch.allclose(scores[0], best.values, atol=2e-4)
+
+
+@pytest.mark.parametrize("tree", [{}, {"eagle_topk": 3, "num_draft_tokens": 12}])
+@pytest.mark.parametrize("name", ["EAGLE-1/2, two layers", "speculators, norm_before_residual"])
+def test_a_head_changes_no_text(
+    tiny: dict[str, Any], tmp_path: Path, name: str, tree: dict[str, Any]
+) -> None:
+    write(tmp_path / "head", LAYOUTS[name])
+    asked = {"max_tokens": 40, "temperature": 0}
+    texts = []
+    for settings in (
+        {"algorithm": "none"},
+        {"algorithm": LAYOUTS[name].algorithm, "draft": str(tmp_path / "head"), **tree},
+    ):
+        with Engine(**{**tiny, "adaptive": "static", **settings}) as engine:
+            outputs = engine.generate([PROMPT, "abc"], None, asked)
+            texts.append([output.token_ids for output in outputs])
+            faults = engine.snapshot()["drafter"]["faults"]
+            assert faults == 0
+    assert texts[0] == texts[1]
+    assert all(output.stats.drafted_tokens for output in outputs)
+
+
+def no_map(folder: Path) -> None:
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    del state["d2t"]
+    torch.save(state, folder / "pytorch_model.bin")
+
+
+def no_file(folder: Path) -> None:
+    (folder / "pytorch_model.bin").unlink()
+
+
+def broken(folder: Path) -> None:
+    (folder / "pytorch_model.bin").write_bytes(b"no archive")
+
+
+def code(folder: Path) -> None:
+    """What would run code when it is read."""
+    torch.save({"fc.weight": Path("x")}, folder / "pytorch_model.bin")
+
+
+def numbers(folder: Path) -> None:
+    torch.save({"fc.weight": 3}, folder / "pytorch_model.bin")
+
+
+def changed(**fields: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        hf = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**hf, **fields}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (no_map, "missing weights: d2t"),
+        (no_file, "neither model.safetensors nor pytorch_model.bin"),
+        (broken, "cannot be read"),
+        (code, "cannot be read"),
+        (numbers, "something else than tensors"),
+        (changed(fc_norm=True), "'fc_norm' are not supported"),
+        (changed(architectures=["Eagle4"]), "'Eagle4' is no EAGLE-3 head"),
+        (
+            changed(architectures=["Eagle3Speculator"], transformer_layer_config=SHAPE),
+            "no 'norm_before_residual'",
+        ),
+    ],
+)
+def test_what_does_not_load_is_named(
+    tiny: dict[str, Any], tmp_path: Path, change: Callable[[Path], None], said: str
+) -> None:
+    write(tmp_path / "head", LAYOUTS["EAGLE-3, pytorch_model.bin"])
+    change(tmp_path / "head")
+    with pytest.raises(CheckpointError, match=said):
+        Engine(**{**tiny, "draft": str(tmp_path / "head")}, algorithm="eagle3")
+
+
+def test_an_eagle_head_needs_the_targets_sizes(tiny: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    write(folder, LAYOUTS["EAGLE-1/2, SGLang's name"])
+    for name, said in (("hidden_size", "has hidden_size 64"), ("vocab_size", "vocab_size 64")):
+        kept = (folder / "config.json").read_text()
+        changed(**{name: 64})(folder)
+        with pytest.raises(CheckpointError, match=said):
+            Engine(**{**tiny, "draft": str(folder)}, algorithm="eagle")
+        (folder / "config.json").write_text(kept)
