@@ -123,6 +123,14 @@ class EngineConfig:
             "CUDA graphs on a GPU (for each tier and batch size), as TorchScript on the CPU."
         ),
     ] = True
+    threads: Annotated[
+        int | None,
+        Help(
+            "Threads of torch that a pass is computed with on the CPU; by default one for each "
+            "64 MiB of weights, at most the physical cores, less one where there are more than "
+            "two, and never more than torch has been told."
+        ),
+    ] = None
     lane_threads: Annotated[
         int | None,
         Help(
@@ -165,11 +173,18 @@ class EngineConfig:
             "max_running_requests": 1,
             "chunked_prefill_size": 1,
             "page_size": 1,
+            "threads": 1,
             "lane_threads": 0,
             "grammar_compile_memory_bytes": 1,
             "grammar_cache_bytes": 0,
         }
-        optional = ("num_draft_tokens", "context_length", "max_total_tokens", "lane_threads")
+        optional = (
+            "num_draft_tokens",
+            "context_length",
+            "max_total_tokens",
+            "threads",
+            "lane_threads",
+        )
         for name, low in least.items():
             value = getattr(self, name)
             if value is None and name in optional:

@@ -6,6 +6,7 @@ Module names follow Hugging Face's, but for what is fused: ``qkv_proj``, ``gate_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +72,15 @@ def _shards(path: Path) -> list[Path]:
 def tensor_names(path: Path) -> set[str]:
     """Names of all tensors of the checkpoint in folder ``path``, without reading them."""
     return {name for name, _ in _handles(path)}
+
+
+def parameter_count(path: Path) -> int:
+    """Elements of all tensors of the checkpoint in folder ``path``, without reading them.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    return sum(math.prod(file.get_slice(name).get_shape()) for name, file in _handles(path))
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
