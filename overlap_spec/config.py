@@ -98,8 +98,9 @@ class EngineConfig:
     dtype: Annotated[
         str,
         Help(
-            "float32, bfloat16, float16, or auto: float32 on the CPU and the checkpoint's type on "
-            "a GPU."
+            "float32, bfloat16, float16, or auto: the checkpoint's type on a GPU; on the CPU "
+            "float32, or bfloat16 for a checkpoint in it of at least 32 MiB where the processor "
+            "has AMX or AVX512-BF16."
         ),
     ] = "auto"
     device: Annotated[str, Help("cpu, cuda, or auto: CUDA if there is a device.")] = "auto"
@@ -127,7 +128,7 @@ class EngineConfig:
         int | None,
         Help(
             "Threads of torch that a pass is computed with on the CPU; by default one for each "
-            "64 MiB of weights, at most the physical cores, less one where there are more than "
+            "32 MiB of weights, at most the physical cores, less one where there are more than "
             "two, and never more than torch has been told."
         ),
     ] = None

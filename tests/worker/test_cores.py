@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +14,15 @@ import torch
 from overlap_spec.config import EMBEDDED, EngineConfig
 from overlap_spec.errors import ConfigError
 from overlap_spec.worker import cores
-from overlap_spec.worker.build import build_streams, weight_bytes
-from overlap_spec.worker.cores import THREAD_BYTES, physical_cores, pick_threads
+from overlap_spec.worker.build import build_streams, pick_dtype, weight_bytes
+from overlap_spec.worker.cores import (
+    BFLOAT16_BYTES,
+    THREAD_BYTES,
+    has_bfloat16,
+    physical_cores,
+    pick_float,
+    pick_threads,
+)
 
 LARGE = 1 << 40
 
@@ -47,6 +57,40 @@ def test_hyperthreads_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.M
         (folder / "thread_siblings_list").write_text(f"{siblings}\n")
     # The last says nothing, and is taken for a core.
     assert physical_cores(tmp_path) == 3
+
+
+@pytest.mark.parametrize(("amx", "avx"), [(True, False), (False, True), (False, False)])
+def test_bfloat16_where_the_processor_has_it(
+    monkeypatch: pytest.MonkeyPatch, amx: bool, avx: bool
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx)
+    enough = BFLOAT16_BYTES // 2
+    fast = torch.bfloat16 if amx or avx else torch.float32
+    assert has_bfloat16() is (amx or avx)
+    assert pick_float(torch.bfloat16, enough) is fast
+    assert pick_float(torch.bfloat16, enough - 1) is torch.float32
+    for stored in (torch.float32, torch.float16):
+        assert pick_float(stored, enough) is torch.float32
+
+
+def test_auto_reads_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(cores, "has_bfloat16", lambda: True)
+    monkeypatch.setattr(cores, "BFLOAT16_BYTES", 0)
+    shutil.copytree(tiny["model"], tmp_path / "target")
+    for stored in ("float32", "bfloat16"):
+        file = tmp_path / "target" / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "dtype": stored}))
+        config = EngineConfig.build(model=str(tmp_path / "target"))
+        assert pick_dtype(config, cpu) is getattr(torch, stored)
+        assert pick_dtype(config, gpu) is getattr(torch, stored)
+    monkeypatch.setattr(cores, "BFLOAT16_BYTES", 1 << 30)
+    assert pick_dtype(config, cpu) is torch.float32
+    assert pick_dtype(config, gpu) is torch.bfloat16
 
 
 def test_the_setting() -> None:
