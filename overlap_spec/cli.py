@@ -42,6 +42,7 @@ ENGINE_FLAGS = (
     "grammar_backend",
     "dtype",
     "device",
+    "threads",
     "context_length",
     "mem_fraction_static",
     "max_running_requests",

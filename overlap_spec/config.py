@@ -126,8 +126,9 @@ class EngineConfig:
     dtype: Annotated[
         str,
         Help(
-            "float32, bfloat16, float16, or auto: float32 on the CPU and the checkpoint's type on "
-            "a GPU."
+            "float32, bfloat16, float16, or auto: the checkpoint's type on a GPU; on the CPU "
+            "float32, or bfloat16 for a checkpoint in it of at least 32 MiB where the processor "
+            "has AMX or AVX512-BF16."
         ),
     ] = "auto"
     device: Annotated[str, Help("cpu, cuda, or auto: CUDA if there is a device.")] = "auto"
@@ -151,6 +152,14 @@ class EngineConfig:
             "CUDA graphs on a GPU (for each tier and batch size), as TorchScript on the CPU."
         ),
     ] = True
+    threads: Annotated[
+        int | None,
+        Help(
+            "Threads of torch that a pass is computed with on the CPU; by default one for each "
+            "32 MiB of weights, at most the physical cores, less one where there are more than "
+            "two, and never more than torch has been told."
+        ),
+    ] = None
     lane_threads: Annotated[
         int | None,
         Help(
@@ -193,13 +202,20 @@ class EngineConfig:
             "max_running_requests": 1,
             "chunked_prefill_size": 1,
             "page_size": 1,
+            "threads": 1,
             "lane_threads": 0,
             "ngram_max_matching_size": 1,
             "ngram_pool_bytes": 1,
             "grammar_compile_memory_bytes": 1,
             "grammar_cache_bytes": 0,
         }
-        optional = ("num_draft_tokens", "context_length", "max_total_tokens", "lane_threads")
+        optional = (
+            "num_draft_tokens",
+            "context_length",
+            "max_total_tokens",
+            "threads",
+            "lane_threads",
+        )
         for name, low in least.items():
             value = getattr(self, name)
             if value is None and name in optional:

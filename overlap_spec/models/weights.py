@@ -6,7 +6,8 @@ Module names follow Hugging Face's, but for what is fused: ``qkv_proj``, ``gate_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -76,26 +77,37 @@ def _shards(path: Path) -> list[Path]:
 
 def tensor_names(path: Path) -> set[str]:
     """Names of all tensors of the checkpoint in folder ``path``, without reading them."""
-    return {name for name, _ in _readers(path)}
+    return {name for name, _, _ in _readers(path)}
+
+
+def parameter_count(path: Path) -> int:
+    """Elements of all tensors of the checkpoint in folder ``path``, without reading them.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    return sum(math.prod(shape()) for _, _, shape in _readers(path))
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the checkpoint in folder ``path``, memory-mapped, shard by shard."""
-    for name, read in _readers(path):
+    for name, read, _ in _readers(path):
         yield name, read()
 
 
-def _readers(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Every tensor's name, and what reads it before the next one is asked for."""
+def _readers(
+    path: Path,
+) -> Iterator[tuple[str, Callable[[], Tensor], Callable[[], Sequence[int]]]]:
+    """Every tensor's name, and what reads it, or its shape alone, before the next one's turn."""
     for shard in _shards(path):
         try:
             if shard.suffix == ".bin":
                 for name, tensor in _pickled(shard).items():
-                    yield name, partial(_itself, tensor)
+                    yield name, partial(_itself, tensor), tensor.size
                 continue
             with safe_open(shard, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (not a mapping)
-                    yield name, partial(file.get_tensor, name)
+                    yield name, partial(file.get_tensor, name), file.get_slice(name).get_shape
         except (SafetensorError, FileNotFoundError) as error:
             raise CheckpointError(f"{shard} cannot be read: {error}") from None
 

@@ -12,7 +12,8 @@ from overlap_spec.drafters.registry import load_drafter
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.config import ModelConfig, read_json
 from overlap_spec.models.packing import pack
-from overlap_spec.models.weights import load_decoder
+from overlap_spec.models.weights import load_decoder, parameter_count
+from overlap_spec.worker.cores import physical_cores, pick_float, pick_threads
 from overlap_spec.worker.cuda import CudaStreams
 from overlap_spec.worker.kv_pool import KVPool
 from overlap_spec.worker.model_runner import ModelRunner
@@ -80,11 +81,17 @@ def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:
     device = pick_device(config.device)
     if device.type == "cuda":
         return CudaStreams(device, record)
+    threads = pick_threads(config.threads, weight_bytes(config, pick_dtype(config, device)))
     if config.overlap == "none":
-        return InlineStreams(record)
+        return InlineStreams(record, threads)
     # Threads of torch's own already take all cores where they are as many.
-    spare = torch.get_num_threads() < (os.cpu_count() or 1)
-    return ThreadStreams(lambda name: ThreadStream(name, record), prefill=spare)
+    spare = threads < physical_cores()
+    return ThreadStreams(lambda name: ThreadStream(name, record, threads), prefill=spare)
+
+
+def weight_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
+    """Bytes of the target's weights in ``dtype``."""
+    return parameter_count(config.target_path) * dtype.itemsize
 
 
 def pick_device(name: str) -> torch.device:
@@ -107,11 +114,12 @@ def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
         dtype: torch.dtype = getattr(torch, config.dtype)
         return dtype
-    if device.type == "cpu":
-        return torch.float32
     hf = read_json(config.target_path / "config.json")
     name = hf.get("dtype") or hf.get("torch_dtype") or "bfloat16"
-    return {"float32": torch.float32, "float16": torch.float16}.get(name, torch.bfloat16)
+    stored = {"float32": torch.float32, "float16": torch.float16}.get(name, torch.bfloat16)
+    if device.type == "cpu":
+        return pick_float(stored, parameter_count(config.target_path))
+    return stored
 
 
 def count_pages(config: EngineConfig, page_bytes: int, wanted: int, device: torch.device) -> int:

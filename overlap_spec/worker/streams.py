@@ -20,7 +20,8 @@ import random
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, cast
 
@@ -134,6 +135,20 @@ def call(work: Callable[..., T], args: tuple[Any, ...]) -> T:
     return work(*(arg.get() if isinstance(arg, Value) else arg for arg in args))
 
 
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Let torch compute with ``count`` threads (None: as many as it does) in this thread."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class _Passing:
     """One record of a CPU event: when it passed, and the error that came before it.
 
@@ -181,15 +196,23 @@ class HostEvent(Event):
 
 
 class InlineStream(Stream):
-    """Does its work at once, in the caller's thread: nothing overlaps."""
+    """Does its work at once, in the caller's thread: nothing overlaps.
 
-    def __init__(self, name: str, record: RecordSpan | None = None) -> None:
+    Args:
+        threads: Of torch, for what is run; None: those of the caller.
+    """
+
+    def __init__(
+        self, name: str, record: RecordSpan | None = None, threads: int | None = None
+    ) -> None:
         self.name, self._record, self._busy_ns = name, record, 0
+        self._threads = threads
 
     def run(self, label: str, work: Callable[..., T], *args: Any) -> Value[T]:
         value: Value[T] = Value()
         start = time.perf_counter_ns()
-        value.set(call(work, args))
+        with torch_threads(self._threads):
+            value.set(call(work, args))
         end = time.perf_counter_ns()
         self._busy_ns += end - start
         if self._record is not None:
@@ -208,15 +231,38 @@ class InlineStream(Stream):
 
 
 class ThreadStream(Stream):
-    """A thread that does its work in order."""
+    """A thread that does its work in order.
 
-    def __init__(self, name: str, record: RecordSpan | None = None) -> None:
+    Args:
+        threads: Of torch, for what is run; None: those of the process.
+    """
+
+    def __init__(
+        self, name: str, record: RecordSpan | None = None, threads: int | None = None
+    ) -> None:
         self.name, self._record = name, record
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._busy_ns = 0
         self._thread = threading.Thread(target=self._loop, name=f"stream-{name}", daemon=True)
         self._thread.start()
+        if threads is not None:
+            self._set_threads(threads)
+
+    def _set_threads(self, threads: int) -> None:
+        """Set the number in the stream's own thread; the process and the caller keep theirs."""
+        done, before = threading.Event(), torch.get_num_threads()
+
+        def job() -> None:
+            # Asked first: a thread that has not computed yet would forget what it is told.
+            torch.get_num_threads()
+            torch.set_num_threads(threads)
+            done.set()
+
+        self._queue.put(job)
+        done.wait()
+        # It also became the number of threads that have not computed yet.
+        torch.set_num_threads(before)
 
     def run(self, label: str, work: Callable[..., T], *args: Any) -> Value[T]:
         value: Value[T] = Value()
@@ -298,10 +344,10 @@ class ChaosStream(ThreadStream):
 class InlineStreams(Streams):
     """For the serial mode on the CPU."""
 
-    def __init__(self, record: RecordSpan | None = None) -> None:
-        self.compute = self.prefill = InlineStream("compute", record)
-        self.plan = InlineStream("plan", record)
-        self.copy = InlineStream("copy", record)
+    def __init__(self, record: RecordSpan | None = None, threads: int | None = None) -> None:
+        self.compute = self.prefill = InlineStream("compute", record, threads)
+        self.plan = InlineStream("plan", record, threads)
+        self.copy = InlineStream("copy", record, threads)
 
     def event(self) -> Event:
         return HostEvent()

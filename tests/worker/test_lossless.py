@@ -10,6 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
 from overlap_spec import Engine, Grammar, SamplingParams
 from overlap_spec.config import EMBEDDED
@@ -105,6 +106,19 @@ def test_alone_and_in_mixed_batches_of_8(plain: Engine, speculative: Engine) -> 
     for output, grammar in zip(alone, grammars, strict=True):
         if grammar is not None and output.finish_reason == "stop":
             jsonschema.validate(json.loads(output.text), json.loads(grammar.source))
+
+
+def test_in_bfloat16() -> None:
+    """Exactly, too: no product of this model depends on how many rows are computed with it."""
+    with Engine(algorithm="none", overlap="none", dtype="bfloat16") as plain:
+        items = work(plain)[:24]
+        prompts, grammars = [p for p, _ in items], [g for _, g in items]
+        want = [plain.generate(p, g, GREEDY) for p, g in items]
+    with Engine(**SETTINGS["tree"], adaptive="static", dtype="bfloat16") as engine:
+        assert engine.core.worker.runner.pool.k.dtype is torch.bfloat16
+        batches = [slice(i, i + 8) for i in range(0, len(items), 8)]
+        same(want, [o for b in batches for o in engine.generate(prompts[b], grammars[b], GREEDY)])
+        same(want[:8], [engine.generate(p, g, GREEDY) for p, g in items[:8]])
 
 
 def test_seeded_sampling_is_the_same_with_and_without_speculation(

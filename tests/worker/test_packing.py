@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from overlap_spec.models.packing import PackedLinear, pack, rounded_rows
+from overlap_spec.worker.cores import has_bfloat16
+from overlap_spec.worker.streams import torch_threads
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
@@ -30,3 +32,19 @@ def test_rows_are_rounded_to_few_sizes() -> None:
     assert all(size >= rows for rows, size in enumerate(sizes, 1))
     assert all(size <= max(rows * 1.5, rows + 3) for rows, size in enumerate(sizes, 1))
     assert len(set(sizes)) <= 40
+
+
+@pytest.mark.skipif(not has_bfloat16(), reason="no bfloat16 instructions")
+@pytest.mark.parametrize("sizes", [(192, 576), (512, 3072), (1024, 2048), (1024, 512)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_in_bfloat16_has_the_same_bits_at_any_number_of_rows(
+    sizes: tuple[int, int], threads: int
+) -> None:
+    """Up to 32 rows; with more, oneDNN sums wide layers in another order."""
+    torch.manual_seed(0)
+    layer = PackedLinear(nn.Linear(*sizes).bfloat16())
+    x = torch.randn(32, sizes[0]).bfloat16()
+    with torch.inference_mode(), torch_threads(threads):
+        want = layer(x)
+        for rows in (1, 2, 3, 6, 8, 16, 24):
+            assert torch.equal(layer(x[:rows]), want[:rows]), rows

@@ -118,6 +118,40 @@ def test_an_error_reaches_the_host_through_every_stream_behind_it() -> None:
     made.close()
 
 
+@pytest.mark.parametrize("kind", ["inline", "threads"])
+def test_what_is_run_has_torch_threads_of_its_own(kind: str) -> None:
+    """From the first product on, whatever the caller and other threads are told meanwhile."""
+    before = torch.get_num_threads()
+    try:
+        for own, caller in ((2, 1), (1, 2)):
+            torch.set_num_threads(caller)
+            made: Streams
+            if kind == "inline":
+                made = InlineStreams(threads=own)
+            else:
+                made = ThreadStreams(lambda name, n=own: ThreadStream(name, threads=n))  # type: ignore[misc]
+            assert torch.get_num_threads() == caller
+            torch.set_num_threads(caller)
+            passed = made.event()
+            # Large enough for a team, which is when torch looks the number up.
+            product = made.compute.run("add", torch.randn(1 << 17).add, 1)
+            count = made.compute.run("count", torch.get_num_threads)
+            made.compute.record(passed)
+            passed.synchronize()
+            assert product.get().shape == (1 << 17,)
+            assert count.get() == own
+            assert torch.get_num_threads() == caller
+            found: list[int] = []
+            fresh = threading.Thread(target=lambda f=found: f.append(torch.get_num_threads()))  # type: ignore[misc]
+            fresh.start()
+            fresh.join()
+            assert found == [caller]
+            made.close()
+            assert torch.get_num_threads() == caller
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_close_leaves_no_thread() -> None:
     before = threading.active_count()
     made = ThreadStreams(ThreadStream)

@@ -1,0 +1,73 @@
+"""What the CPU is good for: the threads of a pass, and whether bfloat16 pays."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+# On 2 cores one thread is faster at 8 MB of weights, two are at 80 MB: a team of threads waits for
+# its slowest several times a layer, and a small pass is over sooner than that wait.
+THREAD_BYTES = 32 << 20
+# Smaller checkpoints stay in float32, where law 8 is exact whatever the batch: their passes are
+# short anyhow.
+BFLOAT16_BYTES = 32 << 20
+CPUS = Path("/sys/devices/system/cpu")
+
+
+def pick_threads(asked: int | None, weight_bytes: int) -> int:
+    """Threads of torch for each stream.
+
+    Args:
+        asked: The setting; taken as it is.
+        weight_bytes: What a pass reads of weights.
+
+    Returns:
+        Without ``asked`` one for each :data:`THREAD_BYTES`, at least one. At most the physical
+        cores, less one for the host and the lane where there are more than two; and at most what
+        torch uses in the caller's thread, which its user may have set.
+    """
+    if asked is not None:
+        return asked
+    cores = physical_cores()
+    if cores > 2:
+        cores -= 1
+    return max(1, min(weight_bytes // THREAD_BYTES, cores, torch.get_num_threads()))
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 itself, with AMX or AVX512-BF16."""
+    probes = (torch.cpu._is_amx_tile_supported, torch.cpu._is_avx512_bf16_supported)
+    return torch.backends.mkldnn.is_available() and any(probe() for probe in probes)
+
+
+def pick_float(stored: torch.dtype, count: int) -> torch.dtype:
+    """The type that a checkpoint's weights are computed in, where the user names none.
+
+    Args:
+        stored: The checkpoint's own.
+        count: Its parameters.
+
+    Returns:
+        bfloat16 for a checkpoint in bfloat16 of at least :data:`BFLOAT16_BYTES`, on a processor
+        with the instructions; otherwise float32.
+    """
+    large = count * torch.bfloat16.itemsize >= BFLOAT16_BYTES
+    if stored is torch.bfloat16 and large and has_bfloat16():
+        return torch.bfloat16
+    return torch.float32
+
+
+def physical_cores(cpus: Path = CPUS) -> int:
+    """Cores that this process may use; hyperthreads of one core count once."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = cpus / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        try:
+            cores.add(siblings.read_text().strip())
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores)

@@ -1,0 +1,117 @@
+"""How many threads a pass gets: by the weights it reads, the cores, and what the user has set."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_spec.config import EMBEDDED, EngineConfig
+from overlap_spec.errors import ConfigError
+from overlap_spec.worker import cores
+from overlap_spec.worker.build import build_streams, pick_dtype, weight_bytes
+from overlap_spec.worker.cores import (
+    BFLOAT16_BYTES,
+    THREAD_BYTES,
+    has_bfloat16,
+    physical_cores,
+    pick_float,
+    pick_threads,
+)
+
+LARGE = 1 << 40
+
+
+@pytest.mark.parametrize(
+    ("physical", "told", "weights", "want"),
+    [
+        (2, 2, 8 << 20, 1),
+        (2, 2, 2 * THREAD_BYTES, 2),
+        (2, 1, LARGE, 1),
+        (8, 8, LARGE, 7),
+        (8, 8, 3 * THREAD_BYTES, 3),
+        (8, 4, LARGE, 4),
+        (1, 2, LARGE, 1),
+    ],
+)
+def test_threads(
+    monkeypatch: pytest.MonkeyPatch, physical: int, told: int, weights: int, want: int
+) -> None:
+    monkeypatch.setattr(cores, "physical_cores", lambda: physical)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: told)
+    assert pick_threads(None, weights) == want
+    assert pick_threads(5, weights) == 5
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity here")
+def test_hyperthreads_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 9})
+    for cpu, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{siblings}\n")
+    # The last says nothing, and is taken for a core.
+    assert physical_cores(tmp_path) == 3
+
+
+@pytest.mark.parametrize(("amx", "avx"), [(True, False), (False, True), (False, False)])
+def test_bfloat16_where_the_processor_has_it(
+    monkeypatch: pytest.MonkeyPatch, amx: bool, avx: bool
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx)
+    enough = BFLOAT16_BYTES // 2
+    fast = torch.bfloat16 if amx or avx else torch.float32
+    assert has_bfloat16() is (amx or avx)
+    assert pick_float(torch.bfloat16, enough) is fast
+    assert pick_float(torch.bfloat16, enough - 1) is torch.float32
+    for stored in (torch.float32, torch.float16):
+        assert pick_float(stored, enough) is torch.float32
+
+
+def test_auto_reads_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(cores, "has_bfloat16", lambda: True)
+    monkeypatch.setattr(cores, "BFLOAT16_BYTES", 0)
+    shutil.copytree(tiny["model"], tmp_path / "target")
+    for stored in ("float32", "bfloat16"):
+        file = tmp_path / "target" / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "dtype": stored}))
+        config = EngineConfig.build(model=str(tmp_path / "target"))
+        assert pick_dtype(config, cpu) is getattr(torch, stored)
+        assert pick_dtype(config, gpu) is getattr(torch, stored)
+    monkeypatch.setattr(cores, "BFLOAT16_BYTES", 1 << 30)
+    assert pick_dtype(config, cpu) is torch.float32
+    assert pick_dtype(config, gpu) is torch.bfloat16
+
+
+def test_the_setting() -> None:
+    with pytest.raises(ConfigError, match="threads must be an integer >= 1"):
+        EngineConfig.build(threads=0)
+    assert EngineConfig.build().threads is None
+
+
+@pytest.mark.skipif(
+    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
+)
+def test_prefill_has_a_stream_of_its_own_where_a_core_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert 4e6 < weight_bytes(EngineConfig(), torch.int8) < 5e6
+    for module in ("build", "cores"):
+        monkeypatch.setattr(f"overlap_spec.worker.{module}.physical_cores", lambda: 2)
+    for threads, apart in ((None, True), (1, True), (2, False)):
+        config = EngineConfig.build(threads=threads, device="cpu")
+        streams = build_streams(config, lambda *_: None)
+        try:
+            assert (streams.prefill is not streams.compute) is apart
+        finally:
+            streams.close()
