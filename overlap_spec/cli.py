@@ -48,7 +48,15 @@ ENGINE_FLAGS = (
     "max_running_requests",
     "chunked_prefill_size",
 )
-SERVING_ENGINE_FLAGS = ("max_total_tokens", "mask_deadline_ms")
+SERVING_ENGINE_FLAGS = (
+    "max_total_tokens",
+    "mask_deadline_ms",
+    "ngram_max_matching_size",
+    "ngram_public_pool",
+    "ngram_keep_all",
+    "ngram_use_oldest",
+    "ngram_pool_bytes",
+)
 SERVER_FLAGS = (
     "host",
     "port",

@@ -1,0 +1,134 @@
+"""Every drafter against plain decoding: shapes of drafts, grammars, sampling, overlap, at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from overlap_spec.config import drafter_names
+from overlap_spec.engine import Engine
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.types import Output
+from tests.drafters.test_layouts import LAYOUTS, write
+from tests.support import checkpoints
+from tests.worker import test_overlap
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"num_steps": 4},
+    "tree": {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 12},
+    "ragged": {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 12},
+}
+GRAMMARS = [None, Grammar.json_schema(test_overlap.PERSON), Grammar.regex(r"([a-f]{3}-\d{1,4}){9}")]
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.9, "seed": 11, "top_p": 0.95},
+    {"temperature": 0, "presence_penalty": 1.0, "logit_bias": {65: 2.0}, "min_tokens": 3},
+]
+# Every grammar with every way of sampling, in one batch.
+BATCH = [(g, {**s, "max_tokens": 32, "logprobs": 2}) for g in GRAMMARS for s in SAMPLING]
+PROMPTS = [f"abcabc {n % 4} abcabc " * (1 + n % 3) for n in range(len(BATCH))]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> dict[str, str]:
+    """What each drafter drafts with, beside the random target."""
+    folder = tmp_path_factory.mktemp("matrix")
+    write(folder / "eagle", LAYOUTS["EAGLE-1/2, fc.bias, pytorch_model.bin"])
+    shape = {"hidden_size": 16, "num_hidden_layers": 2}
+    checkpoints.write_target(folder / "small", seed=5, **shape)
+    return {
+        "eagle": str(folder / "eagle"),
+        "eagle3": tiny["draft"],
+        "draft_model": str(folder / "small"),
+        # Its own copy, all of whose chains are accepted but for the grammars' and the coins'.
+        "draft_model of the target": tiny["model"],
+        "ngram": tiny["draft"],
+    }
+
+
+KINDS = ("eagle", "eagle3", "draft_model", "draft_model of the target", "ngram")
+
+
+def settings_of(tiny: dict[str, Any], folders: dict[str, str], kind: str) -> dict[str, Any]:
+    return {**tiny, "algorithm": kind.split()[0], "draft": folders[kind]}
+
+
+def answer(engine: Engine) -> list[Output]:
+    return engine.generate(PROMPTS, [g for g, _ in BATCH], [s for _, s in BATCH])
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: dict[str, Any]) -> list[Output]:
+    with Engine(**tiny, algorithm="none", overlap="none", context_length=256) as engine:
+        return answer(engine)
+
+
+def cases() -> list[Any]:
+    """Half of the matrix always, the other half with the slow tests."""
+    found = []
+    for number, kind in enumerate(KINDS):
+        for shape in SHAPES:
+            for overlap in ("none", "once-sync"):
+                late = (number + list(SHAPES).index(shape) + (overlap == "none")) % 2
+                marks = [pytest.mark.slow] if late else []
+                found.append(pytest.param(kind, shape, overlap, marks=marks))
+    return found
+
+
+def test_no_drafter_is_left_out(folders: dict[str, str]) -> None:
+    assert {kind.split()[0] for kind in KINDS} == set(drafter_names())
+    assert set(folders) == set(KINDS)
+
+
+@pytest.mark.parametrize(("kind", "shape", "overlap"), cases())
+def test_drafts_change_nothing(
+    tiny: dict[str, Any],
+    folders: dict[str, str],
+    plain: list[Output],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    shape: str,
+    overlap: str,
+) -> None:
+    """Nine requests at once: text, end and log-probabilities are plain decoding's."""
+    settings = {**settings_of(tiny, folders, kind), **SHAPES[shape], "overlap": overlap}
+    with Engine(**settings, adaptive="static", context_length=256) as engine:
+        if shape == "ragged":
+            monkeypatch.setattr(engine.core.policy, "nodes", lambda batch, _: 5 * batch)
+        outputs = answer(engine)
+        assert engine.snapshot()["drafter"]["faults"] == 0
+        assert engine.core.scheduler.allocator.in_use == 0
+    for mine, its in zip(outputs, plain, strict=True):
+        assert (mine.text, mine.token_ids) == (its.text, its.token_ids)
+        assert (mine.finish_reason, mine.error) == (its.finish_reason, None)
+        for a, b in zip(mine.logprobs, its.logprobs, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+            assert [t for t, _ in a.top] == [t for t, _ in b.top]
+    assert sum(output.stats.drafted_tokens for output in outputs) > 0
+    if kind in ("draft_model of the target", "ngram"):
+        assert sum(output.stats.accepted_drafts for output in outputs) > 0
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ngram",
+        "draft_model",
+        pytest.param("eagle", marks=pytest.mark.slow),
+        pytest.param("draft_model of the target", marks=pytest.mark.slow),
+    ],
+)
+def test_chaos_with_each_drafter(
+    tiny: dict[str, Any], folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """17 random batches, under random delays and in a cache for which requests compete; the chaos
+    tests of the worker are ``eagle3``'s."""
+    first, settings = test_overlap.settings_of("tree", "crowded")
+    first += 2000 + 100 * KINDS.index(kind)
+    oracle = test_overlap.build(tiny, overlap="none", algorithm="none")
+    test_overlap.chaos(monkeypatch, first)
+    settings = {**settings_of(tiny, folders, kind), **settings, "adaptive": "static"}
+    with oracle, test_overlap.build(settings) as engine:
+        test_overlap.outputs_equal(oracle, engine, first)
+        assert engine.snapshot()["drafter"]["faults"] == 0
