@@ -156,6 +156,13 @@ def _some(names: list[str]) -> str:
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
+def _take_memory(module: nn.Module, device: torch.device) -> None:
+    """Give a module that was built without memory its parameters and buffers, not yet filled."""
+    # As `to_empty`, whose empty_like of such a tensor imports torch's symbolic shapes and sympy:
+    # half a second of CPU time.
+    module._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
+
+
 def load_decoder(
     path: Path, dtype: torch.dtype, device: torch.device, max_position: int | None = None
 ) -> Decoder:
@@ -176,7 +183,7 @@ def load_decoder(
     config = replace(config, max_position=max_position or limit, tie_embeddings=tied)
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
-    decoder = decoder.to_empty(device=device)
+    _take_memory(decoder, device)
     decoder.tie()
     decoder.rope = rope_table(config.rope, config.head_dim, config.max_position).to(device)
     load_state(
@@ -216,7 +223,7 @@ def load_eagle3(path: Path, target: Decoder, dtype: torch.dtype) -> Eagle3Head:
     with torch.device("meta"):
         head = Eagle3Head(replace(config, layer=layer), own_embedding).to(dtype)
     device = target.rope.device
-    head = head.to_empty(device=device)
+    _take_memory(head, device)
     head.rope = rope_table(layer.rope, layer.head_dim, layer.max_position).to(device)
     load_state(head, path, _eagle3_name)
     return head.eval().requires_grad_(False)
