@@ -154,6 +154,9 @@ class GrammarCompiler:
             self._land(pending, closed)
             if pending.inner is not None:
                 pending.inner.cancel()
+        with self._lock:
+            self._done.clear()
+            self._used_bytes = 0
 
     def __enter__(self) -> GrammarCompiler:
         return self

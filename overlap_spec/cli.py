@@ -165,13 +165,15 @@ def generate(
     **engine_flags: Any,
 ) -> None:
     """Generate for one prompt; only the text goes to standard output."""
-    from overlap_spec.engine import Engine
     from overlap_spec.types import SamplingParams
 
     text = sys.stdin.read() if prompt == "-" else prompt
     layout = read_whitespace(whitespace)
     grammar = build_grammar(schema, regex, ebnf, choice, json_object, layout, best_effort)
     sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
+    # Torch and the libraries only after a mistake in the flags has been told.
+    from overlap_spec.engine import Engine
+
     with Engine(**engine_flags) as engine:
         output = engine.generate(text, grammar, sampling, raw=raw)
         if trace is not None:

@@ -196,6 +196,13 @@ def _some(names: list[str]) -> str:
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
+def _take_memory(module: nn.Module, device: torch.device) -> None:
+    """Give a module that was built without memory its parameters and buffers, not yet filled."""
+    # As `to_empty`, whose empty_like of such a tensor imports torch's symbolic shapes and sympy:
+    # half a second of CPU time.
+    module._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
+
+
 def load_decoder(
     path: Path, dtype: torch.dtype, device: torch.device, max_position: int | None = None
 ) -> Decoder:
@@ -216,7 +223,7 @@ def load_decoder(
     config = replace(config, max_position=max_position or limit, tie_embeddings=tied)
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
-    decoder = decoder.to_empty(device=device)
+    _take_memory(decoder, device)
     decoder.tie()
     decoder.rope = rope_table(config.rope, config.head_dim, config.max_position).to(device)
     load_state(decoder, path, ignore=_is_rotary)
@@ -289,7 +296,7 @@ def _check_vocabulary(path: Path, config: ModelConfig, target: Decoder) -> None:
 def _materialise(head: Head, layer: ModelConfig, target: Decoder) -> Head:
     """A head from the meta device on the target's, with what no checkpoint holds."""
     device = target.rope.device
-    head = head.to_empty(device=device)
+    _take_memory(head, device)
     head.rope = rope_table(layer.rope, layer.head_dim, layer.max_position).to(device)
     if isinstance(head, Eagle3Head):
         head.d2t.zero_()

@@ -76,6 +76,12 @@ class GraphRunner:
         """Sets of passes that have been recorded."""
         return (len(self._tiers) + len(self._packed)) * self.enabled
 
+    def clear(self) -> None:
+        """Forget all recordings."""
+        self._tiers.clear()
+        self._packed.clear()
+        self._pool = None
+
     def find(self, tier: Tier, rows: int) -> TierGraphs:
         """The passes over ``rows`` trees of a tier."""
         key = tier, rows if self._cuda else 0

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from overlap_spec.kernels import KeySpan, move_kv, page_slots, rotate_and_store, tree_attention
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.models.decoder import Heads
+
+# Bytes, as torch aligns its own.
+ALIGNMENT = 64
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU their memory is taken when it is first written to.
+
+    A cache has room for all requests at their longest, and most never come.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    # From calloc, which for this size is fresh memory of the system; torch.zeros writes.
+    room = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    return torch.from_numpy(room[start : start + size]).view(dtype).view(shape)
 
 
 class KVPool(nn.Module):
@@ -44,8 +63,7 @@ class KVPool(nn.Module):
         config = self.config
         shape = (config.num_layers, pages, self.page_size, config.num_kv_heads, config.head_dim)
         for name in ("k", "v"):
-            cache = torch.zeros(shape, dtype=self._dtype, device=self._device)
-            self.register_buffer(name, cache)
+            self.register_buffer(name, lazy_zeros(shape, self._dtype, self._device))
 
     @property
     def page_bytes(self) -> int:

@@ -19,7 +19,7 @@ from overlap_spec.types import StepPlan, Tier
 from overlap_spec.worker.batch import Batch, Chunks
 from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.graphs import Tensors, padded, padded_size
-from overlap_spec.worker.kv_pool import KVPool, PagedAttend
+from overlap_spec.worker.kv_pool import KVPool, PagedAttend, lazy_zeros
 from overlap_spec.worker.sampler import Masks, Nodes, Sampler
 from overlap_spec.worker.tables import RowTables, SamplingFeatures
 
@@ -148,12 +148,20 @@ class ModelRunner(nn.Module):
         if self.feature_layers:
             # One feature a page, so that a prefix can be reused with the drafter's cache.
             width = len(self.feature_layers) * target.config.hidden_size
-            self.register_buffer("page_features", pool.k.new_zeros(pool.k.shape[1], width))
+            shape = pool.k.shape[1], width
+            self.register_buffer("page_features", lazy_zeros(shape, pool.k.dtype, self.device))
 
     @property
     def recorded_drafter(self) -> bool:
         """Whether the drafter's methods depend on nothing but tensors."""
         return self.drafter is None or self.drafter.recorded
+
+    def release(self) -> None:
+        """Let go of weights, caches, tables and recordings, for who keeps a closed engine."""
+        self.graphs.clear()
+        for module in self.modules():
+            module._parameters.clear()
+            module._buffers.clear()
 
     # Draft
 

@@ -392,8 +392,10 @@ class Worker:
             self.streams.compute.run("clear", pool.clear, tuple(pages))
 
     def close(self) -> None:
-        """End the streams' threads."""
+        """End the streams' threads, and free all memory; nothing can be run any more."""
         self.streams.close()
+        self._states.clear()
+        self.runner.release()
 
 
 def _copy_tree(drafted: Drafted | None, buffers: Buffers) -> None:
