@@ -40,6 +40,7 @@ from overlap_spec.types import Delta, Output, Request, TokenLogprobs
 async def chat_completions(service: Service, body: ChatBody, http: HttpRequest) -> Response:
     """Complete a chat, as one reply or as a stream."""
     chat = Chat(service, body, new_id("chatcmpl"), service.check_model(body.model))
+    service.check_choices(body.n or 1)
     request, field = await chat.prepare()
     group = RequestGroup(chat.id, fan_out([request], body.n or 1), field)
     with_usage = body.include_usage

@@ -31,15 +31,15 @@ from overlap_spec.types import Request
 async def completions(service: Service, body: CompletionBody, http: HttpRequest) -> Response:
     """Complete texts, as one reply or as a stream."""
     model, label = service.check_model(body.model), new_id("cmpl")
+    prompts, count = each_prompt(body.prompt), body.n or 1
+    service.check_choices(len(prompts) * count)
     constraint, sampling = await service.constraints.of(body), body.sampling()
-    prompts = each_prompt(body.prompt)
     requests = [
         await service.engine.prepare(
             prompt, constraint.grammar, sampling, raw=True, priority=body.priority or 0
         )
-        for prompt in prompts[: service.settings.max_choices + 1]
+        for prompt in prompts
     ]
-    count = body.n or 1
     tokenizer = service.engine.tokenizer
     echoes = [_echo(tokenizer, body, prompt) for prompt in prompts for _ in range(count)]
     head = {"id": label, "object": "text_completion", "created": int(time.time()), "model": model}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from overlap_spec.server.body import MOST_VALUES, count_values
 from overlap_spec.server.errors import ApiError, error_response
 from overlap_spec.server.settings import ServerSettings
 
@@ -49,17 +50,25 @@ class GuardMiddleware:
         if error is not None:
             await error_response(error)(scope, receive, send)
             return
-        body = b""
+        chunks: list[bytes] = []
+        size = 0
         while True:
             message = await receive()
             if message["type"] != "http.request":
                 return
-            body += message.get("body", b"")
-            if len(body) > self._limit:
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            if size > self._limit:
                 await error_response(self._too_large())(scope, receive, send)
                 return
             if not message.get("more_body", False):
                 break
+        body = b"".join(chunks)
+        chunks.clear()
+        if count_values(body) > MOST_VALUES:
+            error = ApiError(413, f"the body has more than {MOST_VALUES} values")
+            await error_response(error)(scope, receive, send)
+            return
         await self.app(scope, _replay(body, receive), send)
 
     def _check(self, path: str, method: str, headers: dict[bytes, bytes]) -> ApiError | None:

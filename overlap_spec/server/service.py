@@ -68,18 +68,23 @@ class Service:
             )  # fmt: skip
         return name
 
+    def check_choices(self, count: int) -> None:
+        """Raise InvalidRequest if one HTTP request asks for more than ``max_choices`` outputs.
+
+        Called before anything is done for each of them.
+        """
+        most = self.settings.max_choices
+        if count > most:
+            raise InvalidRequest(
+                f"{count} outputs in one request; {most} are allowed (max_choices)", "n"
+            )
+
     async def start(self, group: RequestGroup) -> list[AsyncRequestHandle]:
         """Send all requests of a group and wait until all are queued; if one fails, abort the rest.
 
         Raises:
             InvalidRequest, QueueFull, EngineUnavailable: as :meth:`AsyncEngine.submit`.
         """
-        if len(group.requests) > self.settings.max_choices:
-            raise InvalidRequest(
-                f"{len(group.requests)} outputs in one request; {self.settings.max_choices} are "
-                "allowed (max_choices)",
-                "n",
-            )
         handles: list[AsyncRequestHandle] = []
         try:
             for request in group.requests:

@@ -25,6 +25,7 @@ async def generate(service: Service, body: GenerateBody, http: HttpRequest) -> R
     count = len(prompts)
     samplings = _each("sampling_params", body.sampling_params, count)
     rids = _each("rid", body.rid if count == 1 or isinstance(body.rid, list) else None, count)
+    service.check_choices(sum((given.n or 1) if given else 1 for given in samplings))
     requests: list[Request] = []
     field = None
     for prompt, given in zip(prompts, samplings, strict=True):
