@@ -59,6 +59,8 @@ class EngineClient:
         # Set by `on_ready`, once the engine has said how many requests run at once.
         self.max_open_requests = 0
         self.open: dict[int, AsyncRequestHandle] = {}
+        # Requests that are being tokenised; they count as open ones.
+        self.preparing = 0
         self.health: Health = "starting"
         self.restarts = 0
         self._process: EngineProcess | None = None
@@ -96,11 +98,7 @@ class EngineClient:
             QueueFull, EngineUnavailable: the request itself is fine.
         """
         process = self._ready_process()
-        if len(self.open) >= self.max_open_requests:
-            raise QueueFull(
-                f"{len(self.open)} requests are open, which is the limit "
-                "(max_running_requests + max_queued_requests): try again later"
-            )
+        self.check_room()
         handle = AsyncRequestHandle(replace(request, id=next(self._numbers)), self._abort)
         self.open[handle.request.id] = handle
         grammar = request.grammar
@@ -109,6 +107,15 @@ class EngineClient:
             grammar = replace(grammar, output=None)
         process.send(m.AddRequest(replace(handle.request, grammar=None), grammar))
         return handle
+
+    def check_room(self) -> None:
+        """Raise QueueFull if no further request may be opened."""
+        count = len(self.open) + self.preparing
+        if count >= self.max_open_requests:
+            raise QueueFull(
+                f"{count} requests are open, which is the limit "
+                "(max_running_requests + max_queued_requests): try again later"
+            )
 
     def _abort(self, number: int) -> None:
         if number in self.open and self._process is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import FileResponse, Response
 
+from overlap_spec.async_engine import count_characters
 from overlap_spec.errors import EngineUnavailable, InvalidRequest
 from overlap_spec.server.errors import ApiError, Json
 from overlap_spec.server.protocol.text import DetokenizeBody, TokenizeBody
@@ -20,6 +22,8 @@ from overlap_spec.types import SamplingParams
 PAGE = Path(__file__).parent / "playground.html"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 PROBE_TIMEOUT_S = 20.0
+# Of /tokenize, whose text may be longer than the context, in characters.
+LONGEST_TEXT = 2**20
 
 
 def models(service: Service) -> Response:
@@ -40,30 +44,37 @@ def model_card(service: Service) -> dict[str, Any]:
     }
 
 
-async def tokenize(service: Service, body: TokenizeBody) -> Response:
+async def tokenize(service: Service, body: TokenizeBody, http: Request) -> Response:
     """Token ids of a text, or of a chat in the model's template."""
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", "prompt")
     tokenizer = service.engine.tokenizer
     if body.messages is not None:
-        ids = await asyncio.to_thread(service.engine.input_processor.prompt_ids, body.messages)
+        engine = service.engine
+        engine.check_length(count_characters(body.messages))
+        work = partial(engine.input_processor.prompt_ids, body.messages)
     else:
         assert body.prompt is not None
-        ids = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
+        if len(body.prompt) > LONGEST_TEXT:
+            message = f"{len(body.prompt)} characters; at most {LONGEST_TEXT} are allowed"
+            raise InvalidRequest(message, "prompt")
+        work = partial(tokenizer.encode, body.prompt, body.add_special_tokens)
+    ids = await service.run_until_disconnect(http, service.engine.in_thread(work))
     length = service.engine.context_length
     return Json({"tokens": ids, "count": len(ids), "max_model_len": length})
 
 
-def detokenize(service: Service, body: DetokenizeBody) -> Response:
+async def detokenize(service: Service, body: DetokenizeBody, http: Request) -> Response:
     """Text of token ids, without special tokens."""
     service.check_model(body.model)
     tokenizer = service.engine.tokenizer
-    for token in body.tokens:
-        if token >= tokenizer.vocab_size:
-            message = f"token {token} is outside the vocabulary of {tokenizer.vocab_size}"
-            raise InvalidRequest(message, "tokens")
-    text = tokenizer.decode(body.tokens)
+    highest = max(body.tokens, default=0)
+    if highest >= tokenizer.vocab_size:
+        message = f"token {highest} is outside the vocabulary of {tokenizer.vocab_size}"
+        raise InvalidRequest(message, "tokens")
+    work = partial(tokenizer.decode, body.tokens)
+    text = await service.run_until_disconnect(http, service.engine.in_thread(work))
     return Json({"text": text, "prompt": text})
 
 

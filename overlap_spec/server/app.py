@@ -95,12 +95,12 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         return Json(admin.model_card(service))
 
     @app.post("/tokenize")
-    async def _tokenize(body: TokenizeBody) -> Response:
-        return await admin.tokenize(service, body)
+    async def _tokenize(body: TokenizeBody, request: Request) -> Response:
+        return await admin.tokenize(service, body, request)
 
     @app.post("/detokenize")
-    async def _detokenize(body: DetokenizeBody) -> Response:
-        return admin.detokenize(service, body)
+    async def _detokenize(body: DetokenizeBody, request: Request) -> Response:
+        return await admin.detokenize(service, body, request)
 
 
 def _add_state(app: FastAPI, service: Service) -> None:

@@ -41,7 +41,7 @@ async def chat_completions(service: Service, body: ChatBody, http: HttpRequest) 
     """Complete a chat, as one reply or as a stream."""
     chat = Chat(service, body, new_id("chatcmpl"), service.check_model(body.model))
     service.check_choices(body.n or 1)
-    request, field = await chat.prepare()
+    request, field = await service.run_until_disconnect(http, chat.prepare())
     group = RequestGroup(chat.id, fan_out([request], body.n or 1), field)
     with_usage = body.include_usage
     if body.stream:
@@ -68,6 +68,7 @@ class Chat:
     async def prepare(self) -> tuple[Request, str | None]:
         """The request, checked and tokenised, and the body's field that its grammar comes from."""
         body, service = self.body, self.service
+        service.engine.check_length(body.count_characters())
         constraint = await service.constraints.tools(body, await service.constraints.of(body))
         request = await service.engine.prepare(
             body.template_messages(),

@@ -26,16 +26,9 @@ async def generate(service: Service, body: GenerateBody, http: HttpRequest) -> R
     samplings = _each("sampling_params", body.sampling_params, count)
     rids = _each("rid", body.rid if count == 1 or isinstance(body.rid, list) else None, count)
     service.check_choices(sum((given.n or 1) if given else 1 for given in samplings))
-    requests: list[Request] = []
-    field = None
-    for prompt, given in zip(prompts, samplings, strict=True):
-        given = given or SGLangSampling.model_validate({})
-        single = single and (given.n or 1) == 1
-        top = (body.top_logprobs_num or 0) if body.return_logprob else None
-        grammar, name = await service.constraints.of(given)
-        field = field or (f"sampling_params.{name}" if name else None)
-        request = await service.engine.prepare(prompt, grammar, given.sampling(top), raw=True)
-        requests += fan_out([request], given.n or 1)
+    prepared = _prepare(service, body, prompts, samplings)
+    requests, field = await service.run_until_disconnect(http, prepared)
+    single = single and len(requests) == 1
     label = body.rid if isinstance(body.rid, str) else rids[0] or new_id("gen")
     group = RequestGroup(label, requests, field)
     formatter = SGLangFormatter(service.engine.tokenizer, body, label)
@@ -44,6 +37,27 @@ async def generate(service: Service, body: GenerateBody, http: HttpRequest) -> R
     outputs = await service.outputs(http, group)
     results = [formatter.result(output, index) for index, output in enumerate(outputs)]
     return Json(results[0] if single else results)
+
+
+async def _prepare(
+    service: Service,
+    body: GenerateBody,
+    prompts: Sequence[str | list[int]],
+    samplings: Sequence[SGLangSampling | None],
+) -> tuple[list[Request], str | None]:
+    """The requests, checked and tokenised, and the body's field that their grammars come from."""
+    requests: list[Request] = []
+    field = None
+    top = (body.top_logprobs_num or 0) if body.return_logprob else None
+    for prompt in prompts:
+        service.engine.check_length(len(prompt))
+    for prompt, given in zip(prompts, samplings, strict=True):
+        given = given or SGLangSampling.model_validate({})
+        grammar, name = await service.constraints.of(given)
+        field = field or (f"sampling_params.{name}" if name else None)
+        request = await service.engine.prepare(prompt, grammar, given.sampling(top), raw=True)
+        requests += fan_out([request], given.n or 1)
+    return requests, field
 
 
 class SGLangFormatter:

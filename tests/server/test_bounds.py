@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import httpx
@@ -18,7 +19,7 @@ from overlap_spec.server.body import MOST_VALUES
 from overlap_spec.server.protocol import chat, text
 from overlap_spec.server.protocol.base import Strict
 from tests.server.test_errors import error_of
-from tests.support.serving import Server
+from tests.support.serving import Server, wait_for
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 JSON = {"content-type": "application/json"}
@@ -119,6 +120,93 @@ def test_choices_are_counted_before_anything_is_made_of_them(server: Server) -> 
     body = {"prompt": texts, "n": 128, "max_tokens": 1, "echo": True}
     assert quick(server, TEXT, json.dumps(body))["param"] == "n"
     quick(server, "/generate", json.dumps({"text": ["a"] * 20_000}))
+
+
+def test_texts_are_measured_before_they_are_tokenised(server: Server) -> None:
+    long = "hello world, this is " * 250_000
+    assert "characters" in quick(server, "/tokenize", json.dumps({"prompt": long}))["message"]
+    chat = json.dumps({"messages": [{"role": "user", "content": long}]})
+    quick(server, "/tokenize", chat)
+    assert "shorten" in quick(server, CHAT, chat)["message"]
+    quick(server, TEXT, json.dumps({"prompt": long}))
+    quick(server, "/generate", json.dumps({"text": ["a", long]}))
+    arguments = json.dumps({"a": long})
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    said = {"role": "assistant", "tool_calls": [call]}
+    quick(server, CHAT, json.dumps({"messages": [*HI, said]}))
+    parts = [{"type": "text", "text": long[: 2**19]}] * 8
+    quick(server, CHAT, json.dumps({"messages": [{"role": "user", "content": parts}]}))
+
+
+def test_long_texts_are_tokenised_beside_the_loop(server: Server) -> None:
+    long = json.dumps({"prompt": "hello world, this is " * 49_000})
+    with probed(server) as probe:
+        reply = send(server, "/tokenize", long)
+        assert reply.json()["count"] > 100_000
+        tokens = reply.json()["tokens"]
+        assert (
+            send(server, "/detokenize", json.dumps({"tokens": tokens[: 2**17]})).status_code == 200
+        )
+    assert probe.worst_s < 1
+
+
+def slow_schema(length: int) -> dict[str, Any]:
+    """Draft 4 wants an enum's values to differ, and each is compared with all others."""
+    values: list[Any] = [i if i % 2 else {"a": i} for i in range(length)]
+    return {"$schema": "http://json-schema.org/draft-04/schema#", "enum": values}
+
+
+def response_format(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+def test_a_slow_schema_holds_up_no_other(server: Server) -> None:
+    slow = {"messages": HI, "max_tokens": 1} | response_format(slow_schema(20_000))
+    properties = {f"property_{i}": {"enum": [f"value_{i}"]} for i in range(120)}
+    good = {"messages": HI, "max_tokens": 1} | response_format({"properties": properties})
+    assert len(json.dumps(good)) > 4096
+    replies: list[httpx.Response] = []
+    threads = [
+        threading.Thread(target=lambda: replies.append(server.post(CHAT, slow))) for _ in range(4)
+    ]
+    with probed(server):
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        start = time.monotonic()
+        assert server.post(CHAT, good).status_code == 200
+        assert time.monotonic() - start < 8
+        for thread in threads:
+            thread.join(60)
+    assert {reply.status_code for reply in replies} <= {400, 429}
+    assert any("to read" in reply.text for reply in replies)
+
+
+def test_a_client_that_leaves_ends_the_reading_of_its_schema(server: Server) -> None:
+    slow = {"messages": HI, "max_tokens": 1} | response_format(slow_schema(20_000))
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + CHAT, json=slow, timeout=2)
+    wait_for(lambda: not busy_readers(server), 3)
+
+
+def busy_readers(server: Server) -> list[int]:
+    """Reader processes of the server that compute now."""
+    before = reader_ticks(server)
+    time.sleep(0.3)
+    after = reader_ticks(server)
+    return [pid for pid, ticks in after.items() if ticks > before.get(pid, 0) + 2]
+
+
+def reader_ticks(server: Server) -> dict[int, int]:
+    """Ticks of CPU that each reader process of the server has used."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (folder / "cmdline").read_bytes()
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if b"grammar_reader" in command and int(fields[1]) == server.process.pid:
+                found[int(folder.name)] = int(fields[11])
+    return found
 
 
 def lists_of(annotation: Any, fails_fast: bool = False) -> Iterator[tuple[Any, bool]]:

@@ -145,4 +145,4 @@ class DetokenizeBody(Body):
     """Token ids to decode."""
 
     model: str | None = None
-    tokens: Annotated[Items[Count], Field(max_length=2**20)]
+    tokens: Annotated[Items[Count], Field(max_length=2**18)]
