@@ -76,6 +76,12 @@ class AsyncEngine:
         return self.client.health
 
     @property
+    def silence_s(self) -> float:
+        """Seconds since the engine's last message; a ready engine sends one every second, but for
+        a step that takes longer."""
+        return self.client.silence_s
+
+    @property
     def restarts(self) -> int:
         """How often the engine's process has died and was restarted."""
         return self.client.restarts

@@ -33,6 +33,8 @@ LONGEST_BACKOFF_S = 30.0
 # Uptime after which the restart back-off begins again at zero.
 STABLE_AFTER_S = 60.0
 QUERY_TIMEOUT_S = 30.0
+# Of an idle engine, whose heartbeats come every second: a shorter stall_timeout_s is not for it.
+LONGEST_SILENCE_S = 10.0
 SHUTDOWN_GRACE_S = 10.0
 # How long messages of a process that has died may still arrive.
 LAST_MESSAGES_S = 0.5
@@ -43,8 +45,7 @@ class EngineClient:
 
     Args:
         settings: Of the engine.
-        stall_timeout_s: Kills an engine that sends nothing for so long while it loads or while a
-            request or query is open.
+        stall_timeout_s: Kills an engine that sends nothing for so long, not even a heartbeat.
         on_ready: Called with what an engine says of itself when it is loaded.
     """
 
@@ -63,10 +64,16 @@ class EngineClient:
         self.preparing = 0
         self.health: Health = "starting"
         self.restarts = 0
+        self._last_message_s = time.monotonic()
         self._process: EngineProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._numbers = itertools.count(1)
         self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the engine's last message; a ready engine sends one every second."""
+        return time.monotonic() - self._last_message_s
 
     async def start(self) -> None:
         """Start the engine's process, and wait until it is loaded.
@@ -192,11 +199,13 @@ class EngineClient:
             try:
                 message = await asyncio.wait_for(process.receive(), self._stall_timeout_s)
             except TimeoutError:
-                if self._process is None or self.open or self._queries:
+                owes = self._process is None or self.open or self._queries
+                if owes or self.silence_s > max(self._stall_timeout_s, LONGEST_SILENCE_S):
                     return EngineUnavailable(
                         f"the engine sent nothing for {self._stall_timeout_s} s"
                     )
                 continue
+            self._last_message_s = time.monotonic()
             match message:
                 case m.EngineReady():
                     self._on_ready(message)

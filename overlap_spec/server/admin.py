@@ -14,7 +14,9 @@ from starlette.responses import FileResponse, Response
 
 from overlap_spec.async_engine import count_characters
 from overlap_spec.errors import EngineUnavailable, InvalidRequest
+from overlap_spec.ipc.memory import rss_bytes
 from overlap_spec.server.errors import ApiError, Json
+from overlap_spec.server.metrics import FrontState
 from overlap_spec.server.protocol.text import DetokenizeBody, TokenizeBody
 from overlap_spec.server.service import Service
 from overlap_spec.types import SamplingParams
@@ -22,6 +24,10 @@ from overlap_spec.types import SamplingParams
 PAGE = Path(__file__).parent / "playground.html"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 PROBE_TIMEOUT_S = 20.0
+# After which /health no longer answers for the engine.
+SILENCE_S = 10.0
+# What a scrape may wait for the engine, and its state as a whole.
+SCRAPE_TIMEOUT_S, STATE_TIMEOUT_S = 1.0, 10.0
 # Of /tokenize, whose text may be longer than the context, in characters.
 LONGEST_TEXT = 2**20
 
@@ -81,8 +87,14 @@ async def detokenize(service: Service, body: DetokenizeBody, http: Request) -> R
 def health(service: Service) -> Response:
     """Status 200 while the engine accepts requests, else 503, with the engine's health."""
     engine = service.engine
-    ready = engine.health == "ready"
-    return Json({"status": engine.health, "restarts": engine.restarts}, 200 if ready else 503)
+    status = "silent" if is_silent(service) else engine.health
+    ready = status == "ready"
+    return Json({"status": status, "restarts": engine.restarts}, 200 if ready else 503)
+
+
+def is_silent(service: Service) -> bool:
+    """Whether the engine should be there and has stopped, or is stuck."""
+    return service.engine.health == "ready" and service.engine.silence_s > SILENCE_S
 
 
 async def health_generate(service: Service, request: Request) -> Response:
@@ -100,18 +112,26 @@ async def health_generate(service: Service, request: Request) -> Response:
 
 
 async def prometheus(service: Service) -> Response:
-    """All metrics in Prometheus's text format."""
-    snapshot = await _snapshot(service)
-    return Response(
-        service.metrics.render(snapshot, service.engine.restarts), media_type=PROMETHEUS
+    """All metrics in Prometheus's text format; of an engine that does not answer, its last."""
+    engine, metrics = service.engine, service.metrics
+    state = await _snapshot(service, SCRAPE_TIMEOUT_S)
+    if state is None and engine.health == "ready":
+        state = metrics.engine.snapshot
+    front = FrontState(
+        engine_up=engine.health == "ready" and not is_silent(service),
+        engine_restarts=engine.restarts,
+        engine_silence_s=engine.silence_s,
+        open_requests=engine.open_requests,
+        resident_bytes=rss_bytes(),
     )
+    return Response(metrics.render(state, front), media_type=PROMETHEUS)
 
 
 async def server_info(service: Service) -> Response:
     """Settings and state of server and engine."""
     engine, settings = service.engine, dataclasses.asdict(service.settings)
     settings["api_key"] = "set" if service.settings.api_key is not None else None
-    state = await _snapshot(service)
+    state = await _snapshot(service, STATE_TIMEOUT_S)
     config = dataclasses.asdict(engine.config)
     return Json(
         {
@@ -148,8 +168,11 @@ def page() -> Response:
     return FileResponse(PAGE, media_type="text/html")
 
 
-async def _snapshot(service: Service) -> dict[str, Any] | None:
+async def _snapshot(service: Service, timeout_s: float) -> dict[str, Any] | None:
+    if is_silent(service):
+        return None
     try:
-        return await service.engine.snapshot()
-    except EngineUnavailable:
+        async with asyncio.timeout(timeout_s):
+            return await service.engine.snapshot()
+    except (EngineUnavailable, TimeoutError):
         return None

@@ -39,6 +39,11 @@ class RequestGroup:
     field: str | None = None
 
 
+# What the requests of one stream may hold for a client that reads slowly.
+STREAM_BUFFER_BYTES = 2 * 2**20
+# How long one write may wait for a client that does not read.
+WRITE_TIMEOUT_S = 30.0
+
 DONE = b"data: [DONE]\n\n"
 
 
@@ -164,6 +169,8 @@ class Service:
         """
         started = asyncio.get_running_loop().time()
         handles = await self.run_until_disconnect(http, self.start(group))
+        for handle in handles:
+            handle.limit_unread(max(STREAM_BUFFER_BYTES // len(handles), 2**16))
         deadline = started + self.settings.request_timeout_s
 
         async def lines() -> AsyncIterator[bytes]:
@@ -173,6 +180,8 @@ class Service:
                     async with asyncio.timeout_at(deadline):
                         event = await anext(pieces)
                     yield sse(event)
+                    # Neither pieces that have come nor writes to a client that has gone would wait.
+                    await asyncio.sleep(0)
             except StopAsyncIteration:
                 pass
             except Exception as error:
@@ -202,8 +211,14 @@ class Events(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         """See starlette."""
-        await super().stream_response(send)
-        self._whole = True
+
+        async def soon(message: Any) -> None:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await send(message)
+
+        with contextlib.suppress(TimeoutError):
+            await super().stream_response(soon)
+            self._whole = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import os
+import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,10 +18,14 @@ import httpx
 import pytest
 from pydantic import FailFast
 
+from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.config import EMBEDDED
+from overlap_spec.errors import RequestFailed
+from overlap_spec.server import sglang
 from overlap_spec.server.body import MOST_VALUES
 from overlap_spec.server.protocol import chat, text
 from overlap_spec.server.protocol.base import Strict
+from overlap_spec.types import Delta, Request, SamplingParams, TokenLogprobs
 from tests.server.test_errors import error_of
 from tests.support.serving import Server, wait_for
 
@@ -207,6 +215,92 @@ def reader_ticks(server: Server) -> dict[int, int]:
             if b"grammar_reader" in command and int(fields[1]) == server.process.pid:
                 found[int(folder.name)] = int(fields[11])
     return found
+
+
+@contextlib.contextmanager
+def unread(server: Server, body: dict[str, Any]) -> Iterator[None]:
+    """A stream whose client sends its request and reads nothing."""
+    host, port = server.url.removeprefix("http://").split(":")
+    content = json.dumps(body | {"stream": True}).encode()
+    with socket.socket() as client:
+        # Little room on the way, so that the server soon has to wait.
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        yield
+
+
+def test_streams_that_nobody_reads_end_and_hold_up_nobody(server: Server) -> None:
+    sampling = {"max_new_tokens": 3000, "ignore_eos": True}
+    body = {
+        "text": "a", "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 20,
+        "return_text_in_logprobs": True,
+    }  # fmt: skip
+    with probed(server), contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(unread(server, body))
+        wait_for(lambda: server.state()["running"] > 0, 20)
+        wait_for(lambda: server.state()["running"] == 0, 90)
+        stack.close()
+    server.settle()
+
+
+def test_events_of_generate_stay_in_proportion() -> None:
+    entry = TokenLogprobs(-1.0, ((1, -1.0),) * 20)
+    so_far, sent = sglang.OutputSoFar(), 0
+    for token in range(4000):
+        so_far.push(Delta("a", (token,), (entry,)))
+        sent += so_far.size if so_far.is_due() else 0
+    assert len(so_far.ids) == 4000
+    assert sent < 20 * (so_far.size + 100 * sglang.SMALL_OUTPUT)
+    assert sent < 4000 * so_far.size / 50
+
+
+async def _read_too_late() -> None:
+    aborted: list[int] = []
+    request = Request(7, (1,), SamplingParams(), None, 1, frozenset(), 0, 0)
+    handle = AsyncRequestHandle(request, aborted.append)
+    handle.limit_unread(10_000)
+    for token in range(1000):
+        handle.push(Delta("a", (token,)))
+    assert aborted == [7]
+    assert not handle.deltas
+    with pytest.raises(RequestFailed, match="not read"):
+        await anext(handle)
+
+
+def test_unread_output_is_bounded() -> None:
+    asyncio.run(_read_too_late())
+
+
+def test_a_stopped_engine_is_seen(server: Server) -> None:
+    pid = server.state()["pid"]
+    assert server.get("/health").status_code == 200
+    time.sleep(2)
+    assert metric(server, "engine_silence_seconds") < 5
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        start = time.monotonic()
+        assert metric(server, "engine_up") == 1
+        assert time.monotonic() - start < 5
+        wait_for(lambda: server.get("/health").status_code == 503, 15)
+        assert server.get("/health").json()["status"] == "silent"
+        start = time.monotonic()
+        assert metric(server, "engine_up") == 0
+        assert metric(server, "kv_pages") > 0
+        assert server.get("/server_info").json()["state"] is None
+        assert time.monotonic() - start < 1
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: server.get("/health").status_code == 200, 10)
+    assert server.post(CHAT, {"messages": HI, "max_tokens": 1}).status_code == 200
+    assert 10**6 < metric(server, "front_resident_bytes") < 400 * 2**20
+
+
+def metric(server: Server, name: str) -> float:
+    lines = server.get("/metrics").text.splitlines()
+    return next(float(x.split()[1]) for x in lines if x.startswith(f"overlap_spec:{name} "))
 
 
 def lists_of(annotation: Any, fails_fast: bool = False) -> Iterator[tuple[Any, bool]]:
