@@ -21,10 +21,14 @@ from pydantic import FailFast
 from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import RequestFailed
-from overlap_spec.server import sglang
+from overlap_spec.grammar.automata import regex
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.server import middleware, sglang
 from overlap_spec.server.body import MOST_VALUES
+from overlap_spec.server.middleware import GuardMiddleware
 from overlap_spec.server.protocol import chat, text
 from overlap_spec.server.protocol.base import Strict
+from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Request, SamplingParams, TokenLogprobs
 from tests.server.test_errors import error_of
 from tests.support.serving import Server, wait_for
@@ -301,6 +305,86 @@ def test_a_stopped_engine_is_seen(server: Server) -> None:
 def metric(server: Server, name: str) -> float:
     lines = server.get("/metrics").text.splitlines()
     return next(float(x.split()[1]) for x in lines if x.startswith(f"overlap_spec:{name} "))
+
+
+def test_only_names_of_this_machine_reach_a_loopback_server(server: Server) -> None:
+    port = server.url.rsplit(":")[-1]
+    for host in ("localhost", f"127.0.0.1:{port}", f"[::1]:{port}", f"LOCALHOST:{port}"):
+        assert httpx.get(server.url + "/health", headers={"host": host}).status_code == 200
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", ""):
+        for path in ("/health", "/v1/models", "/"):
+            reply = httpx.get(server.url + path, headers={"host": host})
+            assert error_of(reply, 403)["code"] == "host_not_allowed"
+
+
+async def _call(settings: ServerSettings, bodies: list[int], host: str) -> list[int]:
+    """Statuses of requests whose bodies are in flight together, without the last byte of each."""
+    entered = asyncio.Event()
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        await entered.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    guard = GuardMiddleware(app, settings, lambda _: None)
+    statuses: list[int] = []
+
+    async def one(size: int) -> None:
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"x" * size, "more_body": False}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        headers = [(b"host", host.encode())]
+        scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers}
+        await guard(scope, receive, send)
+
+    tasks = [asyncio.create_task(one(size)) for size in bodies]
+    await asyncio.sleep(0.05)
+    entered.set()
+    await asyncio.gather(*tasks)
+    assert guard._held == 0
+    return sorted(statuses)
+
+
+def test_bodies_in_flight_are_bounded_together() -> None:
+    settings = ServerSettings(max_body_bytes=2048, max_bodies_bytes=5000)
+    assert asyncio.run(_call(settings, [2000] * 4, "localhost")) == [200, 200, 429, 429]
+    assert asyncio.run(_call(settings, [3000, 100], "localhost")) == [200, 413]
+
+
+def test_allowed_hosts() -> None:
+    settings = ServerSettings(allowed_hosts=("Model.example",))
+    assert asyncio.run(_call(settings, [1], "model.example:80")) == [200]
+    assert asyncio.run(_call(settings, [1], "other.example")) == [403]
+    assert asyncio.run(_call(ServerSettings(host="0.0.0.0"), [1], "other.example")) == [200]
+
+
+def test_a_body_that_stalls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.1)
+    sent: list[Any] = []
+
+    async def call() -> None:
+        async def receive() -> Any:
+            await asyncio.sleep(60)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        guard = GuardMiddleware(send, ServerSettings(), lambda _: None)  # type: ignore[arg-type]
+        headers = [(b"host", b"localhost")]
+        scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers}
+        await asyncio.wait_for(guard(scope, receive, send), 5)
+
+    asyncio.run(call())
+    assert sent[0]["status"] == 408
+
+
+def test_long_patterns_are_not_kept() -> None:
+    before = regex._parse_short.cache_info().currsize
+    Grammar.regex("a|" * 1000 + "b")
+    assert regex._parse_short.cache_info().currsize == before
 
 
 def lists_of(annotation: Any, fails_fast: bool = False) -> Iterator[tuple[Any, bool]]:
