@@ -23,11 +23,12 @@ from overlap_spec.errors import EngineUnavailable, InvalidRequest, RequestFailed
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.ipc import messages as m
 from overlap_spec.ipc.client import EngineClient, Health
+from overlap_spec.ipc.memory import rss_bytes
 from overlap_spec.ipc.request_handle import AsyncRequestHandle
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Delta, Output, Request
 
-__all__ = ["AsyncEngine", "AsyncRequestHandle"]
+__all__ = ["AsyncEngine", "AsyncRequestHandle", "count_characters", "rss_bytes"]
 
 # Prompts longer than this are tokenised in a thread, in characters.
 LONG_PROMPT = 16384
@@ -229,8 +230,9 @@ class AsyncEngine:
         """
         if characters > self._most_characters:
             raise InvalidRequest(
-                f"the prompt has {characters} characters; at most {self._most_characters} can fit "
-                f"the context of {self.context_length} tokens: shorten the prompt",
+                f"the prompt has {characters} characters; the context of {self.context_length} "
+                f"tokens holds at most {self._most_characters}, which leaves no room for output: "
+                "shorten the prompt",
                 "prompt",
             )
 
