@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
-from typing import Any, Unpack, overload
+from typing import Any, TypeVar, Unpack, overload
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine.input_processor import (
@@ -16,18 +19,21 @@ from overlap_spec.engine.input_processor import (
     as_prompts,
     each,
 )
-from overlap_spec.errors import EngineUnavailable, RequestFailed
+from overlap_spec.errors import EngineUnavailable, InvalidRequest, RequestFailed
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.ipc import messages as m
 from overlap_spec.ipc.client import EngineClient, Health
+from overlap_spec.ipc.memory import rss_bytes
 from overlap_spec.ipc.request_handle import AsyncRequestHandle
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Delta, Output, Request
 
-__all__ = ["AsyncEngine", "AsyncRequestHandle"]
+__all__ = ["AsyncEngine", "AsyncRequestHandle", "count_characters", "rss_bytes"]
 
 # Prompts longer than this are tokenised in a thread, in characters.
 LONG_PROMPT = 16384
+TOKENISER_THREADS = 2
+Result = TypeVar("Result")
 
 
 class AsyncEngine:
@@ -60,6 +66,8 @@ class AsyncEngine:
         self._chat_template = chat_template
         self._max_queued_requests = max_queued_requests
         self._input_processor: InputProcessor | None = None
+        self._most_characters = 0
+        self._threads = ThreadPoolExecutor(TOKENISER_THREADS, "tokenise")
         settings = {"model": model, **settings}
         self.client = EngineClient(settings, stall_timeout_s, self._set_ready)
 
@@ -67,6 +75,12 @@ class AsyncEngine:
     def health(self) -> Health:
         """State of the engine; it accepts requests only if it is ``ready``."""
         return self.client.health
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the engine's last message; a ready engine sends one every second, but for
+        a step that takes longer."""
+        return self.client.silence_s
 
     @property
     def restarts(self) -> int:
@@ -107,6 +121,7 @@ class AsyncEngine:
     async def close(self) -> None:
         """End the process; open requests fail, and later ones raise :class:`EngineUnavailable`."""
         await self.client.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
@@ -197,12 +212,46 @@ class AsyncEngine:
         **options: Unpack[PromptOptions],
     ) -> Request:
         """Check and tokenise, as :meth:`InputProcessor.process`; a long prompt in a thread, so that
-        the loop goes on."""
-        process = self.input_processor.process
-        size = len(prompt) if isinstance(prompt, str) else _characters(prompt)
-        if size <= LONG_PROMPT:
-            return process(prompt, grammar, sampling, **options)
-        return await asyncio.to_thread(process, prompt, grammar, sampling, **options)
+        the loop goes on.
+
+        Raises:
+            InvalidRequest: as there, or the prompt is longer than any that fits the context.
+            QueueFull: too many requests are open or are being prepared.
+        """
+        process = partial(self.input_processor.process, prompt, grammar, sampling, **options)
+        size = count_characters(prompt)
+        self.check_length(size)
+        return process() if size <= LONG_PROMPT else await self.in_thread(process)
+
+    def check_length(self, characters: int) -> None:
+        """Raise InvalidRequest if no prompt of so many characters fits the context.
+
+        Cheap, unlike tokenising the prompt and counting its tokens.
+        """
+        if characters > self._most_characters:
+            raise InvalidRequest(
+                f"the prompt has {characters} characters; the context of {self.context_length} "
+                f"tokens holds at most {self._most_characters}, which leaves no room for output: "
+                "shorten the prompt",
+                "prompt",
+            )
+
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        """The result of ``work``, done in one of the few threads that prepare requests.
+
+        Raises:
+            QueueFull: too many requests are open or are being prepared.
+        """
+        self.client.check_room()
+        self.client.preparing += 1
+        future = self._threads.submit(work)
+        loop = asyncio.get_running_loop()
+        # Work that has begun goes on if its caller has gone, and counts until its end.
+        future.add_done_callback(lambda _: _call_soon(loop, self._prepared))
+        return await asyncio.wrap_future(future)
+
+    def _prepared(self) -> None:
+        self.client.preparing -= 1
 
     async def submit(self, request: Request) -> AsyncRequestHandle:
         """Send a request, and wait until its grammar is compiled and it is queued.
@@ -243,10 +292,28 @@ class AsyncEngine:
         if self._input_processor is None:
             tokenizer = Tokenizer(self.config.target_path, ready.vocab_size, self._chat_template)
             self._input_processor = InputProcessor(tokenizer, ready.limits)
+            longest = max(map(len, tokenizer.vocabulary.text))
+            self._most_characters = ready.limits.context_tokens * longest
 
 
-def _characters(prompt: Any) -> int:
-    """Rough size of a chat or of token ids."""
-    if not isinstance(prompt, Sequence):
-        return 0
-    return sum(len(str(p.get("content", ""))) if isinstance(p, dict) else 1 for p in prompt)
+def count_characters(prompt: Any) -> int:
+    """Characters of all texts in a prompt: text, or a chat as plain data; a token id counts one."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    count, stack = 0, [prompt]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, str):
+            count += len(value)
+        elif isinstance(value, Mapping):
+            stack += value.values()
+        elif isinstance(value, list | tuple) and value and isinstance(value[0], int):
+            count += len(value)
+        elif isinstance(value, list | tuple):
+            stack += value
+    return count
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # The loop has been closed.
+        loop.call_soon_threadsafe(function)

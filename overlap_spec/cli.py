@@ -67,6 +67,7 @@ SERVER_FLAGS = (
     "request_timeout_s",
     "drain_timeout_s",
     "max_body_bytes",
+    "max_bodies_bytes",
     "max_schema_bytes",
     "max_choices",
 )
@@ -280,6 +281,9 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help=f"{HELP['cors_origins']} Repeat it.")
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help=f"{HELP['allowed_hosts']} Repeat it.")
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     **flags: Any,
 ) -> None:
@@ -294,6 +298,7 @@ def serve(
         whitespace=read_whitespace(whitespace),
         stall_timeout_s=stall_timeout_s,
         cors_origin=cors_origin,
+        allowed_host=allowed_host,
         log_level=log_level,
         **flags,
     )

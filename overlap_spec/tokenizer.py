@@ -50,7 +50,9 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of ``text``; ``special`` adds the tokenizer's special tokens, such as BOS."""
-        ids: list[int] = self._fast.encode(text, add_special_tokens=special).ids
+        # `encode` keeps the interpreter's lock, and a megabyte takes seconds.
+        (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=special)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -54,6 +54,10 @@ _LINE_FEED = Repetition(CharClass(((0x0A, 0x0A),)), 0, 1)
 _LOOKS = ("ASSERT", "ASSERT_NOT")
 
 
+# Longer patterns are not kept, in characters.
+SHORT_PATTERN = 512
+
+
 @cache
 def _category(name: str, wide: bool) -> Ranges:
     if name.startswith("NOT_"):
@@ -67,9 +71,16 @@ def _category(name: str, wide: bool) -> Ranges:
     return charset.union([tuple((p, p) for p in points if python.match(chr(p)))])
 
 
-@lru_cache(4096)
 def _parse(source: str) -> Any:
+    return (_parse_short if len(source) <= SHORT_PATTERN else _parse_any)(source)
+
+
+def _parse_any(source: str) -> Any:
     return _parser.parse(_python(source))
+
+
+# A parsed pattern takes some fifty times its source's bytes: the cache stays under 30 MB.
+_parse_short = lru_cache(1024)(_parse_any)
 
 
 class Pattern:
@@ -257,9 +268,15 @@ def parse(source: str) -> Node:
     return Pattern(source, "regex").whole(plain)
 
 
-@lru_cache(1024)
 def _compiled(source: str) -> re.Pattern[str]:
+    return (_compiled_short if len(source) <= SHORT_PATTERN else _compiled_any)(source)
+
+
+def _compiled_any(source: str) -> re.Pattern[str]:
     return re.compile(_python(source))
+
+
+_compiled_short = lru_cache(1024)(_compiled_any)
 
 
 def _bound(high: Any) -> int | None:

@@ -33,6 +33,8 @@ LONGEST_BACKOFF_S = 30.0
 # Uptime after which the restart back-off begins again at zero.
 STABLE_AFTER_S = 60.0
 QUERY_TIMEOUT_S = 30.0
+# Of an idle engine, whose heartbeats come every second: a shorter stall_timeout_s is not for it.
+LONGEST_SILENCE_S = 10.0
 SHUTDOWN_GRACE_S = 10.0
 # How long messages of a process that has died may still arrive.
 LAST_MESSAGES_S = 0.5
@@ -43,8 +45,7 @@ class EngineClient:
 
     Args:
         settings: Of the engine.
-        stall_timeout_s: Kills an engine that sends nothing for so long while it loads or while a
-            request or query is open.
+        stall_timeout_s: Kills an engine that sends nothing for so long, not even a heartbeat.
         on_ready: Called with what an engine says of itself when it is loaded.
     """
 
@@ -59,12 +60,20 @@ class EngineClient:
         # Set by `on_ready`, once the engine has said how many requests run at once.
         self.max_open_requests = 0
         self.open: dict[int, AsyncRequestHandle] = {}
+        # Requests that are being tokenised; they count as open ones.
+        self.preparing = 0
         self.health: Health = "starting"
         self.restarts = 0
+        self._last_message_s = time.monotonic()
         self._process: EngineProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._numbers = itertools.count(1)
         self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the engine's last message; a ready engine sends one every second."""
+        return time.monotonic() - self._last_message_s
 
     async def start(self) -> None:
         """Start the engine's process, and wait until it is loaded.
@@ -96,11 +105,7 @@ class EngineClient:
             QueueFull, EngineUnavailable: the request itself is fine.
         """
         process = self._ready_process()
-        if len(self.open) >= self.max_open_requests:
-            raise QueueFull(
-                f"{len(self.open)} requests are open, which is the limit "
-                "(max_running_requests + max_queued_requests): try again later"
-            )
+        self.check_room()
         handle = AsyncRequestHandle(replace(request, id=next(self._numbers)), self._abort)
         self.open[handle.request.id] = handle
         grammar = request.grammar
@@ -109,6 +114,15 @@ class EngineClient:
             grammar = replace(grammar, output=None)
         process.send(m.AddRequest(replace(handle.request, grammar=None), grammar))
         return handle
+
+    def check_room(self) -> None:
+        """Raise QueueFull if no further request may be opened."""
+        count = len(self.open) + self.preparing
+        if count >= self.max_open_requests:
+            raise QueueFull(
+                f"{count} requests are open, which is the limit "
+                "(max_running_requests + max_queued_requests): try again later"
+            )
 
     def _abort(self, number: int) -> None:
         if number in self.open and self._process is not None:
@@ -185,11 +199,13 @@ class EngineClient:
             try:
                 message = await asyncio.wait_for(process.receive(), self._stall_timeout_s)
             except TimeoutError:
-                if self._process is None or self.open or self._queries:
+                owes = self._process is None or self.open or self._queries
+                if owes or self.silence_s > max(self._stall_timeout_s, LONGEST_SILENCE_S):
                     return EngineUnavailable(
                         f"the engine sent nothing for {self._stall_timeout_s} s"
                     )
                 continue
+            self._last_message_s = time.monotonic()
             match message:
                 case m.EngineReady():
                     self._on_ready(message)

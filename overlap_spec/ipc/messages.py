@@ -112,6 +112,10 @@ class EngineOutputs(msgspec.Struct, tag=True):
     finished: list[FinishedRequest] = []
 
 
+class Heartbeat(msgspec.Struct, tag=True):
+    """The engine's loop goes on, though it has nothing to tell."""
+
+
 class QueryResult(msgspec.Struct, tag=True):
     """The result of the `Query` of this number."""
 
@@ -119,7 +123,7 @@ class QueryResult(msgspec.Struct, tag=True):
     data: dict[str, Any]
 
 
-ToClient = EngineReady | LoadFailed | EngineOutputs | QueryResult
+ToClient = EngineReady | LoadFailed | EngineOutputs | Heartbeat | QueryResult
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from overlap_spec.engine.request_handle import RequestHandle
-from overlap_spec.errors import OverlapSpecError
+from overlap_spec.errors import OverlapSpecError, RequestFailed
 from overlap_spec.types import Delta, Output, Request
 
 
@@ -27,6 +27,8 @@ class AsyncRequestHandle(RequestHandle):
         self._queued = False
         self._lost: OverlapSpecError | None = None
         self._changed = asyncio.Event()
+        self._unread_bytes = 0
+        self._most_unread_bytes: int | None = None
 
     def __aiter__(self) -> AsyncRequestHandle:
         return self
@@ -43,7 +45,9 @@ class AsyncRequestHandle(RequestHandle):
             if self.output is not None:
                 raise StopAsyncIteration
             await self._wait()
-        return self.deltas.popleft()
+        delta = self.deltas.popleft()
+        self._unread_bytes -= _size(delta)
+        return delta
 
     async def queued(self) -> None:
         """Wait until the engine has compiled the grammar and queued the request.
@@ -68,6 +72,10 @@ class AsyncRequestHandle(RequestHandle):
         assert self.output is not None
         return self.output
 
+    def limit_unread(self, most_bytes: int) -> None:
+        """Abort the request, and fail it, once its unread pieces hold more than about so much."""
+        self._most_unread_bytes = most_bytes
+
     def abort(self) -> None:
         """End the request within one step; its output then has ``finish_reason`` ``abort``."""
         self._abort(self.request.id)
@@ -83,7 +91,15 @@ class AsyncRequestHandle(RequestHandle):
 
     def push(self, delta: Delta) -> None:
         """See :meth:`RequestHandle.push`."""
+        if self._lost is not None:
+            return
         super().push(delta)
+        self._unread_bytes += _size(delta)
+        most = self._most_unread_bytes
+        if most is not None and self._unread_bytes > most:
+            self.deltas.clear()
+            self.abort()
+            self.fail(RequestFailed(f"over {most} bytes of output were not read: read faster"))
         self._changed.set()
 
     def end(self, output: Output, error_type: str | None) -> None:
@@ -95,3 +111,9 @@ class AsyncRequestHandle(RequestHandle):
         """There will be no output: waiting raises ``error``."""
         self._lost = error
         self._changed.set()
+
+
+def _size(delta: Delta) -> int:
+    """About the bytes that a piece takes in memory."""
+    tops = sum(len(entry.top) for entry in delta.logprobs)
+    return 200 + 2 * len(delta.text) + 100 * len(delta.token_ids) + 120 * tops

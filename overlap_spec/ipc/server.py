@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import resource
 import shutil
 import sys
 import threading
@@ -26,11 +25,14 @@ from overlap_spec.errors import InvalidRequest, OverlapSpecError
 from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.isolation.limits import CompileFailure
 from overlap_spec.ipc import messages as m
+from overlap_spec.ipc.memory import rss_bytes
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Output, Request
 
 # Pause before the next try if requests wait but no step can be planned.
 IDLE_POLL_MS = 1
+# How long the engine is silent at most, but for a step that takes longer.
+HEARTBEAT_S = 1.0
 
 
 class Compiling(NamedTuple):
@@ -55,12 +57,13 @@ class EngineServer:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
         self._shutdown = False
+        self._sent_s = time.monotonic()
 
     def run(self) -> None:
         """Serve until the client sends `Shutdown`."""
         busy = False
         while not self._shutdown:
-            self._receive(0 if busy else IDLE_POLL_MS if self.open else None)
+            self._receive(0 if busy else IDLE_POLL_MS if self.open else round(1e3 * HEARTBEAT_S))
             self._admit_compiled()
             busy = self.engine.step()
             self._collect()
@@ -161,6 +164,11 @@ class EngineServer:
         if self.outputs != m.EngineOutputs():
             self.socket.send(m.encode(self.outputs))
             self.outputs = m.EngineOutputs()
+        elif time.monotonic() - self._sent_s >= HEARTBEAT_S / 2:
+            self.socket.send(m.encode(m.Heartbeat()))
+        else:
+            return
+        self._sent_s = time.monotonic()
 
     def _snapshot(self) -> dict[str, Any]:
         return {
@@ -176,16 +184,6 @@ class EngineServer:
         spans = self.engine.timeline.spans()
         first = max((span.step for span in spans), default=0) - steps + 1
         return [span._asdict() for span in spans if span.step >= first]
-
-
-def rss_bytes() -> int:
-    """Resident memory of this process, or its peak on systems that do not tell the present one."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
 
 
 def connect(arguments: m.LaunchArgs) -> zmq.Socket[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import FileResponse, Response
 
+from overlap_spec.async_engine import count_characters, rss_bytes
 from overlap_spec.errors import EngineUnavailable, InvalidRequest
 from overlap_spec.server.errors import ApiError, Json
+from overlap_spec.server.metrics import FrontState
 from overlap_spec.server.protocol.text import DetokenizeBody, TokenizeBody
 from overlap_spec.server.service import Service
 from overlap_spec.types import SamplingParams
@@ -20,6 +23,12 @@ from overlap_spec.types import SamplingParams
 PAGE = Path(__file__).parent / "playground.html"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 PROBE_TIMEOUT_S = 20.0
+# After which /health no longer answers for the engine.
+SILENCE_S = 10.0
+# What a scrape may wait for the engine, and its state as a whole.
+SCRAPE_TIMEOUT_S, STATE_TIMEOUT_S = 1.0, 10.0
+# Of /tokenize, whose text may be longer than the context, in characters.
+LONGEST_TEXT = 2**20
 
 
 def models(service: Service) -> Response:
@@ -40,38 +49,51 @@ def model_card(service: Service) -> dict[str, Any]:
     }
 
 
-async def tokenize(service: Service, body: TokenizeBody) -> Response:
+async def tokenize(service: Service, body: TokenizeBody, http: Request) -> Response:
     """Token ids of a text, or of a chat in the model's template."""
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", "prompt")
     tokenizer = service.engine.tokenizer
     if body.messages is not None:
-        ids = await asyncio.to_thread(service.engine.input_processor.prompt_ids, body.messages)
+        engine = service.engine
+        engine.check_length(count_characters(body.messages))
+        work = partial(engine.input_processor.prompt_ids, body.messages)
     else:
         assert body.prompt is not None
-        ids = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
+        if len(body.prompt) > LONGEST_TEXT:
+            message = f"{len(body.prompt)} characters; at most {LONGEST_TEXT} are allowed"
+            raise InvalidRequest(message, "prompt")
+        work = partial(tokenizer.encode, body.prompt, body.add_special_tokens)
+    ids = await service.run_until_disconnect(http, service.engine.in_thread(work))
     length = service.engine.context_length
     return Json({"tokens": ids, "count": len(ids), "max_model_len": length})
 
 
-def detokenize(service: Service, body: DetokenizeBody) -> Response:
+async def detokenize(service: Service, body: DetokenizeBody, http: Request) -> Response:
     """Text of token ids, without special tokens."""
     service.check_model(body.model)
     tokenizer = service.engine.tokenizer
-    for token in body.tokens:
-        if token >= tokenizer.vocab_size:
-            message = f"token {token} is outside the vocabulary of {tokenizer.vocab_size}"
-            raise InvalidRequest(message, "tokens")
-    text = tokenizer.decode(body.tokens)
+    highest = max(body.tokens, default=0)
+    if highest >= tokenizer.vocab_size:
+        message = f"token {highest} is outside the vocabulary of {tokenizer.vocab_size}"
+        raise InvalidRequest(message, "tokens")
+    work = partial(tokenizer.decode, body.tokens)
+    text = await service.run_until_disconnect(http, service.engine.in_thread(work))
     return Json({"text": text, "prompt": text})
 
 
 def health(service: Service) -> Response:
     """Status 200 while the engine accepts requests, else 503, with the engine's health."""
     engine = service.engine
-    ready = engine.health == "ready"
-    return Json({"status": engine.health, "restarts": engine.restarts}, 200 if ready else 503)
+    status = "silent" if is_silent(service) else engine.health
+    ready = status == "ready"
+    return Json({"status": status, "restarts": engine.restarts}, 200 if ready else 503)
+
+
+def is_silent(service: Service) -> bool:
+    """Whether the engine should be there and has stopped, or is stuck."""
+    return service.engine.health == "ready" and service.engine.silence_s > SILENCE_S
 
 
 async def health_generate(service: Service, request: Request) -> Response:
@@ -89,18 +111,26 @@ async def health_generate(service: Service, request: Request) -> Response:
 
 
 async def prometheus(service: Service) -> Response:
-    """All metrics in Prometheus's text format."""
-    snapshot = await _snapshot(service)
-    return Response(
-        service.metrics.render(snapshot, service.engine.restarts), media_type=PROMETHEUS
+    """All metrics in Prometheus's text format; of an engine that does not answer, its last."""
+    engine, metrics = service.engine, service.metrics
+    state = await _snapshot(service, SCRAPE_TIMEOUT_S)
+    if state is None and engine.health == "ready":
+        state = metrics.engine.snapshot
+    front = FrontState(
+        engine_up=engine.health == "ready" and not is_silent(service),
+        engine_restarts=engine.restarts,
+        engine_silence_s=engine.silence_s,
+        open_requests=engine.open_requests,
+        resident_bytes=rss_bytes(),
     )
+    return Response(metrics.render(state, front), media_type=PROMETHEUS)
 
 
 async def server_info(service: Service) -> Response:
     """Settings and state of server and engine."""
     engine, settings = service.engine, dataclasses.asdict(service.settings)
     settings["api_key"] = "set" if service.settings.api_key is not None else None
-    state = await _snapshot(service)
+    state = await _snapshot(service, STATE_TIMEOUT_S)
     config = dataclasses.asdict(engine.config)
     return Json(
         {
@@ -137,8 +167,11 @@ def page() -> Response:
     return FileResponse(PAGE, media_type="text/html")
 
 
-async def _snapshot(service: Service) -> dict[str, Any] | None:
+async def _snapshot(service: Service, timeout_s: float) -> dict[str, Any] | None:
+    if is_silent(service):
+        return None
     try:
-        return await service.engine.snapshot()
-    except EngineUnavailable:
+        async with asyncio.timeout(timeout_s):
+            return await service.engine.snapshot()
+    except (EngineUnavailable, TimeoutError):
         return None

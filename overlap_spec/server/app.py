@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from overlap_spec.async_engine import AsyncEngine
 from overlap_spec.server import admin, sglang
+from overlap_spec.server.body import BodyRoute
 from overlap_spec.server.chat import chat_completions
 from overlap_spec.server.completions import completions
 from overlap_spec.server.constraints import Constraints
@@ -38,6 +39,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
 
     app = FastAPI(title="overlap-spec", docs_url=None, redoc_url=None)
     app.state.service = service
+    app.router.route_class = BodyRoute
     add_handlers(app)
 
     async def gone(_: Request, __: Exception) -> Response:
@@ -93,12 +95,12 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         return Json(admin.model_card(service))
 
     @app.post("/tokenize")
-    async def _tokenize(body: TokenizeBody) -> Response:
-        return await admin.tokenize(service, body)
+    async def _tokenize(body: TokenizeBody, request: Request) -> Response:
+        return await admin.tokenize(service, body, request)
 
     @app.post("/detokenize")
-    async def _detokenize(body: DetokenizeBody) -> Response:
-        return admin.detokenize(service, body)
+    async def _detokenize(body: DetokenizeBody, request: Request) -> Response:
+        return await admin.detokenize(service, body, request)
 
 
 def _add_state(app: FastAPI, service: Service) -> None:

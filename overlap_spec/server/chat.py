@@ -40,7 +40,8 @@ from overlap_spec.types import Delta, Output, Request, TokenLogprobs
 async def chat_completions(service: Service, body: ChatBody, http: HttpRequest) -> Response:
     """Complete a chat, as one reply or as a stream."""
     chat = Chat(service, body, new_id("chatcmpl"), service.check_model(body.model))
-    request, field = await chat.prepare()
+    service.check_choices(body.n or 1)
+    request, field = await service.run_until_disconnect(http, chat.prepare())
     group = RequestGroup(chat.id, fan_out([request], body.n or 1), field)
     with_usage = body.include_usage
     if body.stream:
@@ -67,6 +68,7 @@ class Chat:
     async def prepare(self) -> tuple[Request, str | None]:
         """The request, checked and tokenised, and the body's field that its grammar comes from."""
         body, service = self.body, self.service
+        service.engine.check_length(body.count_characters())
         constraint = await service.constraints.tools(body, await service.constraints.of(body))
         request = await service.engine.prepare(
             body.template_messages(),

@@ -31,20 +31,15 @@ from overlap_spec.types import Request
 async def completions(service: Service, body: CompletionBody, http: HttpRequest) -> Response:
     """Complete texts, as one reply or as a stream."""
     model, label = service.check_model(body.model), new_id("cmpl")
-    constraint, sampling = await service.constraints.of(body), body.sampling()
-    prompts = each_prompt(body.prompt)
-    requests = [
-        await service.engine.prepare(
-            prompt, constraint.grammar, sampling, raw=True, priority=body.priority or 0
-        )
-        for prompt in prompts[: service.settings.max_choices + 1]
-    ]
-    count = body.n or 1
+    prompts, count = each_prompt(body.prompt), body.n or 1
+    service.check_choices(len(prompts) * count)
+    prepared = _prepare(service, body, prompts)
+    requests, field = await service.run_until_disconnect(http, prepared)
     tokenizer = service.engine.tokenizer
     echoes = [_echo(tokenizer, body, prompt) for prompt in prompts for _ in range(count)]
     head = {"id": label, "object": "text_completion", "created": int(time.time()), "model": model}
     with_usage = body.include_usage
-    group = RequestGroup(label, fan_out(requests, count), constraint.field)
+    group = RequestGroup(label, fan_out(requests, count), field)
     if body.stream:
 
         def events(handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Any]:
@@ -68,6 +63,22 @@ async def completions(service: Service, body: CompletionBody, http: HttpRequest)
             }
         )
     return Json(head | {"choices": choices, "usage": usage(outputs, requests)})
+
+
+async def _prepare(
+    service: Service, body: CompletionBody, prompts: Sequence[str | list[int]]
+) -> tuple[list[Request], str | None]:
+    """The requests, checked and tokenised, and the body's field that their grammar comes from."""
+    for prompt in prompts:
+        service.engine.check_length(len(prompt))
+    constraint, sampling = await service.constraints.of(body), body.sampling()
+    requests = [
+        await service.engine.prepare(
+            prompt, constraint.grammar, sampling, raw=True, priority=body.priority or 0
+        )
+        for prompt in prompts
+    ]
+    return requests, constraint.field
 
 
 def _echo(tokenizer: Tokenizer, body: CompletionBody, prompt: str | list[int]) -> str:

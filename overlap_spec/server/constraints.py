@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
+
 from overlap_spec.errors import GrammarError, InvalidRequest
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.server.grammar_reader import GrammarReader
 from overlap_spec.server.protocol.base import Constraint, OpenAIBody, StructuredOutputs
 from overlap_spec.server.protocol.chat import (
     ChatBody,
@@ -20,7 +22,7 @@ from overlap_spec.server.protocol.chat import (
 from overlap_spec.server.protocol.text import CompletionBody
 from overlap_spec.server.settings import ServerSettings
 
-# Sources longer than this are read in a thread, in bytes: reading them would block the loop.
+# Sources longer than this are read in another process, in bytes: reading them would block the loop.
 LONG_SOURCE = 4096
 
 
@@ -32,7 +34,7 @@ class ResolvedConstraint(NamedTuple):
 
 
 class ConstraintCandidate(NamedTuple):
-    """A constraint that a body's field has, not yet read."""
+    """A constraint that a body's field has, not yet read; ``make`` can be pickled."""
 
     field: str
     source: Any
@@ -44,8 +46,7 @@ class Constraints:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
-        # A schema of half a megabyte takes seconds to read, and Python threads share one lock.
-        self._one_long = asyncio.Semaphore(1)
+        self.reader = GrammarReader()
 
     async def of(self, body: Constraint) -> ResolvedConstraint:
         """The grammar that a body asks for.
@@ -78,16 +79,15 @@ class Constraints:
             )
         choice = "auto" if choice is None else choice
 
-        def make() -> Grammar:
-            return Grammar.tools(
-                tools,
-                choice=choice,
-                parallel=body.parallel_tool_calls is not False,
-                format=parser,
-                otherwise=otherwise.grammar if choice == "auto" else None,
-                whitespace=self.settings.whitespace,
-            )
-
+        make = partial(
+            Grammar.tools,
+            tools,
+            choice=choice,
+            parallel=body.parallel_tool_calls is not False,
+            format=parser,
+            otherwise=otherwise.grammar if choice == "auto" else None,
+            whitespace=self.settings.whitespace,
+        )
         made = await self._read(ConstraintCandidate("tools", tools, make))
         return (
             otherwise
@@ -105,8 +105,7 @@ class Constraints:
             )
         try:
             if size > LONG_SOURCE:
-                async with self._one_long:
-                    grammar = await asyncio.to_thread(make)
+                grammar = await self.reader.read(make)
             else:
                 grammar = make()
             grammar.source.encode()
@@ -129,7 +128,7 @@ class Constraints:
         name = "response_format"
         if isinstance(form, JsonObjectFormat) and form.schema_ is not None:
             given = form.schema_
-            make = partial(self._schema, given)
+            make = partial(self._schema(), given)
             candidates.append(ConstraintCandidate(name, given, make))
         elif isinstance(form, JsonObjectFormat):
             whitespace = settings.whitespace
@@ -138,20 +137,20 @@ class Constraints:
         elif isinstance(form, JsonSchemaFormat):
             schema, strict = form.json_schema.schema_, form.json_schema.strict
             best_effort = settings.best_effort if strict is None else not strict
-            make = partial(self._schema, schema, best_effort)
+            make = partial(self._schema(best_effort), schema)
             candidates.append(ConstraintCandidate(name, schema, make))
         elif isinstance(form, StructuralTagFormat):
             tag = form.model_dump(exclude_none=True)
-            candidates.append(ConstraintCandidate(name, tag, partial(self._tag, tag)))
+            candidates.append(ConstraintCandidate(name, tag, partial(self._tag(), tag)))
         return candidates
 
     def _plain(self, body: Constraint) -> list[ConstraintCandidate]:
         """SGLang's names."""
         makers: dict[str, Callable[[Any], Grammar]] = {
-            "json_schema": self._schema,
+            "json_schema": self._schema(),
             "regex": Grammar.regex,
             "ebnf": Grammar.ebnf,
-            "structural_tag": self._tag,
+            "structural_tag": self._tag(),
         }
         given = [(name, getattr(body, name), make) for name, make in makers.items()]
         return [
@@ -166,12 +165,12 @@ class Constraints:
         if given.disable_any_whitespace is not None:
             whitespace = "compact" if given.disable_any_whitespace else "bounded"
         makers: dict[str, Callable[[Any], Grammar]] = {
-            "json": lambda v: self._schema(v, whitespace=whitespace),
+            "json": self._schema(whitespace=whitespace),
             "regex": Grammar.regex,
             "choice": Grammar.choice,
             "grammar": Grammar.ebnf,
             "json_object": lambda _: Grammar.json_object(whitespace=whitespace),
-            "structural_tag": self._tag,
+            "structural_tag": self._tag(),
         }
         values = {kind: getattr(given, kind if kind != "json" else "json_") for kind in makers}
         kinds = [kind for kind, value in values.items() if value is not None and value is not False]
@@ -186,23 +185,24 @@ class Constraints:
         return ConstraintCandidate(field, value, partial(makers[kind], value))
 
     def _schema(
-        self, schema: Any, best_effort: bool | None = None, whitespace: Any = None
-    ) -> Grammar:
-        return Grammar.json_schema(
-            schema,
+        self, best_effort: bool | None = None, whitespace: Any = None
+    ) -> Callable[[Any], Grammar]:
+        return partial(
+            Grammar.json_schema,
             whitespace=self.settings.whitespace if whitespace is None else whitespace,
             best_effort=self.settings.best_effort if best_effort is None else best_effort,
         )
 
-    def _tag(self, tag: Any) -> Grammar:
-        return Grammar.structural_tag(tag, whitespace=self.settings.whitespace)
+    def _tag(self) -> Callable[[Any], Grammar]:
+        return partial(Grammar.structural_tag, whitespace=self.settings.whitespace)
 
 
 def _size(name: str, source: Any) -> int:
     """Bytes of a constraint's text; GrammarError if it is not valid text."""
     try:
-        text = source if isinstance(source, str) else json.dumps(source, ensure_ascii=False)
-        return len(text.encode())
+        return len(source.encode() if isinstance(source, str) else msgspec.json.encode(source))
+    except OverflowError:
+        return len(json.dumps(source))
     except RecursionError:
         raise GrammarError("the constraint is nested too deeply", name) from None
     except (UnicodeError, ValueError) as error:

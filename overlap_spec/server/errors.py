@@ -14,6 +14,8 @@ from overlap_spec.errors import EngineUnavailable, InvalidRequest, OverlapSpecEr
 from overlap_spec.grammar.isolation.limits import CompileFailure
 
 RETRY_AFTER_S = 1
+# Messages quote what was sent, which may be megabytes.
+LONGEST_MESSAGE, LONGEST_PARAM = 2000, 200
 # Errors of a running request that its own grammar causes; any other is the server's.
 GRAMMAR_ERRORS = ("RequestFailed",)
 
@@ -35,12 +37,16 @@ class ApiError(OverlapSpecError):
 
     def body(self) -> dict[str, Any]:
         """The error as plain data."""
-        text = str(self)
-        if self.param and not text.startswith(self.param):
-            text = f"{self.param}: {text}"
-        return {
-            "error": {"message": text, "type": self.kind, "param": self.param, "code": self.code}
-        }
+        text, param = _cut(str(self), LONGEST_MESSAGE), self.param
+        if param is not None:
+            param = _cut(param, LONGEST_PARAM)
+        if param and not text.startswith(param):
+            text = f"{param}: {text}"
+        return {"error": {"message": text, "type": self.kind, "param": param, "code": self.code}}
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 class Json(Response):
@@ -112,7 +118,10 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def from_validation(error: RequestValidationError) -> ApiError:
-    """The deepest of pydantic's errors: in a union, that of the member that fits best."""
+    """The deepest of pydantic's errors: in a union, that of the member that fits best.
+
+    There are few: lists stop at their first wrong item, and no dict has more than some thousands.
+    """
     items = error.errors()
     found = [(place(i["loc"][1:], error.body, i["type"] == "missing"), i) for i in items]
     where, item = max(found, key=lambda pair: pair[0].count(".") + pair[0].count("["))

@@ -23,6 +23,7 @@ def launch(
     stall_timeout_s: float,
     log_level: str,
     cors_origin: list[str] | None,
+    allowed_host: list[str] | None,
     mask_deadline_ms: float,
     served_model_name: str | None,
     tool_call_parser: str | None,
@@ -47,6 +48,7 @@ def launch(
         tool_call_parser=tool_call_parser,
         whitespace=whitespace,
         cors_origins=tuple(cors_origin or ()),
+        allowed_hosts=tuple(allowed_host or ()),
     )
     engine = AsyncEngine(
         chat_template=_read(chat_template),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -14,6 +15,17 @@ from overlap_spec.async_engine import AsyncRequestHandle
 PREFIX = "overlap_spec:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+
+
+@dataclass(frozen=True)
+class FrontState:
+    """What the HTTP process knows without asking the engine."""
+
+    engine_up: bool = False
+    engine_restarts: int = 0
+    engine_silence_s: float = 0.0
+    open_requests: int = 0
+    resident_bytes: int = 0
 
 
 class Metrics:
@@ -78,9 +90,9 @@ class Metrics:
             for _ in range(count):
                 self.lengths.observe(drafts + 1)
 
-    def render(self, snapshot: dict[str, Any] | None, restarts: int) -> bytes:
+    def render(self, snapshot: dict[str, Any] | None, front: FrontState) -> bytes:
         """The text that Prometheus reads; ``snapshot`` is None while there is no engine."""
-        self.engine.snapshot, self.engine.restarts = snapshot, restarts
+        self.engine.snapshot, self.engine.front = snapshot, front
         return generate_latest(self.registry)
 
     def _histogram(self, name: str, about: str, buckets: Iterable[float] = SECONDS) -> Histogram:
@@ -96,13 +108,19 @@ class EngineCollector(Collector):
 
     def __init__(self) -> None:
         self.snapshot: dict[str, Any] | None = None
-        self.restarts = 0
+        self.front = FrontState()
 
     def collect(self) -> Iterable[Metric]:
         """See prometheus_client."""
         state = self.snapshot
-        yield _gauge("engine_up", "Whether the engine accepts requests.", float(state is not None))
-        yield _count("engine_restarts", "Restarts of the engine.", self.restarts)
+        front = self.front
+        yield _gauge("engine_up", "Whether the engine accepts requests.", float(front.engine_up))
+        yield _count("engine_restarts", "Restarts of the engine.", front.engine_restarts)
+        about = "Time since the engine's last message."
+        yield _gauge("engine_silence_seconds", about, front.engine_silence_s)
+        yield _gauge("open_requests", "Requests that the server has open.", front.open_requests)
+        about = "Resident memory of the HTTP process."
+        yield _gauge("front_resident_bytes", about, front.resident_bytes)
         if state is None:
             return
         gauges = {

@@ -1,21 +1,25 @@
-"""Checks that every HTTP request passes before its route: API key and body size."""
+"""Checks that every HTTP request passes before its route: host, API key, and the body's size."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import ipaddress
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from overlap_spec.server.body import MOST_VALUES, count_values
 from overlap_spec.server.errors import ApiError, error_response
 from overlap_spec.server.settings import ServerSettings
 
 # Health probes carry no key, and the playground's page asks its user for it.
 OPEN_PATHS = ("/", "/health")
+BODY_TIMEOUT_S = 30.0
 
 
 class GuardMiddleware:
-    """ASGI middleware that rejects with 401 and 413, and reports all error statuses.
+    """ASGI middleware that rejects requests, and reports all error statuses.
 
     Args:
         rejected: Called with the status of every response of 400 and above.
@@ -25,7 +29,10 @@ class GuardMiddleware:
         self, app: ASGIApp, settings: ServerSettings, rejected: Callable[[int], None]
     ) -> None:
         self.app, self._rejected = app, rejected
-        self._limit = settings.max_body_bytes
+        self._limit, self._most_bodies = settings.max_body_bytes, settings.max_bodies_bytes
+        # Bytes of the bodies whose requests have not been answered yet.
+        self._held = 0
+        self._names = _allowed_names(settings)
         key = settings.api_key
         self._expected = f"Bearer {key}".encode() if key is not None else None
 
@@ -33,39 +40,74 @@ class GuardMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        await self._pass(scope, receive, self._counted(send))
+        body = HeldBody(self)
+        try:
+            await self._pass(scope, receive, self._counted(send, body), body)
+        finally:
+            body.release()
 
-    def _counted(self, send: Send) -> Send:
+    def _counted(self, send: Send, body: HeldBody) -> Send:
         async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # A stream may go on for minutes, and does not need its body any more.
+                body.release()
             if message["type"] == "http.response.start" and message["status"] >= 400:
                 self._rejected(message["status"])
             await send(message)
 
         return counted
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass(self, scope: Scope, receive: Receive, send: Send, held: HeldBody) -> None:
         headers = dict(scope["headers"])
         error = self._check(scope["path"], scope["method"], headers)
         if error is not None:
             await error_response(error)(scope, receive, send)
             return
-        body = b""
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await self._read(receive, held)
+        except TimeoutError:
+            body = ApiError(408, f"the body did not come in {BODY_TIMEOUT_S:g} s")
+        if body is None:
+            return
+        if isinstance(body, ApiError):
+            await error_response(body)(scope, receive, send)
+            return
+        if count_values(body) > MOST_VALUES:
+            error = ApiError(413, f"the body has more than {MOST_VALUES} values")
+            await error_response(error)(scope, receive, send)
+            return
+        await self.app(scope, _replay(body, receive), send)
+
+    async def _read(self, receive: Receive, held: HeldBody) -> bytes | ApiError | None:
+        """The whole body; None if the client has gone."""
+        chunks: list[bytes] = []
         while True:
             message = await receive()
             if message["type"] != "http.request":
-                return
-            body += message.get("body", b"")
-            if len(body) > self._limit:
-                await error_response(self._too_large())(scope, receive, send)
-                return
+                return None
+            chunks.append(message.get("body", b""))
+            held.add(len(chunks[-1]))
+            if held.size > self._limit:
+                return self._too_large()
+            if self._held > self._most_bodies:
+                text = f"all bodies in flight exceed {self._most_bodies} bytes (max_bodies_bytes)"
+                return ApiError(429, text, code="queue_full", kind="rate_limit_error")
             if not message.get("more_body", False):
-                break
-        await self.app(scope, _replay(body, receive), send)
+                return b"".join(chunks)
+
+    def hold(self, size: int) -> None:
+        """Count bytes of bodies in flight; negative when they go."""
+        self._held += size
 
     def _check(self, path: str, method: str, headers: dict[bytes, bytes]) -> ApiError | None:
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._limit:
             return self._too_large()
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self._names is not None and not _is_local(name := _name(host), self._names):
+            message = f"this server is not called {name!r}: start it with --allowed-host {name}"
+            return ApiError(403, message, code="host_not_allowed")
         if self._expected is None or path in OPEN_PATHS or method == "OPTIONS":
             return None
         given = headers.get(b"authorization", b"")
@@ -76,6 +118,53 @@ class GuardMiddleware:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is over {self._limit} bytes (max_body_bytes)")
+
+
+class HeldBody:
+    """The bytes of one body, as its guard counts them."""
+
+    def __init__(self, guard: GuardMiddleware) -> None:
+        self._guard = guard
+        self.size = 0
+        self._released = False
+
+    def add(self, size: int) -> None:
+        """Count bytes that have come."""
+        self.size += size
+        self._guard.hold(size)
+
+    def release(self) -> None:
+        """Count no byte any longer."""
+        if not self._released:
+            self._released = True
+            self._guard.hold(-self.size)
+
+
+def _allowed_names(settings: ServerSettings) -> frozenset[str] | None:
+    """Names besides those of loopback that ``Host`` may have; None allows any.
+
+    Without this check, a web page could call a server on its reader's loopback address by a name of
+    the page's own that resolves to it (DNS rebinding).
+    """
+    if settings.allowed_hosts or _is_local(settings.host, frozenset()):
+        return frozenset(name.lower() for name in settings.allowed_hosts)
+    return None
+
+
+def _is_local(name: str, also: frozenset[str]) -> bool:
+    if name == "localhost" or name in also:
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _name(host: str) -> str:
+    """The name in a ``Host`` header, without port and brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

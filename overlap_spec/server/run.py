@@ -13,6 +13,7 @@ import uvicorn
 
 from overlap_spec.async_engine import AsyncEngine
 from overlap_spec.server.app import create_app
+from overlap_spec.server.grammar_reader import GrammarReader
 from overlap_spec.server.settings import ServerSettings
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -27,8 +28,9 @@ def serve(engine: AsyncEngine, settings: ServerSettings, log_level: str = "info"
         ConfigError, CheckpointError: the engine cannot be started.
     """
     logging.basicConfig(format=LOG_FORMAT, level=log_level.upper())
+    app = create_app(engine, settings)
     config = uvicorn.Config(
-        create_app(engine, settings),
+        app,
         host=settings.host,
         port=settings.port,
         log_level=log_level,
@@ -41,16 +43,19 @@ def serve(engine: AsyncEngine, settings: ServerSettings, log_level: str = "info"
     )
     # A signal while the engine loads cancels the task: there is nothing to drain.
     with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(_serve(engine, Server(config)))
+        asyncio.run(_serve(engine, Server(config), app.state.service.constraints.reader))
 
 
-async def _serve(engine: AsyncEngine, server: Server) -> None:
+async def _serve(engine: AsyncEngine, server: Server, reader: GrammarReader) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with engine:
-        await server.serve()
-        log.info("drained; closing the engine")
+    try:
+        async with engine:
+            await server.serve()
+            log.info("drained; closing the engine")
+    finally:
+        await reader.close()
 
 
 class Server(uvicorn.Server):

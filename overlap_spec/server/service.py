@@ -39,6 +39,11 @@ class RequestGroup:
     field: str | None = None
 
 
+# What the requests of one stream may hold for a client that reads slowly.
+STREAM_BUFFER_BYTES = 2 * 2**20
+# How long one write may wait for a client that does not read.
+WRITE_TIMEOUT_S = 30.0
+
 DONE = b"data: [DONE]\n\n"
 
 
@@ -68,18 +73,23 @@ class Service:
             )  # fmt: skip
         return name
 
+    def check_choices(self, count: int) -> None:
+        """Raise InvalidRequest if one HTTP request asks for more than ``max_choices`` outputs.
+
+        Called before anything is done for each of them.
+        """
+        most = self.settings.max_choices
+        if count > most:
+            raise InvalidRequest(
+                f"{count} outputs in one request; {most} are allowed (max_choices)", "n"
+            )
+
     async def start(self, group: RequestGroup) -> list[AsyncRequestHandle]:
         """Send all requests of a group and wait until all are queued; if one fails, abort the rest.
 
         Raises:
             InvalidRequest, QueueFull, EngineUnavailable: as :meth:`AsyncEngine.submit`.
         """
-        if len(group.requests) > self.settings.max_choices:
-            raise InvalidRequest(
-                f"{len(group.requests)} outputs in one request; {self.settings.max_choices} are "
-                "allowed (max_choices)",
-                "n",
-            )
         handles: list[AsyncRequestHandle] = []
         try:
             for request in group.requests:
@@ -159,6 +169,8 @@ class Service:
         """
         started = asyncio.get_running_loop().time()
         handles = await self.run_until_disconnect(http, self.start(group))
+        for handle in handles:
+            handle.limit_unread(max(STREAM_BUFFER_BYTES // len(handles), 2**16))
         deadline = started + self.settings.request_timeout_s
 
         async def lines() -> AsyncIterator[bytes]:
@@ -168,6 +180,8 @@ class Service:
                     async with asyncio.timeout_at(deadline):
                         event = await anext(pieces)
                     yield sse(event)
+                    # Neither pieces that have come nor writes to a client that has gone would wait.
+                    await asyncio.sleep(0)
             except StopAsyncIteration:
                 pass
             except Exception as error:
@@ -197,8 +211,14 @@ class Events(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         """See starlette."""
-        await super().stream_response(send)
-        self._whole = True
+
+        async def soon(message: Any) -> None:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await send(message)
+
+        with contextlib.suppress(TimeoutError):
+            await super().stream_response(soon)
+            self._whole = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -54,12 +54,22 @@ class ServerSettings:
         float, Help("Time that open requests have to end after SIGTERM, in seconds.")
     ] = 30.0
     max_body_bytes: Annotated[int, Help("Largest body of a request, in bytes.")] = 8 * 2**20
+    max_bodies_bytes: Annotated[
+        int, Help("Most bytes of all bodies in flight; more are refused with status 429.")
+    ] = 128 * 2**20
     max_schema_bytes: Annotated[int, Help("Largest schema, pattern or grammar, in bytes.")] = (
         512 * 2**10
     )
     max_choices: Annotated[int, Help("Most outputs of one request: prompts × n.")] = 128
     cors_origins: Annotated[
         tuple[str, ...], Help("Origins whose pages may call the server; by default none.")
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Help(
+            "Names that clients may call the server by, besides localhost; without one, any on an "
+            "address other than loopback."
+        ),
     ] = ()
 
     def __post_init__(self) -> None:
@@ -71,6 +81,7 @@ class ServerSettings:
         least = {
             "max_queued_requests": 0,
             "max_body_bytes": 1024,
+            "max_bodies_bytes": 1024,
             "max_schema_bytes": 64,
             "max_choices": 1,
             "request_timeout_s": 0.1,

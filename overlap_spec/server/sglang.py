@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -16,7 +17,11 @@ from overlap_spec.server.protocol.text import AbortBody, GenerateBody, SGLangSam
 from overlap_spec.server.service import RequestGroup, Service, fan_out, interleaved, new_id, verdict
 from overlap_spec.stats import RequestStats
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import Delta, Output, Request
+from overlap_spec.types import Delta, Output, Request, TokenLogprobs
+
+# Above this (characters, tokens and log-probabilities together), an event has to add this part.
+SMALL_OUTPUT = 8192
+LEAST_GROWTH = 1 / 16
 
 
 async def generate(service: Service, body: GenerateBody, http: HttpRequest) -> Response:
@@ -25,24 +30,65 @@ async def generate(service: Service, body: GenerateBody, http: HttpRequest) -> R
     count = len(prompts)
     samplings = _each("sampling_params", body.sampling_params, count)
     rids = _each("rid", body.rid if count == 1 or isinstance(body.rid, list) else None, count)
-    requests: list[Request] = []
-    field = None
-    for prompt, given in zip(prompts, samplings, strict=True):
-        given = given or SGLangSampling.model_validate({})
-        single = single and (given.n or 1) == 1
-        top = (body.top_logprobs_num or 0) if body.return_logprob else None
-        grammar, name = await service.constraints.of(given)
-        field = field or (f"sampling_params.{name}" if name else None)
-        request = await service.engine.prepare(prompt, grammar, given.sampling(top), raw=True)
-        requests += fan_out([request], given.n or 1)
+    service.check_choices(sum((given.n or 1) if given else 1 for given in samplings))
+    prepared = _prepare(service, body, prompts, samplings)
+    requests, source = await service.run_until_disconnect(http, prepared)
+    single = single and len(requests) == 1
     label = body.rid if isinstance(body.rid, str) else rids[0] or new_id("gen")
-    group = RequestGroup(label, requests, field)
+    group = RequestGroup(label, requests, source)
     formatter = SGLangFormatter(service.engine.tokenizer, body, label)
     if body.stream:
         return await service.stream(http, group, lambda handles: formatter.events(handles, single))
     outputs = await service.outputs(http, group)
     results = [formatter.result(output, index) for index, output in enumerate(outputs)]
     return Json(results[0] if single else results)
+
+
+async def _prepare(
+    service: Service,
+    body: GenerateBody,
+    prompts: Sequence[str | list[int]],
+    samplings: Sequence[SGLangSampling | None],
+) -> tuple[list[Request], str | None]:
+    """The requests, checked and tokenised, and the body's field that their grammars come from."""
+    requests: list[Request] = []
+    source = None
+    top = (body.top_logprobs_num or 0) if body.return_logprob else None
+    for prompt in prompts:
+        service.engine.check_length(len(prompt))
+    for prompt, given in zip(prompts, samplings, strict=True):
+        given = given or SGLangSampling.model_validate({})
+        grammar, name = await service.constraints.of(given)
+        source = source or (f"sampling_params.{name}" if name else None)
+        request = await service.engine.prepare(prompt, grammar, given.sampling(top), raw=True)
+        requests += fan_out([request], given.n or 1)
+    return requests, source
+
+
+@dataclass
+class OutputSoFar:
+    """The pieces of one stream so far, and whether they are worth an event."""
+
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    size: int = 0
+    sent: int = 0
+
+    def push(self, delta: Delta) -> None:
+        """Add a piece."""
+        self.text += delta.text
+        self.ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        entries = sum(1 + len(entry.top) for entry in delta.logprobs)
+        self.size += len(delta.text) + len(delta.token_ids) + entries
+
+    def is_due(self) -> bool:
+        """Whether to send an event now."""
+        if self.size > SMALL_OUTPUT and self.size < self.sent * (1 + LEAST_GROWTH):
+            return False
+        self.sent = self.size
+        return True
 
 
 class SGLangFormatter:
@@ -64,30 +110,31 @@ class SGLangFormatter:
     async def events(
         self, handles: Sequence[AsyncRequestHandle], single: bool
     ) -> AsyncIterator[Any]:
-        """The whole output so far, after each piece."""
-        seen: list[list[Delta]] = [[] for _ in handles]
+        """The whole output so far, after each piece while it is small; then after each piece that
+        makes it larger by a part of itself, so that all events together stay in proportion."""
+        seen = [OutputSoFar() for _ in handles]
         async for index, delta in interleaved(handles):
-            seen[index].append(delta)
+            so_far = seen[index]
+            so_far.push(delta)
             if delta.finish_reason == "error":
                 continue
             if delta.finish_reason is not None:
                 event = self.result(await handles[index].finish(), index)
+            elif so_far.is_due():
+                event = self._so_far(so_far, index, handles[index].request)
             else:
-                event = self._so_far(seen[index], index, handles[index].request)
+                continue
             yield event if single else event | {"index": index}
 
-    def _so_far(self, deltas: Sequence[Delta], index: int, request: Request) -> dict[str, Any]:
-        ids = tuple(token for delta in deltas for token in delta.token_ids)
-        logprobs = tuple(entry for delta in deltas for entry in delta.logprobs)
-        text = "".join(delta.text for delta in deltas)
+    def _so_far(self, so_far: OutputSoFar, index: int, request: Request) -> dict[str, Any]:
         meta = {
             "id": self._id(index),
             "finish_reason": None,
             "prompt_tokens": len(request.prompt_ids),
-            "completion_tokens": len(ids),
+            "completion_tokens": len(so_far.ids),
         }
-        meta |= self._logprobs(ids, logprobs)
-        return {"text": text, "output_ids": list(ids), "meta_info": meta}
+        meta |= self._logprobs(so_far.ids, so_far.logprobs)
+        return {"text": so_far.text, "output_ids": so_far.ids, "meta_info": meta}
 
     def _meta(self, index: int, reason: dict[str, Any], output: Output) -> dict[str, Any]:
         stats = output.stats

@@ -22,7 +22,7 @@ from overlap_spec.server.chat import Chat
 from overlap_spec.server.chat_assembler import ChatAssembler
 from overlap_spec.server.constraints import Constraints
 from overlap_spec.server.errors import as_api_error, place
-from overlap_spec.server.metrics import Metrics
+from overlap_spec.server.metrics import FrontState, Metrics
 from overlap_spec.server.protocol.chat import ChatBody
 from overlap_spec.server.service import ClientGone, Events, Service, fan_out, wrapped
 from overlap_spec.server.settings import ServerSettings
@@ -213,7 +213,7 @@ def test_metrics_count_what_has_ended() -> None:
     )  # fmt: skip
     handle.output = Output("text", (1,) * 7, "stop", stats)
     metrics.observe(handle)
-    text = metrics.render(None, 3).decode()
+    text = metrics.render(None, FrontState(engine_restarts=3)).decode()
     for line in (
         "overlap_spec:engine_up 0.0",
         "overlap_spec:engine_restarts_total 3.0",

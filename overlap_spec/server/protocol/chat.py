@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.server.protocol.base import OpenAIBody, Strict
+from overlap_spec.server.protocol.base import MOST_ENTRIES, Few, Items, OpenAIBody, Strict
 from overlap_spec.types import SamplingParams
 
 
@@ -20,7 +20,7 @@ class TextPart(Strict):
     text: str
 
 
-Content = str | list[TextPart]
+Content = str | Items[TextPart]
 
 
 class FunctionCall(Strict):
@@ -62,7 +62,7 @@ class AssistantMessage(Strict):
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Items[MessageToolCall] | None = None
     name: str | None = None
     # Fields of a reply's message, so that clients can send it back unchanged.
     refusal: None = None
@@ -119,8 +119,8 @@ class StructuralTagFormat(Strict):
 
     type: Literal["structural_tag"]
     format: dict[str, Any] | None = None
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[str] | None = None
+    structures: Items[dict[str, Any]] | None = None
+    triggers: Items[str] | None = None
 
 
 ResponseFormat = Annotated[
@@ -132,18 +132,20 @@ ResponseFormat = Annotated[
 class ChatBody(OpenAIBody):
     """A request for chat completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=MOST_ENTRIES)]
     max_completion_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=1024)] | None = None
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, str] | None = Field(None, description="Accepted and not used.")
+    metadata: Annotated[dict[str, str], Few] | None = Field(
+        None, description="Accepted and not used."
+    )
     store: Literal[False] | None = Field(None, description="Nothing is ever stored.")
     service_tier: Literal["auto", "default"] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
     safety_identifier: str | None = Field(None, description="Accepted and not used.")
     prompt_cache_key: str | None = Field(None, description="Accepted and not used.")
 
@@ -182,9 +184,24 @@ class ChatBody(OpenAIBody):
             origins=self.with_origins or None,
         )
 
+    def count_characters(self) -> int:
+        """Characters of all texts of the messages, arguments of tool calls included."""
+        return sum(map(_characters, self.messages))
+
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as chat templates expect them: content as text, arguments as objects."""
         return [_plain(message, index) for index, message in enumerate(self.messages)]
+
+
+def _characters(message: Any) -> int:
+    content, calls = message.content, getattr(message, "tool_calls", None)
+    parts = content if isinstance(content, list) else ()
+    return (
+        (len(content) if isinstance(content, str) else 0)
+        + sum(len(part.text) for part in parts)
+        + len(getattr(message, "reasoning_content", None) or "")
+        + sum(len(call.function.name) + len(call.function.arguments) for call in calls or ())
+    )
 
 
 def _plain(message: Any, index: int) -> dict[str, Any]:

@@ -8,17 +8,23 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.server.protocol.base import Body, Constraint, Count, Int, OpenAIBody, Sampling
+from overlap_spec.server.protocol.base import (
+    MOST_ENTRIES,
+    Body,
+    Constraint,
+    Count,
+    Int,
+    Items,
+    OpenAIBody,
+    Sampling,
+)
 from overlap_spec.server.protocol.chat import ResponseFormat
 from overlap_spec.types import SamplingParams
 
-TokenIds = Annotated[list[Count], Field(min_length=1)]
-Prompts = (
-    str
-    | TokenIds
-    | Annotated[list[str], Field(min_length=1)]
-    | Annotated[list[TokenIds], Field(min_length=1)]
-)
+TokenIds = Annotated[Items[Count], Field(min_length=1)]
+Texts = Annotated[Items[str], Field(min_length=1, max_length=MOST_ENTRIES)]
+ManyTokenIds = Annotated[Items[TokenIds], Field(min_length=1, max_length=MOST_ENTRIES)]
+Prompts = str | TokenIds | Texts | ManyTokenIds
 
 
 def each_prompt(prompts: Any) -> list[str | list[int]]:
@@ -63,7 +69,7 @@ class SGLangSampling(Sampling, Constraint):
 
     max_new_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
     min_new_tokens: Count | None = None
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    stop: str | Annotated[Items[str], Field(max_length=64)] | None = None
     sampling_seed: Int | None = None
     n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = None
     skip_special_tokens: Literal[True] | None = None
@@ -86,16 +92,16 @@ class SGLangSampling(Sampling, Constraint):
         return self.parameters(**more, min_tokens=minimum, logprobs=logprobs)
 
 
-Samplings = Annotated[list[SGLangSampling], Field(min_length=1)]
+Samplings = Annotated[Items[SGLangSampling], Field(min_length=1, max_length=MOST_ENTRIES)]
 
 
 class GenerateBody(Body):
     """A request in SGLang's format: ``text`` or ``input_ids``, one or a list."""
 
-    text: str | Annotated[list[str], Field(min_length=1)] | None = None
-    input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1)] | None = None
+    text: str | Texts | None = None
+    input_ids: TokenIds | ManyTokenIds | None = None
     sampling_params: SGLangSampling | Samplings | None = None
-    rid: str | Annotated[list[str], Field(min_length=1)] | None = None
+    rid: str | Texts | None = None
     return_logprob: bool | None = None
     top_logprobs_num: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     return_text_in_logprobs: bool | None = None
@@ -131,7 +137,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Annotated[Items[dict[str, Any]], Field(max_length=MOST_ENTRIES)] | None = None
     add_special_tokens: bool = True
 
 
@@ -139,4 +145,4 @@ class DetokenizeBody(Body):
     """Token ids to decode."""
 
     model: str | None = None
-    tokens: Annotated[list[Count], Field(max_length=2**20)]
+    tokens: Annotated[Items[Count], Field(max_length=2**18)]

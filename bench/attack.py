@@ -1,0 +1,230 @@
+"""A server under requests made to hold up its front: ``python -m bench.attack``.
+
+``python -m bench.attack [--rounds N] [--quick] [--json PATH]`` starts a server of the embedded
+model on loopback, asks it good questions for some seconds, and goes on while each attack is made
+``--rounds`` times: a million wrong items, 100,000 unknown fields, megabytes of text, too many
+choices, schemas that are slow to read, bodies and streams that stall, foreign names.
+
+It fails (exit status 1) where a good answer is wrong, an attack is answered with a 5xx, /health
+takes over half a second, the good requests' p99 is over three times that without attack, the front
+has over 400 MiB, or something is left over.
+
+Fields of the last line, beside those of every record (``bench.common``): ``good`` (requests, wrong,
+``calm_p99_ms``, ``attacked_p99_ms``), ``health_worst_ms``, ``front_peak_mib``, ``attacks``
+(statuses and time of each), ``left_over``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from bench.common import Run, fail, flags, rounded
+from bench.served import Served, rss_mib
+from overlap_spec.errors import ConfigError
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "Is fire hot?"}]
+GOOD = {"messages": HI, "structured_outputs": {"choice": ["yes", "no"]}, "temperature": 0}
+JSON = {"content-type": "application/json"}
+CALM_S = 5.0
+STALLED_S = 3.0
+LEFT_OVER = ("open", "running", "pages_in_use", "matchers")
+MOST_HEALTH_MS, MOST_GROWTH, MOST_FRONT_MIB = 500.0, 3.0, 400.0
+LONG_TEXT = "hello world, this is " * 250_000
+Answer = Awaitable[int]
+Attack = Callable[[httpx.AsyncClient, str], Answer]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; ends in one JSON line."""
+    parser = flags("attack", "Requests made to hold up a server's front.")
+    parser.add_argument("--rounds", type=int, default=3, help="of each attack (default 3)")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.rounds = 1
+    run = Run("attack", options, arguments)
+    try:
+        with Served(["--mask-deadline-ms", "0"]) as served:
+            found = asyncio.run(attack(run, options.rounds, served))
+    except (ConfigError, httpx.HTTPError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    record = run.finish(options.rounds, **rounded(found))
+    if wrong := faults(record):
+        fail("; ".join(wrong))
+
+
+async def attack(run: Run, rounds: int, served: Served) -> dict[str, Any]:
+    """Make all attacks beside good requests; the figures."""
+    watch = Watch(served)
+    async with httpx.AsyncClient(timeout=90, limits=httpx.Limits(max_connections=64)) as client:
+        # The first one compiles its grammar.
+        await client.post(served.url + CHAT, json=GOOD)
+        tasks = [asyncio.create_task(work(client)) for work in (watch.ask, watch.probe)]
+        await asyncio.sleep(CALM_S)
+        calm, watch.times_ms = watch.times_ms, []
+        made = {}
+        for name, one in attacks().items():
+            statuses: Counter[str] = Counter()
+            start = time.monotonic()
+            for _ in range(rounds):
+                statuses[str(await one(client, served.url))] += 1
+            seconds = time.monotonic() - start
+            made[name] = run.sample(attack=name, statuses=dict(statuses), seconds=seconds)
+        watch.end = True
+        await asyncio.gather(*tasks)
+        await asyncio.sleep(1)
+        state = (await client.get(f"{served.url}/server_info")).json()["state"]
+    return {
+        "good": {
+            "requests": len(calm) + len(watch.times_ms),
+            "wrong": watch.wrong,
+            "calm_p99_ms": percentile(calm),
+            "attacked_p99_ms": percentile(watch.times_ms),
+        },
+        "health_worst_ms": watch.health_worst_ms,
+        "front_peak_mib": watch.front_peak_mib,
+        "attacks": made,
+        "left_over": {
+            name: state[name] for name in ("open", "running", "pages_in_use", "matchers")
+        },
+    }
+
+
+class Watch:
+    """Good requests, probes of /health, and the front's memory, all along the run."""
+
+    def __init__(self, served: Served) -> None:
+        self._url, self._pid = served.url, served.process.pid
+        self.times_ms: list[float] = []
+        self.wrong = 0
+        self.health_worst_ms = self.front_peak_mib = 0.0
+        self.end = False
+
+    async def ask(self, client: httpx.AsyncClient) -> None:
+        """Ask a good question again and again."""
+        while not self.end:
+            start = time.monotonic()
+            reply = await client.post(self._url + CHAT, json=GOOD)
+            self.times_ms.append(1e3 * (time.monotonic() - start))
+            good = reply.status_code == 200
+            answer = reply.json()["choices"][0]["message"]["content"] if good else None
+            self.wrong += answer not in ("yes", "no")
+
+    async def probe(self, client: httpx.AsyncClient) -> None:
+        """Ask for /health ten times a second."""
+        while not self.end:
+            start = time.monotonic()
+            reply = await client.get(self._url + "/health")
+            took_ms = 1e3 * (time.monotonic() - start)
+            self.health_worst_ms = max(self.health_worst_ms, took_ms)
+            self.front_peak_mib = max(self.front_peak_mib, rss_mib(self._pid))
+            self.wrong += reply.status_code != 200
+            await asyncio.sleep(0.1)
+
+
+def attacks() -> dict[str, Attack]:
+    """Every attack by its name; each gives the status that it was answered with."""
+    slow = [i if i % 2 else {"a": i} for i in range(20_000)]
+    draft4 = {"$schema": "http://json-schema.org/draft-04/schema#", "enum": slow}
+    form = {"type": "json_schema", "json_schema": {"schema": draft4}}
+    call = {"name": "f", "arguments": json.dumps({"a": LONG_TEXT})}
+    said = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]}
+    fields = {f"unknown{i}": i for i in range(100_000)}
+    many = {"text": ["a"] * 20_000, "sampling_params": {"n": 128}}
+    return {
+        "wrong_items": _post(TEXT, '{"prompt":[' + "null," * 200_000 + "null]}"),
+        "a_million_values": _post(TEXT, '{"prompt":[' + "null," * 10**6 + "null]}"),
+        "unknown_fields": _post(CHAT, json.dumps({"messages": HI} | fields)),
+        "tokenize": _post("/tokenize", json.dumps({"prompt": LONG_TEXT})),
+        "tokenize_a_megabyte": _post("/tokenize", json.dumps({"prompt": LONG_TEXT[: 2**20]})),
+        "long_arguments": _post(CHAT, json.dumps({"messages": [*HI, said]}), 12),
+        "choices": _post("/generate", json.dumps(many)),
+        "slow_schema": _post(CHAT, json.dumps({"messages": HI, "response_format": form}), 4),
+        "long_pattern": _post(CHAT, json.dumps({"messages": HI, "regex": "(a|b)?" * 60_000})),
+        "stalled_bodies": stalled_bodies,
+        "unread_streams": unread_streams,
+        "foreign_host": foreign_host,
+    }
+
+
+def _post(path: str, content: str, at_once: int = 1) -> Attack:
+    async def one(client: httpx.AsyncClient, url: str) -> int:
+        replies = await asyncio.gather(
+            *(client.post(url + path, content=content, headers=JSON) for _ in range(at_once))
+        )
+        return max(reply.status_code for reply in replies)
+
+    return one
+
+
+async def foreign_host(client: httpx.AsyncClient, url: str) -> int:
+    """A request by a name that a page chose."""
+    return (await client.get(url + "/v1/models", headers={"host": "evil.example"})).status_code
+
+
+async def stalled_bodies(_: httpx.AsyncClient, url: str) -> int:
+    """Thirty bodies that stop at 7 of 8 MB, for some seconds; 0: nothing is answered."""
+    part = b"x" * (7 * 2**20)
+    await _stalled(url, 30, "/tokenize", part, 8 * 2**20)
+    return 0
+
+
+async def unread_streams(_: httpx.AsyncClient, url: str) -> int:
+    """Streams with many log-probabilities, of which nothing is read for some seconds."""
+    sampling = {"max_new_tokens": 2000, "ignore_eos": True}
+    body = {"text": "a", "stream": True, "return_logprob": True, "top_logprobs_num": 20}
+    content = json.dumps(body | {"sampling_params": sampling}).encode()
+    await _stalled(url, 3, "/generate", content, len(content))
+    return 0
+
+
+async def _stalled(url: str, count: int, path: str, content: bytes, length: int) -> None:
+    where = urlsplit(url)
+    head = f"POST {path} HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: application/json\r\n"
+    writers = []
+    for _ in range(count):
+        _, writer = await asyncio.open_connection(where.hostname, where.port, limit=4096)
+        writer.write(f"{head}Content-Length: {length}\r\n\r\n".encode() + content)
+        writers.append(writer)
+    await asyncio.sleep(STALLED_S)
+    for writer in writers:
+        writer.transport.abort()
+
+
+def percentile(times_ms: Sequence[float], share: float = 0.99) -> float:
+    """The time that this share of the requests did not exceed."""
+    ordered = sorted(times_ms)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
+
+
+def faults(record: dict[str, Any]) -> list[str]:
+    """What a record shows that must not be."""
+    good, found = record["good"], []
+    if good["wrong"]:
+        found.append(f"{good['wrong']} good requests were not answered right")
+    if good["attacked_p99_ms"] > MOST_GROWTH * good["calm_p99_ms"]:
+        found.append("the good requests' p99 grew over three times")
+    if record["health_worst_ms"] > MOST_HEALTH_MS:
+        found.append(f"/health took {record['health_worst_ms']} ms")
+    if record["front_peak_mib"] > MOST_FRONT_MIB:
+        found.append(f"the front had {record['front_peak_mib']} MiB")
+    if any(record["left_over"].values()):
+        found.append(f"left over: {record['left_over']}")
+    for name, made in record["attacks"].items():
+        if any(status.startswith("5") for status in made["statuses"]):
+            found.append(f"{name}: {made['statuses']}")
+    return found
+
+
+if __name__ == "__main__":
+    main()

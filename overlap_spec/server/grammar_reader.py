@@ -1,0 +1,169 @@
+"""Reads long constraints in processes of their own, so that a slow one holds up nobody else.
+
+A schema of some hundred kilobytes can take a minute to check against its metaschema, in pure
+Python, which a thread could neither stop nor do beside the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import resource
+import struct
+import sys
+from collections.abc import Callable
+from typing import BinaryIO
+
+from overlap_spec.errors import GrammarError, QueueFull
+from overlap_spec.grammar.spec import Grammar
+
+# A source that takes longer than the first leaves its place to the next one, and may take up to
+# the second if one of the few slow places is free.
+QUICK_S, SLOW_S = 1.0, 10.0
+QUICK_PLACES, SLOW_PLACES = 2, 2
+MOST_WAITING = 64
+MOST_IDLE = 2
+MEMORY_BYTES = 2**30
+LENGTH = struct.Struct("<Q")
+
+Make = Callable[[], Grammar]
+
+
+class GrammarReader:
+    """Runs calls that make grammars in a few processes, which are kept for the next call."""
+
+    def __init__(self) -> None:
+        self._quick = asyncio.Semaphore(QUICK_PLACES)
+        self._slow = asyncio.Semaphore(SLOW_PLACES)
+        self._idle: list[asyncio.subprocess.Process] = []
+        self._waiting = 0
+
+    async def read(self, make: Make) -> Grammar:
+        """The grammar that ``make`` returns; cancelling it ends the process.
+
+        Args:
+            make: Picklable.
+
+        Raises:
+            GrammarError: as ``make``, or it took too long or too much memory.
+            QueueFull: too many are being read.
+        """
+        if self._waiting >= MOST_WAITING:
+            raise QueueFull("too many long grammars are being read: try again later")
+        self._waiting += 1
+        try:
+            return await self._read(make)
+        finally:
+            self._waiting -= 1
+
+    async def _read(self, make: Make) -> Grammar:
+        process: asyncio.subprocess.Process | None = None
+        answer: asyncio.Task[Grammar | Exception] | None = None
+        try:
+            async with self._quick:
+                process = self._take_idle() or await _start()
+                answer = asyncio.create_task(_call(process, make))
+                await asyncio.wait({answer}, timeout=QUICK_S)
+            if not answer.done():
+                if self._slow.locked():
+                    raise QueueFull("too many slow grammars are being read: try again later")
+                async with self._slow:
+                    await asyncio.wait({answer}, timeout=SLOW_S - QUICK_S)
+            if not answer.done():
+                raise GrammarError(f"the grammar takes over {SLOW_S:g} s to read")
+            result = answer.result()
+            if len(self._idle) < MOST_IDLE:
+                self._idle.append(process)
+                process = None
+        except (EOFError, OSError, pickle.UnpicklingError):
+            raise GrammarError(
+                "the grammar's reader was killed: it takes too much memory"
+            ) from None
+        finally:
+            if answer is not None:
+                answer.cancel()
+            if process is not None:
+                await _end(process)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _take_idle(self) -> asyncio.subprocess.Process | None:
+        while self._idle:
+            process = self._idle.pop()
+            if process.returncode is None:
+                return process
+        return None
+
+    async def close(self) -> None:
+        """End all processes that are idle."""
+        idle, self._idle = self._idle, []
+        for process in idle:
+            await _end(process)
+
+
+async def _start() -> asyncio.subprocess.Process:
+    # No more than it needs: the environment may hold secrets.
+    needed = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
+    environment = {name: os.environ[name] for name in needed if name in os.environ}
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", __name__),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        # Ctrl-C reaches only the server, which drains before it ends.
+        start_new_session=True,
+    )
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+
+
+async def _call(process: asyncio.subprocess.Process, make: Make) -> Grammar | Exception:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    call = pickle.dumps(make)
+    process.stdin.write(LENGTH.pack(len(call)) + call)
+    await process.stdin.drain()
+    (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+    result: Grammar | Exception = pickle.loads(await process.stdout.readexactly(size))
+    return result
+
+
+def _make(call: bytes) -> Grammar | Exception:
+    try:
+        grammar: Grammar = pickle.loads(call)()
+        return grammar
+    except GrammarError as error:
+        return GrammarError(str(error), error.param)
+    except RecursionError:
+        return GrammarError("the grammar is nested too deeply")
+    except UnicodeError as error:
+        return GrammarError(f"the grammar is not valid Unicode: {error}")
+    except MemoryError:
+        return GrammarError("the grammar takes too much memory to read")
+    except Exception as error:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _frames(stream: BinaryIO, out: BinaryIO) -> None:
+    while head := stream.read(LENGTH.size):
+        result = pickle.dumps(_make(stream.read(*LENGTH.unpack(head))))
+        out.write(LENGTH.pack(len(result)) + result)
+        out.flush()
+
+
+def main() -> None:
+    """Answer calls from standard input until it closes."""
+    os.nice(5)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    _frames(sys.stdin.buffer, sys.stdout.buffer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,418 @@
+"""One client's large or odd request holds up nobody else: refused at once, or done elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import httpx
+import pytest
+from pydantic import FailFast
+
+from overlap_spec.async_engine import AsyncRequestHandle
+from overlap_spec.config import EMBEDDED
+from overlap_spec.errors import RequestFailed
+from overlap_spec.grammar.automata import regex
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.server import middleware, sglang
+from overlap_spec.server.body import MOST_VALUES
+from overlap_spec.server.middleware import GuardMiddleware
+from overlap_spec.server.protocol import chat, text
+from overlap_spec.server.protocol.base import Strict
+from overlap_spec.server.settings import ServerSettings
+from overlap_spec.types import Delta, Request, SamplingParams, TokenLogprobs
+from tests.server.test_errors import error_of
+from tests.support.serving import Server, wait_for
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+JSON = {"content-type": "application/json"}
+HI = [{"role": "user", "content": "hi"}]
+# Far over what a bounded reply needs on a busy machine, far below what the faults took.
+SOON_S = 2.0
+pytestmark = pytest.mark.skipif(
+    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.kill()
+
+
+class Probe:
+    """Asks for /health again and again; ``worst_s`` is the longest that it waited."""
+
+    def __init__(self, server: Server) -> None:
+        self.worst_s = 0.0
+        self._url, self._end = server.url + "/health", threading.Event()
+
+    def run(self) -> None:
+        with httpx.Client(timeout=60) as client:
+            while not self._end.is_set():
+                start = time.monotonic()
+                with contextlib.suppress(httpx.HTTPError):
+                    client.get(self._url)
+                self.worst_s = max(self.worst_s, time.monotonic() - start)
+                time.sleep(0.01)
+
+    def end(self) -> None:
+        self._end.set()
+
+
+@contextlib.contextmanager
+def probed(server: Server) -> Iterator[Probe]:
+    """Checks that /health answers all along the block."""
+    probe = Probe(server)
+    thread = threading.Thread(target=probe.run)
+    thread.start()
+    try:
+        yield probe
+        time.sleep(0.1)
+    finally:
+        probe.end()
+        thread.join(60)
+    assert probe.worst_s < SOON_S
+
+
+def send(server: Server, path: str, content: str | bytes) -> httpx.Response:
+    return httpx.post(server.url + path, content=content, headers=JSON, timeout=60)
+
+
+def quick(server: Server, path: str, content: str | bytes, status: int = 400) -> dict[str, Any]:
+    """The error of a body that must be refused soon."""
+    with probed(server):
+        start = time.monotonic()
+        error = error_of(send(server, path, content), status)
+        assert time.monotonic() - start < SOON_S
+    return error
+
+
+def test_many_wrong_items_give_one_error(server: Server) -> None:
+    count = MOST_VALUES // 2
+    nulls = '{"prompt":[' + "null," * count + "null]}"
+    assert quick(server, TEXT, nulls)["param"].startswith("prompt")
+    mixed = '{"prompt":[1,' + '"a",' * count + "1]}"
+    quick(server, TEXT, mixed)
+    messages = '{"messages":[' + "7," * count + "7]}"
+    assert quick(server, CHAT, messages)["param"] == "messages[0]"
+
+
+def test_too_many_values_are_refused_unread(server: Server) -> None:
+    nulls = '{"prompt":[' + "null," * 10**6 + "null]}"
+    assert "values" in quick(server, TEXT, nulls, 413)["message"]
+    lists = '{"prompt":[' + "[]," * 10**6 + "[]]}"
+    quick(server, TEXT, lists, 413)
+
+
+def test_the_first_unknown_field_is_refused(server: Server) -> None:
+    many = {f"unknown{i}": i for i in range(100_000)}
+    error = quick(server, CHAT, json.dumps({"messages": HI} | many))
+    assert (error["param"], error["message"]) == ("unknown0", "unknown0: unknown field")
+    bias = {f"wrong{i}": "x" for i in range(100_000)}
+    assert quick(server, CHAT, json.dumps({"messages": HI, "logit_bias": bias}))
+    long = {"x" * 2**20: 1}
+    assert len(quick(server, CHAT, json.dumps({"messages": HI} | long))["message"]) < 5000
+
+
+def test_choices_are_counted_before_anything_is_made_of_them(server: Server) -> None:
+    texts = ["a"] * 4000
+    body: dict[str, Any] = {"text": texts, "sampling_params": {"n": 128, "max_new_tokens": 1}}
+    assert quick(server, "/generate", json.dumps(body))["param"] == "n"
+    body = {"prompt": texts, "n": 128, "max_tokens": 1, "echo": True}
+    assert quick(server, TEXT, json.dumps(body))["param"] == "n"
+    quick(server, "/generate", json.dumps({"text": ["a"] * 20_000}))
+
+
+def test_texts_are_measured_before_they_are_tokenised(server: Server) -> None:
+    long = "hello world, this is " * 250_000
+    assert "characters" in quick(server, "/tokenize", json.dumps({"prompt": long}))["message"]
+    chat = json.dumps({"messages": [{"role": "user", "content": long}]})
+    quick(server, "/tokenize", chat)
+    assert "shorten" in quick(server, CHAT, chat)["message"]
+    quick(server, TEXT, json.dumps({"prompt": long}))
+    quick(server, "/generate", json.dumps({"text": ["a", long]}))
+    arguments = json.dumps({"a": long})
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    said = {"role": "assistant", "tool_calls": [call]}
+    quick(server, CHAT, json.dumps({"messages": [*HI, said]}))
+    parts = [{"type": "text", "text": long[: 2**19]}] * 8
+    quick(server, CHAT, json.dumps({"messages": [{"role": "user", "content": parts}]}))
+
+
+def test_long_texts_are_tokenised_beside_the_loop(server: Server) -> None:
+    long = json.dumps({"prompt": "hello world, this is " * 49_000})
+    with probed(server) as probe:
+        reply = send(server, "/tokenize", long)
+        assert reply.json()["count"] > 100_000
+        tokens = reply.json()["tokens"]
+        assert (
+            send(server, "/detokenize", json.dumps({"tokens": tokens[: 2**17]})).status_code == 200
+        )
+    assert probe.worst_s < 1
+
+
+def slow_schema(length: int) -> dict[str, Any]:
+    """Draft 4 wants an enum's values to differ, and each is compared with all others."""
+    values: list[Any] = [i if i % 2 else {"a": i} for i in range(length)]
+    return {"$schema": "http://json-schema.org/draft-04/schema#", "enum": values}
+
+
+def response_format(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+def test_a_slow_schema_holds_up_no_other(server: Server) -> None:
+    slow = {"messages": HI, "max_tokens": 1} | response_format(slow_schema(20_000))
+    properties = {f"property_{i}": {"enum": [f"value_{i}"]} for i in range(120)}
+    good = {"messages": HI, "max_tokens": 1} | response_format({"properties": properties})
+    assert len(json.dumps(good)) > 4096
+    replies: list[httpx.Response] = []
+    threads = [
+        threading.Thread(target=lambda: replies.append(server.post(CHAT, slow))) for _ in range(4)
+    ]
+    with probed(server):
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        start = time.monotonic()
+        assert server.post(CHAT, good).status_code == 200
+        assert time.monotonic() - start < 8
+        for thread in threads:
+            thread.join(60)
+    assert {reply.status_code for reply in replies} <= {400, 429}
+    assert any("to read" in reply.text for reply in replies)
+
+
+def test_a_client_that_leaves_ends_the_reading_of_its_schema(server: Server) -> None:
+    slow = {"messages": HI, "max_tokens": 1} | response_format(slow_schema(20_000))
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + CHAT, json=slow, timeout=2)
+    wait_for(lambda: not busy_readers(server), 3)
+
+
+def busy_readers(server: Server) -> list[int]:
+    """Reader processes of the server that compute now."""
+    before = reader_ticks(server)
+    time.sleep(0.3)
+    after = reader_ticks(server)
+    return [pid for pid, ticks in after.items() if ticks > before.get(pid, 0) + 2]
+
+
+def reader_ticks(server: Server) -> dict[int, int]:
+    """Ticks of CPU that each reader process of the server has used."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (folder / "cmdline").read_bytes()
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if b"grammar_reader" in command and int(fields[1]) == server.process.pid:
+                found[int(folder.name)] = int(fields[11])
+    return found
+
+
+@contextlib.contextmanager
+def unread(server: Server, body: dict[str, Any]) -> Iterator[None]:
+    """A stream whose client sends its request and reads nothing."""
+    host, port = server.url.removeprefix("http://").split(":")
+    content = json.dumps(body | {"stream": True}).encode()
+    with socket.socket() as client:
+        # Little room on the way, so that the server soon has to wait.
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        yield
+
+
+def test_streams_that_nobody_reads_end_and_hold_up_nobody(server: Server) -> None:
+    sampling = {"max_new_tokens": 3000, "ignore_eos": True}
+    body = {
+        "text": "a", "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 20,
+        "return_text_in_logprobs": True,
+    }  # fmt: skip
+    with probed(server), contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(unread(server, body))
+        wait_for(lambda: server.state()["running"] > 0, 20)
+        wait_for(lambda: server.state()["running"] == 0, 90)
+        stack.close()
+    server.settle()
+
+
+def test_events_of_generate_stay_in_proportion() -> None:
+    entry = TokenLogprobs(-1.0, ((1, -1.0),) * 20)
+    so_far, sent = sglang.OutputSoFar(), 0
+    for token in range(4000):
+        so_far.push(Delta("a", (token,), (entry,)))
+        sent += so_far.size if so_far.is_due() else 0
+    assert len(so_far.ids) == 4000
+    assert sent < 20 * (so_far.size + 100 * sglang.SMALL_OUTPUT)
+    assert sent < 4000 * so_far.size / 50
+
+
+async def _read_too_late() -> None:
+    aborted: list[int] = []
+    request = Request(7, (1,), SamplingParams(), None, 1, frozenset(), 0, 0)
+    handle = AsyncRequestHandle(request, aborted.append)
+    handle.limit_unread(10_000)
+    for token in range(1000):
+        handle.push(Delta("a", (token,)))
+    assert aborted == [7]
+    assert not handle.deltas
+    with pytest.raises(RequestFailed, match="not read"):
+        await anext(handle)
+
+
+def test_unread_output_is_bounded() -> None:
+    asyncio.run(_read_too_late())
+
+
+def test_a_stopped_engine_is_seen(server: Server) -> None:
+    pid = server.state()["pid"]
+    assert server.get("/health").status_code == 200
+    time.sleep(2)
+    assert metric(server, "engine_silence_seconds") < 5
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        start = time.monotonic()
+        assert metric(server, "engine_up") == 1
+        assert time.monotonic() - start < 5
+        wait_for(lambda: server.get("/health").status_code == 503, 15)
+        assert server.get("/health").json()["status"] == "silent"
+        start = time.monotonic()
+        assert metric(server, "engine_up") == 0
+        assert metric(server, "kv_pages") > 0
+        assert server.get("/server_info").json()["state"] is None
+        assert time.monotonic() - start < 1
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: server.get("/health").status_code == 200, 10)
+    assert server.post(CHAT, {"messages": HI, "max_tokens": 1}).status_code == 200
+    assert 10**6 < metric(server, "front_resident_bytes") < 400 * 2**20
+
+
+def metric(server: Server, name: str) -> float:
+    lines = server.get("/metrics").text.splitlines()
+    return next(float(x.split()[1]) for x in lines if x.startswith(f"overlap_spec:{name} "))
+
+
+def test_only_names_of_this_machine_reach_a_loopback_server(server: Server) -> None:
+    port = server.url.rsplit(":")[-1]
+    for host in ("localhost", f"127.0.0.1:{port}", f"[::1]:{port}", f"LOCALHOST:{port}"):
+        assert httpx.get(server.url + "/health", headers={"host": host}).status_code == 200
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", ""):
+        for path in ("/health", "/v1/models", "/"):
+            reply = httpx.get(server.url + path, headers={"host": host})
+            assert error_of(reply, 403)["code"] == "host_not_allowed"
+
+
+async def _call(settings: ServerSettings, bodies: list[int], host: str) -> list[int]:
+    """Statuses of requests whose bodies are in flight together, without the last byte of each."""
+    entered = asyncio.Event()
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        await entered.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    guard = GuardMiddleware(app, settings, lambda _: None)
+    statuses: list[int] = []
+
+    async def one(size: int) -> None:
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"x" * size, "more_body": False}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        headers = [(b"host", host.encode())]
+        scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers}
+        await guard(scope, receive, send)
+
+    tasks = [asyncio.create_task(one(size)) for size in bodies]
+    await asyncio.sleep(0.05)
+    entered.set()
+    await asyncio.gather(*tasks)
+    assert guard._held == 0
+    return sorted(statuses)
+
+
+def test_bodies_in_flight_are_bounded_together() -> None:
+    settings = ServerSettings(max_body_bytes=2048, max_bodies_bytes=5000)
+    assert asyncio.run(_call(settings, [2000] * 4, "localhost")) == [200, 200, 429, 429]
+    assert asyncio.run(_call(settings, [3000, 100], "localhost")) == [200, 413]
+
+
+def test_allowed_hosts() -> None:
+    settings = ServerSettings(allowed_hosts=("Model.example",))
+    assert asyncio.run(_call(settings, [1], "model.example:80")) == [200]
+    assert asyncio.run(_call(settings, [1], "other.example")) == [403]
+    assert asyncio.run(_call(ServerSettings(host="0.0.0.0"), [1], "other.example")) == [200]
+
+
+def test_a_body_that_stalls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.1)
+    sent: list[Any] = []
+
+    async def call() -> None:
+        async def receive() -> Any:
+            await asyncio.sleep(60)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        guard = GuardMiddleware(send, ServerSettings(), lambda _: None)  # type: ignore[arg-type]
+        headers = [(b"host", b"localhost")]
+        scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers}
+        await asyncio.wait_for(guard(scope, receive, send), 5)
+
+    asyncio.run(call())
+    assert sent[0]["status"] == 408
+
+
+def test_long_patterns_are_not_kept() -> None:
+    before = regex._parse_short.cache_info().currsize
+    Grammar.regex("a|" * 1000 + "b")
+    assert regex._parse_short.cache_info().currsize == before
+
+
+def lists_of(annotation: Any, fails_fast: bool = False) -> Iterator[tuple[Any, bool]]:
+    """Every list in a type, and whether it stops at its first error."""
+    if get_origin(annotation) is Annotated:
+        inner, *about = get_args(annotation)
+        marks = [mark for one in about for mark in getattr(one, "metadata", [one])]
+        yield from lists_of(inner, any(isinstance(mark, FailFast) for mark in marks))
+        return
+    if get_origin(annotation) is list:
+        yield annotation, fails_fast
+    for inner in get_args(annotation):
+        yield from lists_of(inner)
+
+
+def test_every_list_of_a_body_fails_fast() -> None:
+    bodies = [
+        each
+        for module in (chat, text)
+        for each in vars(module).values()
+        if isinstance(each, type) and issubclass(each, Strict)
+    ]
+    seen = 0
+    for body in bodies:
+        for name, field in body.model_fields.items():
+            own = any(isinstance(one, FailFast) for one in field.metadata)
+            for found, fails_fast in lists_of(field.annotation, own):
+                seen += 1
+                # A list of anything has no wrong item.
+                assert fails_fast or found == list[Any], f"{body.__name__}.{name}"
+    assert seen > 10
