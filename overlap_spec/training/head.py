@@ -200,14 +200,23 @@ class HeadTrainer(Trainer[Eagle3Head]):
         batches: Source of token rows.
         recipe: Settings.
         budget: When to stop.
+        init: A head to begin with, in place of a new one.
     """
 
     def __init__(
-        self, target: Decoder, batches: Batches, recipe: HeadRecipe, budget: Budget
+        self,
+        target: Decoder,
+        batches: Batches,
+        recipe: HeadRecipe,
+        budget: Budget,
+        init: Eagle3Head | None = None,
     ) -> None:
         self.target = target.eval().requires_grad_(False)
         self.recipe, self.device = recipe, target.embed_tokens.weight.device
-        super().__init__(new_head(target, recipe).to(self.device), batches, recipe, budget)
+        head = new_head(target, recipe)
+        if init is not None:
+            head.load_state_dict(init.state_dict())
+        super().__init__(head.to(self.device), batches, recipe, budget)
         self.head = self.model
         self._passes: dict[tuple[int, int], DraftPass] = {}
 
