@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from overlap_spec.training.cases import Case, CaseMaker, compact
 from overlap_spec.training.fillers import invented_word, read_lines
@@ -240,19 +240,31 @@ def read_gsm8k(path: Path) -> list[tuple[str, str]]:
     return [(row["question"], row["answer"]) for row in rows]
 
 
-def held_out_cases(
-    seed: int, n: int, kind: Literal["seen", "unseen", "seen_tools", "unseen_tools"] = "seen"
-) -> list[Case]:
+CaseKind = Literal["seen", "unseen", "seen_tools", "unseen_tools", "wide"]
+
+
+def held_out_cases(seed: int, n: int, kind: CaseKind = "seen") -> list[Case]:
     """Evaluation cases: fillers that training never saw, in seen or in unseen phrasings.
 
     Args:
         seed: The same seed gives the same cases.
         n: How many.
-        kind: ``seen`` for training templates, ``unseen`` for held-out ones; ``_tools`` for tool
-            calls instead of extractions.
+        kind: ``seen`` for written training templates, ``unseen`` for held-out ones; ``_tools`` for
+            tool calls instead of extractions; ``wide`` for what training draws its extractions
+            from: mostly texts made by grammar.
     """
-    if kind not in ("seen", "unseen", "seen_tools", "unseen_tools"):
-        raise ValueError(f"kind {kind!r} is not one of seen, unseen, seen_tools, unseen_tools")
-    maker = CaseMaker(Random(seed), True, kind.startswith("unseen"))
+    if kind not in get_args(CaseKind):
+        raise ValueError(f"kind {kind!r} is not one of {', '.join(get_args(CaseKind))}")
+    rng = Random(seed)
+    if kind == "wide":
+        wide = WideCases(rng, held_out_fillers=True)
+        return [wide.extraction() for _ in range(n)]
+    maker = CaseMaker(rng, True, kind.startswith("unseen"))
     draw = maker.tool_call if kind.endswith("tools") else maker.extraction
     return [draw() for _ in range(n)]
+
+
+def held_out_choices(seed: int, n: int) -> list[Choice]:
+    """Yes/no and choice questions about texts with fillers that training never saw."""
+    questions = Questions(Random(seed), held_out_fillers=True)
+    return [questions.about_text() for _ in range(n)]

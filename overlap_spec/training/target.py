@@ -110,7 +110,9 @@ class TargetTrainer(Trainer[Decoder]):
             batches.append(self.next_batch(progress))
             tokens += batches[-1].tokens.numel()
             self.budget.tokens_done += batches[-1].length
-        chosen = [scored(batch, self.recipe.scored_share) for batch in batches]
+        # Seeded by the step, so that a resumed run draws the same.
+        draw = torch.Generator().manual_seed(self.budget.done)
+        chosen = [scored(batch, self.recipe.scored_share, draw) for batch in batches]
         weight = sum(float(weights.sum()) for _, _, weights in chosen)
         total = 0.0
         for batch, choice in zip(batches, chosen, strict=True):
@@ -128,7 +130,8 @@ class TargetTrainer(Trainer[Decoder]):
 
     def loss(self, batch: Batch) -> Tensor:
         """Weighted mean cross-entropy of the next tokens of ``batch``, a scalar."""
-        choice = scored(batch, self.recipe.scored_share)
+        draw = torch.Generator().manual_seed(self.budget.done)
+        choice = scored(batch, self.recipe.scored_share, draw)
         return self.sum_of_losses(batch, choice) / choice[2].sum().clamp(min=1e-6)
 
     def sum_of_losses(self, batch: Batch, choice: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -161,7 +164,7 @@ class TargetTrainer(Trainer[Decoder]):
         return copy.eval().requires_grad_(False)
 
 
-def scored(batch: Batch, share: float) -> tuple[Tensor, Tensor, Tensor]:
+def scored(batch: Batch, share: float, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """The slots whose next token counts in the loss: the heaviest ``share``, ties at random.
 
     The number is fixed by the shape, for the compiler's sake; the product with the vocabulary is
@@ -175,6 +178,6 @@ def scored(batch: Batch, share: float) -> tuple[Tensor, Tensor, Tensor]:
     weights[:, -1] = 0
     weights = weights.flatten()
     count = max(1, round(share * weights.numel()))
-    order = weights + 0.01 * torch.rand(weights.shape) * (weights > 0)
+    order = weights + 0.01 * torch.rand(weights.shape, generator=draw) * (weights > 0)
     slots = order.topk(count).indices.sort().values
     return slots, targets[slots], weights[slots]
