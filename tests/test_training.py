@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import jsonschema
 import pytest
 import torch
 from tokenizers import Tokenizer
 
+from bench import embedded_card
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.weights import load_decoder, load_eagle3
+from overlap_spec.training import embedded
 from overlap_spec.training.attention import CausalRows, FirstRows
-from overlap_spec.training.batches import BatchStream
+from overlap_spec.training.batches import Batch, BatchStream
 from overlap_spec.training.budget import Budget
 from overlap_spec.training.cases import Case, compact
 from overlap_spec.training.data import (
@@ -25,7 +28,7 @@ from overlap_spec.training.data import (
     held_out_cases,
     tools_text,
 )
-from overlap_spec.training.evaluate import accept_length, prompt_text, score_forced
+from overlap_spec.training.evaluate import accept_length, prompt_text, score_forced, shape_of
 from overlap_spec.training.export import export_head, export_target
 from overlap_spec.training.fillers import Fillers, word_lists
 from overlap_spec.training.generate import greedy
@@ -36,6 +39,7 @@ from overlap_spec.training.target import (
     TargetTrainer,
     embedded_config,
     initialise,
+    scored,
 )
 from overlap_spec.training.templates import DOMAINS, library, parse_template
 from overlap_spec.training.tokenizer import corpus, save_tokenizer, special_id, train_tokenizer
@@ -162,10 +166,11 @@ def test_chat_template_writes_what_training_reads(tokenizer, tmp_path):
     assert text.endswith(f"<|tool|>{{}}{END}{ASSISTANT}")
 
 
-def test_budget_counts_steps_or_minutes_but_not_both():
+def test_budget_counts_steps_tokens_or_minutes():
     assert Budget(steps=4, done=2).progress() == 0.5
+    assert Budget(tokens=8, tokens_done=2).progress() == 0.25
     assert Budget(minutes=1, used=30).progress() == pytest.approx(0.5, abs=0.05)
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="in one of them"):
         Budget()
 
 
@@ -312,3 +317,114 @@ def test_scores_count_answers_and_fields(tokenizer):
     ]
     scores = score_forced(tokenizer, [case] * 3, outputs)
     assert scores == {"exact": 1 / 3, "fields": 5 / 9, "cases": 3}
+
+
+def test_a_step_of_small_batches_has_the_gradient_of_one_large(tokenizer, tiny_config):
+    trainers = [make_target(tokenizer, tiny_config, 5) for _ in range(2)]
+    for trainer in trainers:
+        trainer.recipe = replace(trainer.recipe, scored_share=1.0, tokens_per_step=900)
+    rows = [(torch.randint(7, 512, (4, 64)), torch.rand(4, 64).round()) for _ in range(2)]
+    halves = iter([Batch(tokens, weights, 256) for tokens, weights in rows])
+    trainers[0].recipe = replace(trainers[0].recipe, tokens_per_step=512)
+    trainers[0].next_batch = lambda _progress: next(halves)  # type: ignore[method-assign]
+    total = trainers[0].backward(0.0)
+    tokens, weights = (torch.cat([row[i] for row in rows]) for i in (0, 1))
+    whole = trainers[1].loss(Batch(tokens, weights, 512))
+    whole.backward()
+    assert total == pytest.approx(whole.item(), rel=2e-2)
+    assert trainers[0].budget.tokens_done == 512
+    for one, other in zip(*(t.model.parameters() for t in trainers), strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=3e-3)
+
+
+def test_only_the_heaviest_slots_are_scored():
+    tokens = torch.arange(7, 19).view(2, 6)
+    weights = torch.tensor([[0.1, 0.1, 1, 1, 0, 0], [0.1, 0.1, 0.1, 0.1, 1, 0]])
+    slots, targets, heavy = scored(Batch(tokens, weights), 0.25, torch.Generator())
+    assert slots.tolist() == [1, 2, 9]
+    assert targets.tolist() == [9, 10, 17]
+    assert heavy.tolist() == [1, 1, 1]
+    draws = [scored(Batch(tokens, weights), 0.5, torch.Generator().manual_seed(i)) for i in (1, 1)]
+    assert torch.equal(draws[0][0], draws[1][0])
+    assert len(draws[0][0]) == 6
+
+
+def test_the_rate_falls_over_the_last_tokens_of_a_budget(tokenizer, tiny_config):
+    stream = BatchStream(tokenizer, GSM8K, 4, tokens_per_batch=512, max_length=224, chunk=32)
+    recipe = TargetRecipe(compile=False, decay_tokens=200)
+    trainer = TargetTrainer(tiny_config, stream, recipe, Budget(tokens=1000, done=100))
+    factors = [trainer.factor(share) for share in (0.5, 0.79, 0.9, 1.0)]
+    assert factors == pytest.approx([1, 1, 0.5, 0.02])
+
+
+def test_training_goes_on_from_given_weights(tokenizer, tiny_config, tmp_path):
+    first = Decoder(tiny_config)
+    initialise(first, 3)
+    export_target(first, tokenizer, tmp_path / "old" / "target")
+    arguments = [
+        "--init",
+        str(tmp_path / "old"),
+        "--out",
+        str(tmp_path / "new"),
+        "--only",
+        "target",
+    ]
+    arguments += ["--work", str(tmp_path / "work"), "--tokens-target", "0.004", "--no-compile"]
+    embedded.main(arguments)
+    cpu = torch.device("cpu")
+    old, new = (
+        load_decoder(tmp_path / name / "target", torch.float32, cpu) for name in ("old", "new")
+    )
+    assert new.config == old.config
+    change = (new.norm.weight - old.norm.weight).abs().max()
+    assert 0 < change < 0.1
+    texts = [(tmp_path / name / "target" / "tokenizer.json").read_text() for name in ("old", "new")]
+    assert texts[0] == texts[1]
+    saved = torch.load(tmp_path / "work" / "target.pt", weights_only=False)
+    assert saved["tokens"] >= 4000
+
+
+def test_a_head_goes_on_from_given_weights(tokenizer, tiny_config):
+    target = Decoder(tiny_config)
+    initialise(target, 1)
+    given = new_head(target, HeadRecipe(seed=9))
+    stream = BatchStream(tokenizer, GSM8K, 4, tokens_per_batch=512, max_length=224, chunk=32)
+    trainer = HeadTrainer(target, stream, HeadRecipe(compile=False), Budget(steps=1), given)
+    for name, value in given.named_parameters():
+        assert torch.equal(value, trainer.head.get_parameter(name)), name
+
+
+def test_values_have_shapes():
+    shapes = {
+        "not stated": (None, "", []), "boolean": (True,), "number": (3, 0.5), "array": (["a"],),
+        "e-mail address": ("a.b@c.de",), "date": ("2024-01-02",), "time": ("18:30",),
+        "lower-case words": ("desk lamp",), "name or code": ("Anna Smith", "AB-12"),
+    }  # fmt: skip
+    for shape, values in shapes.items():
+        assert {shape_of(value) for value in values} == {shape}
+
+
+def results(exact: float) -> dict[str, Any]:
+    row = {"exact": exact, "fields": 0.9, "accept_length": 4.0, "shapes": {"date": 1.0}}
+    kinds = ("seen", "unseen", "seen_tools", "unseen_tools", "wide")
+    chain = dict.fromkeys(kinds, row) | {
+        "choice": {"exact": exact}, "free": {"json": 1.0, "accept_length": 4.0},
+        "gsm8k_accept_length": 4.1,
+    }  # fmt: skip
+    return {"chain of 5": chain, "tree of 16, top-k 4": chain}
+
+
+def test_the_card_says_which_aims_are_missed(tmp_path):
+    card = tmp_path / "README.md"
+    card.write_text(f"before\n{embedded_card.BEGIN}\nold\n{embedded_card.END}\nafter\n")
+    for exact in (0.5, 0.95):
+        embedded_card.write_card(card, results(exact), 300, "python -m bench.embedded")
+        text = card.read_text()
+        assert text.startswith("before\n")
+        assert text.endswith("after\n")
+        assert "old" not in text
+        wanted = "missed" if exact < 0.6 else "reached"
+        assert f"| exact, held-out phrasings | 0.6 | {exact:.3f} | {wanted} |" in text
+    card.write_text("no marks")
+    with pytest.raises(ValueError, match="no place"):
+        embedded_card.write_card(card, results(0.5), 300, "x")

@@ -101,7 +101,6 @@ def build_target(
     progress: Progress,
 ) -> Decoder:
     """Train the target, or go on with it."""
-    stream = BatchStream(tokenizer, gsm8k, options.seed, TARGET_TOKENS, max(WIDTHS))
     recipe = TargetRecipe(seed=options.seed, compile=not options.no_compile)
     budget = Budget(minutes=options.minutes_target)
     if options.tokens_target:
@@ -112,6 +111,8 @@ def build_target(
         init = load_target(options.init / "target")
         recipe = replace(recipe, warm_up_share=0.0)
     config = init.config if init else embedded_config(tokenizer.get_vocab_size())
+    longest = min(max(WIDTHS), config.max_position)
+    stream = BatchStream(tokenizer, gsm8k, options.seed, TARGET_TOKENS, longest)
     trainer = TargetTrainer(config, stream, recipe, budget, init)
     checkpoint = options.work / "target.pt"
     if options.resume and checkpoint.exists():
