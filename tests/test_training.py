@@ -268,6 +268,32 @@ def test_draft_chain_equals_one_row_at_a_time(tokenizer, tiny_config):
             out = head(embeds, out, position, one_more)
 
 
+def test_a_head_learns_what_the_target_says_at_the_next_tokens(tokenizer, tiny_config):
+    trainer = make_head(tokenizer, tiny_config, 1)
+    tokens, weights = torch.randint(7, 512, (2, 12)), torch.ones(2, 12)
+    weights[:, :5] = 0
+    trainer.recipe = replace(trainer.recipe, scored_share=1.0)
+    draft = DraftPass(trainer.head, trainer.target, 2, 12, 3)
+    with torch.no_grad():
+        loss = trainer.loss(Batch(tokens, weights))
+        features, logits = draft.observe(tokens)
+        total = 0.0
+        for step, hidden in enumerate(draft.chain(tokens, features)):
+            drafted = trainer.head.logits(hidden).log_softmax(-1).view(2, 11, -1)
+            each = []
+            for row in range(2):
+                # Slot c reads token c + 1 and predicts token c + step + 2.
+                for slot in range(11):
+                    predicted = slot + step + 2
+                    if predicted < 12 and weights[row, predicted]:
+                        wanted = logits[row, predicted - 1].softmax(-1)
+                        each.append(-(wanted * drafted[row, slot]).sum())
+            total += 0.8**step * float(torch.stack(each).mean())
+        assert loss.item() == pytest.approx(total, rel=2e-2)
+        trainer.recipe = replace(trainer.recipe, scored_share=0.6)
+        assert trainer.loss(Batch(tokens, weights)).item() == pytest.approx(loss.item(), rel=1e-3)
+
+
 def test_feature_layers_are_distinct_inner_ones():
     assert spread_layers(32) == (2, 16, 29)
     assert spread_layers(5) == (1, 3, 4)
