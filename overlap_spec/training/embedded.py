@@ -34,10 +34,10 @@ from overlap_spec.training.trainer import Report
 
 TOKENIZER_DOCUMENTS = 30000
 # Kind of prompt, how many, longest answer in tokens.
-OWN_OUTPUTS = (("extraction", 640, 128), ("tool_call", 192, 80), ("gsm8k", 448, 192))
+OWN_OUTPUTS = (("extraction", 512, 128), ("tool_call", 160, 80), ("gsm8k", 256, 192))
 TARGET_TOKENS = 3072
-HEAD_TOKENS = 6144
-HEAD_WIDTHS = (96, 144, 224, 320, 640, 2304)
+HEAD_TOKENS = 3072
+HEAD_WIDTHS = (96, 144, 208, 320, 640, 2304)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -51,7 +51,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--tokens-decay", type=float, default=8.0, help="of these, with a falling learning rate"
     )
     parser.add_argument("--init", type=Path, help="folder of a model to begin with")
-    parser.add_argument("--minutes-head", type=float, default=25.0)
+    head = parser.add_mutually_exclusive_group()
+    head.add_argument("--minutes-head", type=float, default=25.0)
+    head.add_argument("--tokens-head", type=float, help="million tokens")
     parser.add_argument("--out", type=Path, default=Path("overlap_spec/embedded"))
     parser.add_argument("--work", type=Path, default=Path("build/embedded"), help="checkpoints")
     parser.add_argument("--only", choices=("target", "head"), help="train one of the two")
@@ -83,7 +85,6 @@ def build_tokenizer(options: argparse.Namespace, gsm8k: list[tuple[str, str]]) -
         return Tokenizer.from_file(str(options.init / "target" / "tokenizer.json"))
     path = options.work / "tokenizer.json"
     if not (options.resume and path.exists()):
-        options.work.mkdir(parents=True, exist_ok=True)
         tokenizer = train_tokenizer(corpus(options.seed, TOKENIZER_DOCUMENTS, gsm8k))
         tokenizer.save(str(path))
     return Tokenizer.from_file(str(path))
@@ -169,7 +170,10 @@ def build_head(
     recipe = HeadRecipe(seed=options.seed, compile=not options.no_compile)
     init = options.init / "eagle3" if options.init else None
     head = load_eagle3(init, target, torch.float32) if init and init.exists() else None
-    trainer = HeadTrainer(target, stream, recipe, Budget(minutes=options.minutes_head), head)
+    budget = Budget(minutes=options.minutes_head)
+    if options.tokens_head:
+        budget = Budget(tokens=round(1e6 * options.tokens_head))
+    trainer = HeadTrainer(target, stream, recipe, budget, head)
     checkpoint = options.work / "head.pt"
     if options.resume and checkpoint.exists():
         trainer.restore(torch.load(checkpoint, weights_only=False))
@@ -180,6 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Build everything that is asked for."""
     options = parse_arguments(arguments)
     torch.set_num_threads(options.threads)
+    options.work.mkdir(parents=True, exist_ok=True)
     gsm8k = read_gsm8k(options.gsm8k) if options.gsm8k else []
     tokenizer = build_tokenizer(options, gsm8k)
     columns = (
