@@ -14,7 +14,7 @@ from overlap_spec.models.eagle3 import Eagle3Config, Eagle3Head
 from overlap_spec.training.attention import CausalRows, ChainRows, FirstRows
 from overlap_spec.training.batches import Batch
 from overlap_spec.training.budget import Budget
-from overlap_spec.training.target import initialise
+from overlap_spec.training.target import COMPILED_WIDTH, initialise
 from overlap_spec.training.trainer import Batches, Trainer
 
 
@@ -231,7 +231,8 @@ class HeadTrainer(Trainer[Eagle3Head]):
         tokens, weights = batch.tokens.to(self.device), batch.weights.to(self.device)
         shape = (tokens.shape[0], tokens.shape[1])
         if shape not in self._passes:
-            steps, compile = self.recipe.steps, self.recipe.compile
+            steps = self.recipe.steps
+            compile = self.recipe.compile and shape[1] <= COMPILED_WIDTH
             self._passes[shape] = DraftPass(self.head, self.target, *shape, steps, compile)
         draft = self._passes[shape]
         total = torch.zeros((), device=self.device)
