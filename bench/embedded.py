@@ -1,31 +1,42 @@
-"""What the embedded model can do: extraction under a grammar, and the draft head's accept length.
+"""What the embedded model can do: answers under a grammar by kind, and the head's accept length.
 
-``python -m bench.embedded [--cases N] [--data GSM8K.jsonl]`` runs held-out cases through the engine
-with the schema's grammar on: phrasings of the training families with fillers that training never
-saw, and templates that training never saw. Exact: the parsed object is the answer; fields: share of
-top-level fields that are. Accept length: tokens a verify emitted, over verifies.
+``python -m bench.embedded [--cases N] [--data GSM8K.jsonl] [--card FILE]`` runs cases through the
+engine, greedily, with fillers that training never saw: extractions and tool calls in phrasings of
+the training families and in held-out ones, extractions of texts made by grammar, and questions
+about a text. Exact: the parsed object is the answer; fields: share of top-level fields that are.
+Accept length: tokens a verify emitted, over verifies. ``--card`` writes the figures into the
+model's card, beside the aims.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.common import Run, flags, rounded
+from bench.embedded_card import write_card
 from overlap_spec import Engine, Grammar, Output, SamplingParams
 from overlap_spec.training.cases import Case
-from overlap_spec.training.data import held_out_cases
+from overlap_spec.training.data import CaseKind, held_out_cases, held_out_choices
+from overlap_spec.training.evaluate import prompt_text, shape_of
+from overlap_spec.training.questions import Choice
 
 DRAFTS: dict[str, dict[str, Any]] = {
     "chain of 5": {"num_steps": 5},
     "tree of 16, top-k 4": {"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 16},
 }
+KINDS: dict[str, tuple[CaseKind, ...]] = {
+    "chain of 5": ("seen", "unseen", "seen_tools", "unseen_tools", "wide"),
+    "tree of 16, top-k 4": ("seen", "unseen"),
+}
 SAMPLE_QUESTIONS = [
     "Tom has 3 boxes with 12 pencils each. He gives 10 away. How many pencils are left?",
     "A ticket costs $8. How much do 7 tickets cost?",
 ]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=400)
 
 
 def accept_length(outputs: Sequence[Output]) -> float:
@@ -34,16 +45,25 @@ def accept_length(outputs: Sequence[Output]) -> float:
     return sum(o.stats.verified_tokens for o in outputs) / max(verifies, 1)
 
 
-def score(cases: Sequence[Case], outputs: Sequence[Output]) -> dict[str, float]:
-    """Shares over cases: finished and valid, exact, and of fields."""
+def score(cases: Sequence[Case], outputs: Sequence[Output]) -> dict[str, Any]:
+    """Shares over cases: finished and valid, exact, of fields, and of fields by shape of value."""
     exact = fields = total = done = 0
+    shapes: dict[str, list[bool]] = defaultdict(list)
     for case, output in zip(cases, outputs, strict=True):
         found = output.parsed if isinstance(output.parsed, dict) else {}
         done += output.finish_reason == "stop"
         exact += found == case.answer
         total += len(case.answer)
-        fields += sum(found.get(key) == value for key, value in case.answer.items())
-    return {"finished": done / len(cases), "exact": exact / len(cases), "fields": fields / total}
+        right = {key: found.get(key, ...) == value for key, value in case.answer.items()}
+        fields += sum(right.values())
+        for key, value in case.answer.items():
+            shapes[shape_of(value)].append(right[key])
+    return {
+        "finished": done / len(cases),
+        "exact": exact / len(cases),
+        "fields": fields / total,
+        "shapes": {name: sum(found) / len(found) for name, found in sorted(shapes.items())},
+    }
 
 
 def questions(path: Path | None, count: int) -> list[str]:
@@ -53,43 +73,100 @@ def questions(path: Path | None, count: int) -> list[str]:
     return [json.loads(line)["question"] for line in path.read_text().splitlines()[:count]]
 
 
+def prompt_of(engine: Engine, case: Case) -> str | list[int]:
+    """A case's user turn; with tools the whole prompt in tokens, since each case has its own."""
+    if not case.tools:
+        return case.prompt
+    ids: list[int] = engine.tokenizer.encode(prompt_text(case))
+    return ids
+
+
+def extractions(
+    run: Run, engine: Engine, draft: str, kind: str, cases: Sequence[Case]
+) -> dict[str, Any]:
+    """Figures of extractions or tool calls under their schemas."""
+    outputs = engine.generate(
+        [prompt_of(engine, c) for c in cases],
+        [Grammar.json_schema(c.schema) for c in cases],
+        GREEDY,
+    )
+    for case, output in zip(cases, outputs, strict=True):
+        run.sample(
+            draft=draft, kind=kind, template=case.template_id, prompt=case.prompt,
+            text=output.text, answer=case.answer, verifies=output.stats.verifies,
+            verified_tokens=output.stats.verified_tokens,
+        )  # fmt: skip
+    return score(cases, outputs) | {
+        "templates": len({c.template_id for c in cases}),
+        "accept_length": accept_length(outputs),
+    }
+
+
+def choices(run: Run, engine: Engine, draft: str, cases: Sequence[Choice]) -> dict[str, Any]:
+    """Figures of questions about a text, each under its own list of answers."""
+    outputs = engine.generate(
+        [c.prompt for c in cases], [Grammar.choice(list(c.options)) for c in cases], GREEDY
+    )
+    right: dict[str, list[bool]] = defaultdict(list)
+    for case, output in zip(cases, outputs, strict=True):
+        kind = "yes or no" if set(case.options) <= {"yes", "no", "unknown"} else "a value"
+        right[kind].append(output.text == case.answer)
+        run.sample(
+            draft=draft, kind="choice", template=case.template_id, prompt=case.prompt,
+            text=output.text, answer=case.answer,
+        )  # fmt: skip
+    shares = {kind: sum(found) / len(found) for kind, found in sorted(right.items())}
+    return {"exact": sum(sum(found) for found in right.values()) / len(cases), "shapes": shares}
+
+
+def free(engine: Engine, cases: Sequence[Case]) -> dict[str, float]:
+    """Share of answers without a grammar that are JSON objects."""
+    outputs = engine.generate([c.prompt for c in cases], None, GREEDY)
+    valid = 0
+    for output in outputs:
+        try:
+            valid += isinstance(json.loads(output.text), dict)
+        except ValueError:
+            continue
+    return {"json": valid / len(cases), "accept_length": accept_length(outputs)}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run all and print one record."""
     parser = flags("embedded", "accuracy and accept length of the embedded model")
     parser.add_argument("--cases", type=int, default=300, help="of each kind (default 300)")
     parser.add_argument("--data", type=Path, help="GSM8K test split, .jsonl")
+    parser.add_argument("--model", help="folder of a target; the embedded one if absent")
+    parser.add_argument("--draft", help="folder of its head")
+    parser.add_argument("--card", type=Path, help="model card to write the figures into")
     options = parser.parse_args(arguments)
     run = Run("embedded", options, arguments)
     count = 40 if options.quick else options.cases
-    kinds = {kind: held_out_cases(options.seed, count, kind) for kind in ("seen", "unseen")}
     asked = questions(options.data, 16 if options.quick else 64)
+    weights = {"model": options.model, "draft": options.draft} if options.model else {}
     results: dict[str, Any] = {}
     with run.progress() as progress:
-        task = progress.add_task("embedded", total=len(DRAFTS) * 3)
+        total = sum(len(kinds) + 1 for kinds in KINDS.values()) + 2
+        task = progress.add_task("embedded", total=total)
         for name, settings in DRAFTS.items():
-            with Engine(adaptive="static", mask_deadline_ms=None, **settings) as engine:
+            with Engine(adaptive="static", mask_deadline_ms=None, **weights, **settings) as engine:
                 figures: dict[str, Any] = {}
-                for kind, cases in kinds.items():
-                    outputs = engine.generate(
-                        [c.prompt for c in cases],
-                        [Grammar.json_schema(c.schema) for c in cases],
-                        SamplingParams(temperature=0.0, max_tokens=400),
-                    )
-                    figures[kind] = score(cases, outputs) | {
-                        "templates": len({c.template_id for c in cases}),
-                        "accept_length": accept_length(outputs),
-                    }
-                    for case, output in zip(cases, outputs, strict=True):
-                        run.sample(
-                            draft=name, kind=kind, template=case.template_id, text=output.text,
-                            answer=case.answer, verifies=output.stats.verifies,
-                            verified_tokens=output.stats.verified_tokens,
-                        )  # fmt: skip
+                for kind in KINDS[name]:
+                    cases = held_out_cases(options.seed, count, kind)
+                    figures[kind] = extractions(run, engine, name, kind, cases)
                     progress.advance(task)
                 outputs = engine.generate(asked, None, SamplingParams(max_tokens=160))
                 figures["gsm8k_accept_length"] = accept_length(outputs)
                 progress.advance(task)
+                if name == "chain of 5":
+                    drawn = held_out_choices(options.seed, count)
+                    figures["choice"] = choices(run, engine, name, drawn)
+                    progress.advance(task)
+                    figures["free"] = free(engine, held_out_cases(options.seed + 1, count, "seen"))
+                    progress.advance(task)
             results[name] = rounded(figures)
+    if options.card is not None:
+        write_card(options.card, results, count, run.head["command"])
     run.finish(1, cases=count, drafts=results)
 
 

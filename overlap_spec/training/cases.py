@@ -220,7 +220,7 @@ class CaseMaker:
                 schemas[key] = value_schema(field, values[key])
                 nullable = self.rng.random() < 0.08
             else:
-                values[key], nullable = None, True
+                values[key], nullable = self._missing(field)
                 sample = [{"name": 0, "quantity": 0}]
                 schemas[key] = value_schema(field, sample)
             if nullable:
@@ -229,6 +229,10 @@ class CaseMaker:
         if len(keys) > 2 and domain.groups and self.rng.random() < 0.15:
             values, schemas = self._nest(domain, values, schemas)
         return values, object_schema(schemas), keys
+
+    def _missing(self, field: Field) -> tuple[Any, bool]:  # noqa: ARG002
+        """The value of a field that the text does not state, and whether its schema has null."""
+        return None, True
 
     def _nest(
         self, domain: Domain, values: dict[str, Any], schemas: dict[str, Any]
@@ -269,7 +273,7 @@ class CaseMaker:
         """A user turn, a list of tools, and the call that serves the turn."""
         usable = [t for t in self.library.tools if t.held_out or not self.unseen]
         tool = self.rng.choice(usable)
-        template = self.rng.choice(tool.held_out if self.unseen else tool.whole)
+        template = self._turn(tool)
         prompt, facts, identity = self._render(tool, template)
         others = [t for t in self.library.tools if t is not tool]
         listed = [tool, *self.rng.sample(others, self.rng.randint(0, 4))]
@@ -300,6 +304,10 @@ class CaseMaker:
                     }
                 )
         return Case(prompt, schema, call, identity, tuple(definitions))
+
+    def _turn(self, tool: Domain) -> Template:
+        """A phrasing of a user turn that calls ``tool``."""
+        return self.rng.choice(tool.held_out if self.unseen else tool.whole)
 
 
 def tool_definition(name: str, description: str, properties: dict[str, Any]) -> dict[str, Any]:

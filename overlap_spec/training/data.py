@@ -10,10 +10,15 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from overlap_spec.training.cases import Case, CaseMaker, compact
-from overlap_spec.training.fillers import Fillers, invented_word, read_lines
+from overlap_spec.training.fillers import invented_word, read_lines
+from overlap_spec.training.mixed import WideCases, with_schema, written
+from overlap_spec.training.questions import Choice, Questions
+from overlap_spec.training.sums import Sums
+from overlap_spec.training.turns import WideTools, result_turn
+from overlap_spec.training.wide import WideFillers
 
 BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 SYSTEM, USER, ASSISTANT, TOOL = "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"
@@ -56,24 +61,31 @@ class DocumentMaker:
     # Share of each kind of document, in the copying warm-up and after it.
     WARM_UP: ClassVar = {"random_copy": 0.45, "lookup": 0.4, "extraction": 0.15}
     MAIN: ClassVar = {
-        "extraction": 0.65,
+        "extraction": 0.56,
         "tool_call": 0.12,
-        "gsm8k": 0.06,
-        "few_shot": 0.003,
-        "lookup": 0.05,
-        "random_copy": 0.015,
-        "repeat": 0.015,
-        "question": 0.05,
-        "tool_result": 0.015,
-        "small_talk": 0.004,
-        "many": 0.018,
+        "choice": 0.09,
+        "short_answer": 0.04,
+        "gsm8k": 0.035,
+        "few_shot": 0.0015,
+        "word_problem": 0.03,
+        "lookup": 0.03,
+        "random_copy": 0.01,
+        "repeat": 0.01,
+        "tool_result": 0.02,
+        "small_talk": 0.008,
+        "plain_fact": 0.015,
+        "feast": 0.003,
+        "many": 0.012,
     }
 
     def __init__(self, rng: Random, gsm8k: list[tuple[str, str]]) -> None:
         self.rng = rng
         self.gsm8k_pairs = gsm8k
-        self.cases = CaseMaker(rng)
-        self.fillers = Fillers(rng)
+        self.cases = WideCases(rng)
+        self.tools = WideTools(rng)
+        self.questions = Questions(rng)
+        self.sums = Sums(rng)
+        self.fillers = WideFillers(rng)
         self.pairs = [tuple(line.split(" => ")) for line in read_lines("chat.txt")]
 
     def make(self, warm_up: bool) -> Document:
@@ -88,8 +100,48 @@ class DocumentMaker:
     def extraction(self) -> Document:
         """Text to JSON."""
         case = self.cases.extraction()
-        system = self.rng.choice(SYSTEM_PROMPTS) if self.rng.random() < 0.08 else ""
-        return chat(case.prompt, case.text, system)
+        answer, cue = written(self.rng, case.answer)
+        system, prompt = "", case.prompt + cue
+        chance = self.rng.random()
+        if chance < 0.12 and len(compact(case.schema)) < 700:
+            system, prompt = with_schema(self.rng, prompt, case.schema)
+        elif chance < 0.2:
+            system = self.rng.choice(SYSTEM_PROMPTS)
+        return chat(prompt, answer, system)
+
+    def choice(self) -> Document:
+        """A yes/no or choice question about a text, in a word or in JSON."""
+        made = self.questions.about_text()
+        return chat(made.prompt, self._wrapped(made))
+
+    def plain_fact(self) -> Document:
+        """A yes/no question about the world."""
+        made = self.questions.about_the_world()
+        return chat(made.prompt, self._wrapped(made))
+
+    def _wrapped(self, made: Choice) -> str:
+        if self.rng.random() < 0.65:
+            return made.answer
+        value: str | bool = made.answer
+        if value in ("yes", "no") and self.rng.random() < 0.3:
+            value = value == "yes"
+        return compact({self.rng.choice(("answer", "answer", "result", "choice", "label")): value})
+
+    def short_answer(self) -> Document:
+        """One field asked for in words, answered with its bare value."""
+        if self.rng.random() < 0.3:
+            _, asked, answer = self.cases.question()
+            return chat(asked, answer)
+        return chat(*self.questions.short())
+
+    def feast(self) -> Document:
+        """The date of a yearly day."""
+        return chat(*self.questions.feast())
+
+    def word_problem(self) -> Document:
+        """A short sum in words, worked out, or only its expression."""
+        question, worked, expression = self.sums.problem()
+        return chat(question, expression if self.rng.random() < 0.2 else worked)
 
     def many(self) -> Document:
         """Several exchanges in one chat: context that must not leak into the last answer."""
@@ -104,32 +156,16 @@ class DocumentMaker:
 
     def tool_call(self) -> Document:
         """A tool call as JSON."""
-        case = self.cases.tool_call()
+        case = self.tools.tool_call()
         return chat(case.prompt, case.text, tools_text(case))
 
     def tool_result(self) -> Document:
         """A tool call, the tool's result, and the answer in words."""
-        case = self.cases.tool_call()
+        case = self.tools.tool_call()
         first, call = chat(case.prompt, case.text, tools_text(case))
-        other = self.cases.extraction().answer
-        result = {k: v for k, v in other.items() if isinstance(v, (str, int, float))}
-        result = dict(list(result.items())[:4])
-        words = ", ".join(
-            f"{key.replace('_', ' ')} {value if isinstance(value, str) else compact(value)}"
-            for key, value in result.items()
-        )
-        answer = f"Here is the result: {words}." if words else "There is no result."
-        return [
-            first,
-            call,
-            (f"{TOOL}{compact(result)}{END}{ASSISTANT}", PROMPT_WEIGHT),
-            (f"{answer}{END}", 1.0),
-        ]
-
-    def question(self) -> Document:
-        """One field asked for in words, answered with its bare value."""
-        _, asked, answer = self.cases.question()
-        return chat(asked, answer)
+        result, answer = result_turn(self.rng, self.fillers, case.template_id.partition(":")[0])
+        turn = (f"{TOOL}{result}{END}{ASSISTANT}", PROMPT_WEIGHT)
+        return [first, call, turn, (f"{answer}{END}", 1.0)]
 
     def small_talk(self) -> Document:
         """A greeting or a question about the model."""
@@ -204,19 +240,31 @@ def read_gsm8k(path: Path) -> list[tuple[str, str]]:
     return [(row["question"], row["answer"]) for row in rows]
 
 
-def held_out_cases(
-    seed: int, n: int, kind: Literal["seen", "unseen", "seen_tools", "unseen_tools"] = "seen"
-) -> list[Case]:
+CaseKind = Literal["seen", "unseen", "seen_tools", "unseen_tools", "wide"]
+
+
+def held_out_cases(seed: int, n: int, kind: CaseKind = "seen") -> list[Case]:
     """Evaluation cases: fillers that training never saw, in seen or in unseen phrasings.
 
     Args:
         seed: The same seed gives the same cases.
         n: How many.
-        kind: ``seen`` for training templates, ``unseen`` for held-out ones; ``_tools`` for tool
-            calls instead of extractions.
+        kind: ``seen`` for written training templates, ``unseen`` for held-out ones; ``_tools`` for
+            tool calls instead of extractions; ``wide`` for what training draws its extractions
+            from: mostly texts made by grammar.
     """
-    if kind not in ("seen", "unseen", "seen_tools", "unseen_tools"):
-        raise ValueError(f"kind {kind!r} is not one of seen, unseen, seen_tools, unseen_tools")
-    maker = CaseMaker(Random(seed), True, kind.startswith("unseen"))
+    if kind not in get_args(CaseKind):
+        raise ValueError(f"kind {kind!r} is not one of {', '.join(get_args(CaseKind))}")
+    rng = Random(seed)
+    if kind == "wide":
+        wide = WideCases(rng, held_out_fillers=True)
+        return [wide.extraction() for _ in range(n)]
+    maker = CaseMaker(rng, True, kind.startswith("unseen"))
     draw = maker.tool_call if kind.endswith("tools") else maker.extraction
     return [draw() for _ in range(n)]
+
+
+def held_out_choices(seed: int, n: int) -> list[Choice]:
+    """Yes/no and choice questions about texts with fillers that training never saw."""
+    questions = Questions(Random(seed), held_out_fillers=True)
+    return [questions.about_text() for _ in range(n)]

@@ -1,11 +1,17 @@
-"""Rebuild the embedded model: tokenizer, target and draft head.
+"""Rebuild the embedded model, or train it on: tokenizer, target and draft head.
 
-``python -m overlap_spec.training.embedded --gsm8k FILE --minutes-target 70 --minutes-head 25``
+``python -m overlap_spec.training.embedded --gsm8k FILE --tokens-target 100 --minutes-head 25``
+
+``--init FOLDER`` begins with the weights and the tokenizer of a folder that holds ``target`` (and
+``eagle3``) instead of random ones, with no copying curriculum. ``--resume`` goes on from a work
+folder's checkpoint, with the optimizers' state; a larger ``--tokens-target`` there moves the decay
+of the learning rate, which lasts for the last ``--tokens-decay``.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -15,7 +21,8 @@ from tokenizers import Tokenizer
 
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.eagle3 import Eagle3Head
-from overlap_spec.training.batches import BatchStream, Row
+from overlap_spec.models.weights import load_decoder, load_eagle3
+from overlap_spec.training.batches import WIDTHS, BatchStream, Row
 from overlap_spec.training.budget import Budget
 from overlap_spec.training.data import END, DocumentMaker, read_gsm8k
 from overlap_spec.training.export import export_head, export_target
@@ -27,19 +34,29 @@ from overlap_spec.training.trainer import Report
 
 TOKENIZER_DOCUMENTS = 30000
 # Kind of prompt, how many, longest answer in tokens.
-OWN_OUTPUTS = (("extraction", 640, 128), ("tool_call", 192, 80), ("gsm8k", 448, 192))
-HEAD_TOKENS = 6144
-HEAD_WIDTHS = (96, 144, 224, 320, 640, 2304)
+OWN_OUTPUTS = (("extraction", 512, 128), ("tool_call", 160, 80), ("gsm8k", 256, 192))
+TARGET_TOKENS = 3072
+HEAD_TOKENS = 3072
+HEAD_WIDTHS = (96, 144, 208, 320, 640, 2304)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m overlap_spec.training.embedded")
     parser.add_argument("--gsm8k", type=Path, help="GSM8K train split, .jsonl")
-    parser.add_argument("--minutes-target", type=float, default=70.0)
-    parser.add_argument("--minutes-head", type=float, default=25.0)
+    limit = parser.add_mutually_exclusive_group()
+    limit.add_argument("--minutes-target", type=float, default=70.0)
+    limit.add_argument("--tokens-target", type=float, help="million tokens, padding left out")
+    parser.add_argument(
+        "--tokens-decay", type=float, default=8.0, help="of these, with a falling learning rate"
+    )
+    parser.add_argument("--init", type=Path, help="folder of a model to begin with")
+    head = parser.add_mutually_exclusive_group()
+    head.add_argument("--minutes-head", type=float, default=25.0)
+    head.add_argument("--tokens-head", type=float, help="million tokens")
     parser.add_argument("--out", type=Path, default=Path("overlap_spec/embedded"))
     parser.add_argument("--work", type=Path, default=Path("build/embedded"), help="checkpoints")
+    parser.add_argument("--only", choices=("target", "head"), help="train one of the two")
     parser.add_argument("--resume", action="store_true", help="go on from the work folder")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -63,13 +80,19 @@ def progress_bar(progress: Progress, title: str) -> Report:
 
 
 def build_tokenizer(options: argparse.Namespace, gsm8k: list[tuple[str, str]]) -> Tokenizer:
-    """The tokenizer from the work folder, or a new one."""
+    """The tokenizer of ``--init`` or of the work folder, or a new one."""
+    if options.init:
+        return Tokenizer.from_file(str(options.init / "target" / "tokenizer.json"))
     path = options.work / "tokenizer.json"
     if not (options.resume and path.exists()):
-        options.work.mkdir(parents=True, exist_ok=True)
         tokenizer = train_tokenizer(corpus(options.seed, TOKENIZER_DOCUMENTS, gsm8k))
         tokenizer.save(str(path))
     return Tokenizer.from_file(str(path))
+
+
+def load_target(folder: Path) -> Decoder:
+    """A target in float32 from its folder."""
+    return load_decoder(folder, torch.float32, torch.device("cpu"))
 
 
 def build_target(
@@ -79,11 +102,19 @@ def build_target(
     progress: Progress,
 ) -> Decoder:
     """Train the target, or go on with it."""
-    stream = BatchStream(tokenizer, gsm8k, options.seed)
     recipe = TargetRecipe(seed=options.seed, compile=not options.no_compile)
     budget = Budget(minutes=options.minutes_target)
-    config = embedded_config(tokenizer.get_vocab_size())
-    trainer = TargetTrainer(config, stream, recipe, budget)
+    if options.tokens_target:
+        budget = Budget(tokens=round(1e6 * options.tokens_target))
+        recipe = replace(recipe, decay_tokens=round(1e6 * options.tokens_decay))
+    init = None
+    if options.init:
+        init = load_target(options.init / "target")
+        recipe = replace(recipe, warm_up_share=0.0)
+    config = init.config if init else embedded_config(tokenizer.get_vocab_size())
+    longest = min(max(WIDTHS), config.max_position)
+    stream = BatchStream(tokenizer, gsm8k, options.seed, TARGET_TOKENS, longest)
+    trainer = TargetTrainer(config, stream, recipe, budget, init)
     checkpoint = options.work / "target.pt"
     if options.resume and checkpoint.exists():
         trainer.restore(torch.load(checkpoint, weights_only=False))
@@ -137,7 +168,12 @@ def build_head(
         replay_share=0.5,
     )
     recipe = HeadRecipe(seed=options.seed, compile=not options.no_compile)
-    trainer = HeadTrainer(target, stream, recipe, Budget(minutes=options.minutes_head))
+    init = options.init / "eagle3" if options.init else None
+    head = load_eagle3(init, target, torch.float32) if init and init.exists() else None
+    budget = Budget(minutes=options.minutes_head)
+    if options.tokens_head:
+        budget = Budget(tokens=round(1e6 * options.tokens_head))
+    trainer = HeadTrainer(target, stream, recipe, budget, head)
     checkpoint = options.work / "head.pt"
     if options.resume and checkpoint.exists():
         trainer.restore(torch.load(checkpoint, weights_only=False))
@@ -148,6 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Build everything that is asked for."""
     options = parse_arguments(arguments)
     torch.set_num_threads(options.threads)
+    options.work.mkdir(parents=True, exist_ok=True)
     gsm8k = read_gsm8k(options.gsm8k) if options.gsm8k else []
     tokenizer = build_tokenizer(options, gsm8k)
     columns = (
@@ -157,10 +194,14 @@ def main(arguments: list[str] | None = None) -> None:
         TimeElapsedColumn(),
     )
     with Progress(*columns) as progress:
-        target = build_target(options, tokenizer, gsm8k, progress)
-        export_target(target, tokenizer, options.out / "target")
-        head = build_head(options, target, tokenizer, gsm8k, progress)
-        export_head(head, options.out / "eagle3")
+        if options.only == "head":
+            target = load_target(options.out / "target")
+        else:
+            target = build_target(options, tokenizer, gsm8k, progress)
+            export_target(target, tokenizer, options.out / "target")
+        if options.only != "target":
+            head = build_head(options, target, tokenizer, gsm8k, progress)
+            export_head(head, options.out / "eagle3")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +40,11 @@ from overlap_spec.training.tokenizer import special_id
 
 MAX_NEW = 200
 BATCH = 32
+SHAPES = {
+    "e-mail address": r"[^@ ]+@[^@ ]+",
+    "date": r"\d{4}-\d\d-\d\d",
+    "time": r"\d\d:\d\d",
+}
 
 
 def prompt_text(case: Case) -> str:
@@ -92,6 +98,22 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
     for key, inner in value.items():
         found.update(leaves(inner, f"{path}/{key}"))
     return found
+
+
+def shape_of(value: Any) -> str:
+    """What a value looks like, for figures by shape."""
+    if value is None or value in ("", []):
+        return "not stated"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, (int, float)):
+        return "number"
+    if isinstance(value, (list, dict)):
+        return "array" if isinstance(value, list) else "object"
+    for shape, pattern in SHAPES.items():
+        if re.fullmatch(pattern, value):
+            return shape
+    return "lower-case words" if value == value.lower() else "name or code"
 
 
 def parse(tokenizer: Tokenizer, output: list[int]) -> Any:

@@ -14,7 +14,7 @@ from overlap_spec.models.eagle3 import Eagle3Config, Eagle3Head
 from overlap_spec.training.attention import CausalRows, ChainRows, FirstRows
 from overlap_spec.training.batches import Batch
 from overlap_spec.training.budget import Budget
-from overlap_spec.training.target import initialise
+from overlap_spec.training.target import COMPILED_WIDTH, initialise
 from overlap_spec.training.trainer import Batches, Trainer
 
 
@@ -26,6 +26,8 @@ class HeadRecipe:
         steps: Steps of training-time test.
         step_decay: Weight of step j is ``step_decay ** j``.
         draft_vocab: Target ids that the head can draft, ascending; None for all of them.
+        scored_share: Share of a batch's slots that the loss is taken at, the heaviest ones: the
+            product with the vocabulary, five times a batch, is not spent on prompts.
     """
 
     muon_lr: float = 0.02
@@ -37,6 +39,7 @@ class HeadRecipe:
     compile: bool = True
     save_every: int = 50
     draft_vocab: tuple[int, ...] | None = None
+    scored_share: float = 0.5
 
 
 def spread_layers(num_layers: int) -> tuple[int, int, int]:
@@ -138,8 +141,8 @@ class DraftPass:
     def _term(self, hidden: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
         """Weighted mean cross-entropy of one step to the target's probabilities."""
         drafted = self.head.logits(hidden).float().log_softmax(-1)
-        each = -(wanted.flatten(0, 1).float().softmax(-1) * drafted).sum(-1)
-        return (each * weight.flatten()).sum() / weight.sum().clamp(min=1e-6)
+        each = -(wanted.float().softmax(-1) * drafted).sum(-1)
+        return (each * weight).sum() / weight.sum().clamp(min=1e-6)
 
     def chain(self, tokens: Tensor, features: Tensor) -> list[Tensor]:
         """The head's output at every slot and step.
@@ -178,9 +181,12 @@ class DraftPass:
         used[: len(own)] = 0
         return (keys, values), used
 
-    def targets(self, logits: Tensor, step: int) -> Tensor:
-        """The target's logits for what step ``step`` predicts: ``(B, W−1, Vd)``."""
-        return logits.roll(-step, 1)[:, 1:]
+    def targets(self, logits: Tensor, step: int, slots: Tensor) -> Tensor:
+        """The target's logits for what step ``step`` predicts at ``slots`` of the flattened
+        ``(B, W−1)``: ``(K, Vd)``."""
+        rows, columns = slots // (self.width - 1), slots % (self.width - 1)
+        columns = (columns + 1 + step).clamp(max=self.width - 1)
+        return logits[rows, columns]
 
     def weights(self, weights: Tensor, step: int) -> Tensor:
         """Weight of the token that step ``step`` predicts, 0 past the row's end: ``(B, W−1)``."""
@@ -200,14 +206,23 @@ class HeadTrainer(Trainer[Eagle3Head]):
         batches: Source of token rows.
         recipe: Settings.
         budget: When to stop.
+        init: A head to begin with, in place of a new one.
     """
 
     def __init__(
-        self, target: Decoder, batches: Batches, recipe: HeadRecipe, budget: Budget
+        self,
+        target: Decoder,
+        batches: Batches,
+        recipe: HeadRecipe,
+        budget: Budget,
+        init: Eagle3Head | None = None,
     ) -> None:
         self.target = target.eval().requires_grad_(False)
         self.recipe, self.device = recipe, target.embed_tokens.weight.device
-        super().__init__(new_head(target, recipe).to(self.device), batches, recipe, budget)
+        head = new_head(target, recipe)
+        if init is not None:
+            head.load_state_dict(init.state_dict())
+        super().__init__(head.to(self.device), batches, recipe, budget)
         self.head = self.model
         self._passes: dict[tuple[int, int], DraftPass] = {}
 
@@ -216,7 +231,8 @@ class HeadTrainer(Trainer[Eagle3Head]):
         tokens, weights = batch.tokens.to(self.device), batch.weights.to(self.device)
         shape = (tokens.shape[0], tokens.shape[1])
         if shape not in self._passes:
-            steps, compile = self.recipe.steps, self.recipe.compile
+            steps = self.recipe.steps
+            compile = self.recipe.compile and shape[1] <= COMPILED_WIDTH
             self._passes[shape] = DraftPass(self.head, self.target, *shape, steps, compile)
         draft = self._passes[shape]
         total = torch.zeros((), device=self.device)
@@ -224,8 +240,12 @@ class HeadTrainer(Trainer[Eagle3Head]):
             with torch.no_grad():
                 features, logits = draft.observe(tokens)
             for step, hidden in enumerate(draft.chain(tokens, features)):
-                wanted, weight = draft.targets(logits, step), draft.weights(weights, step)
-                total = total + self.recipe.step_decay**step * draft.term(hidden, wanted, weight)
+                weight = draft.weights(weights, step).flatten()
+                count = max(1, round(self.recipe.scored_share * weight.numel()))
+                slots = weight.topk(count).indices
+                wanted = draft.targets(logits, step, slots)
+                term = draft.term(hidden[slots], wanted, weight[slots])
+                total = total + self.recipe.step_decay**step * term
         return total
 
     def averaged(self) -> Eagle3Head:

@@ -129,7 +129,8 @@ def parse_template(identity: str, text: str) -> Template:
     return Template(identity, text, tuple(parts), tuple(slots))
 
 
-def _add_line(domain: Domain, line: str, number: int) -> None:
+def add_line(domain: Domain, line: str, number: int) -> None:
+    """Read one line of a phrasings file into ``domain``."""
     if line.startswith("@"):
         slot, kind, *keys = line[1:].split()
         # Enumerated values and list kinds may hold spaces: the keys are the last words.
@@ -159,7 +160,7 @@ def _add_line(domain: Domain, line: str, number: int) -> None:
 def _read_domain(name: str) -> Domain:
     domain = Domain(name)
     for number, line in enumerate(read_lines(f"{name}.txt")):
-        _add_line(domain, line, number)
+        add_line(domain, line, number)
     return domain
 
 
@@ -171,7 +172,7 @@ def _read_tools() -> list[Domain]:
             tool_names = tuple(names.split())
             tools.append(Domain(tool_names[0], description, names=tool_names))
         else:
-            _add_line(tools[-1], line, number)
+            add_line(tools[-1], line, number)
     return tools
 
 
@@ -191,3 +192,9 @@ def library() -> Library:
         domain.facts = [t for t in domain.facts if not t.grams() & forbidden]
     kept_frames = [f for f in kept_frames if not f.grams() & forbidden]
     return Library(tuple(domains), tuple(tools), tuple(kept_frames), tuple(held_frames))
+
+
+@cache
+def forbidden_grams() -> frozenset[tuple[str, ...]]:
+    """The runs of four words of the held-out templates: nothing in training may hold one."""
+    return frozenset().union(*(template.grams() for template in library().held_out()))

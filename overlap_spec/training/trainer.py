@@ -74,13 +74,16 @@ class Trainer(ABC, Generic[Model]):
         """The batch of a step at ``progress`` of the budget."""
         return self.batches.next()
 
+    def factor(self, progress: float) -> float:
+        """Factor on the learning rates at ``progress`` of the budget."""
+        return schedule(progress, self.budget.done)
+
     def step(self) -> float:
         """One optimizer step; returns the loss."""
         progress = self.budget.progress()
-        loss = self.loss(self.next_batch(progress))
-        loss.backward()
+        loss = self.backward(progress)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.clip)
-        factor = schedule(progress, self.budget.done)
+        factor = self.factor(progress)
         groups = [group for o in self.optimizers for group in o.param_groups]
         for group, rate in zip(groups, self.rates, strict=True):
             group["lr"] = rate * factor
@@ -89,6 +92,14 @@ class Trainer(ABC, Generic[Model]):
             optimizer.zero_grad(set_to_none=True)
         self.average.update(self.model, self.budget.done)
         self.budget.done += 1
+        return loss
+
+    def backward(self, progress: float) -> float:
+        """Gradients of one step; returns its loss."""
+        batch = self.next_batch(progress)
+        loss = self.loss(batch)
+        loss.backward()
+        self.budget.tokens_done += batch.length
         return float(loss.detach())
 
     def run(self, checkpoint: Path | None = None, report: Report | None = None) -> Model:
@@ -114,6 +125,7 @@ class Trainer(ABC, Generic[Model]):
             "batches": self.batches.state(),
             "step": self.budget.done,
             "seconds": self.budget.seconds(),
+            "tokens": self.budget.tokens_done,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -124,6 +136,7 @@ class Trainer(ABC, Generic[Model]):
         self.average.values = state["average"]
         self.batches.restore(state["batches"])
         self.budget.done = state["step"]
+        self.budget.tokens_done = state.get("tokens", 0)
         self.budget.restart_clock(state["seconds"])
 
 

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.weights import load_decoder, load_eagle3
+from overlap_spec.training import embedded
 from overlap_spec.training.attention import CausalRows, FirstRows
-from overlap_spec.training.batches import BatchStream
+from overlap_spec.training.batches import Batch, BatchStream
 from overlap_spec.training.budget import Budget
 from overlap_spec.training.cases import Case, compact
 from overlap_spec.training.data import (
@@ -36,6 +37,7 @@ from overlap_spec.training.target import (
     TargetTrainer,
     embedded_config,
     initialise,
+    scored,
 )
 from overlap_spec.training.templates import DOMAINS, library, parse_template
 from overlap_spec.training.tokenizer import corpus, save_tokenizer, special_id, train_tokenizer
@@ -162,10 +164,11 @@ def test_chat_template_writes_what_training_reads(tokenizer, tmp_path):
     assert text.endswith(f"<|tool|>{{}}{END}{ASSISTANT}")
 
 
-def test_budget_counts_steps_or_minutes_but_not_both():
+def test_budget_counts_steps_tokens_or_minutes():
     assert Budget(steps=4, done=2).progress() == 0.5
+    assert Budget(tokens=8, tokens_done=2).progress() == 0.25
     assert Budget(minutes=1, used=30).progress() == pytest.approx(0.5, abs=0.05)
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="in one of them"):
         Budget()
 
 
@@ -263,6 +266,32 @@ def test_draft_chain_equals_one_row_at_a_time(tokenizer, tiny_config):
             out = head(embeds, out, position, one_more)
 
 
+def test_a_head_learns_what_the_target_says_at_the_next_tokens(tokenizer, tiny_config):
+    trainer = make_head(tokenizer, tiny_config, 1)
+    tokens, weights = torch.randint(7, 512, (2, 12)), torch.ones(2, 12)
+    weights[:, :5] = 0
+    trainer.recipe = replace(trainer.recipe, scored_share=1.0)
+    draft = DraftPass(trainer.head, trainer.target, 2, 12, 3)
+    with torch.no_grad():
+        loss = trainer.loss(Batch(tokens, weights))
+        features, logits = draft.observe(tokens)
+        total = 0.0
+        for step, hidden in enumerate(draft.chain(tokens, features)):
+            drafted = trainer.head.logits(hidden).log_softmax(-1).view(2, 11, -1)
+            each = []
+            for row in range(2):
+                # Slot c reads token c + 1 and predicts token c + step + 2.
+                for slot in range(11):
+                    predicted = slot + step + 2
+                    if predicted < 12 and weights[row, predicted]:
+                        wanted = logits[row, predicted - 1].softmax(-1)
+                        each.append(-(wanted * drafted[row, slot]).sum())
+            total += 0.8**step * float(torch.stack(each).mean())
+        assert loss.item() == pytest.approx(total, rel=2e-2)
+        trainer.recipe = replace(trainer.recipe, scored_share=0.6)
+        assert trainer.loss(Batch(tokens, weights)).item() == pytest.approx(loss.item(), rel=1e-3)
+
+
 def test_feature_layers_are_distinct_inner_ones():
     assert spread_layers(32) == (2, 16, 29)
     assert spread_layers(5) == (1, 3, 4)
@@ -312,3 +341,70 @@ def test_scores_count_answers_and_fields(tokenizer):
     ]
     scores = score_forced(tokenizer, [case] * 3, outputs)
     assert scores == {"exact": 1 / 3, "fields": 5 / 9, "cases": 3}
+
+
+def test_a_step_of_small_batches_has_the_gradient_of_one_large(tokenizer, tiny_config):
+    trainers = [make_target(tokenizer, tiny_config, 5) for _ in range(2)]
+    for trainer in trainers:
+        trainer.recipe = replace(trainer.recipe, scored_share=1.0, tokens_per_step=900)
+    rows = [(torch.randint(7, 512, (4, 64)), torch.rand(4, 64).round()) for _ in range(2)]
+    halves = iter([Batch(tokens, weights, 256) for tokens, weights in rows])
+    trainers[0].recipe = replace(trainers[0].recipe, tokens_per_step=512)
+    trainers[0].next_batch = lambda _progress: next(halves)  # type: ignore[method-assign]
+    total = trainers[0].backward(0.0)
+    tokens, weights = (torch.cat([row[i] for row in rows]) for i in (0, 1))
+    whole = trainers[1].loss(Batch(tokens, weights, 512))
+    whole.backward()
+    assert total == pytest.approx(whole.item(), rel=2e-2)
+    assert trainers[0].budget.tokens_done == 512
+    for one, other in zip(*(t.model.parameters() for t in trainers), strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=3e-3)
+
+
+def test_only_the_heaviest_slots_are_scored():
+    tokens = torch.arange(7, 19).view(2, 6)
+    weights = torch.tensor([[0.1, 0.1, 1, 1, 0, 0], [0.1, 0.1, 0.1, 0.1, 1, 0]])
+    slots, targets, heavy = scored(Batch(tokens, weights), 0.25, torch.Generator())
+    assert slots.tolist() == [1, 2, 9]
+    assert targets.tolist() == [9, 10, 17]
+    assert heavy.tolist() == [1, 1, 1]
+    draws = [scored(Batch(tokens, weights), 0.5, torch.Generator().manual_seed(i)) for i in (1, 1)]
+    assert torch.equal(draws[0][0], draws[1][0])
+    assert len(draws[0][0]) == 6
+
+
+def test_the_rate_falls_over_the_last_tokens_of_a_budget(tokenizer, tiny_config):
+    stream = BatchStream(tokenizer, GSM8K, 4, tokens_per_batch=512, max_length=224, chunk=32)
+    recipe = TargetRecipe(compile=False, decay_tokens=200)
+    trainer = TargetTrainer(tiny_config, stream, recipe, Budget(tokens=1000, done=100))
+    factors = [trainer.factor(share) for share in (0.5, 0.79, 0.9, 1.0)]
+    assert factors == pytest.approx([1, 1, 0.5, 0.02])
+
+
+def test_training_goes_on_from_given_weights(tokenizer, tiny_config, tmp_path):
+    first = Decoder(tiny_config)
+    initialise(first, 3)
+    export_target(first, tokenizer, tmp_path / "old" / "target")
+    words = f"--init {tmp_path}/old --out {tmp_path}/new --work {tmp_path}/work --only target"
+    embedded.main([*words.split(), "--tokens-target", "0.004", "--no-compile"])
+    cpu = torch.device("cpu")
+    old, new = (
+        load_decoder(tmp_path / name / "target", torch.float32, cpu) for name in ("old", "new")
+    )
+    assert new.config == old.config
+    change = (new.embed_tokens.weight - old.embed_tokens.weight).abs().max()
+    assert 0 < change < 0.1
+    texts = [(tmp_path / name / "target" / "tokenizer.json").read_text() for name in ("old", "new")]
+    assert texts[0] == texts[1]
+    saved = torch.load(tmp_path / "work" / "target.pt", weights_only=False)
+    assert saved["tokens"] >= 4000
+
+
+def test_a_head_goes_on_from_given_weights(tokenizer, tiny_config):
+    target = Decoder(tiny_config)
+    initialise(target, 1)
+    given = new_head(target, HeadRecipe(seed=9))
+    stream = BatchStream(tokenizer, GSM8K, 4, tokens_per_batch=512, max_length=224, chunk=32)
+    trainer = HeadTrainer(target, stream, HeadRecipe(compile=False), Budget(steps=1), given)
+    for name, value in given.named_parameters():
+        assert torch.equal(value, trainer.head.get_parameter(name)), name

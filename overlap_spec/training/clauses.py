@@ -1,0 +1,174 @@
+"""Texts by grammar: sentences put together from parts about one field each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from random import Random
+
+from overlap_spec.training.fillers import read_lines
+from overlap_spec.training.templates import (
+    Domain,
+    Template,
+    add_line,
+    forbidden_grams,
+    library,
+    parse_template,
+)
+
+FILES = ("clauses.txt", "clauses_more.txt")
+TRIES = 20
+# Domains whose subject is a common noun.
+WITH_ARTICLE = ("products", "jobs")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A yes/no question: about a boolean field ``slot``, or whether its fillers are the text's."""
+
+    text: str
+    slots: tuple[str, ...]
+    slot: str | None = None
+    negated: bool = False
+
+
+@dataclass
+class Clauses:
+    """The sentence parts of one domain, by the place where they may stand.
+
+    Attributes:
+        subject: The slot that sentences are about.
+        follow, aside, front, alone: Parts behind the subject, between commas behind it, in front
+            of it, and whole sentences.
+    """
+
+    domain: Domain
+    subject: str
+    pronouns: tuple[str, ...]
+    follow: list[Template] = field(default_factory=list)
+    aside: list[Template] = field(default_factory=list)
+    front: list[Template] = field(default_factory=list)
+    alone: list[Template] = field(default_factory=list)
+    questions: list[Question] = field(default_factory=list)
+
+
+def _question(line: str) -> Question:
+    text, _, about = line.partition(" | ")
+    slots = parse_template("question", text).slots
+    return Question(text, slots, about.lstrip("!") or None, about.startswith("!"))
+
+
+@cache
+def all_clauses() -> dict[str, Clauses]:
+    """The grammar of every domain, by the domain's name."""
+    known = {domain.name: domain for domain in library().domains}
+    found: dict[str, Clauses] = {}
+    current: Clauses | None = None
+    for name in FILES:
+        for number, line in enumerate(read_lines(name)):
+            kind, _, rest = line.partition(" ")
+            if kind == "=":
+                names, _, pronouns = rest.partition(" | ")
+                title, subject = names.split()
+                domain = known.setdefault(title, Domain(title))
+                current = found[title] = Clauses(domain, subject, tuple(pronouns.split(", ")))
+                continue
+            assert current is not None
+            if kind[0] in "@%":
+                add_line(current.domain, line, number)
+                continue
+            if kind == "q":
+                current.questions.append(_question(rest))
+                continue
+            part = parse_template(f"{current.domain.name}:{kind}{number}", rest)
+            unknown = set(part.slots) - set(current.domain.fields)
+            if unknown:
+                raise ValueError(f"{part.id} names fields that are not declared: {unknown}")
+            places = {
+                "v": current.follow, "a": current.aside, "p": current.front, "s": current.alone,
+            }  # fmt: skip
+            if not part.grams() & forbidden_grams():
+                places[kind].append(part)
+    return found
+
+
+def _listed(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+class Composer:
+    """Puts sentence parts together to the template of a text.
+
+    Args:
+        rng: Source of all choices.
+    """
+
+    def __init__(self, rng: Random) -> None:
+        self.rng = rng
+
+    def compose(self, clauses: Clauses, most: int = 6) -> Template:
+        """A text about one subject; no four words in a row are those of a held-out phrasing."""
+        for _ in range(TRIES):
+            made = parse_template(f"{clauses.domain.name}:clauses", self._text(clauses, most))
+            if not made.grams() & forbidden_grams():
+                return made
+        raise ValueError(f"{clauses.domain.name}: every text shares words with a held-out one")
+
+    def _text(self, clauses: Clauses, most: int) -> str:
+        count = self.rng.choice((1, 2, 2, 3, 3, 3, 4, 4, 5, most))
+        follow, aside, front, alone = self._pick(clauses, count)
+        subject = f"{{{clauses.subject}}}"
+        if clauses.domain.name in WITH_ARTICLE and self.rng.random() < 0.7:
+            subject = f"{self.rng.choice(('The', 'The', 'This', 'Our'))} {subject}"
+        named = subject
+        if aside:
+            named += f", {', '.join(aside)},"
+        first: list[str] = []
+        if follow:
+            size = min(len(follow), self.rng.choice((1, 1, 2, 2, 3)))
+            body = f"{named} {_listed(follow[:size])}."
+            first, follow = [f"{front}, {body}" if front else body], follow[size:]
+        elif aside:
+            opening = self.rng.choice(("This is", "We talk about", "It is about", "Meet"))
+            first = [f"{opening} {named.rstrip(',')}."]
+        else:
+            label = self.rng.choice(clauses.domain.fields[clauses.subject].keys).replace("_", " ")
+            first = [
+                self.rng.choice(
+                    (f"{label.capitalize()}: {subject}.", f"This is {subject}.", f"{subject}.")
+                )
+            ]
+        later: list[str] = []
+        pronoun = self.rng.choice(clauses.pronouns)
+        while follow:
+            size = min(len(follow), self.rng.choice((1, 1, 2)))
+            name = subject if pronoun == "They" or self.rng.random() < 0.3 else pronoun
+            also = " also" if later and self.rng.random() < 0.1 else ""
+            later.append(f"{name}{also} {_listed(follow[:size])}.")
+            follow = follow[size:]
+        later += alone
+        self.rng.shuffle(later)
+        if alone and self.rng.random() < 0.12:
+            first, later = [later[0], *first], later[1:]
+        separator = "\n" if self.rng.random() < 0.08 else " "
+        return separator.join([*first, *later])
+
+    def _pick(
+        self, clauses: Clauses, count: int
+    ) -> tuple[list[str], list[str], str | None, list[str]]:
+        """Parts that state different fields: behind, aside, in front, alone."""
+        pool = [("v", t) for t in clauses.follow] + [("s", t) for t in clauses.alone]
+        pool += [("a", t) for t in clauses.aside] + [("p", t) for t in clauses.front]
+        self.rng.shuffle(pool)
+        used = {clauses.subject}
+        chosen: dict[str, list[str]] = {"v": [], "a": [], "p": [], "s": []}
+        limits = {"v": 9, "a": 1 + (self.rng.random() < 0.3), "p": 1, "s": 9}
+        for kind, part in pool:
+            slots = set(part.slots) - {clauses.subject}
+            if count and not slots & used and len(chosen[kind]) < limits[kind]:
+                chosen[kind].append(part.text)
+                used |= slots
+                count -= 1
+        if chosen["p"] and not chosen["v"]:
+            chosen["p"] = []
+        return chosen["v"], chosen["a"], next(iter(chosen["p"]), None), chosen["s"]

@@ -1,0 +1,223 @@
+"""The training mixture: texts by grammar, questions about them, fillers, sums, tool turns."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from datetime import date
+from random import Random
+
+import jsonschema
+import pytest
+
+from overlap_spec.training.clauses import Composer, all_clauses
+from overlap_spec.training.data import (
+    DocumentMaker,
+    chat,
+    held_out_cases,
+    held_out_choices,
+    tools_text,
+)
+from overlap_spec.training.fillers import MONTHS, word_lists
+from overlap_spec.training.mixed import WideCases, sketch, with_articles, with_schema, written
+from overlap_spec.training.questions import KEPT_BACK, Questions
+from overlap_spec.training.sums import Sums
+from overlap_spec.training.templates import forbidden_grams, library, parse_template
+from overlap_spec.training.turns import RESULTS, WideTools, more_turns, result_turn
+from overlap_spec.training.wide import WideFillers, number_words, ordinal
+
+GSM8K = [("How many are 2 and 3?", "2+3=<<2+3=5>>5.\n#### 5"), ("What is 4 less 1?", "#### 3")]
+
+
+def test_composed_texts_share_no_four_words_with_held_out_phrasings():
+    composer = Composer(Random(1))
+    assert len(forbidden_grams()) > 100
+    for clauses in all_clauses().values():
+        for _ in range(25):
+            made = composer.compose(clauses)
+            assert not made.grams() & forbidden_grams(), made.text
+            assert clauses.subject in made.slots, made.text
+
+
+def test_requests_and_tool_turns_share_no_four_words_with_held_out_phrasings():
+    cases, tools = WideCases(Random(2)), WideTools(Random(2))
+    for _ in range(300):
+        asked = cases._frame(cases.older[0], "", ["name", "age", "city"])
+        assert not parse_template("x", asked).grams() & forbidden_grams(), asked
+    for tool in library().tools:
+        for _ in range(20):
+            turn = tools._turn(tool)
+            assert not turn.grams() & forbidden_grams(), turn.text
+
+
+def test_composed_texts_state_the_facts_that_they_claim():
+    cases = WideCases(Random(3))
+    kinds = Counter()
+    for domain in cases.domains:
+        for _ in range(15):
+            text, facts, _ = cases.composed(domain)
+            kinds[len(facts)] += 1
+            for slot, (value, wording) in facts.items():
+                if not isinstance(value, bool):
+                    assert wording in text or with_articles(wording) in text, (slot, text)
+    assert len(kinds) >= 5
+
+
+def test_wide_cases_fit_their_schemas_and_miss_what_is_not_stated():
+    cases = held_out_cases(5, 400, "wide")
+    assert cases == held_out_cases(5, 400, "wide")
+    assert cases != held_out_cases(6, 400, "wide")
+    empty = Counter()
+    for case in cases:
+        jsonschema.Draft202012Validator.check_schema(case.schema)
+        jsonschema.validate(case.answer, case.schema)
+        empty.update(json.dumps(v) for v in case.answer.values() if v in (None, "", []))
+    assert {"null", '""', "[]"} <= set(empty)
+    assert 0.1 < sum(empty.values()) / len(cases) < 0.8
+
+
+def test_held_out_wide_cases_name_no_training_filler():
+    known = {name for kind in ("first", "last") for name in word_lists()[kind][0]}
+    people = [c.answer["name"] for c in held_out_cases(8, 900, "wide") if "name" in c.answer]
+    people = [name for name in people if isinstance(name, str) and name.count(" ") == 1]
+    people = [name for name in people if re.fullmatch(r"[A-Z]\w+ [A-Z]\w+", name)]
+    seen = [name for name in people if set(name.split()) <= known]
+    assert len(people) > 20
+    assert not seen
+
+
+def test_choices_are_among_their_options_and_of_both_kinds():
+    choices = held_out_choices(1, 400)
+    assert choices == held_out_choices(1, 400)
+    for choice in choices:
+        assert choice.answer in choice.options
+        assert len(set(choice.options)) == len(choice.options) >= 2
+    words = Counter(c.answer for c in choices if c.options == ("yes", "no"))
+    assert 0.3 < words["yes"] / words.total() < 0.7
+    assert any(c.answer == "unknown" for c in choices)
+    others = [c for c in choices if "yes" not in c.options]
+    assert len(others) > 50
+
+
+def test_a_yes_or_no_follows_the_text():
+    asked = [c for c in held_out_choices(2, 3000) if c.prompt.count("Is breakfast included?") == 1]
+    assert len(asked) >= 10
+    for choice in asked:
+        text = choice.prompt.replace("Is breakfast included?", "")
+        if "unknown" in choice.options and choice.answer == "unknown":
+            continue
+        denied = re.search(r"(?i)not|without|no breakfast|skips|breakfast\W+no\b", text)
+        if choice.answer == "yes":
+            assert "breakfast" in text.lower()
+        else:
+            assert denied, choice
+
+
+def test_the_first_examples_are_never_trained_on():
+    questions = Questions(Random(4))
+    drawn = {questions.about_the_world().prompt for _ in range(6000)}
+    drawn |= {questions.feast()[0] for _ in range(6000)}
+    assert not drawn & set(KEPT_BACK)
+    assert "Is it true that fire is hot?" in drawn or "Yes or no: is fire hot?" in drawn
+
+
+def test_feasts_are_on_their_day():
+    questions = Questions(Random(5))
+    for _ in range(200):
+        asked, answer = questions.feast()
+        year = re.search(r"\d{4}", asked)
+        assert year
+        assert date.fromisoformat(answer).year == int(year[0])
+        if "Christmas Eve" in asked:
+            assert answer.endswith("-12-24")
+
+
+def test_dates_and_numbers_in_words_mean_their_values():
+    fillers = WideFillers(Random(6))
+    for _ in range(500):
+        value, text = fillers.draw("date")
+        day = date.fromisoformat(value)
+        if text == value:
+            continue
+        assert str(day.year) in text
+        assert re.search(rf"\b{day.day}(st|nd|rd|th)?\b", text), text
+        assert MONTHS[day.month - 1][:3] in text
+    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 31)] == [
+        "1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "31st",
+    ]  # fmt: skip
+    assert [number_words(n) for n in (20, 21, 99)] == ["twenty", "twenty-one", "ninety-nine"]
+
+
+def test_money_and_addresses_are_written_as_their_values():
+    fillers = WideFillers(Random(7))
+    for _ in range(500):
+        value, text = fillers.draw("money")
+        assert float(text.replace(",", "")) == value
+        address, text = fillers.draw("email")
+        assert address == text
+        assert re.fullmatch(r"[^@\s]+@[^@\s]+\.[a-z]+", address)
+
+
+def test_word_problems_are_worked_out_right():
+    sums = Sums(Random(8))
+    for _ in range(400):
+        question, worked, expression = sums.problem()
+        result = eval(expression)  # a sum of digits that this module wrote
+        assert worked.endswith(f"#### {result}")
+        assert result >= 0
+        assert question.endswith(("?", "."))
+        for left, right in re.findall(r"<<([^=]+)=(\d+)>>", worked):
+            assert eval(left) == int(right)
+
+
+def test_tool_results_are_json_and_their_answers_say_them():
+    rng = Random(9)
+    fillers = WideFillers(rng)
+    assert set(more_turns()) == {tool.names[0] for tool in library().tools}
+    assert set(RESULTS) <= set(more_turns())
+    said = 0
+    for _ in range(300):
+        result, answer = result_turn(rng, fillers, "get_weather")
+        value = json.loads(result)
+        if isinstance(value, dict) and "temperature" in value:
+            assert str(value["temperature"]) in answer
+            said += 1
+    assert said > 200
+
+
+def test_white_space_changes_no_answer():
+    rng = Random(10)
+    texts = {written(rng, {"a": 1, "b": ["x"]})[0] for _ in range(500)}
+    assert {'{"a":1,"b":["x"]}', '{"a": 1, "b": ["x"]}'} < texts
+    assert all(json.loads(text) == {"a": 1, "b": ["x"]} for text in texts)
+
+
+def test_a_schema_is_shown_whole_or_as_a_sketch():
+    schema = held_out_cases(3, 1, "seen")[0].schema
+    turns = [with_schema(Random(i), "the text", schema) for i in range(30)]
+    assert any(system for system, _ in turns)
+    assert all("the text" in user for _, user in turns)
+    for key in schema["properties"]:
+        assert f'"{key}":' in sketch(schema)
+        assert all(f'"{key}"' in system + user for system, user in turns)
+    assert sketch({"anyOf": [{"type": "integer"}, {"type": "null"}]}) == "integer | null"
+
+
+def test_documents_of_every_kind_end_in_an_answer():
+    maker = DocumentMaker(Random(11), GSM8K)
+    assert sum(maker.MAIN.values()) == pytest.approx(1, abs=0.02)
+    for kind in {**maker.MAIN, **maker.WARM_UP}:
+        for _ in range(5):
+            document = getattr(maker, kind)()
+            assert document[-1][1] == 1.0, kind
+            assert document[-1][0].strip("\n "), kind
+
+
+def test_tool_calls_of_training_fit_their_own_schemas():
+    tools = WideTools(Random(12))
+    for _ in range(200):
+        case = tools.tool_call()
+        jsonschema.validate(case.answer, case.schema)
+        assert case.answer["name"] in tools_text(case)
+        assert chat(case.prompt, case.text)[1][0].startswith('{"name":')
