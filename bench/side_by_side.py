@@ -32,6 +32,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "pairs": options.turns or options.pairs,
         "command": shlex.join([*what, *words]),
         "commits": {side: commit(tree) for side, tree in trees.items()},
+        # What every record has, so that the report can show this one too.
+        "commit": commit(trees["after"]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "quick": False,
+        "seed": 0,
+        "repetitions": options.turns or options.pairs,
         "machine": machine(),
         "versions": versions(),
     }
