@@ -84,12 +84,9 @@ class EngineCore:
         """
         start = time.perf_counter_ns()
         plan = self.scheduler.plan(self._budget)
-        last, self._in_flight = self._in_flight, None
         if plan is None:
-            if last is not None:
-                self._accept(self._results(last))
-            self._before = None
-            return last is not None
+            return self._drain()
+        last, self._in_flight = self._in_flight, None
         self.grammar.step = plan.index
         self.timeline.record("host", "plan", start, time.perf_counter_ns(), plan.index)
 
@@ -126,9 +123,7 @@ class EngineCore:
         if self._in_flight is not None and all(
             s.finish_reason is not None for s in self.scheduler.running
         ):
-            last, self._in_flight = self._in_flight, None
-            self._accept(self._results(last))
-            self._before = None
+            self._drain()
         runs, self._runs = self._runs, []
         ended = [s for s in self.scheduler.running if s.finish_reason is not None]
         retired = self.scheduler.retire()
@@ -221,6 +216,13 @@ class EngineCore:
         now = time.perf_counter_ns()
         self.timeline.record("host", "results", start, now, step.plan.index, **idle)
         return kept
+
+    def _drain(self) -> bool:
+        """Read the step under way, after which the worker is at rest; False if there is none."""
+        last, self._in_flight = self._in_flight, None
+        self._accept(self._results(last))
+        self._before = None
+        return last is not None
 
     def _finish_serial(self, step: InFlightStep) -> None:
         """Read and accept a step at once: compute stands idle for the accepts too."""

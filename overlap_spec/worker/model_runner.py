@@ -7,6 +7,7 @@ chunks run beside them.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -113,6 +114,27 @@ class CommittedTokens(Committed):
         return PagedAttend(cache, self._slots, replace(self._span, first=cache.first))
 
 
+class DrafterFaults:
+    """A ``with`` block whose exceptions become the runner's :attr:`ModelRunner.fault`."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._runner.fault = error
+        return True
+
+
 class ModelRunner(nn.Module):
     """The models of a worker and what is computed with them.
 
@@ -156,6 +178,10 @@ class ModelRunner(nn.Module):
         """Whether the drafter's methods depend on nothing but tensors."""
         return self.drafter is None or self.drafter.recorded
 
+    def guard_drafter(self) -> DrafterFaults:
+        """Keeps what the drafter raises as :attr:`fault`: it costs no request but its drafts."""
+        return DrafterFaults(self)
+
     def release(self) -> None:
         """Let go of weights, caches, tables and recordings, for who keeps a closed engine."""
         self.graphs.clear()
@@ -182,11 +208,9 @@ class ModelRunner(nn.Module):
         graphs = self.graphs.find(plan.tier, len(rows))
         outputs: Tensors | None = None
         if proposed is None and graphs.draft is not None and self.fault is None:
-            try:
+            with self.guard_drafter():
                 outputs = graphs.draft(rows, pages)
                 rows, pages = graphs.draft.kept(rows, pages)
-            except Exception as error:  # a drafter's fault costs no request
-                self.fault = error
         if outputs is None:
             outputs = self.draft_trees(plan.tier, rows, pages, proposed)
         tokens, positions, links, *tree = outputs
@@ -223,10 +247,8 @@ class ModelRunner(nn.Module):
         """The drafter's draft; dead nodes alone where it raises, or has lately."""
         assert self.drafter is not None
         if self.fault is None:
-            try:
+            with self.guard_drafter():
                 return self.drafter.draft(roots, tier)
-            except Exception as error:  # a drafter's fault costs no request
-                self.fault = error
         return _no_draft(roots, tier.nodes - 1)
 
     def _select(self, batch: Batch, drafted: Drafted) -> Drafted:
@@ -314,13 +336,7 @@ class ModelRunner(nn.Module):
         """The target over all chunks in one pass."""
         chunks = batch.chunks
         assert chunks is not None
-        span = KeySpan(
-            self.tables.pages[chunks.rows],
-            chunks.starts,
-            chunks.positions,
-            offsets=chunks.offsets,
-            longest=chunks.longest,
-        )
+        span = self._chunk_span(chunks, chunks.positions, chunks.offsets)
         slots = self._token_slots(chunks.token_rows, chunks.positions)
         attend = PagedAttend(self.pool, slots, span)
         hidden, features = self.target(chunks.tokens, chunks.positions, attend, self.feature_layers)
@@ -473,7 +489,7 @@ class ModelRunner(nn.Module):
         """Feed the drafter what the trees committed: each token with the feature before it."""
         if not self.extends or self.fault is not None or accepted.trees is None:
             return
-        try:
+        with self.guard_drafter():
             roots, (lengths, tokens, path, *_) = drafted.roots, accepted.trees
             graphs = self.graphs.find(batch.plan.tier, len(roots.rows))
             features = () if verified.features is None else (verified.features,)
@@ -482,18 +498,14 @@ class ModelRunner(nn.Module):
                 graphs.extend(*inputs, *features)
             else:
                 self.extend_trees(batch.plan.tier, *inputs, *features)
-        except Exception as error:  # a drafter's fault costs no request
-            self.fault = error
 
     def extend_chunks(self, batch: Batch, prefilled: Prefilled, accepted: Accepted) -> None:
         """Feed the drafter what the chunks committed."""
         if not self.extends or self.fault is not None:
             return
         assert batch.chunks is not None
-        try:
+        with self.guard_drafter():
             self._extend_chunks(batch.chunks, prefilled.features, accepted.chunks)
-        except Exception as error:  # a drafter's fault costs no request
-            self.fault = error
 
     def extend_trees(
         self,
@@ -542,19 +554,20 @@ class ModelRunner(nn.Module):
             before = known[chunks.extend_features]
             self._keep_features(chunks.token_rows, chunks.positions, own)
         positions = self._within(chunks.extend_positions)
-        span = KeySpan(
-            self.tables.pages[chunks.rows],
-            chunks.starts,
-            positions,
-            offsets=chunks.extend_offsets,
-            longest=chunks.longest,
-        )
+        span = self._chunk_span(chunks, positions, chunks.extend_offsets)
         slots = self._token_slots(chunks.extend_rows, chunks.extend_positions)
         self.drafter.extend(
             CommittedTokens(
                 tokens, positions, before, chunks.final_rows, chunks.chosen, slots, span
             )
         )
+
+    def _chunk_span(self, chunks: Chunks, positions: Tensor, offsets: Tensor) -> KeySpan:
+        """What tokens of chunks see, ``positions (T,)``, of which chunk c owns those from
+        ``offsets[c]`` on."""
+        pages = self.tables.pages[chunks.rows]
+        longest = chunks.longest
+        return KeySpan(pages, chunks.starts, positions, offsets=offsets, longest=longest)
 
     def _keep_features(self, rows: Tensor, positions: Tensor, features: Tensor) -> None:
         """Keep the feature of every page's last token, for requests that start after that page.

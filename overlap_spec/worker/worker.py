@@ -177,23 +177,20 @@ class Worker:
         drafter = self.runner.drafter
         if drafter is None or not drafter.host:
             return
-        try:
+        with self.runner.guard_drafter():
             drafter.forget(history)
-        except Exception as error:  # a drafter's fault costs no request
-            self.runner.fault = error
 
     def _propose(self, step: InFlightStep, histories: Sequence[History]) -> Draft | None:
         drafter, tier = self.runner.drafter, step.plan.tier
         if drafter is None or tier.steps == 0 or not histories or self.drafter_fault is not None:
             return None
         start = time.perf_counter_ns()
-        try:
+        arrays = None
+        with self.runner.guard_drafter():
             arrays = host_draft(drafter.propose(histories, tier), tier)
-        except Exception as error:  # a drafter's fault costs no request
-            self.runner.fault = error
+        self._record("host", "propose", start, time.perf_counter_ns(), step.plan.index)
+        if arrays is None:
             return None
-        finally:
-            self._record("host", "propose", start, time.perf_counter_ns(), step.plan.index)
         tensors = [torch.from_numpy(array) for array in arrays]
         if self._device.type == "cuda":
             tensors = [x.pin_memory().to(self._device, non_blocking=True) for x in tensors]
