@@ -62,12 +62,14 @@ class Tables(Protocol):
 
 class Roots(NamedTuple):
     """The trees' roots, int64: ``rows (B,)`` and their ``pages (B, P)``, last committed
-    ``tokens (B,)`` and their ``positions (B,)``."""
+    ``tokens (B,)`` and their ``positions (B,)``, and ``forced (B, L)``: the likely tokens of what
+    the grammar forces behind each root, -1 behind their end."""
 
     rows: Tensor
     pages: Tensor
     tokens: Tensor
     positions: Tensor
+    forced: Tensor
 
 
 class Draft(NamedTuple):
@@ -162,7 +164,8 @@ class Drafter(nn.Module, ABC):
 
         Args:
             histories: Each request's known tokens; its root is the last. They are live: what is to
-                be kept of them is copied.
+                be kept of them is copied. What a draft lacks of their ``forced`` tokens, the
+                worker puts into it.
         """
         raise NotImplementedError(f"{type(self).__name__} must have propose")
 

@@ -243,12 +243,26 @@ class NgramDrafter(Drafter):
         return cls(config, target.config.vocab_size)
 
     def propose(self, histories: Sequence[History], tier: Tier) -> list[HostDraft]:
-        return [draft_of(self._matches(history, tier), tier) for history in histories]
+        return [self._draft(history, tier) for history in histories]
 
     def forget(self, history: History) -> None:
         self.pools.pop(history.request_id, None)
         if self.public is not None:
             self.public.add([*history.tokens(0, len(history)), END])
+
+    def _draft(self, history: History, tier: Tier) -> HostDraft:
+        """What is forced behind the request's text, and what may follow that."""
+        known = min(len(history.forced), tier.steps)
+        rest = Tier(tier.steps - known, tier.top_k, tier.nodes - known)
+        draft = draft_of(self._matches(history, rest), rest)
+        if not known:
+            return draft
+        assert draft.parents is not None
+        return HostDraft(
+            np.concatenate([np.array(history.forced[:known], np.int64), draft.tokens]),
+            np.concatenate([np.arange(known), draft.parents + known]),
+            np.concatenate([np.zeros(known, np.float32), draft.scores]),
+        )
 
     def _pool(self, history: History) -> NgramPool:
         """The request's pool, with its new tokens."""
@@ -264,15 +278,18 @@ class NgramDrafter(Drafter):
         return pool
 
     def _matches(self, history: History, tier: Tier) -> list[Match]:
-        """What followed the request's last tokens before: after longer n-grams first."""
+        """What followed the request's last tokens, forced ones included, where they stood before:
+        after longer n-grams first."""
         pool = self._pool(history)
         total = len(history)
-        own = [(i, last and pool.added == total) for i, last in pool.indexes(self._oldest)]
+        at_end = pool.added == total and not history.forced
+        own = [(i, last and at_end) for i, last in pool.indexes(self._oldest)]
         every = own
         if self.public is not None:
             every = [*own, *((i, False) for i, _ in self.public.indexes(self._oldest))]
         keys, base = [0], 1
-        for token in reversed(history.tokens(max(0, total - self._size), total)):
+        last = [*history.tokens(max(0, total - self._size), total), *history.forced]
+        for token in last[: -self._size - 1 : -1]:
             keys.append(keys[-1] + token * base)
             base *= self._vocab_size
         seen: list[set[int]] = [set() for _ in every]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.drafters.base import Committed, Draft, DraftCache, Drafter, Roots
+from overlap_spec.drafters.grafts import Grafts
 from overlap_spec.kernels import grow, rerank
 from overlap_spec.models.decoder import Attend
 from overlap_spec.types import Tier
@@ -73,20 +74,21 @@ class TreeDrafter(Drafter):
         )
 
     def _chain(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
-        before = state[:, None]
-        score, token = self.candidates(state, 1)
+        before, grafts = state[:, None], Grafts(roots, tier.nodes - 1)
+        score, token = grafts.first(*self.candidates(state, 1), 0)
         scores, tokens = [score], [token]
         for step in range(1, tier.nodes - 1):
             # Everything before is an ancestor: plain causal attention.
             before = self._advance(roots, token, before, step, None)
-            score, token = self.candidates(before.flatten(0, 1), 1)
+            score, token = grafts.first(*self.candidates(before.flatten(0, 1), 1), step)
             scores.append(score)
             tokens.append(token)
         return Draft(torch.cat(tokens, 1), None, torch.cat(scores, 1).cumsum(1))
 
     def _tree(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
         batch, k, device = roots.rows.shape[0], tier.top_k, roots.rows.device
-        score, token = self.candidates(state, k)
+        grafts = Grafts(roots, tier.steps)
+        score, token = grafts.first(*self.candidates(state, k), 0)
         scores, tokens = [score], [token]
         parents = [torch.full_like(token, -1)]
         number = torch.arange(k, device=device).expand(batch, k)
@@ -95,6 +97,10 @@ class TreeDrafter(Drafter):
         for step in range(1, tier.steps):
             out = self._advance(roots, token, before, step, mask)
             added, choices = self.candidates(out.flatten(0, 1), k)
+            # A run goes on in the first branch: nothing outranks its score, nor comes before it.
+            added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0] = grafts.first(
+                added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0], step
+            )
             grown = grow(score, added, choices, mask)
             parents.append(number.repeat_interleave(k, 1))
             scores.append(added.view(batch, k * k))

@@ -241,6 +241,8 @@ class EngineCore:
     def _commit(self, result: StepResult, step: InFlightStep) -> list[Run]:
         self._end_failed()
         kept = self.scheduler.commit(result)
+        for sequence, _ in kept:
+            self.grammar.judge(sequence.request.id, sequence.stats)
         self._observe(result, step)
         self._before = step
         return kept
@@ -267,9 +269,10 @@ class EngineCore:
         for sequence in self.scheduler.running:
             if sequence.request.id in verified:
                 sequence.stats.idle_ms += result.idle_ms / len(verified)
-            grammar_ms, exposed_ms = shares.get(sequence.request.id, (0.0, 0.0))
-            sequence.stats.grammar_ms += grammar_ms
-            sequence.stats.exposed_ms += exposed_ms
+            if (share := shares.get(sequence.request.id)) is not None:
+                sequence.stats.grammar_ms += share.grammar_ms
+                sequence.stats.exposed_ms += share.exposed_ms
+                sequence.stats.illegal_drafts += share.refused
 
     def _observe(self, result: StepResult, step: InFlightStep) -> None:
         """Tell the length policy what the step's trees got, and how long they took."""

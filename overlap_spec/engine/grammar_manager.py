@@ -9,8 +9,12 @@ from typing import Any
 from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.matcher_pool import AcceptItem, FillItem, MatcherPool
 from overlap_spec.grammar.matcher_pool import PoolResult as LaneResult
+from overlap_spec.stats import RequestStats
 from overlap_spec.timeline import Span, hidden_fraction, union_ms
 from overlap_spec.types import HostTrees, Int32s, Int64s
+
+# Grafted tokens of a request after which it is judged by how many were accepted.
+DOUBT, LEAST_ACCEPTED = 12, 0.5
 
 
 @dataclass
@@ -35,26 +39,48 @@ class StepFigures:
         return hidden_fraction([self.exposed_ms], [self.grammar_ms])
 
 
+@dataclass
+class GrammarShare:
+    """What one request's grammar did in a step.
+
+    ``grammar_ms``: its matcher's time; ``exposed_ms``: its share of the exposed wait; ``refused``:
+    drafts that it forbids, or whose path it does.
+    """
+
+    grammar_ms: float = 0.0
+    exposed_ms: float = 0.0
+    refused: int = 0
+
+
 class GrammarManager:
     """The matchers of one engine by request id, and the time that they take.
 
     Args:
         pool: Runs accepts and fills.
         record: Takes spans, as :meth:`overlap_spec.timeline.Timeline.record`.
+
+    Attributes:
+        distrusted: Requests whose runs are not asked for any more.
     """
 
     def __init__(self, pool: MatcherPool, record: Callable[..., None]) -> None:
         self.pool, self.record = pool, record
         self.matchers: dict[int, Any] = {}
         self.failed: dict[int, Exception] = {}
+        self.distrusted: set[int] = set()
         self.figures = StepFigures()
         self.step = 0
         self._results: list[LaneResult] = []
 
     def fill(
-        self, request_ids: Sequence[int], trees: HostTrees, rows: Int32s, limits: Int64s
+        self,
+        request_ids: Sequence[int],
+        trees: HostTrees,
+        rows: Int32s,
+        limits: Int64s,
+        runs: Int32s,
     ) -> None:
-        """Write one mask row a node of each constrained request's tree.
+        """Write one mask row a node of each constrained request's tree, and the run behind it.
 
         Args:
             request_ids: Whose the trees are, in their order.
@@ -62,11 +88,15 @@ class GrammarManager:
                 does not reach, become zero.
             limits: ``(len(request_ids),)``: lowered to the depth down to which a request's rows
                 are good, if that is not the whole tree.
+            runs: ``(nodes, tokens)``: tokens that the grammar forces behind each node, -1 where
+                there are no more.
         """
         items, index_of = [], {}
+        trusting = self.pool.forced is not None
         bounds = trees.offsets.tolist()
         for index, request_id in enumerate(request_ids):
             span = slice(bounds[index], bounds[index + 1])
+            runs[span] = -1
             if request_id not in self.matchers:
                 rows[span] = 0
                 continue
@@ -79,6 +109,7 @@ class GrammarManager:
                     trees.first_child[span],
                     trees.next_sibling[span],
                     rows[span],
+                    runs[span] if trusting and request_id not in self.distrusted else None,
                 )
             )
         for result in self._note("fill", self.pool.fill_batch(items)):
@@ -86,6 +117,12 @@ class GrammarManager:
                 self._fail(result.request_id, result.error)
             elif result.root_only:
                 limits[index_of[result.request_id]] = 0
+
+    def judge(self, request_id: int, stats: RequestStats) -> None:
+        """Ask for no more runs where most of a request's were wrong: its model cuts the forced
+        bytes into other tokens, and the drafter's own guesses are worth more."""
+        if stats.grafted_tokens >= DOUBT and stats.graft_accept_rate < LEAST_ACCEPTED:
+            self.distrusted.add(request_id)
 
     def accept(self, kept: Mapping[int, Sequence[int]]) -> None:
         """Feed each constrained request's kept tokens to its matcher."""
@@ -101,9 +138,7 @@ class GrammarManager:
             if error is not None:
                 self._fail(result.request_id, error)
 
-    def account(
-        self, step: int, exposed_ms: float, idle_ms: float
-    ) -> dict[int, tuple[float, float]]:
+    def account(self, step: int, exposed_ms: float, idle_ms: float) -> dict[int, GrammarShare]:
         """Close a step's books: what was done since the last call is what it cost.
 
         Args:
@@ -112,18 +147,21 @@ class GrammarManager:
             idle_ms: How long it stood idle for whatever reason.
 
         Returns:
-            Request id → its grammar time and its share of the exposed wait, in milliseconds.
+            Request id → its share.
         """
         results, self._results = self._results, []
         spans = [Span("lane", "", r.start_ns, r.end_ns, step, {}) for r in results]
         grammar_ms = union_ms(spans)
         self.figures.add(grammar_ms, exposed_ms, idle_ms)
-        taken: dict[int, float] = {}
+        shares: dict[int, GrammarShare] = {}
         for result in results:
-            spent = (result.end_ns - result.start_ns) / 1e6
-            taken[result.request_id] = taken.get(result.request_id, 0.0) + spent
-        total = sum(taken.values()) or 1.0
-        return {i: (ms, exposed_ms * ms / total) for i, ms in taken.items()}
+            share = shares.setdefault(result.request_id, GrammarShare())
+            share.grammar_ms += (result.end_ns - result.start_ns) / 1e6
+            share.refused += result.refused
+        total = sum(share.grammar_ms for share in shares.values()) or 1.0
+        for share in shares.values():
+            share.exposed_ms = exposed_ms * share.grammar_ms / total
+        return shares
 
     def _fail(self, request_id: int, error: Exception) -> None:
         # A matcher that failed is in no known state: it is not touched again.
@@ -133,6 +171,7 @@ class GrammarManager:
     def drop(self, request_id: int) -> None:
         """Forget a request that has ended."""
         self.matchers.pop(request_id, None)
+        self.distrusted.discard(request_id)
         self.pool.forget(request_id)
 
     def _note(self, name: str, results: list[LaneResult]) -> list[LaneResult]:

@@ -43,11 +43,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
         "draft_model": str(folder / "small"),
         # Its own copy, all of whose chains are accepted but for the grammars' and the coins'.
         "draft_model of the target": tiny["model"],
+        "grammar": tiny["draft"],
         "ngram": tiny["draft"],
     }
 
 
-KINDS = ("eagle", "eagle3", "draft_model", "draft_model of the target", "ngram")
+KINDS = ("eagle", "eagle3", "draft_model", "draft_model of the target", "ngram", "grammar")
 
 
 def settings_of(tiny: dict[str, Any], folders: dict[str, str], kind: str) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def test_drafts_change_nothing(
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
             assert [t for t, _ in a.top] == [t for t, _ in b.top]
     assert sum(output.stats.drafted_tokens for output in outputs) > 0
-    if kind in ("draft_model of the target", "ngram"):
+    if kind in ("draft_model of the target", "ngram", "grammar"):
         assert sum(output.stats.accepted_drafts for output in outputs) > 0
 
 
@@ -115,6 +116,7 @@ def test_drafts_change_nothing(
     [
         "ngram",
         "draft_model",
+        pytest.param("grammar", marks=pytest.mark.slow),
         pytest.param("eagle", marks=pytest.mark.slow),
         pytest.param("draft_model of the target", marks=pytest.mark.slow),
     ],
