@@ -1,14 +1,16 @@
 """Runs: the tokens of text that a grammar forces, for drafts.
 
 Where the bytes that come next can be nothing else, they are tokenised as the model's own tokenizer
-would: longest-match tokens are often not its. A run is a guess all the same. The model may cut
-these bytes into other tokens, and masks allow every cut.
+would: longest-match tokens are often not its. A run is a guess all the same: masks allow every cut
+of these bytes into tokens, and a model that writes what it would not have written by itself cuts
+them in its own way. So what it chose where it had the same bytes before comes first.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +18,33 @@ import numpy.typing as npt
 from overlap_spec.grammar.contract import Links, Matcher, Row
 from overlap_spec.grammar.vocabulary import Vocabulary
 
-# Runs that are kept, and bytes of the longest: with its tokens, a run takes half a kilobyte.
+# Texts whose tokens are kept, and bytes of the longest: some 5 MB each for both kinds of tokens.
 CACHED = 16384
 LONGEST_BYTES = 256
+# More than the bytes that may come next.
+MAY_END = 1000
 # Texts that may follow a run. Where one of them would change its last token, that is left out.
 FOLLOWING = ("a", "0", '"')
 # What is encoded in front of a run where a tokenizer puts a space before every text.
 FRONT = "\n"
+
+
+T = TypeVar("T")
+
+
+class Openings(NamedTuple):
+    """Where a tree's text was forced.
+
+    ``refused``: drafts that the grammar forbids, or whose path it does. ``texts``: the forced
+    bytes behind nodes. ``children``: of each node, by token; empty where no text is forced.
+    """
+
+    refused: int
+    texts: Mapping[int, bytes]
+    children: Mapping[int, Mapping[int, int]]
+
+
+NO_OPENINGS = Openings(0, {}, {})
 
 
 class ForcedRuns:
@@ -39,14 +61,17 @@ class ForcedRuns:
     ) -> None:
         self._text, self._encode, self._tokens = vocabulary.text, encode, tokens
         self._front = list(encode(FRONT))
+        self._stops = frozenset(vocabulary.stop_ids)
         single = vocabulary.byte_tokens
         self._all_bytes = bool((single >= 0).all())
-        single = single[single >= 0]
-        self._words, self._bits = _by_words(single)
-        self._stops = vocabulary.stop_ids
-        self._stop_words, self._stop_bits = _by_words(np.array(vocabulary.stop_ids, np.int64))
+        words, bits = _by_words(single[single >= 0])
+        stop_words, stop_bits = _by_words(np.array(vocabulary.stop_ids, np.int64))
+        self._words = np.concatenate([words, stop_words])
+        self._bits = np.concatenate([bits, stop_bits])
+        self._weights = np.repeat([1, MAY_END], [len(words), len(stop_words)])
         self._lock = threading.Lock()
-        self._known: dict[bytes, npt.NDArray[np.int32]] = {}
+        self._known: dict[bytes, list[int]] = {}
+        self._chosen: dict[bytes, int] = {}
 
     def fill(
         self,
@@ -55,71 +80,106 @@ class ForcedRuns:
         first_child: Links,
         next_sibling: Links,
         rows: Row,
-        runs: Row,
-    ) -> int:
+        runs: Row | None,
+    ) -> Openings:
         """Write the run behind each node of a tree; which nodes have one, their rows tell.
 
-        The bytes of a node inside the run of its parent are the rest of that, and cost nothing.
+        The bytes of a node inside the run of its parent are the rest of that, and cost nothing. A
+        node whose child is its run's first token has none: it is no accepted path's end if that
+        token is chosen.
 
         Args:
             matcher: As it was when it filled ``rows``, by `Matcher.fill_tree` with this tree.
-            runs: int32 ``(nodes, tokens)``, completely overwritten; -1 behind a run's end.
-
-        Returns:
-            Drafts that the grammar forbids, or whose path it does.
+            runs: int32 ``(nodes, tokens)``, completely overwritten; -1 behind a run's end. None:
+                there is no interest in runs.
         """
-        runs.fill(-1)
-        ahead = np.bitwise_count(rows[:, self._words] & self._bits).sum(1, dtype=np.int64)
-        may_end = (rows[:, self._stop_words] & self._stop_bits).any(1)
+        if runs is not None:
+            runs.fill(-1)
+        ahead = np.bitwise_count(rows.take(self._words, 1) & self._bits).dot(self._weights).tolist()
         # Where the vocabulary has a token for every byte, one of these is legal if any token is.
-        reached = np.asarray((ahead > 0) | may_end if self._all_bytes else rows.any(1))
+        reached = ahead if self._all_bytes else rows.any(1).tolist()
         if not reached[0]:
-            return 0
-        open_nodes = np.flatnonzero(reached & (ahead <= 1) & ~may_end).tolist()
-        if open_nodes:
-            self._fill(matcher, tokens, first_child, next_sibling, open_nodes, runs)
-        drafts = np.concatenate([first_child[first_child >= 0], next_sibling[next_sibling >= 0]])
+            return NO_OPENINGS
+        drafted, child, sibling = tokens.tolist(), first_child.tolist(), next_sibling.tolist()
         # Nothing is reached behind a stop token, whether or not it is legal.
-        stops = sum(int((tokens[drafts] == stop).sum()) for stop in self._stops)
-        return max(0, len(drafts) - stops + 1 - int(reached.sum()))
+        ends = self._stops
+        linked = sum(node >= 0 and drafted[node] not in ends for node in (*child, *sibling))
+        refused = max(0, linked + 1 - sum(map(bool, reached)))
+        forced = [node for node, count in enumerate(ahead) if count <= 1 and reached[node]]
+        if runs is None or not forced:
+            return Openings(refused, {}, {})
+        children = _children(drafted, child, sibling)
+        texts = self._texts(matcher, forced, children)
+        for node, text in texts.items():
+            run = self.tokens(text)
+            if run and run[0] not in children.get(node, ()):
+                runs[node, : len(run)] = run
+        return Openings(refused, texts, children)
 
-    def _fill(
-        self,
-        matcher: Matcher,
-        tokens: Links,
-        first_child: Links,
-        next_sibling: Links,
-        open_nodes: list[int],
-        runs: Row,
-    ) -> None:
-        drafted, parents = tokens.tolist(), _parents(first_child.tolist(), next_sibling.tolist())
-        behind: dict[int, bytes] = {}
-        for node in open_nodes:
-            parent = parents[node]
-            if node and parent < 0:
-                continue
-            own = self._text[drafted[node]] if node else b""
-            outer = behind.get(parent, b"")
-            if len(outer) > len(own) and outer.startswith(own):
-                found = outer[len(own) :]
-            else:
-                found = matcher.forced_bytes(_path(node, drafted, parents))
-            behind[node] = found
-            if found:
-                runs[node] = self.tokens(found)
+    def learn(self, openings: Openings, chosen: Sequence[int]) -> None:
+        """Note what a model chose where text was forced.
 
-    def tokens(self, text: bytes) -> npt.NDArray[np.int32]:
-        """The canonical tokens of forced bytes, int32 ``(tokens,)``, -1 behind their end."""
+        Args:
+            openings: Of its tree.
+            chosen: The tokens that followed the root.
+        """
+        node: int | None = 0
+        for token in chosen:
+            if node is None:
+                return
+            text = openings.texts.get(node)
+            if text:
+                self._keep(self._chosen, text[:LONGEST_BYTES], int(token))
+            node = openings.children.get(node, {}).get(int(token))
+
+    def tokens(self, text: bytes) -> list[int]:
+        """The likely tokens of forced bytes, at most as many as are of interest."""
+        found: list[int] = []
+        canonical: list[int] | None = None
+        while text and len(found) < self._tokens:
+            token = self._chosen.get(text[:LONGEST_BYTES])
+            if token is None:
+                canonical = self.canonical(text) if canonical is None else canonical
+                if not canonical:
+                    break
+                token, *canonical = canonical
+            elif canonical is not None:
+                canonical = canonical[1:] if canonical[:1] == [token] else None
+            found.append(token)
+            text = text[len(self._text[token]) :]
+        return found
+
+    def canonical(self, text: bytes) -> list[int]:
+        """The tokenizer's tokens of forced bytes, as far as what follows will not change them."""
+        text = text[: LONGEST_BYTES + 1]
         known = self._known.get(text)
-        if known is None:
-            known = np.full(self._tokens, -1, np.int32)
-            found = self._canonical(text)[: self._tokens]
-            known[: len(found)] = found
-            with self._lock:
-                if len(self._known) >= CACHED:
-                    del self._known[next(iter(self._known))]
-                self._known[text] = known
-        return known
+        return self._keep(self._known, text, self._canonical(text)) if known is None else known
+
+    def _texts(
+        self, matcher: Matcher, forced: list[int], children: dict[int, dict[int, int]]
+    ) -> dict[int, bytes]:
+        """The forced bytes behind nodes that have such, by node."""
+        above = {
+            child: (node, token) for node, own in children.items() for token, child in own.items()
+        }
+        texts: dict[int, bytes] = {}
+        for node in forced:
+            if node and node not in above:
+                continue
+            parent, token = above.get(node, (0, 0))
+            own, outer = self._text[token] if node else b"", texts.get(parent, b"")
+            if node and len(outer) > len(own) and outer.startswith(own):
+                texts[node] = outer[len(own) :]
+            else:
+                texts[node] = matcher.forced_bytes(_path(node, above))
+        return texts
+
+    def _keep(self, known: dict[bytes, T], text: bytes, value: T) -> T:
+        with self._lock:
+            if len(known) >= CACHED and text not in known:
+                del known[next(iter(known))]
+            known[text] = value
+        return value
 
     def _canonical(self, forced: bytes) -> list[int]:
         whole = len(forced) <= LONGEST_BYTES
@@ -151,22 +211,24 @@ def _by_words(tokens: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], Row
     return words, bits.view(np.int32)
 
 
-def _parents(first_child: list[int], next_sibling: list[int]) -> list[int]:
-    """Each node's parent, -1 of the root and of nodes to which no link leads."""
-    parents = [-1] * len(first_child)
+def _children(
+    tokens: list[int], first_child: list[int], next_sibling: list[int]
+) -> dict[int, dict[int, int]]:
+    """Of each node that has any: its children by token."""
+    found: dict[int, dict[int, int]] = {}
     for node, child in enumerate(first_child):
         while child >= 0:
-            parents[child] = node
+            found.setdefault(node, {})[tokens[child]] = child
             child = next_sibling[child]
-    return parents
+    return found
 
 
-def _path(node: int, tokens: list[int], parents: list[int]) -> list[int]:
-    """The tokens from the root's first child down to a node."""
+def _path(node: int, above: dict[int, tuple[int, int]]) -> list[int]:
+    """The tokens from the root's child down to a node."""
     path = []
-    while node > 0:
-        path.append(tokens[node])
-        node = parents[node]
+    while node in above:
+        node, token = above[node]
+        path.append(token)
     return path[::-1]
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.contract import Links, Matcher, Row
-from overlap_spec.grammar.forced import ForcedRuns
+from overlap_spec.grammar.forced import NO_OPENINGS, ForcedRuns
 
 STARVED_DEADLINES = 4
 
@@ -39,7 +39,8 @@ class AcceptItem:
 class FillItem:
     """Fill the mask rows of a request's tree, and the runs behind its nodes.
 
-    Arrays are those of `Matcher.fill_tree`, and of `ForcedRuns.fill` where the pool has them.
+    Arrays are those of `Matcher.fill_tree` and, where the pool has :attr:`MatcherPool.forced`, of
+    `ForcedRuns.fill`.
     """
 
     request_id: int
@@ -80,7 +81,7 @@ class _MatcherCall(ABC):
 
     def __init__(self, item: AcceptItem | FillItem, after: _MatcherCall | None) -> None:
         self.request_id, self.matcher, self.after = item.request_id, item.matcher, after
-        self.accepted = self.refused = 0
+        self.accepted, self.openings = 0, NO_OPENINGS
         self.started = self.root_ready = self.returned = self.abandoned = False
         self.error: Exception | None = None
         self.runner: threading.Thread | None = None
@@ -115,7 +116,7 @@ class _MatcherCall(ABC):
             self.start_ns,
             self.end_ns,
             self.abandoned and self.root_ready,
-            0 if self.abandoned else self.refused,
+            0 if self.abandoned else self.openings.refused,
         )
 
 
@@ -151,7 +152,7 @@ class _FillCall(_MatcherCall):
     ) -> None:
         super().__init__(item, after)
         self.item, self.scratch, self.root_first = item, scratch, root_first
-        self.forced = forced if item.runs is not None else None
+        self.forced = forced
         self.runs: Row | None = None
 
     def work(self) -> None:
@@ -161,9 +162,9 @@ class _FillCall(_MatcherCall):
             self.root_ready = True
         tree = item.tokens, item.first_child, item.next_sibling, self.scratch[1:]
         self.matcher.fill_tree(*tree)
-        if self.forced is not None and item.runs is not None:
-            runs = np.full(item.runs.shape, -1, np.int32)
-            self.refused = self.forced.fill(self.matcher, *tree, runs)
+        if self.forced is not None:
+            runs = None if item.runs is None else np.empty_like(item.runs)
+            self.openings = self.forced.fill(self.matcher, *tree, runs)
             self.runs = runs
 
     def publish(self) -> None:
@@ -210,7 +211,15 @@ class MatcherPool:
             self._start_runner()
 
     def accept_batch(self, items: Sequence[AcceptItem]) -> list[PoolResult]:
-        """Accept each item's tokens until one is rejected; results in the items' order."""
+        """Accept each item's tokens until one is rejected; results in the items' order.
+
+        They follow the root of the request's last tree: where text was forced, that is learned.
+        """
+        # Here, since the order of the items does not depend on threads.
+        for item in items if self.forced is not None else ():
+            filled = self._latest.get(item.request_id)
+            if filled is not None and filled.returned and not filled.abandoned:
+                self.forced.learn(filled.openings, item.tokens)
         return self._run([_AcceptCall(item, self._latest.get(item.request_id)) for item in items])
 
     def fill_batch(self, items: Sequence[FillItem]) -> list[PoolResult]:

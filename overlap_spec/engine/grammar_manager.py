@@ -13,8 +13,8 @@ from overlap_spec.stats import RequestStats
 from overlap_spec.timeline import Span, hidden_fraction, union_ms
 from overlap_spec.types import HostTrees, Int32s, Int64s
 
-# Grafted tokens of a request after which it is judged by how many were accepted.
-DOUBT, LEAST_ACCEPTED = 12, 0.5
+# Grafted tokens of a request after which these are judged.
+DOUBT = 12
 
 
 @dataclass
@@ -92,11 +92,10 @@ class GrammarManager:
                 there are no more.
         """
         items, index_of = [], {}
-        trusting = self.pool.forced is not None
+        runs.fill(-1)
         bounds = trees.offsets.tolist()
         for index, request_id in enumerate(request_ids):
             span = slice(bounds[index], bounds[index + 1])
-            runs[span] = -1
             if request_id not in self.matchers:
                 rows[span] = 0
                 continue
@@ -109,7 +108,7 @@ class GrammarManager:
                     trees.first_child[span],
                     trees.next_sibling[span],
                     rows[span],
-                    runs[span] if trusting and request_id not in self.distrusted else None,
+                    None if request_id in self.distrusted else runs[span],
                 )
             )
         for result in self._note("fill", self.pool.fill_batch(items)):
@@ -119,9 +118,11 @@ class GrammarManager:
                 limits[index_of[result.request_id]] = 0
 
     def judge(self, request_id: int, stats: RequestStats) -> None:
-        """Ask for no more runs where most of a request's were wrong: its model cuts the forced
-        bytes into other tokens, and the drafter's own guesses are worth more."""
-        if stats.grafted_tokens >= DOUBT and stats.graft_accept_rate < LEAST_ACCEPTED:
+        """Ask for no more runs where the drafter's own guesses proved better: the model cuts the
+        forced bytes into other tokens."""
+        own = stats.drafted_tokens - stats.grafted_tokens
+        accepted = stats.accepted_drafts - stats.accepted_grafts
+        if stats.grafted_tokens >= DOUBT and own * stats.graft_accept_rate < accepted:
             self.distrusted.add(request_id)
 
     def accept(self, kept: Mapping[int, Sequence[int]]) -> None:

@@ -12,9 +12,11 @@ from overlap_spec.config import EMBEDDED
 from overlap_spec.drafters.base import HostDraft, Roots
 from overlap_spec.drafters.grafts import Grafts, graft
 from overlap_spec.engine import Engine
-from overlap_spec.engine.grammar_manager import DOUBT
+from overlap_spec.engine.grammar_manager import DOUBT, GrammarManager
 from overlap_spec.grammar.forced import ForcedRuns
+from overlap_spec.grammar.matcher_pool import MatcherPool
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.stats import RequestStats
 from overlap_spec.types import RUN_TOKENS, Output, Tier
 from tests.worker import test_overlap
 
@@ -94,36 +96,59 @@ def test_the_first_draft_has_the_run_behind_the_prompt(tiny: dict[str, Any]) -> 
     assert output.text == '{"street_addre'
 
 
-def test_origins_tell_grafts(tiny: dict[str, Any]) -> None:
-    """Two tokens for every byte, so that no mask row has a single bit."""
-    with Engine(**tiny, algorithm="grammar", adaptive="static", context_length=256) as engine:
-        (output,) = engine.generate(PROMPTS[:1], PERSON, {**SAMPLING, "max_tokens": 8})
-        assert output.stats.accepted_grafts > 0
-        pieces = list(engine.stream(PROMPTS[0], PERSON, {**SAMPLING, "origins": True}))
-    origins = [origin for piece in pieces for origin in piece.origins]
-    # In this vocabulary of single bytes, forced bytes are forced tokens.
-    assert set(origins) <= {"bonus", "forced"}
-
-
-def test_a_model_that_cuts_bytes_otherwise_is_left_alone(
-    tiny: dict[str, Any], plain: list[Output], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("grafted", "right", "drafted", "accepted", "given_up"),
+    [
+        (DOUBT, 0, 40, 10, True),
+        (DOUBT - 1, 0, 40, 10, False),
+        (DOUBT, 0, 40, 0, False),
+        (DOUBT, DOUBT // 2, 40, 20, False),
+        (DOUBT, DOUBT // 2, 40, 21, True),
+        (DOUBT, 0, 0, 0, False),
+    ],
+)
+def test_runs_worse_than_the_drafter_are_given_up(
+    grafted: int, right: int, drafted: int, accepted: int, given_up: bool
 ) -> None:
-    """Runs that begin right and go on wrong: after a few, none is asked for."""
-    right = ForcedRuns.tokens
+    manager = GrammarManager(MatcherPool(), lambda *_, **__: None)
+    stats = RequestStats(
+        grafted_tokens=grafted,
+        accepted_grafts=right,
+        drafted_tokens=grafted + drafted,
+        accepted_drafts=right + accepted,
+    )
+    manager.judge(7, stats)
+    assert manager.distrusted == ({7} if given_up else set())
+    manager.drop(7)
+    assert not manager.distrusted
 
-    def wrong(self: ForcedRuns, text: bytes) -> np.ndarray:
-        run = right(self, text).copy()
-        run[1:] = np.where(run[1:] >= 0, (run[1:] + 1) % 200, -1)
-        return run
 
-    monkeypatch.setattr(ForcedRuns, "tokens", wrong)
-    with Engine(**tiny, **SHAPES["chain"], adaptive="static", context_length=256) as engine:
-        outputs = answer(engine)
-        assert not engine.core.grammar.distrusted
+def test_a_request_that_is_distrusted_gets_no_runs(
+    tiny: dict[str, Any], plain: list[Output]
+) -> None:
+    with Engine(**tiny, adaptive="static", context_length=256) as engine:
+        handles = [engine.submit(p, PERSON, SAMPLING) for p in PROMPTS]
+        engine.core.grammar.distrusted.add(handles[1].request.id)
+        while engine.step():
+            pass
+        outputs = [handle.output for handle in handles if handle.output is not None]
     assert key(outputs) == key(plain)
-    for output in outputs:
-        assert output.stats.accepted_grafts == 0
-        assert DOUBT <= output.stats.grafted_tokens <= DOUBT + 8
+    assert [output.stats.grafted_tokens > 0 for output in outputs] == [True, False, True]
+    assert all(output.stats.illegal_drafts > 0 for output in outputs)
+
+
+def test_what_the_model_chose_is_drafted_the_next_time() -> None:
+    """The embedded model cuts keys that it has not seen into tokens of its own."""
+    if not (EMBEDDED / "target" / "model.safetensors").exists():
+        pytest.skip("no embedded weights")
+    with Engine(adaptive="static", grammar_isolated=False) as engine:
+        first, second = (engine.generate(PROMPTS[2], PERSON, SAMPLING) for _ in range(2))
+        engine.core.grammar.pool.forced = None
+        off = engine.generate(PROMPTS[2], PERSON, SAMPLING)
+    assert first.token_ids == second.token_ids == off.token_ids
+    assert first.stats.accept_length >= off.stats.accept_length
+    assert second.stats.accept_length > 1.5 * off.stats.accept_length
+    assert second.stats.graft_accept_rate > max(0.9, first.stats.graft_accept_rate)
 
 
 def test_a_matcher_that_fails_at_it_ends_its_own_request(
@@ -150,10 +175,9 @@ def test_chaos_with_runs_that_are_often_wrong(
 ) -> None:
     right = ForcedRuns.tokens
 
-    def corrupt(self: ForcedRuns, text: bytes) -> np.ndarray:
-        run = right(self, text).copy()
-        run[1 + len(text) % 5 :: 3] = 200
-        return run
+    def corrupt(self: ForcedRuns, text: bytes) -> list[int]:
+        run = right(self, text)
+        return [200 if at and (at + len(text)) % 3 == 0 else t for at, t in enumerate(run)]
 
     first, settings = test_overlap.settings_of("tree", "crowded")
     first += 4000
@@ -218,14 +242,11 @@ def test_a_host_draft_takes_the_run_in(
 @pytest.mark.skipif(
     not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
 )
-def test_the_embedded_models_accept_length_rises() -> None:
-    prompt = "Describe Bob Miller, 33 years, bob@mill.org"
+def test_origins_of_longer_tokens_tell_grafts() -> None:
+    """A token that could have been a shorter one was not forced, only its bytes were."""
     with Engine(adaptive="static", grammar_isolated=False) as engine:
-        on = engine.generate(prompt, PERSON, {**SAMPLING, "origins": True})
-        pieces = list(engine.stream(prompt, PERSON, {**SAMPLING, "origins": True}))
-        engine.core.grammar.pool.forced = None
-        off = engine.generate(prompt, PERSON, SAMPLING)
-    assert on.token_ids == off.token_ids
-    assert on.stats.accept_length > off.stats.accept_length
+        engine.generate(PROMPTS[0], PERSON, SAMPLING)
+        again = engine.generate(PROMPTS[0], PERSON, SAMPLING)
+        pieces = list(engine.stream(PROMPTS[0], PERSON, {**SAMPLING, "origins": True}))
     origins = [origin for piece in pieces for origin in piece.origins]
-    assert 0 < origins.count("grafted") <= on.stats.accepted_grafts
+    assert 0 < origins.count("grafted") <= again.stats.accepted_grafts
