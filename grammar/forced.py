@@ -95,9 +95,10 @@ class ForcedRuns:
         """
         if runs is not None:
             runs.fill(-1)
-        ahead = np.bitwise_count(rows.take(self._words, 1) & self._bits).dot(self._weights).tolist()
+        counts = np.bitwise_count(rows.take(self._words, 1) & self._bits)
+        ahead: list[int] = counts.dot(self._weights).tolist()
         # Where the vocabulary has a token for every byte, one of these is legal if any token is.
-        reached = ahead if self._all_bytes else rows.any(1).tolist()
+        reached: list[int] = ahead if self._all_bytes else rows.any(1).tolist()
         if not reached[0]:
             return NO_OPENINGS
         drafted, child, sibling = tokens.tolist(), first_child.tolist(), next_sibling.tolist()
@@ -198,9 +199,11 @@ class ForcedRuns:
         inside = found[len(front) :]
         return inside if found[: len(front)] == front and self._bytes(inside) == wanted else []
 
-    def _bytes(self, tokens: Sequence[int]) -> bytes:
+    def _bytes(self, tokens: Sequence[int]) -> bytes | None:
         size = len(self._text)
-        return b"".join(self._text[token] for token in tokens if token < size)
+        if any(token >= size for token in tokens):
+            return None
+        return b"".join(self._text[token] for token in tokens)
 
 
 def _by_words(tokens: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], Row]:

@@ -215,11 +215,12 @@ class MatcherPool:
 
         They follow the root of the request's last tree: where text was forced, that is learned.
         """
-        # Here, since the order of the items does not depend on threads.
-        for item in items if self.forced is not None else ():
-            filled = self._latest.get(item.request_id)
-            if filled is not None and filled.returned and not filled.abandoned:
-                self.forced.learn(filled.openings, item.tokens)
+        if self.forced is not None:
+            # Here, since the order of the items does not depend on threads.
+            for item in items:
+                filled = self._latest.get(item.request_id)
+                if filled is not None and filled.returned and not filled.abandoned:
+                    self.forced.learn(filled.openings, item.tokens)
         return self._run([_AcceptCall(item, self._latest.get(item.request_id)) for item in items])
 
     def fill_batch(self, items: Sequence[FillItem]) -> list[PoolResult]:

@@ -49,8 +49,9 @@ class SamplingParams:
         logprobs: None: none. n: the log-probability of each output token and of the n most
             probable ones, after mask and penalties and before temperature.
         speculate: Whether drafts may be accepted; the text is the same either way.
-        origins: Whether to tell of each output token how it came: an accepted draft, the target's
-            own choice behind these (bonus), or the only token that the mask allowed (forced).
+        origins: Whether to tell of each output token how it came: an accepted draft, an accepted
+            draft whose text the grammar had forced (grafted), the target's own choice behind these
+            (bonus), or the only token that the mask allowed (forced).
     """
 
     temperature: float | None = None

@@ -167,7 +167,7 @@ def test_a_space_in_front_of_every_text_is_left_out() -> None:
 
 
 def test_tokens_beyond_the_vocabulary_are_none() -> None:
-    runs = ForcedRuns(VOCABULARY, lambda text: [len(TEXTS) + 5, *encode(text)], 8)
+    runs = ForcedRuns(VOCABULARY, lambda text: [*encode(text), len(TEXTS) + 5], 8)
     assert runs.tokens(b"name}") == []
 
 

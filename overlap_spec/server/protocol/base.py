@@ -146,7 +146,7 @@ class StreamOptions(Strict):
     # OpenAI's padding against traffic analysis: accepted, and not added.
     include_obfuscation: bool | None = None
     include_token_origins: bool | None = Field(
-        None, description="The origin of each token (drafted, bonus or forced), in `overlap_spec`."
+        None, description="The origin of each token (drafted, grafted, bonus or forced), in `overlap_spec`."
     )
 
 
