@@ -29,6 +29,11 @@ FOLLOWING = ("a", "0", '"')
 FRONT = "\n"
 
 
+# Kinds of guesses: 0: the tokenizer's cut of a text that has not come yet; 1: what was chosen where
+# it came last; 2: what was chosen the last two times. Their share of right ones at first, and the
+# weight of a new one.
+NEVER = -1, 0
+HOPE, WEIGHT = 0.9, 0.1
 T = TypeVar("T")
 
 
@@ -54,13 +59,16 @@ class ForcedRuns:
         vocabulary: Of the matchers.
         encode: Text → tokens, without special ones.
         tokens: Most tokens of a run that are of interest.
+
+    Attributes:
+        bar: Share of right guesses below which none is made: that of the drafter alone.
     """
 
     def __init__(
         self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]], tokens: int
     ) -> None:
         self._text, self._encode, self._tokens = vocabulary.text, encode, tokens
-        self._front = list(encode(FRONT))
+        self._front, self.bar = list(encode(FRONT)), 0.0
         self._stops = frozenset(vocabulary.stop_ids)
         single = vocabulary.byte_tokens
         self._all_bytes = bool((single >= 0).all())
@@ -71,7 +79,10 @@ class ForcedRuns:
         self._weights = np.repeat([1, MAY_END], [len(words), len(stop_words)])
         self._lock = threading.Lock()
         self._known: dict[bytes, list[int]] = {}
-        self._chosen: dict[bytes, int] = {}
+        # By text, the token chosen last, and what is known of it; and of each kind, which share
+        # of guesses was right lately.
+        self._chosen: dict[bytes, tuple[int, int]] = {}
+        self._right = [HOPE] * 3
 
     def fill(
         self,
@@ -80,7 +91,7 @@ class ForcedRuns:
         first_child: Links,
         next_sibling: Links,
         rows: Row,
-        runs: Row | None,
+        runs: Row,
     ) -> Openings:
         """Write the run behind each node of a tree; which nodes have one, their rows tell.
 
@@ -90,11 +101,9 @@ class ForcedRuns:
 
         Args:
             matcher: As it was when it filled ``rows``, by `Matcher.fill_tree` with this tree.
-            runs: int32 ``(nodes, tokens)``, completely overwritten; -1 behind a run's end. None:
-                there is no interest in runs.
+            runs: int32 ``(nodes, tokens)``, completely overwritten; -1 behind a run's end.
         """
-        if runs is not None:
-            runs.fill(-1)
+        runs.fill(-1)
         counts = np.bitwise_count(rows.take(self._words, 1) & self._bits)
         ahead: list[int] = counts.dot(self._weights).tolist()
         # Where the vocabulary has a token for every byte, one of these is legal if any token is.
@@ -107,7 +116,7 @@ class ForcedRuns:
         linked = sum(node >= 0 and drafted[node] not in ends for node in (*child, *sibling))
         refused = max(0, linked + 1 - sum(map(bool, reached)))
         forced = [node for node, count in enumerate(ahead) if count <= 1 and reached[node]]
-        if runs is None or not forced:
+        if not forced:
             return Openings(refused, {}, {})
         children = _children(drafted, child, sibling)
         texts = self._texts(matcher, forced, children)
@@ -118,7 +127,7 @@ class ForcedRuns:
         return Openings(refused, texts, children)
 
     def learn(self, openings: Openings, chosen: Sequence[int]) -> None:
-        """Note what a model chose where text was forced.
+        """Note what a model chose where text was forced, and what a guess would have been worth.
 
         Args:
             openings: Of its tree.
@@ -130,16 +139,29 @@ class ForcedRuns:
                 return
             text = openings.texts.get(node)
             if text:
-                self._keep(self._chosen, text[:LONGEST_BYTES], int(token))
+                self._note(text, int(token))
             node = openings.children.get(node, {}).get(int(token))
 
+    def _note(self, text: bytes, token: int) -> None:
+        key = text[:LONGEST_BYTES]
+        before, kind = self._chosen.get(key, NEVER)
+        guess = self.canonical(text)[:1] if kind == 0 else [before]
+        if guess:
+            self._right[kind] += WEIGHT * ((guess[0] == token) - self._right[kind])
+        self._keep(self._chosen, key, (token, 2 if before == token else 1))
+
     def tokens(self, text: bytes) -> list[int]:
-        """The likely tokens of forced bytes, at most as many as are of interest."""
+        """The likely tokens of forced bytes, at most as many as are of interest.
+
+        They end where guesses of the kind that comes have been worse than :attr:`bar` of late.
+        """
         found: list[int] = []
         canonical: list[int] | None = None
         while text and len(found) < self._tokens:
-            token = self._chosen.get(text[:LONGEST_BYTES])
-            if token is None:
+            token, kind = self._chosen.get(text[:LONGEST_BYTES], NEVER)
+            if self._right[kind] < self.bar:
+                break
+            if kind == 0:
                 canonical = self.canonical(text) if canonical is None else canonical
                 if not canonical:
                     break

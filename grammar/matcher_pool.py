@@ -39,8 +39,8 @@ class AcceptItem:
 class FillItem:
     """Fill the mask rows of a request's tree, and the runs behind its nodes.
 
-    Arrays are those of `Matcher.fill_tree` and, where the pool has :attr:`MatcherPool.forced`, of
-    `ForcedRuns.fill`.
+    Arrays are those of `Matcher.fill_tree`, and of `ForcedRuns.fill`: all -1 where the pool has no
+    :attr:`MatcherPool.forced`.
     """
 
     request_id: int
@@ -49,7 +49,7 @@ class FillItem:
     first_child: Links
     next_sibling: Links
     rows: Row
-    runs: Row | None = None
+    runs: Row
 
 
 @dataclass(frozen=True)
@@ -163,16 +163,16 @@ class _FillCall(_MatcherCall):
         tree = item.tokens, item.first_child, item.next_sibling, self.scratch[1:]
         self.matcher.fill_tree(*tree)
         if self.forced is not None:
-            runs = None if item.runs is None else np.empty_like(item.runs)
+            runs = np.empty_like(item.runs)
             self.openings = self.forced.fill(self.matcher, *tree, runs)
             self.runs = runs
 
     def publish(self) -> None:
         rows, runs = self.item.rows, self.item.runs
-        if runs is not None:
+        if self.runs is not None and not self.abandoned:
+            runs[:] = self.runs
+        else:
             runs.fill(-1)
-            if self.runs is not None and not self.abandoned:
-                runs[:] = self.runs
         if self.error is not None:
             rows.fill(0)
         elif self.abandoned:

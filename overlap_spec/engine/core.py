@@ -240,9 +240,11 @@ class EngineCore:
 
     def _commit(self, result: StepResult, step: InFlightStep) -> list[Run]:
         self._end_failed()
+        live = {s.request.id for s in self.scheduler.running if s.finish_reason is None}
         kept = self.scheduler.commit(result)
-        for sequence, _ in kept:
-            self.grammar.judge(sequence.request.id, sequence.stats)
+        each = zip(result.plan.verified, result.rows, strict=True)
+        told = (row for (i, _, grammar), row in each if grammar and row.drafted and i in live)
+        self.grammar.judge(told, result.plan.tier.steps)
         self._observe(result, step)
         self._before = step
         return kept

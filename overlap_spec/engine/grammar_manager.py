@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.matcher_pool import AcceptItem, FillItem, MatcherPool
 from overlap_spec.grammar.matcher_pool import PoolResult as LaneResult
-from overlap_spec.stats import RequestStats
 from overlap_spec.timeline import Span, hidden_fraction, union_ms
-from overlap_spec.types import HostTrees, Int32s, Int64s
+from overlap_spec.types import HostTrees, Int32s, Int64s, RowResult
 
-# Grafted tokens of a request after which these are judged.
-DOUBT = 12
+# Guesses of the drafter after which it is judged by them, and after which old ones count half.
+JUDGED, FORGOTTEN = 32, 512
 
 
 @dataclass
@@ -58,16 +57,13 @@ class GrammarManager:
     Args:
         pool: Runs accepts and fills.
         record: Takes spans, as :meth:`overlap_spec.timeline.Timeline.record`.
-
-    Attributes:
-        distrusted: Requests whose runs are not asked for any more.
     """
 
     def __init__(self, pool: MatcherPool, record: Callable[..., None]) -> None:
         self.pool, self.record = pool, record
         self.matchers: dict[int, Any] = {}
         self.failed: dict[int, Exception] = {}
-        self.distrusted: set[int] = set()
+        self._right = self._wrong = 0.0
         self.figures = StepFigures()
         self.step = 0
         self._results: list[LaneResult] = []
@@ -108,7 +104,7 @@ class GrammarManager:
                     trees.first_child[span],
                     trees.next_sibling[span],
                     rows[span],
-                    None if request_id in self.distrusted else runs[span],
+                    runs[span],
                 )
             )
         for result in self._note("fill", self.pool.fill_batch(items)):
@@ -117,13 +113,22 @@ class GrammarManager:
             elif result.root_only:
                 limits[index_of[result.request_id]] = 0
 
-    def judge(self, request_id: int, stats: RequestStats) -> None:
-        """Ask for no more runs where the drafter's own guesses proved better: the model cuts the
-        forced bytes into other tokens."""
-        own = stats.drafted_tokens - stats.grafted_tokens
-        accepted = stats.accepted_drafts - stats.accepted_grafts
-        if stats.grafted_tokens >= DOUBT and own * stats.graft_accept_rate < accepted:
-            self.distrusted.add(request_id)
+    def judge(self, rows: Iterable[RowResult], steps: int) -> None:
+        """Measure the drafter by itself: guesses of the grammar are to be better than its own.
+
+        Args:
+            rows: What constrained requests got from a step that drafted.
+            steps: Depth of its drafts.
+        """
+        for row in rows:
+            self._right += row.accepted - row.grafted
+            # Where a path ends at a forced token, that was not the drafter's.
+            self._wrong += row.grafted == row.grafts and row.accepted < steps
+        total = self._right + self._wrong
+        if self.pool.forced is not None and total >= JUDGED:
+            self.pool.forced.bar = self._right / total
+        if total >= FORGOTTEN:
+            self._right, self._wrong = self._right / 2, self._wrong / 2
 
     def accept(self, kept: Mapping[int, Sequence[int]]) -> None:
         """Feed each constrained request's kept tokens to its matcher."""
@@ -172,7 +177,6 @@ class GrammarManager:
     def drop(self, request_id: int) -> None:
         """Forget a request that has ended."""
         self.matchers.pop(request_id, None)
-        self.distrusted.discard(request_id)
         self.pool.forget(request_id)
 
     def _note(self, name: str, results: list[LaneResult]) -> list[LaneResult]:

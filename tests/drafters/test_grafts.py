@@ -12,12 +12,12 @@ from overlap_spec.config import EMBEDDED
 from overlap_spec.drafters.base import HostDraft, Roots
 from overlap_spec.drafters.grafts import Grafts, graft
 from overlap_spec.engine import Engine
-from overlap_spec.engine.grammar_manager import DOUBT, GrammarManager
+from overlap_spec.engine.grammar_manager import GrammarManager
 from overlap_spec.grammar.forced import ForcedRuns
 from overlap_spec.grammar.matcher_pool import MatcherPool
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.stats import RequestStats
-from overlap_spec.types import RUN_TOKENS, Output, Tier
+from overlap_spec.grammar.vocabulary import Vocabulary
+from overlap_spec.types import RUN_TOKENS, Output, RowResult, Tier
 from tests.worker import test_overlap
 
 PERSON = Grammar.json_schema(
@@ -96,45 +96,20 @@ def test_the_first_draft_has_the_run_behind_the_prompt(tiny: dict[str, Any]) -> 
     assert output.text == '{"street_addre'
 
 
-@pytest.mark.parametrize(
-    ("grafted", "right", "drafted", "accepted", "given_up"),
-    [
-        (DOUBT, 0, 40, 10, True),
-        (DOUBT - 1, 0, 40, 10, False),
-        (DOUBT, 0, 40, 0, False),
-        (DOUBT, DOUBT // 2, 40, 20, False),
-        (DOUBT, DOUBT // 2, 40, 21, True),
-        (DOUBT, 0, 0, 0, False),
-    ],
-)
-def test_runs_worse_than_the_drafter_are_given_up(
-    grafted: int, right: int, drafted: int, accepted: int, given_up: bool
-) -> None:
-    manager = GrammarManager(MatcherPool(), lambda *_, **__: None)
-    stats = RequestStats(
-        grafted_tokens=grafted,
-        accepted_grafts=right,
-        drafted_tokens=grafted + drafted,
-        accepted_drafts=right + accepted,
-    )
-    manager.judge(7, stats)
-    assert manager.distrusted == ({7} if given_up else set())
-    manager.drop(7)
-    assert not manager.distrusted
-
-
-def test_a_request_that_is_distrusted_gets_no_runs(
-    tiny: dict[str, Any], plain: list[Output]
-) -> None:
-    with Engine(**tiny, adaptive="static", context_length=256) as engine:
-        handles = [engine.submit(p, PERSON, SAMPLING) for p in PROMPTS]
-        engine.core.grammar.distrusted.add(handles[1].request.id)
-        while engine.step():
-            pass
-        outputs = [handle.output for handle in handles if handle.output is not None]
-    assert key(outputs) == key(plain)
-    assert [output.stats.grafted_tokens > 0 for output in outputs] == [True, False, True]
-    assert all(output.stats.illegal_drafts > 0 for output in outputs)
+def test_the_bar_is_what_the_drafter_gets_right_by_itself() -> None:
+    pool = MatcherPool()
+    pool.forced = ForcedRuns(Vocabulary((b"a", b""), 2, (1,)), lambda text: [0] * len(text), 8)
+    manager = GrammarManager(pool, lambda *_, **__: None)
+    # Two grafts and one more were right, the next was wrong; a graft was wrong; all were right.
+    rows = [
+        RowResult((0,) * 4, 5, 3, grafts=2, grafted=2),
+        RowResult((0,) * 2, 5, 1, grafts=2, grafted=1),
+        RowResult((0,) * 6, 5, 5),
+    ]
+    manager.judge(rows * 4, 5)
+    assert pool.forced.bar == 0
+    manager.judge(rows, 5)
+    assert pool.forced.bar == pytest.approx(6 / 7)
 
 
 def test_what_the_model_chose_is_drafted_the_next_time() -> None:

@@ -12,7 +12,7 @@ import pytest
 from overlap_spec.config import EMBEDDED
 from overlap_spec.grammar import Grammar, Vocabulary, backends, walk
 from overlap_spec.grammar.contract import Matcher
-from overlap_spec.grammar.forced import ForcedRuns
+from overlap_spec.grammar.forced import ForcedRuns, Openings
 from overlap_spec.grammar.reasoning_matcher import wrap
 
 STOP, SPECIAL, LONG = 256, 257, 258
@@ -187,7 +187,26 @@ def test_what_was_chosen_before_comes_first(name: str) -> None:
     # Off the tree nothing is known.
     runs.learn(openings, ids('{"', "na"))
     assert runs.tokens(b'{"name":"') == ids('{"', "na", "m", "e", '":"')
-    assert not runs.fill(matcher, *tree, rows, None).texts
+
+
+def test_guesses_that_are_worse_than_the_drafters_are_not_made() -> None:
+    """Each kind of guess is judged by itself, whether or not it was drafted."""
+    runs = ForcedRuns(VOCABULARY, encode, 8)
+    for number in range(12):
+        openings = Openings(0, {0: b"name" + b"%d" % number}, {})
+        assert runs.tokens(openings.texts[0])[:1] == ids("name")
+        runs.learn(openings, ids("n"))
+    runs.bar = 0.5
+    assert runs.tokens(b"names") == []
+    # What was chosen the last time was not asked for again, and is as good as before.
+    assert runs.tokens(b"name3") == ids("n")
+    for number in range(12):
+        runs.learn(Openings(0, {0: b"name" + b"%d" % number}, {}), ids("na"))
+    assert runs.tokens(b"name3") == []
+    for _ in range(2):
+        runs.learn(Openings(0, {0: b"name3"}, {}), ids("na"))
+    assert runs.tokens(b"name3") == ids("na")
+    assert runs.tokens(b"name4") == []
 
 
 def test_runs_of_what_terminates_are_none(name: str) -> None:
@@ -221,6 +240,6 @@ def test_runs_of_a_real_tokenizer_are_its_own() -> None:
     tokenizer = Tokenizer(EMBEDDED / "target", 2048)
     runs = ForcedRuns(tokenizer.vocabulary, tokenizer.encode, 16)
     text = '{"title":{"value":"'
-    found = [t for t in runs.tokens(text.encode()).tolist() if t >= 0]
+    found = runs.tokens(text.encode())
     assert found == tokenizer.encode(text)
     assert walk.allowed(tokenizer.vocabulary.text_row, found[0])
