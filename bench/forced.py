@@ -11,8 +11,8 @@ what the model chose there is known.
 Workloads: ``unknown schema``, rows of ``--data`` (JSONSchemaBench's development split if it is at
 hand) for a prompt that says nothing of them; ``extraction``, held-out cases of the format that the
 embedded model was trained in; ``shuffled keys``, the same with the keys in an order that it never
-saw; ``hostile``, extraction with a tokenizer that cuts all but a run's first token into
-bytes. Outputs must be the same on all sides: else the exit status is 1.
+saw; ``hostile``, extraction with a tokenizer that cuts words into bytes, over which one
+server lives through all groups. Outputs must be the same on all sides: else the exit status is 1.
 
 Fields of the last line, beside those of every record (``bench.common``):
     workloads: Name → drafter → side → ``accept_length``, ``tpot_of_off`` (paired by group),
@@ -83,12 +83,19 @@ class Group:
 
 
 class HostileRuns(ForcedRuns):
-    """Runs that begin as the tokenizer's do, and go on with bytes by themselves."""
+    """Runs that begin as the tokenizer's do, and have words as bytes by themselves."""
 
     def canonical(self, text: bytes) -> list[int]:
-        first = super().canonical(text)[:1]
-        rest = text[len(self._text[first[0]]) :] if first else b""
-        return first + [self._text.index(bytes([byte])) for byte in rest[: self._tokens]]
+        found: list[int] = []
+        while text and len(found) < self._tokens:
+            if text[:1].isalnum():
+                found.append(self._text.index(text[:1]))
+            elif first := super().canonical(text)[:1]:
+                found += first
+            else:
+                break
+            text = text[len(self._text[found[-1]]) :]
+        return found
 
 
 def unknown_schemas(data: Path | None, engine: Engine, seed: int, count: int) -> list[Grammar]:
@@ -135,31 +142,31 @@ def groups_of(
     return [Group(*map(list, zip(*pairs[i : i + batch], strict=True))) for i in starts]
 
 
-def run_side(engine: Engine, group: Group, side: str, hostile: bool) -> Measured:
-    """One group through an engine, with the runs that a side has."""
-    pool, tokenizer = engine.core.grammar.pool, engine.tokenizer
-    make = HostileRuns if hostile else ForcedRuns
-    pool.forced = make(tokenizer.vocabulary, tokenizer.encode, RUN_TOKENS)
+def run_side(engine: Engine, group: Group, side: str, runs: ForcedRuns) -> Measured:
+    """One group through an engine, on one of the sides."""
+    engine.core.grammar.pool.forced = runs if side != "off" else None
     if side == "known":
         measure(engine, group.before)
-    if side == "off":
-        pool.forced = None
     return measure(engine, group.asks)
 
 
 def run_all(engines: dict[str, Engine], work: dict[str, list[Group]], run: Run) -> Iterator[str]:
     """Run everything and keep the samples; what differs between sides, in words."""
     total = sum(len(groups) for groups in work.values()) * len(engines)
+    tokenizer = next(iter(engines.values())).tokenizer
+    made = tokenizer.vocabulary, tokenizer.encode, RUN_TOKENS
     with run.progress() as progress:
         task = progress.add_task("groups", total=total)
         for workload, groups in work.items():
             sides = SIDES[:2] if workload == "hostile" else SIDES
+            hostile = {name: HostileRuns(*made) for name in engines}
             for number, group in enumerate(groups):
                 turn = number % len(sides)
                 for name, engine in engines.items():
                     said = {}
                     for side in sides[turn:] + sides[:turn]:
-                        result = run_side(engine, group, side, workload == "hostile")
+                        runs = hostile[name] if workload == "hostile" else ForcedRuns(*made)
+                        result = run_side(engine, group, side, runs)
                         said[side] = [output.token_ids for output in result.outputs]
                         raw = result.raw() | figures(result)
                         run.sample(workload=workload, drafter=name, side=side, group=number, **raw)
