@@ -48,8 +48,8 @@ class EngineConfig:
     algorithm: Annotated[
         str | None,
         Help(
-            "Drafter: eagle, eagle3, draft_model, ngram, none, or package.module:Class of your "
-            "own; by default eagle3 if there is a draft head.",
+            "Drafter: eagle, eagle3, draft_model, ngram, grammar, none, or package.module:Class of "
+            "your own; by default eagle3 if there is a draft head.",
             ("--speculative-algorithm",),
         ),
     ] = None
