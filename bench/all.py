@@ -31,7 +31,13 @@ def command(name: str, options: argparse.Namespace) -> list[str]:
         words.append("--quick")
     if options.gsm8k is not None and name in ("gsm8k", "embedded"):
         words += ["--data", str(options.gsm8k)]
-    if options.schemas is not None and name in ("overlap", "json_schema", "maskbench", "compile", "forced"):
+    if options.schemas is not None and name in (
+        "overlap",
+        "json_schema",
+        "maskbench",
+        "compile",
+        "forced",
+    ):
         words += ["--data", str(options.schemas)]
     return words
 

@@ -3,22 +3,23 @@
 Where the bytes that come next can be nothing else, they are tokenised as the model's own tokenizer
 would: longest-match tokens are often not its. A run is a guess all the same: masks allow every cut
 of these bytes into tokens, and a model that writes what it would not have written by itself cuts
-them in its own way. So what it chose where it had the same bytes before comes first.
+them in its own way. So what it chose where it had the same bytes before (`guesses.py`) comes first.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.grammar.contract import Links, Matcher, Row
+from overlap_spec.grammar.guesses import Guesses
 from overlap_spec.grammar.vocabulary import Vocabulary
 
-# Texts whose tokens are kept, and bytes of the longest: some 5 MB each for both kinds of tokens.
+# Texts whose tokens are kept, and bytes of the longest: some 5 MB.
 CACHED = 16384
 LONGEST_BYTES = 256
 # More than the bytes that may come next.
@@ -27,14 +28,6 @@ MAY_END = 1000
 FOLLOWING = ("a", "0", '"')
 # What is encoded in front of a run where a tokenizer puts a space before every text.
 FRONT = "\n"
-
-
-# Kinds of guesses: 0: the tokenizer's cut of a text that has not come yet; 1: what was chosen where
-# it came last; 2: what was chosen the last two times. Their share of right ones at first, and the
-# weight of a new one.
-NEVER = -1, 0
-HOPE, WEIGHT = 0.9, 0.1
-T = TypeVar("T")
 
 
 class Openings(NamedTuple):
@@ -59,16 +52,13 @@ class ForcedRuns:
         vocabulary: Of the matchers.
         encode: Text → tokens, without special ones.
         tokens: Most tokens of a run that are of interest.
-
-    Attributes:
-        bar: Share of right guesses below which none is made: that of the drafter alone.
     """
 
     def __init__(
         self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]], tokens: int
     ) -> None:
         self._text, self._encode, self._tokens = vocabulary.text, encode, tokens
-        self._front, self.bar = list(encode(FRONT)), 0.0
+        self._front = list(encode(FRONT))
         self._stops = frozenset(vocabulary.stop_ids)
         single = vocabulary.byte_tokens
         self._all_bytes = bool((single >= 0).all())
@@ -79,10 +69,6 @@ class ForcedRuns:
         self._weights = np.repeat([1, MAY_END], [len(words), len(stop_words)])
         self._lock = threading.Lock()
         self._known: dict[bytes, list[int]] = {}
-        # By text, the token chosen last, and what is known of it; and of each kind, which share
-        # of guesses was right lately.
-        self._chosen: dict[bytes, tuple[int, int]] = {}
-        self._right = [HOPE] * 3
 
     def fill(
         self,
@@ -92,6 +78,7 @@ class ForcedRuns:
         next_sibling: Links,
         rows: Row,
         runs: Row,
+        guesses: Guesses,
     ) -> Openings:
         """Write the run behind each node of a tree; which nodes have one, their rows tell.
 
@@ -102,6 +89,7 @@ class ForcedRuns:
         Args:
             matcher: As it was when it filled ``rows``, by `Matcher.fill_tree` with this tree.
             runs: int32 ``(nodes, tokens)``, completely overwritten; -1 behind a run's end.
+            guesses: The request's.
         """
         runs.fill(-1)
         counts = np.bitwise_count(rows.take(self._words, 1) & self._bits)
@@ -121,13 +109,13 @@ class ForcedRuns:
         children = _children(drafted, child, sibling)
         texts = self._texts(matcher, forced, children)
         for node, text in texts.items():
-            run = self.tokens(text)
+            run = self.tokens(text, guesses)
             if run and run[0] not in children.get(node, ()):
                 runs[node, : len(run)] = run
         return Openings(refused, texts, children)
 
-    def learn(self, openings: Openings, chosen: Sequence[int]) -> None:
-        """Note what a model chose where text was forced, and what a guess would have been worth.
+    def learn(self, openings: Openings, chosen: Sequence[int], guesses: Guesses) -> None:
+        """Note what a request's model chose where text was forced.
 
         Args:
             openings: Of its tree.
@@ -139,27 +127,19 @@ class ForcedRuns:
                 return
             text = openings.texts.get(node)
             if text:
-                self._note(text, int(token))
+                guesses.note(text, int(token), next(iter(self.canonical(text)), None))
             node = openings.children.get(node, {}).get(int(token))
 
-    def _note(self, text: bytes, token: int) -> None:
-        key = text[:LONGEST_BYTES]
-        before, kind = self._chosen.get(key, NEVER)
-        guess = self.canonical(text)[:1] if kind == 0 else [before]
-        if guess:
-            self._right[kind] += WEIGHT * ((guess[0] == token) - self._right[kind])
-        self._keep(self._chosen, key, (token, 2 if before == token else 1))
-
-    def tokens(self, text: bytes) -> list[int]:
+    def tokens(self, text: bytes, guesses: Guesses) -> list[int]:
         """The likely tokens of forced bytes, at most as many as are of interest.
 
-        They end where guesses of the kind that comes have been worse than :attr:`bar` of late.
+        They end where a guess would be worse than the drafter's own.
         """
         found: list[int] = []
         canonical: list[int] | None = None
         while text and len(found) < self._tokens:
-            token, kind = self._chosen.get(text[:LONGEST_BYTES], NEVER)
-            if self._right[kind] < self.bar:
+            token, kind = guesses.find(text)
+            if not guesses.trusts(kind):
                 break
             if kind == 0:
                 canonical = self.canonical(text) if canonical is None else canonical
@@ -176,7 +156,13 @@ class ForcedRuns:
         """The tokenizer's tokens of forced bytes, as far as what follows will not change them."""
         text = text[: LONGEST_BYTES + 1]
         known = self._known.get(text)
-        return self._keep(self._known, text, self._canonical(text)) if known is None else known
+        if known is None:
+            known = self._canonical(text)
+            with self._lock:
+                if len(self._known) >= CACHED and text not in self._known:
+                    del self._known[next(iter(self._known))]
+                self._known[text] = known
+        return known
 
     def _texts(
         self, matcher: Matcher, forced: list[int], children: dict[int, dict[int, int]]
@@ -196,13 +182,6 @@ class ForcedRuns:
             else:
                 texts[node] = matcher.forced_bytes(_path(node, above))
         return texts
-
-    def _keep(self, known: dict[bytes, T], text: bytes, value: T) -> T:
-        with self._lock:
-            if len(known) >= CACHED and text not in known:
-                del known[next(iter(known))]
-            known[text] = value
-        return value
 
     def _canonical(self, forced: bytes) -> list[int]:
         whole = len(forced) <= LONGEST_BYTES

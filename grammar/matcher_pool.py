@@ -22,6 +22,7 @@ import numpy as np
 from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.contract import Links, Matcher, Row
 from overlap_spec.grammar.forced import NO_OPENINGS, ForcedRuns
+from overlap_spec.grammar.guesses import Guesses
 
 STARVED_DEADLINES = 4
 
@@ -149,10 +150,11 @@ class _FillCall(_MatcherCall):
         scratch: Row,
         root_first: bool,
         forced: ForcedRuns | None,
+        guesses: Guesses,
     ) -> None:
         super().__init__(item, after)
         self.item, self.scratch, self.root_first = item, scratch, root_first
-        self.forced = forced
+        self.forced, self.guesses = forced, guesses
         self.runs: Row | None = None
 
     def work(self) -> None:
@@ -164,7 +166,7 @@ class _FillCall(_MatcherCall):
         self.matcher.fill_tree(*tree)
         if self.forced is not None:
             runs = np.empty_like(item.runs)
-            self.openings = self.forced.fill(self.matcher, *tree, runs)
+            self.openings = self.forced.fill(self.matcher, *tree, runs, self.guesses)
             self.runs = runs
 
     def publish(self) -> None:
@@ -204,6 +206,7 @@ class MatcherPool:
         self._queue: deque[_MatcherCall] = deque()
         self._latest: dict[int, _MatcherCall] = {}
         self._scratch: dict[int, Row] = {}
+        self._guesses: dict[int, Guesses] = {}
         self._closed = False
         self._runners: set[threading.Thread] = set()
         self._stuck: set[threading.Thread] = set()
@@ -216,11 +219,11 @@ class MatcherPool:
         They follow the root of the request's last tree: where text was forced, that is learned.
         """
         if self.forced is not None:
-            # Here, since the order of the items does not depend on threads.
             for item in items:
                 filled = self._latest.get(item.request_id)
                 if filled is not None and filled.returned and not filled.abandoned:
-                    self.forced.learn(filled.openings, item.tokens)
+                    guesses = self.guesses(item.request_id)
+                    self.forced.learn(filled.openings, item.tokens, guesses)
         return self._run([_AcceptCall(item, self._latest.get(item.request_id)) for item in items])
 
     def fill_batch(self, items: Sequence[FillItem]) -> list[PoolResult]:
@@ -234,13 +237,19 @@ class MatcherPool:
                 self._rows_for(item),
                 root_first,
                 self.forced,
+                self.guesses(item.request_id),
             )
             for item in items
         ]
         return self._run(calls)
 
+    def guesses(self, request_id: int) -> Guesses:
+        """How well a request's forced text is guessed."""
+        return self._guesses.setdefault(request_id, Guesses())
+
     def forget(self, request_id: int) -> None:
         """Drop the state of a request that has ended."""
+        self._guesses.pop(request_id, None)
         self._latest.pop(request_id, None)
         self._scratch.pop(request_id, None)
 

@@ -240,11 +240,10 @@ class EngineCore:
 
     def _commit(self, result: StepResult, step: InFlightStep) -> list[Run]:
         self._end_failed()
-        live = {s.request.id for s in self.scheduler.running if s.finish_reason is None}
         kept = self.scheduler.commit(result)
-        each = zip(result.plan.verified, result.rows, strict=True)
-        told = (row for (i, _, grammar), row in each if grammar and row.drafted and i in live)
-        self.grammar.judge(told, result.plan.tier.steps)
+        for request_id, row in zip(result.plan.verified_ids, result.rows, strict=True):
+            if row.drafted and request_id in self.grammar.matchers:
+                self.grammar.judge(request_id, row, result.plan.tier.steps)
         self._observe(result, step)
         self._before = step
         return kept

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,6 @@ from overlap_spec.grammar.matcher_pool import AcceptItem, FillItem, MatcherPool
 from overlap_spec.grammar.matcher_pool import PoolResult as LaneResult
 from overlap_spec.timeline import Span, hidden_fraction, union_ms
 from overlap_spec.types import HostTrees, Int32s, Int64s, RowResult
-
-# Guesses of the drafter after which it is judged by them, and after which old ones count half.
-JUDGED, FORGOTTEN = 32, 512
 
 
 @dataclass
@@ -63,7 +60,6 @@ class GrammarManager:
         self.pool, self.record = pool, record
         self.matchers: dict[int, Any] = {}
         self.failed: dict[int, Exception] = {}
-        self._right = self._wrong = 0.0
         self.figures = StepFigures()
         self.step = 0
         self._results: list[LaneResult] = []
@@ -113,22 +109,16 @@ class GrammarManager:
             elif result.root_only:
                 limits[index_of[result.request_id]] = 0
 
-    def judge(self, rows: Iterable[RowResult], steps: int) -> None:
-        """Measure the drafter by itself: guesses of the grammar are to be better than its own.
+    def judge(self, request_id: int, row: RowResult, steps: int) -> None:
+        """Measure a request's drafter by itself: guesses of forced text are to be better.
 
         Args:
-            rows: What constrained requests got from a step that drafted.
-            steps: Depth of its drafts.
+            row: What it got from a step that drafted.
+            steps: Depth of its draft.
         """
-        for row in rows:
-            self._right += row.accepted - row.grafted
-            # Where a path ends at a forced token, that was not the drafter's.
-            self._wrong += row.grafted == row.grafts and row.accepted < steps
-        total = self._right + self._wrong
-        if self.pool.forced is not None and total >= JUDGED:
-            self.pool.forced.bar = self._right / total
-        if total >= FORGOTTEN:
-            self._right, self._wrong = self._right / 2, self._wrong / 2
+        # Where a path ends at a forced token, that was not the drafter's.
+        wrong = row.grafted == row.grafts and row.accepted < steps
+        self.pool.guesses(request_id).judge(row.accepted - row.grafted, int(wrong))
 
     def accept(self, kept: Mapping[int, Sequence[int]]) -> None:
         """Feed each constrained request's kept tokens to its matcher."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bench.forced import DRAFTERS, QUICK, HostileRuns, groups_of, shuffled, summary
+from overlap_spec.grammar.guesses import Guesses
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.training.data import held_out_cases
 from tests.grammar.test_forced import VOCABULARY, encode, ids
@@ -16,7 +17,10 @@ from tests.grammar.test_forced import VOCABULARY, encode, ids
 def test_groups_pair_requests_of_one_schema() -> None:
     grammars = [Grammar.choice([f"a{n}", "b"]) for n in range(5)]
     groups = groups_of("unknown schema", grammars, 0, QUICK, 2)
-    assert [[ask.grammar for ask in group.asks] for group in groups] == [grammars[:2], grammars[2:4]]
+    assert [[ask.grammar for ask in group.asks] for group in groups] == [
+        grammars[:2],
+        grammars[2:4],
+    ]
     for group in (*groups, *groups_of("shuffled keys", [], 3, QUICK, 2)):
         assert [ask.grammar for ask in group.asks] == [ask.grammar for ask in group.before]
         assert all(a.prompt != b.prompt for a, b in zip(group.asks, group.before, strict=True))
@@ -31,7 +35,10 @@ def test_shuffled_keys_are_the_same_keys_in_another_order() -> None:
 
 def test_hostile_runs_have_words_in_bytes() -> None:
     runs = HostileRuns(VOCABULARY, encode, 8)
-    assert runs.tokens(b'{"name":"x') == [*ids('{"', "n", "a", "m", "e", '":"'), ord("x")]
+    assert runs.tokens(b'{"name":"x', Guesses()) == [
+        *ids('{"', "n", "a", "m", "e", '":"'),
+        ord("x"),
+    ]
 
 
 def sample(side: str, group: int, **fields: Any) -> dict[str, Any]:

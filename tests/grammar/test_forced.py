@@ -12,7 +12,8 @@ import pytest
 from overlap_spec.config import EMBEDDED
 from overlap_spec.grammar import Grammar, Vocabulary, backends, walk
 from overlap_spec.grammar.contract import Matcher
-from overlap_spec.grammar.forced import ForcedRuns, Openings
+from overlap_spec.grammar.forced import ForcedRuns
+from overlap_spec.grammar.guesses import KINDS, Guesses
 from overlap_spec.grammar.reasoning_matcher import wrap
 
 STOP, SPECIAL, LONG = 256, 257, 258
@@ -108,7 +109,7 @@ def runs_of(matcher: Matcher, tree: tuple[list[int], ...], tokens: int = 8) -> t
     rows = np.zeros((len(tree[0]), VOCABULARY.words), np.int32)
     matcher.fill_tree(*arrays, rows)
     found = np.full((len(rows), tokens), 5, np.int32)
-    openings = runs.fill(matcher, *arrays, rows, found)
+    openings = runs.fill(matcher, *arrays, rows, found, Guesses())
     return [[t for t in run if t >= 0] for run in found.tolist()], openings.refused
 
 
@@ -150,11 +151,11 @@ def test_a_run_ends_before_a_token_that_may_go_on(name: str) -> None:
     matcher = matcher_of(name, "choice").fork()
     runs = ForcedRuns(VOCABULARY, encode, 8)
     assert matcher.forced_bytes() == b"alp"
-    assert runs.tokens(b"alp") == ids("a", "l", "p")
+    assert runs.tokens(b"alp", Guesses()) == ids("a", "l", "p")
     # `":` and a quote would be one token.
-    assert runs.tokens(b'name":') == ids("name")
-    assert runs.tokens(b"\xc3") == []
-    assert runs.tokens(b"x" * 400) == [ord("x")] * 8
+    assert runs.tokens(b'name":', Guesses()) == ids("name")
+    assert runs.tokens(b"\xc3", Guesses()) == []
+    assert runs.tokens(b"x" * 400, Guesses()) == [ord("x")] * 8
 
 
 def test_a_space_in_front_of_every_text_is_left_out() -> None:
@@ -163,50 +164,51 @@ def test_a_space_in_front_of_every_text_is_left_out() -> None:
     def spaced(text: str) -> list[int]:
         return encode(" " + text)
 
-    assert ForcedRuns(VOCABULARY, spaced, 8).tokens(b"name}") == ids("name", "}")
+    assert ForcedRuns(VOCABULARY, spaced, 8).tokens(b"name}", Guesses()) == ids("name", "}")
 
 
 def test_tokens_beyond_the_vocabulary_are_none() -> None:
     runs = ForcedRuns(VOCABULARY, lambda text: [*encode(text), len(TEXTS) + 5], 8)
-    assert runs.tokens(b"name}") == []
+    assert runs.tokens(b"name}", Guesses()) == []
 
 
 def test_what_was_chosen_before_comes_first(name: str) -> None:
     """Each choice counts for the bytes that were to come, wherever they come again."""
     matcher = matcher_of(name, "schema").fork()
-    runs = ForcedRuns(VOCABULARY, encode, 8)
+    runs, guesses = ForcedRuns(VOCABULARY, encode, 8), Guesses()
     tree = [np.array(part, np.int64) for part in ([0, *ids("{", '"')], [1, 2, -1], [-1] * 3)]
     rows = np.zeros((3, VOCABULARY.words), np.int32)
     matcher.fill_tree(*tree, rows)
-    found = np.empty((3, 8), np.int32)
-    openings = runs.fill(matcher, *tree, rows, found)
-    runs.learn(openings, ids("{", '"', "na"))
-    assert runs.tokens(b'{"name":"') == ids("{", '"', "na", "m", "e", '":"')
-    assert runs.tokens(b'name":"') == ids("na", "m", "e", '":"')
-    assert runs.tokens(b'{"names":"') == ids('{"', "name", "s", '":"')
+    openings = runs.fill(matcher, *tree, rows, np.empty((3, 8), np.int32), guesses)
+    runs.learn(openings, ids("{", '"', "na"), guesses)
+    assert runs.tokens(b'{"name":"', guesses) == ids("{", '"', "na", "m", "e", '":"')
+    assert runs.tokens(b'name":"', guesses) == ids("na", "m", "e", '":"')
+    assert runs.tokens(b'{"names":"', guesses) == ids('{"', "name", "s", '":"')
     # Off the tree nothing is known.
-    runs.learn(openings, ids('{"', "na"))
-    assert runs.tokens(b'{"name":"') == ids('{"', "na", "m", "e", '":"')
+    runs.learn(openings, ids('{"', "na"), guesses)
+    assert runs.tokens(b'{"name":"', guesses)[:3] == ids('{"', "na", "m")
 
 
-def test_guesses_that_are_worse_than_the_drafters_are_not_made() -> None:
-    """Each kind of guess is judged by itself, whether or not it was drafted."""
-    runs = ForcedRuns(VOCABULARY, encode, 8)
+def test_each_kind_of_guess_is_judged_by_itself_and_against_the_drafter() -> None:
+    guesses = Guesses()
     for number in range(12):
-        openings = Openings(0, {0: b"name" + b"%d" % number}, {})
-        assert runs.tokens(openings.texts[0])[:1] == ids("name")
-        runs.learn(openings, ids("n"))
-    runs.bar = 0.5
-    assert runs.tokens(b"names") == []
-    # What was chosen the last time was not asked for again, and is as good as before.
-    assert runs.tokens(b"name3") == ids("n")
+        guesses.note(b"%d" % number, 1, 2)
+    assert [guesses.trusts(kind) for kind in range(KINDS)] == [False, True, True]
+    # A drafter that is always wrong is worse than that.
+    guesses.judge(0, 200)
+    assert [guesses.trusts(kind) for kind in range(KINDS)] == [True, True, True]
+    guesses.judge(8000, 0)
+    assert [guesses.trusts(kind) for kind in range(KINDS)] == [False, False, False]
     for number in range(12):
-        runs.learn(Openings(0, {0: b"name" + b"%d" % number}, {}), ids("na"))
-    assert runs.tokens(b"name3") == []
-    for _ in range(2):
-        runs.learn(Openings(0, {0: b"name3"}, {}), ids("na"))
-    assert runs.tokens(b"name3") == ids("na")
-    assert runs.tokens(b"name4") == []
+        guesses.note(b"%d" % number, 1, None)
+    assert [guesses.trusts(kind) for kind in range(KINDS)] == [False, True, False]
+    for number in range(12):
+        guesses.note(b"%d" % number, 1, None)
+    assert [guesses.trusts(kind) for kind in range(KINDS)] == [False, True, True]
+    for _ in range(3):
+        guesses.note(b"0", 5, None)
+    assert guesses.find(b"0") == (5, 2)
+    assert not guesses.trusts(1) or not guesses.trusts(2)
 
 
 def test_runs_of_what_terminates_are_none(name: str) -> None:
@@ -240,6 +242,6 @@ def test_runs_of_a_real_tokenizer_are_its_own() -> None:
     tokenizer = Tokenizer(EMBEDDED / "target", 2048)
     runs = ForcedRuns(tokenizer.vocabulary, tokenizer.encode, 16)
     text = '{"title":{"value":"'
-    found = runs.tokens(text.encode())
+    found = runs.tokens(text.encode(), Guesses())
     assert found == tokenizer.encode(text)
     assert walk.allowed(tokenizer.vocabulary.text_row, found[0])
