@@ -2,24 +2,21 @@
 
 ``python -m bench.forced [--quick] [--json PATH] [--seed S] [--data FILE] [--batch N] [--model DIR
 --draft DIR]`` gives EAGLE-3 and n-gram an engine each, as a chain and as a tree, and lets every
-group of requests through it once a side, each time beginning with another one:
-
-``off``: no grafts. ``first``: nothing of these schemas is known, so forced bytes are cut as the
-tokenizer cuts them. ``known``: requests of the same schemas with another prompt went before, and
-what the model chose there is known.
+group of requests through it with grafts ``on`` and ``off``, by turns first.
 
 Workloads: ``unknown schema``, rows of ``--data`` (JSONSchemaBench's development split if it is at
 hand) for a prompt that says nothing of them; ``extraction``, held-out cases of the format that the
 embedded model was trained in; ``shuffled keys``, the same with the keys in an order that it never
-saw; ``hostile``, extraction with a tokenizer that cuts words into bytes, over which one
-server lives through all groups. Outputs must be the same on all sides: else the exit status is 1.
+saw; ``hostile``, extraction with a tokenizer that cuts words into bytes.
+Outputs must be the same on both sides: else the exit status is 1.
 
 Fields of the last line, beside those of every record (``bench.common``):
-    workloads: Name → drafter → side → ``accept_length``, ``tpot_of_off`` (paired by group),
+    workloads: Name → drafter → side → ``accept_length``, ``verifies_of_off`` (that many
+        verifies for the same text), ``tpot_of_off`` (paired by group),
         ``grafted_tokens``, ``graft_accept_rate``, ``illegal_share`` (of drafted tokens),
         ``lane_us`` (grammar time of a request's step, median of the groups) and ``lane_added_us``
         (over ``off``'s).
-    equal: Outputs are the same on all sides.
+    equal: Outputs are the same on both sides.
 """
 
 from __future__ import annotations
@@ -56,10 +53,9 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         ("tree", {"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 16}),
     )
 }
-SIDES = ("off", "first", "known")
+SIDES = ("off", "on")
 WORKLOADS = ("unknown schema", "extraction", "shuffled keys", "hostile")
-# The one that is measured, and the one that goes before.
-PROMPTS = ("Write an example as JSON.", "Give me a record, please.")
+PROMPT = "Write an example as JSON."
 
 
 @dataclass(frozen=True)
@@ -72,14 +68,6 @@ class Size:
 
 FULL = Size(groups=24, tokens=128)
 QUICK = Size(groups=4, tokens=64)
-
-
-@dataclass(frozen=True)
-class Group:
-    """Requests that are measured, and those of the same schemas that may have gone before."""
-
-    asks: list[Ask]
-    before: list[Ask]
 
 
 class HostileRuns(ForcedRuns):
@@ -123,54 +111,40 @@ def shuffled(case: Case, rng: Random) -> Case:
 
 def groups_of(
     workload: str, grammars: Sequence[Grammar], seed: int, size: Size, batch: int
-) -> list[Group]:
+) -> list[list[Ask]]:
     """The requests of a workload."""
     if workload == "unknown schema":
-        pairs = [[Ask(prompt, grammar, size.tokens) for prompt in PROMPTS] for grammar in grammars]
+        asks = [Ask(PROMPT, grammar, size.tokens) for grammar in grammars]
     else:
         rng, cases = Random(seed), held_out_cases(seed, size.groups * batch)
         if workload == "shuffled keys":
             cases = [shuffled(case, rng) for case in cases]
-        pairs = [
-            [
-                Ask(prompt, Grammar.json_schema(case.schema), size.tokens)
-                for prompt in (case.prompt, f"Please: {case.prompt}")
-            ]
-            for case in cases
-        ]
-    starts = range(0, len(pairs) - batch + 1, batch)
-    return [Group(*map(list, zip(*pairs[i : i + batch], strict=True))) for i in starts]
+        asks = [Ask(c.prompt, Grammar.json_schema(c.schema), size.tokens) for c in cases]
+    return [asks[i : i + batch] for i in range(0, len(asks) - batch + 1, batch)]
 
 
-def run_side(engine: Engine, group: Group, side: str, runs: ForcedRuns) -> Measured:
-    """One group through an engine, on one of the sides."""
-    engine.core.grammar.pool.forced = runs if side != "off" else None
-    if side == "known":
-        measure(engine, group.before)
-    return measure(engine, group.asks)
-
-
-def run_all(engines: dict[str, Engine], work: dict[str, list[Group]], run: Run) -> Iterator[str]:
+def run_all(
+    engines: dict[str, Engine], work: dict[str, list[list[Ask]]], run: Run
+) -> Iterator[str]:
     """Run everything and keep the samples; what differs between sides, in words."""
     total = sum(len(groups) for groups in work.values()) * len(engines)
     tokenizer = next(iter(engines.values())).tokenizer
-    made = tokenizer.vocabulary, tokenizer.encode, RUN_TOKENS
     with run.progress() as progress:
         task = progress.add_task("groups", total=total)
         for workload, groups in work.items():
-            sides = SIDES[:2] if workload == "hostile" else SIDES
-            hostile = {name: HostileRuns(*made) for name in engines}
-            for number, group in enumerate(groups):
-                turn = number % len(sides)
+            make = HostileRuns if workload == "hostile" else ForcedRuns
+            runs = make(tokenizer.vocabulary, tokenizer.encode, RUN_TOKENS)
+            for number, asks in enumerate(groups):
+                turn = number % len(SIDES)
                 for name, engine in engines.items():
                     said = {}
-                    for side in sides[turn:] + sides[:turn]:
-                        runs = hostile[name] if workload == "hostile" else ForcedRuns(*made)
-                        result = run_side(engine, group, side, runs)
+                    for side in SIDES[turn:] + SIDES[:turn]:
+                        engine.core.grammar.pool.forced = runs if side == "on" else None
+                        result = measure(engine, asks)
                         said[side] = [output.token_ids for output in result.outputs]
                         raw = result.raw() | figures(result)
                         run.sample(workload=workload, drafter=name, side=side, group=number, **raw)
-                    if any(other != said["off"] for other in said.values()):
+                    if said["on"] != said["off"]:
                         yield f"{workload}, {name}, group {number}: sides differ"
                     progress.advance(task)
 
@@ -210,6 +184,7 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         tpot = [[sample["tpot_ms"] for sample in some] for some in (mine, off)]
         found.setdefault(workload, {}).setdefault(drafter, {})[side] = {
             "accept_length": total["verified_tokens"] / max(1, total["verifies"]),
+            "verifies_of_off": total["verifies"] / sum(sample["verifies"] for sample in off),
             "tpot_of_off": paired(*tpot),
             "grafted_tokens": total["grafted_tokens"],
             "graft_accept_rate": total["accepted_grafts"] / max(1, total["grafted_tokens"]),
@@ -227,7 +202,15 @@ def print_table(record: dict[str, Any], console: Console) -> None:
     )
     for column in ("workload", "drafter", "side"):
         table.add_column(column)
-    for column in ("accept length", "TPOT of off", "accepted", "illegal", "lane", "added"):
+    for column in (
+        "accept length",
+        "verifies of off",
+        "TPOT of off",
+        "accepted",
+        "illegal",
+        "lane",
+        "added",
+    ):
         table.add_column(column, justify="right")
     for workload, drafters in record["workloads"].items():
         for drafter, sides in drafters.items():
@@ -237,6 +220,7 @@ def print_table(record: dict[str, Any], console: Console) -> None:
                     drafter,
                     side,
                     f"{own['accept_length']:.2f}",
+                    f"{own['verifies_of_off']:.2f}",
                     f"{own['tpot_of_off']['median']:.2f}",
                     f"{own['graft_accept_rate']:.0%} of {own['grafted_tokens']}",
                     f"{own['illegal_share']:.0%}",
@@ -299,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_table(record, Console(width=120))
     run.finish(size.groups, **rounded(record), batch=options.batch, equal=not wrong)
     if wrong:
-        fail("outputs are not the same on all sides:\n" + "\n".join(wrong[:10]))
+        fail("outputs are not the same on both sides:\n" + "\n".join(wrong[:10]))
 
 
 if __name__ == "__main__":

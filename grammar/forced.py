@@ -95,7 +95,7 @@ class ForcedRuns:
         counts = np.bitwise_count(rows.take(self._words, 1) & self._bits)
         ahead: list[int] = counts.dot(self._weights).tolist()
         # Where the vocabulary has a token for every byte, one of these is legal if any token is.
-        reached: list[int] = ahead if self._all_bytes else rows.any(1).tolist()
+        reached = ahead if self._all_bytes else [int(row.any()) for row in rows]
         if not reached[0]:
             return NO_OPENINGS
         drafted, child, sibling = tokens.tolist(), first_child.tolist(), next_sibling.tolist()

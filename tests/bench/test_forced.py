@@ -14,16 +14,16 @@ from overlap_spec.training.data import held_out_cases
 from tests.grammar.test_forced import VOCABULARY, encode, ids
 
 
-def test_groups_pair_requests_of_one_schema() -> None:
+def test_groups_are_whole() -> None:
     grammars = [Grammar.choice([f"a{n}", "b"]) for n in range(5)]
     groups = groups_of("unknown schema", grammars, 0, QUICK, 2)
-    assert [[ask.grammar for ask in group.asks] for group in groups] == [
-        grammars[:2],
-        grammars[2:4],
+    assert [[ask.grammar for ask in group] for group in groups] == [grammars[:2], grammars[2:4]]
+    assert len({ask.prompt for group in groups for ask in group}) == 1
+    seen, other = (groups_of(name, [], 3, QUICK, 2) for name in ("extraction", "shuffled keys"))
+    assert [[ask.prompt for ask in group] for group in seen] == [
+        [ask.prompt for ask in group] for group in other
     ]
-    for group in (*groups, *groups_of("shuffled keys", [], 3, QUICK, 2)):
-        assert [ask.grammar for ask in group.asks] == [ask.grammar for ask in group.before]
-        assert all(a.prompt != b.prompt for a, b in zip(group.asks, group.before, strict=True))
+    assert len(seen) == QUICK.groups
 
 
 def test_shuffled_keys_are_the_same_keys_in_another_order() -> None:
@@ -51,15 +51,16 @@ def sample(side: str, group: int, **fields: Any) -> dict[str, Any]:
 def test_figures_are_sums_and_pairs() -> None:
     samples = [
         sample("off", 0),
-        sample("first", 0, tpot_ms=2.0, lane_us=70.0, verifies=5),
+        sample("on", 0, tpot_ms=2.0, lane_us=70.0, verifies=5),
         sample("off", 1, tpot_ms=10.0),
-        sample("first", 1, tpot_ms=6.0, lane_us=60.0, accepted_grafts=2),
+        sample("on", 1, tpot_ms=6.0, lane_us=60.0, accepted_grafts=2),
     ]
     found = summary(samples)["workloads"]["extraction"]["eagle3 chain"]
-    assert found["first"]["accept_length"] == 60 / 15
-    assert found["first"]["tpot_of_off"] == {"median": 0.55, "min": 0.5, "max": 0.6, "n": 2}
-    assert found["first"]["graft_accept_rate"] == 0.5
-    assert found["first"]["illegal_share"] == 0.1
-    assert found["first"]["lane_added_us"] == pytest.approx(15.0)
+    assert found["on"]["accept_length"] == 60 / 15
+    assert found["on"]["verifies_of_off"] == 0.75
+    assert found["on"]["tpot_of_off"] == {"median": 0.55, "min": 0.5, "max": 0.6, "n": 2}
+    assert found["on"]["graft_accept_rate"] == 0.5
+    assert found["on"]["illegal_share"] == 0.1
+    assert found["on"]["lane_added_us"] == pytest.approx(15.0)
     assert found["off"]["tpot_of_off"]["median"] == 1.0
     assert set(DRAFTERS) == {"eagle3 chain", "eagle3 tree", "ngram chain", "ngram tree"}
