@@ -27,11 +27,13 @@ class Batch:
 
     ``tokens`` int64 ``(B, W)``; ``weights`` float32 ``(B, W)``: weight of each token as a target,
     0 on padding. ``length``: how many tokens are not padding; 0 where nobody counted.
+    ``numbers``: which rows of a fixed set these are; empty where there is no such set.
     """
 
     tokens: Tensor
     weights: Tensor
     length: int = 0
+    numbers: tuple[int, ...] = ()
 
 
 def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> list[Row]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -61,13 +61,14 @@ class CachedRows:
 def greedy(
     decoder: Decoder,
     prompts: list[list[int]],
-    end_id: int,
+    end_ids: Collection[int],
     max_new: int,
     mask: Mask | None = None,
 ) -> list[list[int]]:
-    """The greedy continuation of each prompt, ``end_id`` included, at most ``max_new`` tokens.
+    """The greedy continuation of each prompt, at most ``max_new`` tokens.
 
     Args:
+        end_ids: An output ends with the first of these.
         mask: Forbids tokens; ``-inf`` in the logits.
     """
     longest = max(len(prompt) for prompt in prompts)
@@ -86,7 +87,7 @@ def greedy(
         tokens = logits.argmax(-1, keepdim=True)
         for row in sorted(running):
             outputs[row].append(int(tokens[row]))
-            if outputs[row][-1] == end_id:
+            if outputs[row][-1] in end_ids:
                 running.discard(row)
         if not running:
             break
@@ -97,7 +98,7 @@ def greedy(
 def own_outputs(
     decoder: Decoder,
     prompts: list[list[int]],
-    end_id: int,
+    end_ids: Collection[int],
     max_new: int,
     batch: int = 64,
     report: Callable[[float], None] | None = None,
@@ -112,7 +113,7 @@ def own_outputs(
     rows: list[tuple[list[int], list[float]]] = []
     for start in range(0, len(ordered), batch):
         part = ordered[start : start + batch]
-        for prompt, output in zip(part, greedy(decoder, part, end_id, max_new), strict=True):
+        for prompt, output in zip(part, greedy(decoder, part, end_ids, max_new), strict=True):
             rows.append((prompt + output, [0.1] * len(prompt) + [1.0] * len(output)))
         if report is not None:
             report(min(1.0, (start + batch) / len(ordered)))

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.weights import load_decoder, load_eagle3
 from overlap_spec.training import embedded
+from overlap_spec.training.acceptance import acceptance, head_guesses
 from overlap_spec.training.attention import CausalRows, FirstRows
 from overlap_spec.training.batches import Batch, BatchStream
 from overlap_spec.training.budget import Budget
@@ -26,7 +27,7 @@ from overlap_spec.training.data import (
     held_out_cases,
     tools_text,
 )
-from overlap_spec.training.evaluate import accept_length, prompt_text, score_forced
+from overlap_spec.training.evaluate import prompt_text, score_forced
 from overlap_spec.training.export import export_head, export_target
 from overlap_spec.training.fillers import Fillers, word_lists
 from overlap_spec.training.generate import greedy
@@ -310,7 +311,7 @@ def test_greedy_with_a_cache_equals_full_passes(tiny_config):
     torch.manual_seed(0)
     model = Decoder(tiny_config).eval()
     prompts = [[7, 9, 8, 30], [11], [40, 41, 42, 43, 44, 45]]
-    for prompt, output in zip(prompts, greedy(model, prompts, 1, 5), strict=True):
+    for prompt, output in zip(prompts, greedy(model, prompts, [1], 5), strict=True):
         run = list(prompt)
         for token in output:
             size = len(run)
@@ -330,7 +331,7 @@ def test_exported_checkpoints_load_strictly(tokenizer, tiny_config, tmp_path):
     wanted = trainer.target.layers[2].self_attn.qkv_proj.weight.bfloat16().float()
     assert torch.equal(model.layers[2].self_attn.qkv_proj.weight, wanted)
     runs = [([2, 3, 4, 5], [6, 7, 8, 9, 10, 1])]
-    assert 1.0 <= accept_length(model, head, runs, steps=3) <= 4.0
+    assert 1.0 <= acceptance(runs, head_guesses(model, head, 3), "cpu").length <= 4.0
 
 
 def test_scores_count_answers_and_fields(tokenizer):
