@@ -32,7 +32,11 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_every_command_of_the_page_has_its_row() -> None:
-    assert len(re.findall(r"`(overlap-spec (?:generate|doctor)[^`]*)`", README)) == len(ROWS) >= 12
+    assert (
+        len(re.findall(r"`(overlap-spec (?:generate|doctor|train)[^`]*)`", README))
+        == len(ROWS)
+        >= 12
+    )
 
 
 @pytest.mark.parametrize(("command", "answer"), COMMANDS)

@@ -31,7 +31,7 @@ from overlap_spec.training.data import END, DocumentMaker, read_gsm8k
 from overlap_spec.training.draft_model import (
     DraftModelRecipe,
     DraftModelTrainer,
-    draft_model_config,
+    cut_out,
 )
 from overlap_spec.training.export import export_head, export_target
 from overlap_spec.training.generate import own_outputs
@@ -158,7 +158,7 @@ def build_head(
         gsm8k,
         options.seed + 2,
         HEAD_TOKENS,
-        max(HEAD_WIDTHS),
+        min(max(HEAD_WIDTHS), target.config.max_position),
         widths=HEAD_WIDTHS,
         replay=rows,
         replay_share=0.5,
@@ -184,20 +184,14 @@ def build_draft_model(
     progress: Progress,
 ) -> Decoder:
     """Train the draft model, or go on with it."""
-    stream = BatchStream(
-        tokenizer,
-        gsm8k,
-        options.seed + 3,
-        TARGET_TOKENS,
-        max(HEAD_WIDTHS),
-        widths=HEAD_WIDTHS,
-    )
+    longest = min(max(WIDTHS), target.config.max_position)
+    stream = BatchStream(tokenizer, gsm8k, options.seed + 3, TARGET_TOKENS, longest)
     recipe = DraftModelRecipe(seed=options.seed, compile=not options.no_compile)
     budget = Budget(minutes=options.minutes_draft_model)
     if options.tokens_draft_model:
         budget = Budget(tokens=round(1e6 * options.tokens_draft_model))
-    config = draft_model_config(target.config)
-    trainer = DraftModelTrainer(target, config, stream, recipe, budget)
+    draft = cut_out(target, stream.next())
+    trainer = DraftModelTrainer(target, draft, stream, recipe, budget)
     checkpoint = options.work / "draft_model.pt"
     if options.resume and checkpoint.exists():
         trainer.restore(torch.load(checkpoint, weights_only=False))

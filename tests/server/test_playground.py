@@ -131,7 +131,11 @@ def test_a_schema_in_gives_valid_json_out(page: Browser, server: Server) -> None
 # Of each of the page's examples a part of its prompt, the constraint that it brings, and what the
 # output must hold.
 TEXTS = {"name": {"type": "string", "maxLength": 40}, "age": {"type": "integer", "maximum": 130}}
-PERSON = {"type": "object", "properties": {**TEXTS, "city": TEXTS["name"]}, "required": ["name", "age", "city"]}
+PERSON = {
+    "type": "object",
+    "properties": {**TEXTS, "city": TEXTS["name"]},
+    "required": ["name", "age", "city"],
+}
 TOOLS = json.loads((ROOT / "examples" / "tools.json").read_text())
 EXAMPLES: dict[str, tuple[str, dict[str, Any], str]] = {
     "A person: JSON schema": (
