@@ -22,7 +22,7 @@ def train(
     ],
     out: Annotated[Path, typer.Option(help="Folder for the head; a stopped one is gone on with.")],
     target: Annotated[
-        Path, typer.Option(help="Folder of the target; by default the embedded model.")
+        Path, typer.Option(help="Folder of the target.", show_default="the embedded model's")
     ] = EMBEDDED / "target",
     epochs: Annotated[
         float | None, typer.Option(help="Passes over the data; 1 by default.")

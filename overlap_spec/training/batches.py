@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -18,7 +19,7 @@ WIDTHS = (48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 288, 384, 576, 1024, 256
 
 
 # Ids and loss weights of one document.
-Row = tuple[list[int], list[float]]
+Row = tuple[Sequence[int], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> list[Ro
     """Ids and loss weights of each document."""
     texts = [text for document in documents for text, _ in document]
     encodings = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
-    rows = []
+    rows: list[Row] = []
     for document in documents:
         ids: list[int] = []
         weights: list[float] = []

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from overlap_spec.models.decoder import Decoder, Heads
+from overlap_spec.training.batches import Row
 
 # Changes the logits (rows, vocab) in place, given the indices of the prompts still running.
 Mask = Callable[[list[int], Tensor], None]
@@ -102,7 +103,7 @@ def own_outputs(
     max_new: int,
     batch: int = 64,
     report: Callable[[float], None] | None = None,
-) -> list[tuple[list[int], list[float]]]:
+) -> list[Row]:
     """Prompts with their greedy continuations as training rows: ids, and weights of 0.1 on the
     prompt and 1 on the output.
 
@@ -110,7 +111,7 @@ def own_outputs(
         report: Called with the share that is done.
     """
     ordered = sorted(prompts, key=len)
-    rows: list[tuple[list[int], list[float]]] = []
+    rows: list[Row] = []
     for start in range(0, len(ordered), batch):
         part = ordered[start : start + batch]
         for prompt, output in zip(part, greedy(decoder, part, end_ids, max_new), strict=True):

@@ -184,6 +184,11 @@ def split(samples: list[Sample], seed: int) -> tuple[list[Sample], list[Sample]]
     )
 
 
+def prompt_of(sample: Sample) -> list[int]:
+    """The ids before its last answer."""
+    return list(sample.row[0][: sample.prompt])
+
+
 def own_rows(
     path: Path,
     samples: Sequence[Sample],
@@ -207,16 +212,16 @@ def own_rows(
     with path.open("a") as file:
         for start in range(0, len(left), GENERATED_AT_ONCE):
             part = left[start : start + GENERATED_AT_ONCE]
-            prompts = [samples[n].row[0][: samples[n].prompt] for n in part]
+            prompts = [prompt_of(samples[n]) for n in part]
             room = settings.max_length - len(prompts[-1])
             answers = greedy(target, prompts, tokenizer.eos_ids, room)
             done.update(zip(part, answers, strict=True))
             file.writelines(json.dumps([n, done[n]]) + "\n" for n in part)
             file.flush()
             report(len(done) / len(samples))
-    rows = []
+    rows: list[Row] = []
     for number, sample in enumerate(samples):
-        prompt, answer = sample.row[0][: sample.prompt], done[number]
+        prompt, answer = prompt_of(sample), done[number]
         rows.append((prompt + answer, [PROMPT_WEIGHT] * len(prompt) + [1.0] * len(answer)))
     return rows
 
@@ -283,7 +288,7 @@ def target_runs(
     ordered = sorted(samples, key=lambda sample: sample.prompt)
     for start in range(0, len(ordered), GENERATED_AT_ONCE):
         part = ordered[start : start + GENERATED_AT_ONCE]
-        prompts = [sample.row[0][: sample.prompt] for sample in part]
+        prompts = [prompt_of(sample) for sample in part]
         room = min(CHECKED_TOKENS, target.config.max_position - len(prompts[-1]))
         answers = greedy(target, prompts, tokenizer.eos_ids, room)
         runs += zip(prompts, answers, strict=True)

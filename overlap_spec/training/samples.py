@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,8 @@ def read_samples(
             raise ConfigError(f"{path}:{number}: {where}{error}") from None
         (ids, weights), prompt = sample.row, sample.prompt
         if prompt < max_length and len(ids) > 1:
-            samples.append(Sample((ids[:max_length], weights[:max_length]), prompt))
+            row = array("i", ids[:max_length]), array("f", weights[:max_length])
+            samples.append(Sample(row, prompt))
         else:
             left_out += 1
     if len(samples) < 2:

@@ -127,6 +127,16 @@ def test_the_command_makes_a_head_that_the_engine_drafts_with(
     assert texts[0][1]
 
 
+def test_the_command_tells_what_is_wrong(folder, tmp_path, capsys, monkeypatch):
+    words = f"overlap-spec train --target {folder} --data {tmp_path}/none --out {tmp_path}/head"
+    words += " --max-length 96"
+    monkeypatch.setattr(sys, "argv", words.split())
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert f"error: {tmp_path}/none cannot be read" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -168,17 +178,16 @@ def test_every_answer_of_a_chat_is_learnt_and_only_answers(folder, tmp_path):
     file.write_text(f'{chat_line(turns)}\n{{"text": "all of this"}}\n')
     samples, left_out = read_samples(file, tokenizer, 96, answered=True)
     assert left_out == 0
-    (ids, weights), prompt = samples[0].row, samples[0].prompt
+    ids, weights = (list(part) for part in samples[0].row)
+    prompt = samples[0].prompt
     learnt = [token for token, weight in zip(ids, weights, strict=True) if weight == 1]
     assert learnt == tokenizer.encode("Hello<|end|>So long<|end|>")
-    assert set(weights) == {0.1, 1.0}
+    assert sorted(set(weights)) == pytest.approx([0.1, 1.0])
     asked = [{"role": role, "content": text} for role, text in turns]
     assert ids[:prompt] == tokenizer.chat(asked[:3])
     assert tokenizer.encode(tokenizer.render(asked, open_answer=False)) == ids
-    assert samples[1].row == (
-        tokenizer.encode("all of this", special=True),
-        [1.0] * len(samples[1].row[0]),
-    )
+    text = tokenizer.encode("all of this", special=True)
+    assert [list(part) for part in samples[1].row] == [text, [1.0] * len(text)]
 
 
 @pytest.mark.parametrize(
