@@ -78,6 +78,7 @@ def with_layers(target: Decoder, layers: tuple[int, ...]) -> Decoder:
     return model
 
 
+@torch.no_grad()
 def loss_of(model: Decoder, batch: Batch) -> float:
     """Weighted mean cross-entropy of the next tokens of ``batch``."""
     rows, width = batch.tokens.shape

@@ -105,11 +105,12 @@ def train_head(settings: HeadSettings, device: torch.device, bars: Bars) -> Acce
         cache = fill_cache(work / "features.bin", ids, target, layers, bars.share("features"))
     trainer = make_trainer(settings, target, rows, tokenizer, cache)
     run(trainer, work / "checkpoint.pt", bars.steps("head"))
+    seconds = trainer.budget.seconds()
     export_head(trainer.averaged(), settings.out)
     head = load_eagle3(settings.out, target, torch.bfloat16)
     runs = target_runs(target, checked, tokenizer, bars.share("check"))
     found = acceptance(runs, head_guesses(target, head, trainer.recipe.steps), device)
-    write_report(settings, trainer, found, len(runs))
+    write_report(settings, trainer, seconds, found, len(runs))
     return found
 
 
@@ -297,7 +298,7 @@ def target_runs(
 
 
 def write_report(
-    settings: HeadSettings, trainer: HeadTrainer, found: Acceptance, prompts: int
+    settings: HeadSettings, trainer: HeadTrainer, seconds: float, found: Acceptance, prompts: int
 ) -> None:
     """Write the figures of the training into the folder."""
     budget = trainer.budget
@@ -306,7 +307,7 @@ def write_report(
            for name, value in asdict(settings).items()},
         "steps": budget.done,
         "tokens": budget.tokens_done,
-        "seconds": round(budget.seconds(), 1),
+        "seconds": round(seconds, 1),
         "checked_prompts": prompts,
         "accept_length": round(found.length, 4),
         "accepted_by_position": [round(share, 4) for share in found.by_position],
