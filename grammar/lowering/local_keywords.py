@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, Protocol
 
-from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.intersect import SchemaOracle, consts, intersect, tidy_array
 from overlap_spec.grammar.lowering.membership import key_of, kind_of, loads
 from overlap_spec.grammar.lowering.numbers import Bounds
@@ -30,12 +29,6 @@ from overlap_spec.grammar.lowering.shapes import (
 from overlap_spec.grammar.source import json_path
 
 Schema = dict[str, Any]
-_COMBINE = frozenset(
-    {
-        "$ref", "allOf", "anyOf", "dependencies", "dependentSchemas", "else", "if", "not", "oneOf",
-        "then"
-    }
-)  # fmt: skip
 
 
 class Source(SchemaOracle, Protocol):
@@ -171,22 +164,3 @@ def _object(plain: Schema, path: str, source: Source) -> Objects | None:
     wanted = tuple(dict.fromkeys(required)) if isinstance(required, list) else ()
     kept = tuple(rule for rule in rules if rule[1] != ANY)
     return Objects(named, kept, wanted, (), least, most)
-
-
-def fold_unevaluated(plain: Schema, path: str, best_effort: bool) -> None:
-    """Replace `unevaluated…` by `additionalProperties` or `items`, if no applicator beside it can
-    have evaluated a member.
-
-    Raises:
-        Refusal: one may have.
-    """
-    for keyword, equal in (("unevaluatedProperties", "additionalProperties"),
-                           ("unevaluatedItems", "items")):  # fmt: skip
-        value = plain.pop(keyword, True)
-        if value is True or value == {} or equal in plain:
-            continue
-        if _COMBINE & plain.keys() or (equal == "items" and "contains" in plain):
-            if best_effort:
-                continue
-            raise keywords.refusal(keyword, path, "is not exact beside combined schemas")
-        plain[equal] = value
