@@ -108,7 +108,6 @@ class Strings:
     patterns: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
-    formats: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
