@@ -133,7 +133,7 @@ def _regex(depth: int) -> str:
     atom = rf"{plain}|{escape}|\.|\[\^?{members}\]"
     if depth:
         atom += rf"|\((\?:|\?<[A-Za-z]+>)?{_regex(depth - 1)}\)"
-    part = rf"(({atom})([*+?]|\{{[0-9]{{1,3}},?\}})?\??|\^|\$)*"
+    part = rf"(({atom})([*+?]|\{{[0-9]{{1,3}},?\}})?\??|\^|\$)+"
     return rf"{part}(\|{part})*"
 
 
