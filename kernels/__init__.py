@@ -13,13 +13,14 @@ from overlap_spec.kernels.attention import (
 )
 from overlap_spec.kernels.elementwise import add_rms_norm, apply_rope, rms_norm, silu_and_mul
 from overlap_spec.kernels.sampling import (
+    Noise,
     apply_bitmask,
     apply_penalties,
     choose,
     coins,
     filter_probs,
-    inverse_cdf,
     masked_choose,
+    noise_keys,
     top_candidates,
 )
 from overlap_spec.kernels.tree import (
@@ -39,6 +40,7 @@ __all__ = [
     "Accepted",
     "Grown",
     "KeySpan",
+    "Noise",
     "Selected",
     "Tree",
     "accept_path",
@@ -52,9 +54,9 @@ __all__ = [
     "coins",
     "filter_probs",
     "grow",
-    "inverse_cdf",
     "masked_choose",
     "move_kv",
+    "noise_keys",
     "pack_mask",
     "page_slots",
     "rerank",

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from overlap_spec.config import EngineConfig
+from overlap_spec.kernels import Noise, noise_keys
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.models.decoder import Attend, Decoder
 from overlap_spec.types import Floats, History, Int64s, Tier
@@ -62,12 +63,28 @@ class Tables(Protocol):
 
 class Roots(NamedTuple):
     """The trees' roots, int64: ``rows (B,)`` and their ``pages (B, P)``, last committed
-    ``tokens (B,)`` and their ``positions (B,)``."""
+    ``tokens (B,)`` and their ``positions (B,)``.
+
+    ``temperature`` float32 ``(B,)``, 0 where a row is greedy, and ``seeds`` int64 ``(B,)``: with
+    them :meth:`noise` is that of the target's choices. None where all rows are greedy.
+    """
 
     rows: Tensor
     pages: Tensor
     tokens: Tensor
     positions: Tensor
+    temperature: Tensor | None = None
+    seeds: Tensor | None = None
+
+    def noise(self, depth: int, branches: int) -> Noise | None:
+        """The noise of the tokens at ``depth``, the root's children being at 1: of the children of
+        ``branches`` nodes a root, ``(B * branches,)``."""
+        if self.temperature is None or self.seeds is None:
+            return None
+        keys = noise_keys(self.seeds, self.positions + depth)
+        if branches == 1:
+            return Noise(self.temperature, keys)
+        return Noise(*(x.repeat_interleave(branches) for x in (self.temperature, keys)))
 
 
 class Draft(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.drafters.base import Committed, Draft, DraftCache, Drafter, Roots
-from overlap_spec.kernels import grow, rerank
+from overlap_spec.kernels import Noise, grow, rerank
 from overlap_spec.models.decoder import Attend
 from overlap_spec.types import Tier
 
@@ -49,9 +49,11 @@ class TreeDrafter(Drafter):
         """
 
     @abstractmethod
-    def candidates(self, states: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def candidates(
+        self, states: Tensor, k: int, noise: Noise | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and target ids of the k best next tokens, descending:
-        ``(T, H)`` → ``(T, k)``."""
+        ``(T, H)`` → ``(T, k)``, as :func:`overlap_spec.kernels.top_candidates` makes them."""
 
     def states_before(self, features: Tensor | None) -> Tensor | None:
         """What stands for the states before committed tokens: the target's features ``(T, F)``."""
@@ -74,19 +76,19 @@ class TreeDrafter(Drafter):
 
     def _chain(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
         before = state[:, None]
-        score, token = self.candidates(state, 1)
+        score, token = self.candidates(state, 1, roots.noise(1, 1))
         scores, tokens = [score], [token]
         for step in range(1, tier.nodes - 1):
             # Everything before is an ancestor: plain causal attention.
             before = self._advance(roots, token, before, step, None)
-            score, token = self.candidates(before.flatten(0, 1), 1)
+            score, token = self.candidates(before.flatten(0, 1), 1, roots.noise(step + 1, 1))
             scores.append(score)
             tokens.append(token)
         return Draft(torch.cat(tokens, 1), None, torch.cat(scores, 1).cumsum(1))
 
     def _tree(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
         batch, k, device = roots.rows.shape[0], tier.top_k, roots.rows.device
-        score, token = self.candidates(state, k)
+        score, token = self.candidates(state, k, roots.noise(1, 1))
         scores, tokens = [score], [token]
         parents = [torch.full_like(token, -1)]
         number = torch.arange(k, device=device).expand(batch, k)
@@ -94,7 +96,7 @@ class TreeDrafter(Drafter):
         mask = torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k)
         for step in range(1, tier.steps):
             out = self._advance(roots, token, before, step, mask)
-            added, choices = self.candidates(out.flatten(0, 1), k)
+            added, choices = self.candidates(out.flatten(0, 1), k, roots.noise(step + 1, k))
             grown = grow(score, added, choices, mask)
             parents.append(number.repeat_interleave(k, 1))
             scores.append(added.view(batch, k * k))

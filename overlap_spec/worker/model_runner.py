@@ -195,33 +195,45 @@ class ModelRunner(nn.Module):
         """Enter the plan's new pages into the page tables."""
         self.tables.pages.view(-1)[batch.page_index] = batch.page_values
 
-    def draft(self, batch: Batch, proposed: Draft | None = None) -> Drafted | None:
+    def draft(
+        self, batch: Batch, sampled: bool = False, proposed: Draft | None = None
+    ) -> Drafted | None:
         """Grow the trees; None where a step only prefills.
 
         Args:
+            sampled: Whether any row draws its tokens: drafts share its noise.
             proposed: What a host drafter proposed for the first rows of the batch.
         """
         plan, tables, rows = batch.plan, self.tables, batch.rows
         if not batch.trees:
             return None
         pages = tables.pages[rows, : self._visible(plan)]
-        graphs = self.graphs.find(plan.tier, len(rows))
+        recorded = self.graphs.find_draft(plan.tier, len(rows), sampled)
         outputs: Tensors | None = None
-        if proposed is None and graphs.draft is not None and self.fault is None:
+        if proposed is None and recorded is not None and self.fault is None:
             with self.guard_drafter():
-                outputs = graphs.draft(rows, pages)
-                rows, pages = graphs.draft.kept(rows, pages)
+                outputs = recorded(rows, pages)
+                rows, pages = recorded.kept(rows, pages)
         if outputs is None:
-            outputs = self.draft_trees(plan.tier, rows, pages, proposed)
+            outputs = self.draft_trees(plan.tier, sampled, rows, pages, proposed)
         tokens, positions, links, *tree = outputs
         drafted = Drafted(Roots(rows, pages, tokens, positions), Tree(*tree), links, None)
         return drafted if plan.budget.nodes is None else self._select(batch, drafted)
 
     def draft_trees(
-        self, tier: Tier, rows: Tensor, pages: Tensor, proposed: Draft | None = None
+        self,
+        tier: Tier,
+        sampled: bool,
+        rows: Tensor,
+        pages: Tensor,
+        proposed: Draft | None = None,
     ) -> Tensors:
         """The roots' tokens and positions, the links, and the tensors of the trees."""
-        roots = Roots(rows, pages, self.tables.roots[rows], self.tables.committed[rows])
+        tables = self.tables
+        roots = Roots(rows, pages, tables.roots[rows], tables.committed[rows])
+        if sampled:
+            noise = {"temperature": tables.temperature[rows], "seeds": tables.seed[rows]}
+            roots = roots._replace(**noise)
         if self.drafter is None or tier.steps == 0:
             draft = _no_draft(roots, 0)
         elif proposed is not None:

@@ -163,7 +163,8 @@ class Worker:
         """
         compute, copy = self.streams.compute, self.streams.copy
         proposed = None if histories is None else self._propose(step, histories)
-        step.drafted = compute.run("draft", self.runner.draft, step.batch, proposed)
+        sampled = step.features.sampled
+        step.drafted = compute.run("draft", self.runner.draft, step.batch, sampled, proposed)
         if step.constrained:
             compute.record(step.events.drafted)
             copy.wait(step.events.drafted)

@@ -71,7 +71,7 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             tables.committed[:batch] = torch.arange(batch, device=device) + 7
             assert graphs.draft is not None
 
-            want = runner.draft_trees(own, rows, pages)
+            want = runner.draft_trees(own, False, rows, pages)
             got = graphs.draft(rows, pages)
             close([x[:batch] for x in got[3:]], [x[:batch] for x in want[3:]])
             # As a step does: a CUDA graph takes the one before's outputs where they are.
