@@ -3,6 +3,13 @@
 On CUDA a Triton kernel with the same signature runs instead (``kernels/dispatch.py``).
 """
 
+from overlap_spec.kernels.acceptance import (
+    Odds,
+    Residual,
+    accept_by_rejection,
+    accept_by_threshold,
+    relaxed_children,
+)
 from overlap_spec.kernels.attention import (
     KeySpan,
     move_kv,
@@ -21,6 +28,7 @@ from overlap_spec.kernels.sampling import (
     filter_probs,
     masked_choose,
     noise_keys,
+    sampled_probs,
     top_candidates,
 )
 from overlap_spec.kernels.tree import (
@@ -41,8 +49,12 @@ __all__ = [
     "Grown",
     "KeySpan",
     "Noise",
+    "Odds",
+    "Residual",
     "Selected",
     "Tree",
+    "accept_by_rejection",
+    "accept_by_threshold",
     "accept_path",
     "add_rms_norm",
     "apply_bitmask",
@@ -59,9 +71,11 @@ __all__ = [
     "noise_keys",
     "pack_mask",
     "page_slots",
+    "relaxed_children",
     "rerank",
     "rms_norm",
     "rotate_and_store",
+    "sampled_probs",
     "select_nodes",
     "silu_and_mul",
     "top_candidates",

@@ -60,9 +60,7 @@ class DraftModelDrafter(TreeDrafter):
         state: Tensor = self.model(known, positions.clamp(max=self.own_last_position), attend)[0]
         return state
 
-    def candidates(
-        self, states: Tensor, k: int, noise: Noise | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def candidates(self, states: Tensor, k: int, noise: Noise | None = None) -> tuple[Tensor, ...]:
         logits = self.model.logits(states)[:, : self.vocab_size].contiguous()
         return top_candidates(logits, k, None, noise)
 

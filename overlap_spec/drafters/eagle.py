@@ -49,7 +49,5 @@ class EagleDrafter(TreeDrafter):
         state: Tensor = self.head(self.embed_tokens(tokens), before, positions, attend)
         return state
 
-    def candidates(
-        self, states: Tensor, k: int, noise: Noise | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def candidates(self, states: Tensor, k: int, noise: Noise | None = None) -> tuple[Tensor, ...]:
         return top_candidates(self._target_logits(states), k, None, noise)

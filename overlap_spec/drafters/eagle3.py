@@ -47,7 +47,5 @@ class Eagle3Drafter(TreeDrafter):
         state: Tensor = self.head(self.embed_tokens(tokens), before, positions, attend)
         return state
 
-    def candidates(
-        self, states: Tensor, k: int, noise: Noise | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def candidates(self, states: Tensor, k: int, noise: Noise | None = None) -> tuple[Tensor, ...]:
         return top_candidates(self.head.logits(states), k, self.head.d2t, noise)
