@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = flags("acceptance", "Accept lengths under each rule of acceptance.")
     options = parser.parse_args(arguments)
     run = Run("acceptance", options, arguments)
-    groups = 6 if options.quick else 40
+    groups = 6 if options.quick else 24
     with ExitStack() as stack:
         engines = {
             (rule, shape): stack.enter_context(Engine(adaptive="static", **form, **settings))

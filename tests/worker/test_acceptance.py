@@ -11,6 +11,7 @@ import pytest
 import torch
 from scipy import stats
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overlap_spec import Engine, Grammar
 from overlap_spec.config import EngineConfig
@@ -30,7 +31,7 @@ from overlap_spec.worker.acceptance import AcceptanceRule
 from overlap_spec.worker.sampler import Masks, Nodes, Sampler
 from overlap_spec.worker.tables import RowTables, SamplingFeatures
 
-COUNT, VOCAB, PROMPT = 30_000, 7, (1, 5, 3)
+COUNT, VOCAB, PROMPT = 12_000, 7, (1, 5, 3)
 # Children of the root, and of each of these: a chain of two, and a tree.
 SHAPES = {"chain": (1, 1), "tree": (3, 2)}
 SETTINGS: list[dict[str, Any]] = [
@@ -171,7 +172,7 @@ def test_rejection_has_the_targets_distribution(setting: dict[str, Any], shape: 
         p, q = torch.tensor(exact(logits[0, 0], SamplingParams(**setting))), odds.probs[0, 0]
         q = torch.zeros(VOCAB).scatter(0, odds.ids[0, 0], q)
         share = float(torch.minimum(p, q.double()).sum())
-        assert float((lengths > 0).double().mean()) == pytest.approx(share, abs=0.015)
+        assert float((lengths > 0).double().mean()) == pytest.approx(share, abs=0.02)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -268,11 +269,11 @@ def test_an_engine_under_rejection_writes_what_plain_decoding_writes(
     top_k: int, overlap: str
 ) -> None:
     """Texts of other seeds, in the same shares: with a grammar, chains and trees."""
-    plain, _ = texts(384, algorithm="none")
-    found, outputs = texts(384, acceptance="rejection", eagle_topk=top_k, overlap=overlap)
+    plain, _ = texts(256, algorithm="none")
+    found, outputs = texts(256, acceptance="rejection", eagle_topk=top_k, overlap=overlap)
     assert outputs[0].stats.acceptance == "rejection"
     assert not outputs[0].stats.lossy
-    assert sum(o.stats.accepted_drafts for o in outputs) > 60
+    assert sum(o.stats.accepted_drafts for o in outputs) > 40
     keys = sorted(plain.keys() | found.keys())
     table = np.array([[counts.get(key, 0) for key in keys] for counts in (plain, found)])
     common = table.sum(0) >= 10
@@ -313,3 +314,72 @@ def test_relaxed_acceptance_is_for_the_thinking_alone_and_is_told() -> None:
     assert loose.stats.relaxed_steps > 0
     assert loose.stats.accept_length > thought.stats.accept_length
     assert json.loads(same.text) == json.loads(plain.text)
+
+
+@pytest.mark.parametrize("name", ["rejection", "threshold", "relaxed"])
+def test_rules_over_packed_nodes_decide_as_over_all(name: str) -> None:
+    """Where only living nodes were verified, as where the dead ones were too."""
+    tables, features = rows_of(SETTINGS[1])
+    relaxed = {"relaxed_topk": 3, "relaxed_delta": 0.4} if name == "relaxed" else {}
+    config = EngineConfig(acceptance="exact" if relaxed else name, **relaxed)
+    rule = AcceptanceRule(config, tables)
+    tree, odds = drawn(tables, AcceptanceRule(EngineConfig(acceptance="rejection"), tables), (3, 2))
+    # Some later siblings die, and what is below them.
+    dead = torch.zeros_like(tree.scores, dtype=torch.bool)
+    dead[::2, 3], dead[::2, 8:], dead[::3, 5] = True, True, True
+    scores = tree.scores.masked_fill(dead, -torch.inf)[:, 1:]
+    tree = build_tree(
+        tree.tokens[:, 0], tree.tokens[:, 1:], tree.parents[:, 1:].clamp(min=0), scores, 2
+    )
+    nodes = tree.tokens.shape[1]
+    living = (~dead).flatten().nonzero()[:, 0]
+    rows = torch.arange(COUNT).repeat_interleave(nodes)
+    positions = (tree.depths + len(PROMPT)).flatten()
+    logits, allowed = target(tree)
+    # Inside the thinking all rows are one, but at some nodes it has ended.
+    allowed[:], free = True, torch.arange(COUNT) % 4 > 0
+    allowed[::17, 0] = False
+    logits = logits.masked_fill(~allowed, -torch.inf)
+    found = []
+    for pack in (None, living):
+        index = torch.arange(len(rows)) if pack is None else pack
+        place = Nodes(rows[index], positions[index], tree, pack)
+        choices = Sampler(tables).choose(logits[index].clone(), place, features, None)
+        masks = Masks(packed(allowed[index]), None)
+        inside = free if relaxed else None
+        given = odds if name == "rejection" else None
+        chosen = rule(choices, logits[index].clone(), place, features, given, masks, inside)
+        found.append((choices, chosen))
+    (plain, every), (_, some) = found
+    assert torch.equal(every[living], some)
+    changed = (every != plain).view(COUNT, nodes)
+    assert changed.any()
+    if relaxed:
+        # Nothing changes outside the thinking, nor where the target's own choice was drafted.
+        assert not changed[~free].any()
+        lengths = [accept_path(x.view(COUNT, nodes), tree, 3).lengths for x in (plain, every)]
+        assert lengths[1].sum() > lengths[0].sum()
+
+
+def test_rules_never_ask_for_the_devices_data() -> None:
+    """On tensors of shapes alone whatever waited for a value would raise."""
+    tables, features = rows_of(SETTINGS[1])
+    for name in ("rejection", "threshold"):
+        config = EngineConfig(acceptance=name, relaxed_topk=2)
+        rule = AcceptanceRule(config, tables)
+        drawer = AcceptanceRule(EngineConfig(acceptance="rejection"), tables)
+        tree, odds = drawn(tables, drawer, (3, 2))
+        nodes = tree.tokens.shape[1]
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            tree = Tree(*map(mode.from_tensor, tree))
+            odds = Odds(*map(mode.from_tensor, odds))
+            rows = torch.zeros(COUNT * nodes, dtype=torch.int64)
+            place = Nodes(rows, rows, tree, rows)
+            logits, words = torch.zeros(len(rows), VOCAB), torch.zeros(len(rows), 1)
+            free = torch.zeros(COUNT, dtype=torch.bool)
+            masks = Masks(words.int(), free.repeat_interleave(nodes))
+            given = odds if name == "rejection" else None
+            chosen = rule(rows, logits, place, features, given, masks, free)
+            assert chosen.shape == rows.shape
+            with pytest.raises(RuntimeError):
+                chosen.tolist()
