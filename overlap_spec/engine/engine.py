@@ -56,7 +56,8 @@ class Engine:
         self.core = EngineCore(self.config)
         self.context_length = self.core.context_length
         self.tokenizer = Tokenizer(self.config.target_path, self.core.vocab_size)
-        if self.config.drafter != "none":
+        # Under the rule of rejection drafts must be draws, and a forced token is none.
+        if self.config.drafter != "none" and self.config.acceptance != "rejection":
             self.core.grammar.pool.forced = ForcedRuns(
                 self.tokenizer.vocabulary, self.tokenizer.encode, RUN_TOKENS
             )
