@@ -45,11 +45,11 @@ def write_gguf(source: Path, out: Path, dtype: torch.dtype) -> None:
         ImportError: ``gguf`` is not installed.
         CheckpointError: an architecture, a rope rule or a tokenizer that this does not convert.
     """
-    gguf: Any = import_module("gguf")
     config = read_config(source)
     _check(source, config)
     if dtype not in DTYPES:
         raise CheckpointError(f"GGUF is written in float32 or bfloat16, not {dtype}")
+    gguf: Any = import_module("gguf")
     writer = gguf.GGUFWriter(out, "llama")
     _write_shape(writer, config)
     _write_tokenizer(gguf, writer, source, config.vocab_size)

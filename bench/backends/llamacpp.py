@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,20 @@ TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32
 
 class LlamaCppError(OverlapSpecError):
     """llama.cpp refused a file, a grammar or a batch."""
+
+
+@cache
+def library() -> tuple[Any, Any]:
+    """The library's C functions, and what takes its log, which has to live as long as they do.
+
+    Raises:
+        ImportError: ``llama-cpp-python`` is not installed.
+    """
+    lib: Any = import_module(MODULE)
+    quiet = lib.llama_log_callback(lambda *_: None)
+    lib.llama_log_set(quiet, ctypes.c_void_p(0))
+    lib.llama_backend_init()
+    return lib, quiet
 
 
 @dataclass
@@ -70,7 +85,7 @@ class LlamaCppSystem:
         context_tokens: int,
         threads: int,
     ) -> None:
-        self.lib: Any = import_module(MODULE)
+        self.lib, _ = library()
         self.to_gbnf: Any = import_module(f"{MODULE}.llama_grammar").json_schema_to_gbnf
         self.how = (
             f"llama.cpp in process (llama-cpp-python {metadata.version('llama-cpp-python')}), "
@@ -78,9 +93,6 @@ class LlamaCppSystem:
         )
         self.encode, self.decode = encode, decode
         self.parallel = parallel
-        self._quiet = self.lib.llama_log_callback(lambda *_: None)
-        self.lib.llama_log_set(self._quiet, ctypes.c_void_p(0))
-        self.lib.llama_backend_init()
         self.model = self.lib.llama_model_load_from_file(
             str(path).encode(), self.lib.llama_model_default_params()
         )
