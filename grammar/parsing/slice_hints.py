@@ -64,19 +64,29 @@ def _loop_first(head: Chars, rest: Repeat) -> list[Expression] | None:
     return None
 
 
-def later(expression: Expression, rules: dict[str, Expression]) -> Expression | None:
+def later(
+    expression: Expression, rules: dict[str, Expression], known: dict[str, Expression | None]
+) -> Expression | None:
     """The texts of `.*x` and the like that have many characters before `x`.
 
     Inside an `x`, the rest of `.*x` is a choice and no loop; the rest of `.{200,}x` is a loop for
     200 characters. As a lexeme of its own beside `.*x` it does not change the language.
 
+    Args:
+        expression: May refer to rules, which many may share.
+        rules: What is referred to, by name.
+        known: The result for each rule that was visited, so that none is visited twice; filled.
+
     Returns:
         An expression for a subset of `expression`; None if there is no such loop.
     """
     if isinstance(expression, Ref):
-        return later(rules[expression.name], rules)
+        name = expression.name
+        if name not in known:
+            known[name] = later(rules[name], rules, known)
+        return known[name]
     if isinstance(expression, Either):
-        found = (later(way, rules) for way in expression.ways)
+        found = (later(way, rules, known) for way in expression.ways)
         return next((way for way in found if way), None)
     if not isinstance(expression, Chain):
         return None
@@ -89,7 +99,7 @@ def later(expression: Expression, rules: dict[str, Expression]) -> Expression | 
                 continue
             many = Repeat(part.body, max(part.least, _LATER), None)
             return chain([*parts[:i], many, *rest])
-        inner = later(part, rules)
+        inner = later(part, rules, known)
         if inner is not None:
             return chain([*parts[:i], inner, *rest])
     return None
