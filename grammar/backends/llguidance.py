@@ -271,9 +271,8 @@ class _LarkWriter:
         own_names = self.names.copy()
         self.lines: list[str] = []
         rules = {**lexemes.parsed, **lexemes.lexed}
-        visited: dict[str, Expression | None] = {}
         for name in lexemes.names:
-            self._beside(name, rules, visited)
+            self._beside(name, rules)
         used = {"root": None}
         pending = ["root"]
         while pending:
@@ -289,14 +288,9 @@ class _LarkWriter:
         start = f"start: {self.names['root']}" + (' | ""' if may_be_empty else "")
         self.text = _OPTIONS + "\n".join([start, *self.lines]) + "\n"
 
-    def _beside(
-        self,
-        lexeme: str,
-        rules: dict[str, Expression],
-        visited: dict[str, Expression | None],
-    ) -> None:
+    def _beside(self, lexeme: str, rules: dict[str, Expression]) -> None:
         """Add a second lexeme for some of a lexeme's texts; rules then refer to either."""
-        found = later(rules[lexeme], rules, visited)
+        found = later(rules[lexeme], rules)
         if found is not None:
             own = self.names[lexeme]
             self.lines.append(f"LATER_{own}: {self._of(f'LATER_{own}', found, 0)}")

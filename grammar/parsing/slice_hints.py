@@ -15,6 +15,8 @@ _QUOTE: Ranges = ((0x22, 0x22),)
 # Unescaped characters of JSON strings, except the line ends that a dot does not match.
 _TEXT = negate(((0, 0x1F), *_QUOTE, (0x5C, 0x5C), (0x7F, 0x7F), (0x2028, 0x2029)))
 _LATER = 200
+# Rules within rules that are looked into: each is some calls deep.
+_DEEPEST = 60
 
 
 def letters_first(expression: Expression) -> Expression:
@@ -64,45 +66,51 @@ def _loop_first(head: Chars, rest: Repeat) -> list[Expression] | None:
     return None
 
 
-def later(
-    expression: Expression, rules: dict[str, Expression], known: dict[str, Expression | None]
-) -> Expression | None:
+def later(expression: Expression, rules: dict[str, Expression]) -> Expression | None:
     """The texts of `.*x` and the like that have many characters before `x`.
 
     Inside an `x`, the rest of `.*x` is a choice and no loop; the rest of `.{200,}x` is a loop for
     200 characters. As a lexeme of its own beside `.*x` it does not change the language.
 
-    Args:
-        expression: May refer to rules, which many may share.
-        rules: What is referred to, by name.
-        known: The result for each rule that was visited, so that none is visited twice; filled.
-
     Returns:
-        An expression for a subset of `expression`; None if there is no such loop.
+        An expression for a subset of `expression`; None if there is no such loop, or none within
+        :data:`_DEEPEST` rules.
     """
-    if isinstance(expression, Ref):
-        name = expression.name
-        if name not in known:
-            known[name] = later(rules[name], rules, known)
-        return known[name]
-    if isinstance(expression, Either):
-        found = (later(way, rules, known) for way in expression.ways)
-        return next((way for way in found if way), None)
-    if not isinstance(expression, Chain):
+    return _Later(rules).of(expression, 0)
+
+
+class _Later:
+    """What :func:`later` found of each rule: rules share others, by more ways than can be gone."""
+
+    def __init__(self, rules: dict[str, Expression]) -> None:
+        self.rules = rules
+        self.known: dict[str, Expression | None] = {}
+
+    def of(self, expression: Expression, depth: int) -> Expression | None:
+        if isinstance(expression, Ref):
+            name = expression.name
+            if name not in self.known:
+                inside = self.rules[name]
+                self.known[name] = self.of(inside, depth + 1) if depth < _DEEPEST else None
+            return self.known[name]
+        if isinstance(expression, Either):
+            found = (self.of(way, depth) for way in expression.ways)
+            return next((way for way in found if way), None)
+        if not isinstance(expression, Chain):
+            return None
+        parts = expression.parts
+        for i, part in enumerate(parts):
+            rest = parts[i + 1 :]
+            if isinstance(part, Repeat):
+                ends = all(isinstance(after, Chars) and after.members == _QUOTE for after in rest)
+                if part.most is not None or ends or intersect(_members(part.body), _TEXT) != _TEXT:
+                    continue
+                many = Repeat(part.body, max(part.least, _LATER), None)
+                return chain([*parts[:i], many, *rest])
+            inner = self.of(part, depth)
+            if inner is not None:
+                return chain([*parts[:i], inner, *rest])
         return None
-    parts = expression.parts
-    for i, part in enumerate(parts):
-        rest = parts[i + 1 :]
-        if isinstance(part, Repeat):
-            ends = all(isinstance(after, Chars) and after.members == _QUOTE for after in rest)
-            if part.most is not None or ends or intersect(_members(part.body), _TEXT) != _TEXT:
-                continue
-            many = Repeat(part.body, max(part.least, _LATER), None)
-            return chain([*parts[:i], many, *rest])
-        inner = later(part, rules, known)
-        if inner is not None:
-            return chain([*parts[:i], inner, *rest])
-    return None
 
 
 def _members(expression: Expression) -> Ranges:

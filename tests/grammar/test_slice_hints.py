@@ -58,7 +58,7 @@ def test_later_is_some_of_the_language(
 ) -> None:
     monkeypatch.setattr(slice_hints, "_LATER", 3)
     rules = rules_of(Grammar.json_schema({"type": "string", "pattern": pattern}))
-    found = later(rules["root"], rules, {})
+    found = later(rules["root"], rules)
     assert (found is not None) == has
     if found is not None:
         some = texts_of(found, rules, 'ab"', 9)
@@ -85,4 +85,4 @@ def test_rules_that_many_share_are_visited_once() -> None:
     for number in range(60):
         following = Ref(f"r{number + 1}")
         rules[f"r{number}"] = Either((Chain((letter, following)), following))
-    assert later(Ref("r0"), rules, {}) is None
+    assert later(Ref("r0"), rules) is None
