@@ -16,8 +16,9 @@ every repetition; ratios are of such pairs. A pass goes first that is not counte
 static, nothing depends on a clock, and prompts are not cached.
 
 A drafter takes its checkpoint from ``--checkpoint``; else ``eagle3`` has the model's head, and
-``draft_model``, at a larger size, the embedded target, which was padded to it. One that cannot be
-built with what is there is skipped, with the reason.
+``draft_model``, at a named size, the embedded target with that size's vocabulary: since the target
+is the same function, its acceptance bounds that of any other. One that cannot be built with what is
+there is skipped, with the reason.
 
 Fields of the last line, beside those of every record (``bench.common``):
     models: Model → ``dtype``; ``rows``: row → drafter → workload → figures; ``skipped``: drafter →
@@ -51,9 +52,16 @@ from rich.table import Table
 from bench.backends.engine import busy_ms
 from bench.common import Run, fail, flags, paired, rounded
 from bench.measure import GREEDY, measure
-from bench.targets import add_model_flags, check_model_flags, model_settings
+from bench.padding.sizes import PRESETS
+from bench.targets import (
+    add_model_flags,
+    check_model_flags,
+    model_settings,
+    padded_target,
+    work_folder,
+)
 from bench.workloads import CITIES, NAMES, Ask
-from overlap_spec.config import EMBEDDED, EngineConfig, drafter_names
+from overlap_spec.config import EngineConfig, drafter_names
 from overlap_spec.engine import Engine
 from overlap_spec.errors import CheckpointError, ConfigError, OverlapSpecError
 from overlap_spec.grammar.spec import Grammar
@@ -155,15 +163,20 @@ def document(number: int) -> str:
     return " ".join(lines)
 
 
-def checkpoints(options: argparse.Namespace, weights: dict[str, str]) -> dict[str, str]:
-    """Drafter → folder of its checkpoint.
+def checkpoints(
+    options: argparse.Namespace, weights: dict[str, str], console: Console | None = None
+) -> dict[str, str]:
+    """Drafter → folder of its checkpoint; what is padded is built where it is not there yet.
 
     Raises:
         ConfigError: a ``--checkpoint`` that is not ``DRAFTER=DIR``.
     """
     found = {"eagle3": weights["draft"]} if "draft" in weights else {}
-    if options.model is not None:
-        found["draft_model"] = str(EMBEDDED / "target")
+    if options.model in PRESETS:
+        vocab = PRESETS[options.model].vocab
+        assert vocab is not None
+        target, _ = padded_target(work_folder(options.work), console, vocab)
+        found["draft_model"] = str(target)
     for text in options.checkpoint or ():
         name, sign, folder = text.partition("=")
         if not sign or name not in drafter_names():
@@ -202,7 +215,7 @@ def run_model(
     options = run.options
     common = {**SETTINGS, "max_running_requests": options.batch}
     target = {key: value for key, value in weights.items() if key != "draft"}
-    folders, skipped = checkpoints(options, weights), dict[str, str]()
+    folders, skipped = checkpoints(options, weights, run.console), dict[str, str]()
     names = [drafter for drafter in drafter_names() if drafter in (options.only or drafter_names())]
     with (
         run.progress() as progress,

@@ -133,10 +133,16 @@ def test_what_cannot_be_is_refused(
     assert reason.rpartition(".*")[2] in told
 
 
-def test_a_larger_target_is_drafted_for_by_the_embedded_one() -> None:
+def test_a_larger_target_is_drafted_for_by_the_embedded_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def padded(work: Path, _: Any, vocab: int) -> tuple[Path, Path]:
+        return work / str(vocab), work
+
+    monkeypatch.setattr(drafters, "padded_target", padded)
     options = drafters.parse(["--model", "0.75b", "--checkpoint", "eagle=own"])
     made = drafters.checkpoints(options, {"model": "big", "draft": "head"})
     assert made["eagle3"] == "head"
     assert made["eagle"] == "own"
-    assert Path(made["draft_model"]).name == "target"
+    assert Path(made["draft_model"]).name == "151936"
     assert "draft_model" not in drafters.checkpoints(drafters.parse([]), {})
