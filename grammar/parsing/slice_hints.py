@@ -72,6 +72,10 @@ def later(expression: Expression, rules: dict[str, Expression]) -> Expression | 
     Inside an `x`, the rest of `.*x` is a choice and no loop; the rest of `.{200,}x` is a loop for
     200 characters. As a lexeme of its own beside `.*x` it does not change the language.
 
+    Args:
+        expression: The expression.
+        rules: What it refers to; none is recursive.
+
     Returns:
         An expression for a subset of `expression`; None if there is no such loop, or none within
         :data:`_DEEPEST` rules.
@@ -80,30 +84,30 @@ def later(expression: Expression, rules: dict[str, Expression]) -> Expression | 
 
 
 class _Later:
-    """What :func:`later` found of each rule: rules share others, by more ways than can be gone."""
-
     def __init__(self, rules: dict[str, Expression]) -> None:
-        self.rules = rules
-        self.known: dict[str, Expression | None] = {}
+        self._rules = rules
+        # By rule: an automaton's rules refer to each other by exponentially many ways.
+        self._known: dict[str, Expression | None] = {}
 
     def of(self, expression: Expression, depth: int) -> Expression | None:
         if isinstance(expression, Ref):
             name = expression.name
-            if name not in self.known:
-                inside = self.rules[name]
-                self.known[name] = self.of(inside, depth + 1) if depth < _DEEPEST else None
-            return self.known[name]
+            if name not in self._known:
+                inside = self._rules[name]
+                self._known[name] = self.of(inside, depth + 1) if depth < _DEEPEST else None
+            return self._known[name]
         if isinstance(expression, Either):
             found = (self.of(way, depth) for way in expression.ways)
             return next((way for way in found if way), None)
-        if not isinstance(expression, Chain):
-            return None
-        parts = expression.parts
+        return self._of_chain(expression.parts, depth) if isinstance(expression, Chain) else None
+
+    def _of_chain(self, parts: tuple[Expression, ...], depth: int) -> Expression | None:
         for i, part in enumerate(parts):
             rest = parts[i + 1 :]
             if isinstance(part, Repeat):
                 ends = all(isinstance(after, Chars) and after.members == _QUOTE for after in rest)
-                if part.most is not None or ends or intersect(_members(part.body), _TEXT) != _TEXT:
+                free = intersect(_members(part.body), _TEXT) == _TEXT
+                if part.most is not None or ends or not free:
                     continue
                 many = Repeat(part.body, max(part.least, _LATER), None)
                 return chain([*parts[:i], many, *rest])
