@@ -8,8 +8,8 @@ embedded size and, without ``--quick``, at that of ``0.75b``; ``--model`` is one
 Requests: JSON extraction under schemas; GSM8K questions and the first turns of Spec-Bench, from
 the files given (without one they are skipped, which the record says); and a document that repeats
 itself, to be said again. Each drafter is measured in the rows of :data:`ROWS`: as a chain and as a
-tree, greedy, and as a chain with sampling at temperature 1. An acceptance rule, or any other engine
-setting, becomes a row by one more line there.
+tree, greedy, and as a chain with sampling at temperature 1, by the default rule and by rejection.
+An acceptance rule, or any other engine setting, becomes a row by one more line there.
 
 Drafter and plain decoding take turns, workload by workload, and the one that begins changes with
 every repetition; ratios are of such pairs. A pass goes first that is not counted. Lengths are
@@ -102,6 +102,7 @@ ROWS: dict[str, Row] = {
     "greedy, chain of 5": Row(CHAIN, GREEDY),
     "greedy, tree of 16": Row(TREE, GREEDY),
     "temperature 1, chain of 5": Row(CHAIN, SAMPLED),
+    "temperature 1, rejection": Row({**CHAIN, "acceptance": "rejection"}, SAMPLED, False),
 }
 
 
