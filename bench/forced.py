@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     record = summary(run.samples)
-    print_table(record, Console(width=120))
+    print_table(record, Console(width=140))
     run.finish(size.groups, **rounded(record), batch=options.batch, equal=not wrong)
     if wrong:
         fail("outputs are not the same on both sides:\n" + "\n".join(wrong[:10]))
