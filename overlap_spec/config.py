@@ -11,7 +11,6 @@ from overlap_spec.errors import ConfigError
 
 EMBEDDED = Path(__file__).parent / "embedded"
 DRAFTERS = Path(__file__).parent / "drafters"
-PLANNED_ALGORITHMS = ("mtp",)
 OVERLAP_MODES = ("once-sync", "double-sync", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -48,8 +47,8 @@ class EngineConfig:
     algorithm: Annotated[
         str | None,
         Help(
-            "Drafter: eagle, eagle3, draft_model, ngram, none, or package.module:Class of your "
-            "own; by default eagle3 if there is a draft head.",
+            "Drafter: eagle, eagle3, draft_model, mtp, ngram, none, or package.module:Class of "
+            "your own; by default eagle3 if there is a draft head.",
             ("--speculative-algorithm",),
         ),
     ] = None
@@ -190,7 +189,7 @@ class EngineConfig:
         """Raise ConfigError that names the first invalid setting."""
         if ":" not in self.drafter:
             built = (*drafter_names(), "none", "package.module:Class")
-            _one_of("algorithm", self.drafter, built, PLANNED_ALGORITHMS)
+            _one_of("algorithm", self.drafter, built)
         _one_of("overlap", self.overlap, OVERLAP_MODES)
         _one_of("dtype", self.dtype, DTYPES)
         least = {
@@ -266,8 +265,6 @@ def drafter_names() -> tuple[str, ...]:
     return tuple(sorted(f.stem for f in DRAFTERS.glob("*.py") if f.stem not in support))
 
 
-def _one_of(name: str, value: str, built: tuple[str, ...], planned: tuple[str, ...] = ()) -> None:
-    if value in planned:
-        raise ConfigError(f"{name} {value!r} is not built yet; built: {', '.join(built)}")
+def _one_of(name: str, value: str, built: tuple[str, ...]) -> None:
     if value not in built:
         raise ConfigError(f"{name} must be one of {', '.join(built)}: {value!r}")

@@ -23,9 +23,10 @@ from overlap_spec.models.config import ModelConfig, read_config, read_json
 from overlap_spec.models.decoder import Attention, Decoder
 from overlap_spec.models.eagle import EagleHead, read_eagle_config
 from overlap_spec.models.eagle3 import Eagle3Head, read_eagle3_config
+from overlap_spec.models.mtp import MtpModule, find_modules
 from overlap_spec.models.rope import rope_limit, rope_table
 
-Head = TypeVar("Head", EagleHead, Eagle3Head)
+Head = TypeVar("Head", EagleHead, Eagle3Head, MtpModule)
 PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -218,15 +219,18 @@ def load_decoder(
     limit = min(config.max_position, rope_limit(config.rope) or config.max_position)
     if max_position is not None and max_position > limit:
         raise ConfigError(f"context_length {max_position} is over the checkpoint's {limit}")
+    names = tensor_names(path)
     # A tied checkpoint that still stores a head of its own is served with that head.
-    tied = config.tie_embeddings and "lm_head.weight" not in tensor_names(path)
+    tied = config.tie_embeddings and "lm_head.weight" not in names
     config = replace(config, max_position=max_position or limit, tie_embeddings=tied)
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
     _take_memory(decoder, device)
     decoder.tie()
     decoder.rope = rope_table(config.rope, config.head_dim, config.max_position).to(device)
-    load_state(decoder, path, ignore=_is_rotary)
+    # Its next-token modules are the drafter's.
+    others = tuple(module.prefix for module in find_modules(names))
+    load_state(decoder, path, ignore=lambda name: _is_rotary(name) or name.startswith(others))
     return decoder.eval().requires_grad_(False)
 
 
@@ -283,6 +287,40 @@ def load_eagle(path: Path, target: Decoder, dtype: torch.dtype) -> EagleHead:
     head = _materialise(head, layer, target)
     load_state(head, path, _eagle_name, _is_rotary)
     return head.eval().requires_grad_(False)
+
+
+def load_mtp(path: Path, target: Decoder, dtype: torch.dtype) -> MtpModule:
+    """The first next-token module in folder ``path``, the target's own or another.
+
+    An embedding or a head that is the target's over again is not kept twice.
+
+    Raises:
+        CheckpointError: no module, or whatever keeps it from being loaded exactly.
+    """
+    modules = find_modules(tensor_names(path))
+    if not modules:
+        raise CheckpointError(f"{path} has no next-token module (no eh_proj, input_proj or mtp.fc)")
+    names, shape = modules[0], target.config
+    layer = replace(shape, num_layers=1, sliding_windows=shape.sliding_windows[-1:])
+    stored = {names.own(name) for name in tensor_names(path)}
+    with torch.device("meta"):
+        module = MtpModule(layer, "embed_tokens.weight" in stored, "head.weight" in stored)
+    module = _materialise(module.to(dtype), layer, target)
+
+    def other(name: str) -> bool:
+        """Not of this module; Qwen3-Next's share all but their layers."""
+        own = names.own(name)
+        return _is_rotary(name) or own == name or own.startswith("layer.layers.")
+
+    load_state(module, path, names.own, other)
+    if names.hidden_first:
+        hidden, embeds = module.eh_proj.weight.data.chunk(2, 1)
+        module.eh_proj.weight.data = torch.cat([embeds, hidden], 1)
+    for part, theirs in (("embed_tokens", target.embed_tokens), ("head", target.lm_head)):
+        own = getattr(module, part, None)
+        if own is not None and torch.equal(own.weight, theirs.weight):
+            delattr(module, part)
+    return module.eval().requires_grad_(False)
 
 
 def _check_vocabulary(path: Path, config: ModelConfig, target: Decoder) -> None:

@@ -11,6 +11,7 @@ from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output
 from tests.drafters.test_layouts import LAYOUTS, write
+from tests.drafters.test_mtp import write_module
 from tests.support import checkpoints
 from tests.worker import test_overlap
 
@@ -43,11 +44,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
         "draft_model": str(folder / "small"),
         # Its own copy, all of whose chains are accepted but for the grammars' and the coins'.
         "draft_model of the target": tiny["model"],
+        "mtp": str(write_module(folder / "mtp")),
         "ngram": tiny["draft"],
     }
 
 
-KINDS = ("eagle", "eagle3", "draft_model", "draft_model of the target", "ngram")
+KINDS = ("eagle", "eagle3", "draft_model", "draft_model of the target", "mtp", "ngram")
 
 
 def settings_of(tiny: dict[str, Any], folders: dict[str, str], kind: str) -> dict[str, Any]:
@@ -117,6 +119,7 @@ def test_drafts_change_nothing(
         "draft_model",
         pytest.param("eagle", marks=pytest.mark.slow),
         pytest.param("draft_model of the target", marks=pytest.mark.slow),
+        pytest.param("mtp", marks=pytest.mark.slow),
     ],
 )
 def test_chaos_with_each_drafter(
