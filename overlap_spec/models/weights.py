@@ -7,6 +7,7 @@ Module names follow Hugging Face's, but for what is fused: ``qkv_proj``, ``gate_
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,11 +23,13 @@ from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.models.config import ModelConfig, read_config, read_json
 from overlap_spec.models.decoder import Attention, Decoder
 from overlap_spec.models.eagle import EagleHead, read_eagle_config
-from overlap_spec.models.eagle3 import Eagle3Head, read_eagle3_config
+from overlap_spec.models.eagle3 import Eagle3Config, Eagle3Head, read_eagle3_config
 from overlap_spec.models.mtp import MtpModule, find_modules
 from overlap_spec.models.rope import rope_limit, rope_table
 
 Head = TypeVar("Head", EagleHead, Eagle3Head, MtpModule)
+AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+LATER_NORM = re.compile(r"^(layers\.\d+)\.hidden_norm\.")
 PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -181,7 +184,12 @@ def _eagle_name(name: str) -> str:
 
 def _eagle3_name(name: str) -> str:
     """A head's tensor under its first published name, whichever alias the file uses."""
-    return _eagle_name(name).replace("layers.0.", "midlayer.", 1)
+    name = _eagle_name(name).replace("layers.0.", "midlayer.", 1)
+    number, _, part = name.partition(".")
+    if number in AUX_NORMS:
+        return f"fc_norm.{AUX_NORMS.index(number)}.{part}"
+    # Layers after the first have one norm before their attention, which has two names.
+    return LATER_NORM.sub(r"\1.input_layernorm.", name)
 
 
 def _is_rotary(name: str) -> bool:
@@ -240,7 +248,11 @@ def load_eagle3(path: Path, target: Decoder, dtype: torch.dtype) -> Eagle3Head:
     Raises:
         CheckpointError: as for the decoder, and a head whose sizes are not the target's.
     """
-    config = read_eagle3_config(path)
+    stored = tensor_names(path)
+    names = {_eagle3_name(name) for name in stored}
+    if len(names) < len(stored):
+        raise CheckpointError(f"{path}: tensors stand there twice, under two of their names")
+    config = eagle3_of_names(read_eagle3_config(path), names)
     hidden, vocab = target.config.hidden_size, target.config.vocab_size
     if config.target_hidden_size != hidden:
         raise CheckpointError(
@@ -248,23 +260,38 @@ def load_eagle3(path: Path, target: Decoder, dtype: torch.dtype) -> Eagle3Head:
             f"{config.target_hidden_size}, this target has {hidden}"
         )
     _check_vocabulary(path, config.layer, target)
-    names = {_eagle3_name(name) for name in tensor_names(path)}
-    own_embedding = "embed_tokens.weight" in names
+    own_embedding, own_head = ("embed_tokens.weight" in names), ("lm_head.weight" in names)
     if not own_embedding and config.layer.hidden_size != hidden:
         raise CheckpointError(
             f"{path}: a head of hidden_size {config.layer.hidden_size} on a target of {hidden} "
             "needs an embed_tokens.weight of its own"
         )
+    whole = config.draft_vocab_size == vocab
+    # The target's head serves where it can.
+    own_head = own_head or not whole or config.layer.hidden_size != hidden
     layer = replace(config.layer, max_position=target.config.max_position)
     with torch.device("meta"):
-        head = Eagle3Head(replace(config, layer=layer), own_embedding).to(dtype)
+        head = Eagle3Head(replace(config, layer=layer), own_embedding, own_head).to(dtype)
     head = _materialise(head, layer, target)
-    whole = config.draft_vocab_size == vocab
-    load_state(head, path, _eagle3_name, _is_rotary, ("d2t", "t2d") if whole else ("t2d",))
+    optional = ("d2t", "t2d") if whole else ("t2d",)
+    load_state(head, path, _eagle3_name, _is_rotary, optional)
     if "t2d" not in names:
         own_ids = torch.arange(config.draft_vocab_size, device=head.d2t.device) + head.d2t
         head.t2d.zero_()[own_ids] = True
     return head.eval().requires_grad_(False)
+
+
+def eagle3_of_names(config: Eagle3Config, names: Collection[str]) -> Eagle3Config:
+    """``config`` with what trainers leave to the weights, whose published names are ``names``."""
+    attention = "midlayer.self_attn"
+    layer = replace(
+        config.layer,
+        qkv_bias=f"{attention}.q_proj.bias" in names,
+        o_bias=f"{attention}.o_proj.bias" in names,
+        mlp_bias="midlayer.mlp.up_proj.bias" in names,
+        qk_norm=f"{attention}.q_norm.weight" in names,
+    )
+    return replace(config, layer=layer, fc_bias="fc.bias" in names)
 
 
 def load_eagle(path: Path, target: Decoder, dtype: torch.dtype) -> EagleHead:
