@@ -37,6 +37,7 @@ ENGINE_FLAGS = (
     "num_steps",
     "eagle_topk",
     "num_draft_tokens",
+    "tree",
     "adaptive",
     "overlap",
     "grammar_backend",

@@ -64,6 +64,14 @@ class EngineConfig:
             ("--speculative-num-draft-tokens",),
         ),
     ] = None
+    tree: Annotated[
+        str | None,
+        Help(
+            "JSON file with a fixed draft tree, as parents or as Medusa's choices, in place of the "
+            "three settings above; needs --speculative-adaptive-config static.",
+            ("--speculative-tree",),
+        ),
+    ] = None
     adaptive: Annotated[
         str,
         Help(
@@ -221,6 +229,8 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ConfigError(f"{name} must be an integer >= {low}: {value!r}")
+        if self.tree is not None:
+            self._check_tree()
         if self.chunked_prefill_size < self.page_size:
             raise ConfigError("chunked_prefill_size must hold at least one page (page_size)")
         for name in ("mask_deadline_ms", "grammar_compile_timeout_s"):
@@ -230,6 +240,19 @@ class EngineConfig:
         fraction = self.mem_fraction_static
         if fraction is not None and not 0 < fraction < 1:
             raise ConfigError(f"mem_fraction_static must be between 0 and 1: {fraction!r}")
+
+    def _check_tree(self) -> None:
+        """Raise ConfigError for settings that a fixed tree cannot have beside it."""
+        defaults = {f.name: f.default for f in fields(self)}
+        for name in ("num_steps", "eagle_topk", "num_draft_tokens"):
+            if getattr(self, name) != defaults[name]:
+                raise ConfigError(f"{name}: the tree's file says it; leave it out")
+        if self.adaptive.lower() != "static":
+            raise ConfigError(f"tree: adaptive must be 'static' beside it, not {self.adaptive!r}")
+        if self.drafter == "ngram":
+            raise ConfigError("tree: the trees of 'ngram' have the shape of what it finds")
+        if self.drafter == "none":
+            raise ConfigError("tree: nothing is drafted without a drafter; set algorithm or draft")
 
     @property
     def lanes(self) -> int:
@@ -261,7 +284,7 @@ class EngineConfig:
 
 def drafter_names() -> tuple[str, ...]:
     """The drafters that have a file."""
-    support = {"__init__", "base", "registry", "tree_drafter"}
+    support = {"__init__", "base", "fixed_tree", "registry", "tree_drafter"}
     return tuple(sorted(f.stem for f in DRAFTERS.glob("*.py") if f.stem not in support))
 
 
