@@ -306,7 +306,7 @@ def serve(
 
 
 @app.command()
-@with_flags(EngineConfig, ("model", "draft"))
+@with_flags(EngineConfig, ("model", "draft", "algorithm"))
 def doctor(**paths: Any) -> None:
     """Show the installed libraries, and the device, kernels and weights that would be used."""
     from rich.console import Console
