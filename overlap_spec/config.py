@@ -284,7 +284,7 @@ class EngineConfig:
 
 def drafter_names() -> tuple[str, ...]:
     """The drafters that have a file."""
-    support = {"__init__", "base", "fixed_tree", "registry", "tree_drafter"}
+    support = {"__init__", "base", "fixed_tree", "registry", "sound", "tree_drafter"}
     return tuple(sorted(f.stem for f in DRAFTERS.glob("*.py") if f.stem not in support))
 
 
