@@ -47,8 +47,8 @@ class EngineConfig:
     algorithm: Annotated[
         str | None,
         Help(
-            "Drafter: eagle, eagle3, draft_model, mtp, ngram, none, or package.module:Class of "
-            "your own; by default eagle3 if there is a draft head.",
+            "Drafter: eagle, eagle3, draft_model, mtp, ngram, suffix, none, or "
+            "package.module:Class of your own; by default eagle3 if there is a draft head.",
             ("--speculative-algorithm",),
         ),
     ] = None
@@ -90,8 +90,8 @@ class EngineConfig:
     ngram_public_pool: Annotated[
         bool,
         Help(
-            "ngram: also look up the text of requests that have ended, whoever sent them; by "
-            "default only the request's own."
+            "ngram, suffix: also look up the text of requests that have ended, whoever sent them; "
+            "by default only the request's own."
         ),
     ] = False
     ngram_keep_all: Annotated[
@@ -103,8 +103,8 @@ class EngineConfig:
     ngram_pool_bytes: Annotated[
         int,
         Help(
-            "ngram: memory for what is looked up, in bytes; each of the requests that run at once "
-            "has an equal share, after half of it for the public pool."
+            "ngram, suffix: memory for what is looked up, in bytes; each of the requests that run "
+            "at once has an equal share, after half of it for the public pool."
         ),
     ] = 256 * 2**20
     overlap: Annotated[
@@ -249,8 +249,10 @@ class EngineConfig:
                 raise ConfigError(f"{name}: the tree's file says it; leave it out")
         if self.adaptive.lower() != "static":
             raise ConfigError(f"tree: adaptive must be 'static' beside it, not {self.adaptive!r}")
-        if self.drafter == "ngram":
-            raise ConfigError("tree: the trees of 'ngram' have the shape of what it finds")
+        if self.drafter in ("ngram", "suffix"):
+            raise ConfigError(
+                f"tree: the trees of {self.drafter!r} have the shape of what it finds"
+            )
         if self.drafter == "none":
             raise ConfigError("tree: nothing is drafted without a drafter; set algorithm or draft")
 
@@ -284,7 +286,7 @@ class EngineConfig:
 
 def drafter_names() -> tuple[str, ...]:
     """The drafters that have a file."""
-    support = {"__init__", "base", "fixed_tree", "registry", "sound", "tree_drafter"}
+    support = {"__init__", "base", "fixed_tree", "registry", "sound", "text_pool", "tree_drafter"}
     return tuple(sorted(f.stem for f in DRAFTERS.glob("*.py") if f.stem not in support))
 
 

@@ -20,7 +20,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_steps": 4},
     "tree": {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 12},
     "ragged": {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 12},
-    # From a file; `ngram` has none.
+    # From a file; drafters on the host have none.
     "fixed": {},
 }
 # How the requests come, and how grammar work overlaps.
@@ -58,6 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
         "draft_model of another vocabulary": str(folder / "other"),
         "mtp": str(write_module(folder / "mtp")),
         "ngram": tiny["draft"],
+        "suffix": tiny["draft"],
         "tree": str(folder / "tree.json"),
     }
 
@@ -71,8 +72,10 @@ KINDS = (
     "draft_model of another vocabulary",
     "mtp",
     "ngram",
+    "suffix",
 )
-ACCEPTED = ("draft_model of the target", "draft_model of another vocabulary", "ngram")
+ON_HOST = ("ngram", "suffix")
+ACCEPTED = ("draft_model of the target", "draft_model of another vocabulary", *ON_HOST)
 
 
 def settings_of(tiny: dict[str, Any], folders: dict[str, str], kind: str) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def cases() -> list[Any]:
     for number, kind in enumerate(KINDS):
         for place, shape in enumerate(SHAPES):
             for way, (company, overlap) in enumerate(WAYS):
-                if (kind, shape) != ("ngram", "fixed"):
+                if kind not in ON_HOST or shape != "fixed":
                     marks = [] if way == (number + place) % len(WAYS) else [pytest.mark.slow]
                     found.append(pytest.param(kind, shape, company, overlap, marks=marks))
     return found
@@ -152,6 +155,7 @@ def test_drafts_change_nothing(
         pytest.param("draft_model of the target", marks=pytest.mark.slow),
         pytest.param("draft_model of another vocabulary", marks=pytest.mark.slow),
         pytest.param("mtp", marks=pytest.mark.slow),
+        pytest.param("suffix", marks=pytest.mark.slow),
     ],
 )
 def test_chaos_with_each_drafter(

@@ -174,7 +174,7 @@ def test_bad_checkpoints_are_named(tiny: dict[str, str], tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match="hidden_size 64, this target has 32"):
         Engine(tiny["model"], draft=str(tmp_path / "wide"))
     checkpoints.write_head(tmp_path / "twice", layers=(0, 1, 1))
-    with pytest.raises(CheckpointError, match="three distinct"):
+    with pytest.raises(CheckpointError, match="must be distinct"):
         Engine(tiny["model"], draft=str(tmp_path / "twice"))
 
 
