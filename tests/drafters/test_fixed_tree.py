@@ -158,6 +158,17 @@ def test_no_text_changes(tiny: dict[str, Any], tmp_path: Path, data: Any, overla
     assert sum(output.stats.accepted_drafts for output in outputs) > 0
 
 
+def test_a_dynamic_tree_may_be_as_large(tiny: dict[str, Any]) -> None:
+    """64 nodes from 10 branches, of the shape that their scores give."""
+    with Engine(**tiny, context_length=256, algorithm="none", overlap="none") as engine:
+        plain = engine.generate(PROMPTS, GRAMMARS, ASKED)
+    settings = {"num_steps": 4, "eagle_topk": 10, "num_draft_tokens": 64}
+    outputs = answer(tiny, algorithm="draft_model", draft=tiny["model"], **settings)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    for output in outputs:
+        assert output.stats.drafted_tokens == 63 * output.stats.verifies
+
+
 def test_a_head_drafts_it(tiny: dict[str, Any], tmp_path: Path) -> None:
     outputs = answer(tiny, algorithm="eagle3", tree=write(tmp_path, CHOICES))
     assert all(output.stats.drafted_tokens for output in outputs)
