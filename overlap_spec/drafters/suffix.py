@@ -11,6 +11,7 @@ import math
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,8 @@ DEPTH_PER_TOKEN = 2
 # Bytes of a state's dictionary while it has one transition, numbers included, and of each further
 # one as dictionaries grow.
 STATE_BYTES, TRANSITION_BYTES = 312, 120
+
+NOTHING = HostDraft(np.empty(0, np.int64), None, np.empty(0, np.float32))
 
 
 class Suffix(NamedTuple):
@@ -146,18 +149,14 @@ class SuffixDrafter(LookupDrafter[SuffixIndex]):
     def look_up(self, history: History, pool: TextPool[SuffixIndex], tier: Tier) -> HostDraft:
         tokens = history.tokens(max(0, len(history) - LONGEST), len(history))
         pools = [pool] if self.public is None else [pool, self.public]
-        best, most = HostDraft(*grow_tree(None, tier)), 0.0
-        for index, _ in (each for one in pools for each in one.indexes(oldest=False)):
-            for suffix, _ in zip(index.suffixes(tokens), range(STATES), strict=False):
-                draft = grow_tree(suffix, tier)
-                expected = float(np.exp(draft.scores).sum())
-                if expected > most:
-                    best, most = draft, expected
-        return best
+        indexes = [index for each in pools for index, _ in each.indexes(oldest=False)]
+        found = (end for index in indexes for end in islice(index.suffixes(tokens), STATES))
+        drafts = [NOTHING, *(grow_tree(suffix, tier) for suffix in found)]
+        return max(drafts, key=lambda draft: float(np.exp(draft.scores).sum()))
 
 
-def grow_tree(suffix: Suffix | None, tier: Tier) -> HostDraft:
-    """The likeliest tokens after a suffix, best path first; none after None.
+def grow_tree(suffix: Suffix, tier: Tier) -> HostDraft:
+    """The likeliest tokens after a suffix, best path first.
 
     A token's probability after its parent is its share of the places where the parent's path
     stands, the text's end among them.
@@ -165,26 +164,22 @@ def grow_tree(suffix: Suffix | None, tier: Tier) -> HostDraft:
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
+    deepest = min(tier.steps, DEPTH_PER_TOKEN * suffix.size)
     # (cost, order, token, parent node, state, depth)
     heap: list[tuple[float, int, int, int, int, int]] = []
-    order = 0
-
-    def open_node(node: int, state: int, depth: int, cost: float) -> None:
-        nonlocal order
-        if suffix is None or depth > min(tier.steps, DEPTH_PER_TOKEN * suffix.size):
-            return
-        for token, after, share in suffix.of.next(state)[: tier.top_k]:
+    order, node, state, depth, cost = 0, 0, suffix.state, 0, 0.0
+    while len(tokens) < tier.nodes - 1:
+        best = suffix.of.next(state)[: tier.top_k] if depth < deepest else []
+        for token, after, share in best:
             order += 1
-            heapq.heappush(heap, (cost - math.log(share), order, token, node, after, depth))
-
-    if suffix is not None:
-        open_node(0, suffix.state, 1, 0.0)
-    while heap and len(tokens) < tier.nodes - 1:
+            heapq.heappush(heap, (cost - math.log(share), order, token, node, after, depth + 1))
+        if not heap:
+            break
         cost, _, token, parent, state, depth = heapq.heappop(heap)
         tokens.append(token)
         parents.append(parent)
         scores.append(-cost)
-        open_node(len(tokens), state, depth + 1, cost)
+        node = len(tokens)
     return HostDraft(
         np.array(tokens, np.int64), np.array(parents, np.int64), np.array(scores, np.float32)
     )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.drafters.suffix import LONGEST, SuffixDrafter, SuffixIndex, grow_tree
+from overlap_spec.drafters.suffix import SuffixDrafter, SuffixIndex
 from overlap_spec.drafters.text_pool import END
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
@@ -118,6 +118,8 @@ def test_random_trees_obey_the_contract() -> None:
         known = History(request, tokens, [])
         (draft,) = of.propose([known], tier)
         of.forget(known)
+        if not len(draft.tokens):
+            continue
         assert draft.parents is not None
         depths, children = [0], {}
         for node, (token, parent, score) in enumerate(
@@ -190,11 +192,6 @@ def test_a_step_costs_what_is_new() -> None:
         costs.append(sorted(times)[30])
     assert costs[1] < 5 * costs[0] + 2e-3
     assert costs[2] < 20e-3
-
-
-def test_no_suffix_no_draft() -> None:
-    assert len(grow_tree(None, TREE).tokens) == 0
-    assert LONGEST > 4
 
 
 @pytest.mark.parametrize("overlap", ["none", "once-sync"])
