@@ -191,9 +191,12 @@ class ModelRunner(nn.Module):
     def release(self) -> None:
         """Let go of weights, caches, tables and recordings, for who keeps a closed engine."""
         self.graphs.clear()
+        refused = self.refused.cpu()
         for module in self.modules():
             module._parameters.clear()
             module._buffers.clear()
+        # A closed engine still has its figures.
+        self.refused = refused
 
     # Draft
 
