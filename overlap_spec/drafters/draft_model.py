@@ -11,7 +11,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import DraftCache, MakeCache, Tables
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.errors import ConfigError
-from overlap_spec.kernels import top_candidates
+from overlap_spec.kernels import Noise, top_candidates
 from overlap_spec.models.config import read_config
 from overlap_spec.models.decoder import Attend, Decoder
 from overlap_spec.models.vocabulary import VocabularyMap, map_vocabulary
@@ -84,6 +84,6 @@ class DraftModelDrafter(TreeDrafter):
         state: Tensor = self.model(self.read[tokens], places, attend)[0]
         return state
 
-    def candidates(self, states: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def candidates(self, states: Tensor, k: int, noise: Noise | None = None) -> tuple[Tensor, ...]:
         logits = self.model.logits(states)[:, : self.vocab_size].contiguous()
-        return top_candidates(logits, k, self.offsets)
+        return top_candidates(logits, k, self.offsets, noise)
