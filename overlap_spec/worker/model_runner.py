@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap_spec.drafters.base import Committed, Draft, DraftCache, Drafter, Roots
+from overlap_spec.drafters.sound import sound
 from overlap_spec.kernels import (
     KeySpan,
     Odds,
@@ -170,10 +171,12 @@ class ModelRunner(nn.Module):
     Attributes:
         extends: Whether the drafter takes in what was committed.
         fault: What the drafter raised, while it is not used for that.
+        refused: int64 ``()``: drafted nodes that broke the contract; a built drafter has none.
     """
 
     page_features: Tensor
     no_run: Tensor
+    refused: Tensor
 
     def __init__(
         self,
@@ -194,6 +197,9 @@ class ModelRunner(nn.Module):
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
         self.extends = drafter is not None and type(drafter).extend is not Drafter.extend
         self.fault: Exception | None = None
+        built = drafter is None or type(drafter).__module__.startswith("overlap_spec.drafters.")
+        self.checked = not built
+        self.register_buffer("refused", torch.zeros((), dtype=torch.int64, device=self.device))
         self.graphs = GraphRunner(self, record)
         no_run = torch.full((1, RUN_TOKENS), -1, dtype=torch.int32, device=self.device)
         self.register_buffer("no_run", no_run)
@@ -215,9 +221,12 @@ class ModelRunner(nn.Module):
     def release(self) -> None:
         """Let go of weights, caches, tables and recordings, for who keeps a closed engine."""
         self.graphs.clear()
+        refused = self.refused.cpu().clone()
         for module in self.modules():
             module._parameters.clear()
             module._buffers.clear()
+        # A closed engine still has its figures.
+        self.refused = refused
 
     # Draft
 
@@ -274,10 +283,11 @@ class ModelRunner(nn.Module):
             draft = Draft(padded(tokens, len(rows)), above, padded(scores, len(rows)))
             if missing:
                 draft.scores[-missing:] = -torch.inf
+            draft = self._sound(roots, draft, tier)
         elif self.drafter.host:
             draft = _no_draft(roots, tier.nodes - 1)
         elif self.graphs.recording:
-            draft = self.drafter.draft(roots, tier)
+            draft = self._sound(roots, self.drafter.draft(roots, tier), tier)
         else:
             draft = self._draft_or_none(roots, tier)
         known = roots.tokens, roots.positions, roots.forced
@@ -300,8 +310,16 @@ class ModelRunner(nn.Module):
         assert self.drafter is not None
         if self.fault is None:
             with self.guard_drafter():
-                return self.drafter.draft(roots, tier)
+                return self._sound(roots, self.drafter.draft(roots, tier), tier)
         return _no_draft(roots, tier.nodes - 1)
+
+    def _sound(self, roots: Roots, draft: Draft, tier: Tier) -> Draft:
+        """The draft; of a drafter that is not built in, its sound nodes alone."""
+        if not self.checked:
+            return draft
+        draft, refused = sound(draft, tier, self.tables.vocab_size)
+        self.refused += torch.where(roots.rows == self.tables.padding_row, 0, refused).sum()
+        return draft
 
     def _select(self, batch: Batch, drafted: Drafted) -> Drafted:
         """Keep the best nodes of the whole batch, as many as the budget says."""

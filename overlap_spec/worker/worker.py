@@ -106,6 +106,11 @@ class Worker:
         """What the drafter raised, while it is not used for that."""
         return self.runner.fault
 
+    @property
+    def refused_nodes(self) -> int:
+        """Drafted nodes that broke the drafters' contract, so far."""
+        return int(self.runner.refused)
+
     def retry_drafter(self) -> None:
         """Use the drafter again."""
         self.runner.fault = None
@@ -369,8 +374,9 @@ class Worker:
         )
         tokens = numbers[2 : 3 + length]
         forced = self._runs[step.plan.verified[index][1]]
-        # Grafts come first: their scores are best.
-        grafts = forced[: min(drafted, step.plan.tier.steps)]
+        # Grafts come first: their scores are best. A tree of a fixed shape has none.
+        most = 0 if step.plan.tier.parents is not None else min(drafted, step.plan.tier.steps)
+        grafts = forced[:most]
         agreed = zip(grafts, tokens[:length], strict=False)
         grafted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], agreed))
         self._set_run(step, index, numbers[1 - RUN_TOKENS :])
