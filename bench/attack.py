@@ -6,11 +6,12 @@ model on loopback, asks it good questions for some seconds, and goes on while ea
 choices, schemas that are slow to read, bodies and streams that stall, foreign names.
 
 It fails (exit status 1) where a good answer is wrong, an attack is answered with a 5xx, /health
-takes over half a second, the good requests' p99 is over three times that without attack, the front
-has over 400 MiB, or something is left over.
+takes over half a second, a turn of the event loop over 50 ms of processor time, the good requests'
+p99 is over three times that without attack, the front has over 400 MiB, or something is left over.
 
 Fields of the last line, beside those of every record (``bench.common``): ``good`` (requests, wrong,
-``calm_p99_ms``, ``attacked_p99_ms``), ``health_worst_ms``, ``front_peak_mib``, ``attacks``
+``calm_p99_ms``, ``attacked_p99_ms``), ``health_worst_ms``, ``turn_worst_ms`` (processor time of the
+event loop's longest turn; ``turn_worst_wall_ms`` by the clock), ``front_peak_mib``, ``attacks``
 (statuses and time of each), ``left_over``.
 """
 
@@ -28,7 +29,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from bench.common import Run, fail, flags, rounded
-from bench.served import Served, rss_mib
+from bench.served import Served, read_metrics, rss_mib
 from overlap_spec.errors import ConfigError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -38,6 +39,7 @@ JSON = {"content-type": "application/json"}
 CALM_S = 5.0
 STALLED_S = 3.0
 LEFT_OVER = ("open", "running", "pages_in_use", "matchers")
+MOST_TURN_MS = 50.0
 MOST_HEALTH_MS, MOST_GROWTH, MOST_FRONT_MIB = 500.0, 3.0, 400.0
 LONG_TEXT = "hello world, this is " * 250_000
 Answer = Awaitable[int]
@@ -84,6 +86,8 @@ async def attack(run: Run, rounds: int, served: Served) -> dict[str, Any]:
         await asyncio.gather(*tasks)
         await asyncio.sleep(1)
         state = (await client.get(f"{served.url}/server_info")).json()["state"]
+    with httpx.Client(timeout=60) as plain:
+        figures = read_metrics(plain, served.url)
     return {
         "good": {
             "requests": len(calm) + len(watch.times_ms),
@@ -92,11 +96,11 @@ async def attack(run: Run, rounds: int, served: Served) -> dict[str, Any]:
             "attacked_p99_ms": percentile(watch.times_ms),
         },
         "health_worst_ms": watch.health_worst_ms,
+        "turn_worst_ms": 1e3 * figures["overlap_spec:front_turn_worst_seconds"],
+        "turn_worst_wall_ms": 1e3 * figures["overlap_spec:front_turn_worst_wall_seconds"],
         "front_peak_mib": watch.front_peak_mib,
         "attacks": made,
-        "left_over": {
-            name: state[name] for name in ("open", "running", "pages_in_use", "matchers")
-        },
+        "left_over": {name: state[name] for name in LEFT_OVER},
     }
 
 
@@ -140,6 +144,12 @@ def attacks() -> dict[str, Attack]:
     call = {"name": "f", "arguments": json.dumps({"a": LONG_TEXT})}
     said = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]}
     fields = {f"unknown{i}": i for i in range(100_000)}
+    few = draft4 | {"enum": slow[:450]}
+    short = {"type": "json_schema", "json_schema": {"schema": few}}
+    prompts = {"text": [LONG_TEXT[:16_000]] * 64, "sampling_params": {"max_new_tokens": 1}}
+    length = {"max_new_tokens": 400, "ignore_eos": True, "n": 16}
+    logprobs = {"text": "a", "return_logprob": True, "top_logprobs_num": 20}
+    logprobs |= {"return_text_in_logprobs": True, "sampling_params": length}
     many = {"text": ["a"] * 20_000, "sampling_params": {"n": 128}}
     return {
         "wrong_items": _post(TEXT, '{"prompt":[' + "null," * 200_000 + "null]}"),
@@ -154,6 +164,12 @@ def attacks() -> dict[str, Attack]:
         "stalled_bodies": stalled_bodies,
         "unread_streams": unread_streams,
         "foreign_host": foreign_host,
+        "long_prompts": _post("/generate", json.dumps(prompts), 4),
+        "short_slow_schema": _post(CHAT, json.dumps({"messages": HI, "response_format": short}), 8),
+        "many_logprobs": _post("/generate", json.dumps(logprobs)),
+        "small_chunks": small_chunks,
+        "idle_connections": idle_connections,
+        "slow_heads": slow_heads,
     }
 
 
@@ -188,6 +204,54 @@ async def unread_streams(_: httpx.AsyncClient, url: str) -> int:
     return 0
 
 
+async def small_chunks(_: httpx.AsyncClient, url: str) -> int:
+    """Bodies in chunks of one byte, as quickly as they are taken."""
+    where = urlsplit(url)
+    head = f"POST /generate HTTP/1.1\r\nHost: {where.netloc}\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    async def one() -> int:
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        writer.write(head.encode() + b"1\r\n[\r\n" * 200_000 + b"0\r\n\r\n")
+        status = await _status(reader)
+        writer.transport.abort()
+        return status
+
+    return max(await asyncio.gather(*(one() for _ in range(4))))
+
+
+async def idle_connections(_: httpx.AsyncClient, url: str) -> int:
+    """More connections than the server keeps open, which ask for nothing."""
+    await _silent(url, 1200, b"")
+    return 0
+
+
+async def slow_heads(_: httpx.AsyncClient, url: str) -> int:
+    """Requests whose heads stop in the middle."""
+    await _silent(url, 200, b"GET /health HTTP/1.1\r\nHost: local")
+    return 0
+
+
+async def _silent(url: str, count: int, said: bytes) -> None:
+    where = urlsplit(url)
+    writers = []
+    for _ in range(count):
+        _, writer = await asyncio.open_connection(where.hostname, where.port)
+        writer.write(said)
+        writers.append(writer)
+    await asyncio.sleep(STALLED_S)
+    for writer in writers:
+        writer.transport.abort()
+
+
+async def _status(reader: asyncio.StreamReader) -> int:
+    """The status of an answer; 0 where the connection ends without one."""
+    try:
+        line = await reader.readline()
+    except OSError:
+        return 0
+    return int(line.split()[1]) if line else 0
+
+
 async def _stalled(url: str, count: int, path: str, content: bytes, length: int) -> None:
     where = urlsplit(url)
     head = f"POST {path} HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: application/json\r\n"
@@ -216,6 +280,8 @@ def faults(record: dict[str, Any]) -> list[str]:
         found.append("the good requests' p99 grew over three times")
     if record["health_worst_ms"] > MOST_HEALTH_MS:
         found.append(f"/health took {record['health_worst_ms']} ms")
+    if record["turn_worst_ms"] > MOST_TURN_MS:
+        found.append(f"one turn of the event loop took {record['turn_worst_ms']} ms")
     if record["front_peak_mib"] > MOST_FRONT_MIB:
         found.append(f"the front had {record['front_peak_mib']} MiB")
     if any(record["left_over"].values()):

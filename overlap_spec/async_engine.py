@@ -31,7 +31,7 @@ from overlap_spec.types import Delta, Output, Request
 __all__ = ["AsyncEngine", "AsyncRequestHandle", "count_characters", "rss_bytes"]
 
 # Prompts longer than this are tokenised in a thread, in characters.
-LONG_PROMPT = 16384
+LONG_PROMPT = 2048
 TOKENISER_THREADS = 2
 Result = TypeVar("Result")
 
@@ -275,6 +275,10 @@ class AsyncEngine:
             QueueFull, EngineUnavailable: the request itself is fine.
         """
         return self.client.send(request)
+
+    def end_open(self, reason: str) -> None:
+        """Fail all open requests with :class:`EngineUnavailable`."""
+        self.client.end_open(reason)
 
     async def snapshot(self) -> dict[str, Any]:
         """The engine's state as plain data."""

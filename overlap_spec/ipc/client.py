@@ -128,6 +128,12 @@ class EngineClient:
         if number in self.open and self._process is not None:
             self._process.send(m.AbortRequest(number))
 
+    def end_open(self, reason: str) -> None:
+        """Abort all open requests; those who wait for them get the reason."""
+        for number, handle in list(self.open.items()):
+            self._abort(number)
+            handle.fail(EngineUnavailable(reason))
+
     async def query(self, what: Literal["snapshot", "timeline"], steps: int = 0) -> dict[str, Any]:
         """The engine's answer to a query.
 

@@ -20,7 +20,6 @@ from overlap_spec.grammar.reasoning import (
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tool_stream import CallStream
 from overlap_spec.server.chat_assembler import ChatAssembler
-from overlap_spec.server.errors import Json
 from overlap_spec.server.logprobs import chat_logprobs
 from overlap_spec.server.origins import TokenOrigins
 from overlap_spec.server.protocol.chat import ChatBody
@@ -47,7 +46,7 @@ async def chat_completions(service: Service, body: ChatBody, http: HttpRequest) 
     if body.stream:
         return await service.stream(http, group, lambda handles: chat.events(handles, with_usage))
     outputs = await service.outputs(http, group)
-    return Json(chat.whole(outputs, request))
+    return await service.reply(outputs, lambda: chat.whole(outputs, request))
 
 
 @dataclass

@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from overlap_spec.server.body import MOST_VALUES, count_values
+from overlap_spec.server.body import LARGE_BODY, MOST_VALUES, OWN_TURN, count_values
 from overlap_spec.server.errors import ApiError, error_response
+from overlap_spec.server.loop_turns import Turnstile
 from overlap_spec.server.settings import ServerSettings
 
 # Health probes carry no key, and the playground's page asks its user for it.
 OPEN_PATHS = ("/", "/health")
-BODY_TIMEOUT_S = 30.0
 
 
 class GuardMiddleware:
@@ -30,6 +30,8 @@ class GuardMiddleware:
     ) -> None:
         self.app, self._rejected = app, rejected
         self._limit, self._most_bodies = settings.max_body_bytes, settings.max_bodies_bytes
+        self._body_timeout_s = settings.body_timeout_s
+        self._own_turn = Turnstile()
         # Bytes of the bodies whose requests have not been answered yet.
         self._held = 0
         self._names = _allowed_names(settings)
@@ -64,23 +66,29 @@ class GuardMiddleware:
             await error_response(error)(scope, receive, send)
             return
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await self._read(receive, held)
+            async with asyncio.timeout(self._body_timeout_s):
+                chunks = await self._read(receive, held)
         except TimeoutError:
-            body = ApiError(408, f"the body did not come in {BODY_TIMEOUT_S:g} s")
-        if body is None:
+            text = f"the body did not come in {self._body_timeout_s:g} s (body_timeout_s)"
+            chunks = ApiError(408, text)
+        if chunks is None:
             return
-        if isinstance(body, ApiError):
-            await error_response(body)(scope, receive, send)
+        if isinstance(chunks, ApiError):
+            await error_response(chunks)(scope, receive, send)
             return
+        if held.size > LARGE_BODY:
+            await self._own_turn()
+        body = b"".join(chunks)
+        del chunks
         if count_values(body) > MOST_VALUES:
             error = ApiError(413, f"the body has more than {MOST_VALUES} values")
             await error_response(error)(scope, receive, send)
             return
+        scope[OWN_TURN] = self._own_turn
         await self.app(scope, _replay(body, receive), send)
 
-    async def _read(self, receive: Receive, held: HeldBody) -> bytes | ApiError | None:
-        """The whole body; None if the client has gone."""
+    async def _read(self, receive: Receive, held: HeldBody) -> list[bytes] | ApiError | None:
+        """The whole body in pieces; None if the client has gone."""
         chunks: list[bytes] = []
         while True:
             message = await receive()
@@ -94,7 +102,7 @@ class GuardMiddleware:
                 text = f"all bodies in flight exceed {self._most_bodies} bytes (max_bodies_bytes)"
                 return ApiError(429, text, code="queue_full", kind="rate_limit_error")
             if not message.get("more_body", False):
-                return b"".join(chunks)
+                return chunks
 
     def hold(self, size: int) -> None:
         """Count bytes of bodies in flight; negative when they go."""

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from overlap_spec.async_engine import AsyncEngine, AsyncRequestHandle
 from overlap_spec.errors import GrammarError, InvalidRequest
 from overlap_spec.server.constraints import Constraints
-from overlap_spec.server.errors import GRAMMAR_ERRORS, ApiError, as_api_error
+from overlap_spec.server.errors import GRAMMAR_ERRORS, ApiError, Json, as_api_error
 from overlap_spec.server.metrics import Metrics
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Output, Request
@@ -43,6 +43,9 @@ class RequestGroup:
 STREAM_BUFFER_BYTES = 2 * 2**20
 # How long one write may wait for a client that does not read.
 WRITE_TIMEOUT_S = 30.0
+
+# A reply with more tokens and log-probabilities is made beside the loop.
+LARGE_REPLY = 4096
 
 DONE = b"data: [DONE]\n\n"
 
@@ -94,6 +97,7 @@ class Service:
         try:
             for request in group.requests:
                 handles.append(self.engine.send(request))
+                await asyncio.sleep(0)
             for handle in handles:
                 await handle.queued()
         except BaseException as error:
@@ -131,6 +135,25 @@ class Service:
             return outputs
         finally:
             self.finish(handles, group.label)
+
+    async def reply(self, outputs: list[Output], make: Callable[[], Any]) -> Response:
+        """A reply of plain data, made of ``outputs``, which are then dropped; in a thread where
+        that takes long."""
+        size = sum(
+            len(output.token_ids) + sum(1 + len(entry.top) for entry in output.logprobs)
+            for output in outputs
+        )
+        if size <= LARGE_REPLY:
+            return Json(make())
+
+        def work() -> Json:
+            reply = Json(make())
+            # Freeing hundreds of thousands of objects takes long as well.
+            while outputs:
+                outputs.pop()
+            return reply
+
+        return await asyncio.to_thread(work)
 
     async def run_until_disconnect(self, http: HttpRequest, work: Coroutine[Any, Any, Any]) -> Any:
         """The result of ``work``, which is cancelled if the client disconnects or time runs out.

@@ -53,6 +53,22 @@ class ServerSettings:
     drain_timeout_s: Annotated[
         float, Help("Time that open requests have to end after SIGTERM, in seconds.")
     ] = 30.0
+    max_connections: Annotated[
+        int,
+        Help(
+            "Most open connections; one more closes one that waits for a request, or is refused "
+            "with status 503."
+        ),
+    ] = 1024
+    header_timeout_s: Annotated[
+        float, Help("Time that the head of a request has to come, in seconds.")
+    ] = 10.0
+    body_timeout_s: Annotated[
+        float, Help("Time that the body of a request has to come, in seconds.")
+    ] = 30.0
+    idle_timeout_s: Annotated[
+        float, Help("Time after which a connection without a request is closed, in seconds.")
+    ] = 30.0
     max_body_bytes: Annotated[int, Help("Largest body of a request, in bytes.")] = 8 * 2**20
     max_bodies_bytes: Annotated[
         int, Help("Most bytes of all bodies in flight; more are refused with status 429.")
@@ -84,6 +100,10 @@ class ServerSettings:
             "max_bodies_bytes": 1024,
             "max_schema_bytes": 64,
             "max_choices": 1,
+            "max_connections": 1,
+            "header_timeout_s": 0.1,
+            "body_timeout_s": 0.1,
+            "idle_timeout_s": 0.1,
             "request_timeout_s": 0.1,
             "drain_timeout_s": 0,
         }
