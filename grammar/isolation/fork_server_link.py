@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation.channel import pair, receive, send
 from overlap_spec.grammar.isolation.fork_server import Setup
 from overlap_spec.grammar.isolation.limits import CompileLimits
+from overlap_spec.grammar.isolation.work_items import is_stopped
 
 # The import path comes first, to find the package. `-m` would load the module under two names.
 START = (
@@ -111,6 +113,9 @@ class ForkServerLink:
     def close(self) -> None:
         """End the fork server and with it all workers, and wait until it has ended."""
         self.end.close()
+        if is_stopped(self.process.pid):
+            # A worker that was stopped at its very start would not end with it.
+            os.killpg(self.process.pid, signal.SIGKILL)
         try:
             self.process.wait(END_S)
         except subprocess.TimeoutExpired:
