@@ -59,7 +59,7 @@ class AsyncEngine:
         *,
         chat_template: str | None = None,
         max_queued_requests: int = 1024,
-        stall_timeout_s: float = 300.0,
+        stall_timeout_s: float = 120.0,
         **settings: Any,
     ) -> None:
         self.config = EngineConfig.build(model=model, **settings)

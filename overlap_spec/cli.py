@@ -60,6 +60,8 @@ SERVING_ENGINE_FLAGS = (
 SERVER_FLAGS = (
     "host",
     "port",
+    "api_key_file",
+    "admin_api_key_file",
     "tool_call_parser",
     "reasoning_parser",
     "best_effort",
@@ -271,6 +273,10 @@ def serve(
         str | None,
         typer.Option(envvar="OVERLAP_SPEC_API_KEY", help=HELP["api_key"]),
     ] = None,
+    admin_api_key: Annotated[
+        str | None,
+        typer.Option(envvar="OVERLAP_SPEC_ADMIN_API_KEY", help=HELP["admin_api_key"]),
+    ] = None,
     served_model_name: Annotated[str | None, typer.Option(help=HELP["served_model_name"])] = None,
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja file to use instead of the checkpoint's template.")
@@ -281,7 +287,7 @@ def serve(
         typer.Option(
             help="Restart an engine that owes an answer and sends nothing for so long, in seconds."
         ),
-    ] = 300.0,
+    ] = 120.0,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help=f"{HELP['cors_origins']} Repeat it.")
     ] = None,
@@ -297,6 +303,7 @@ def serve(
     del config  # `read_config` has made its values the flags' defaults.
     launch(
         api_key=api_key,
+        admin_api_key=admin_api_key,
         served_model_name=served_model_name,
         chat_template=chat_template,
         whitespace=read_whitespace(whitespace),

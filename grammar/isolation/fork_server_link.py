@@ -14,6 +14,7 @@ from typing import Any
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation.channel import pair, receive, send
+from overlap_spec.grammar.isolation.environment import without_secrets
 from overlap_spec.grammar.isolation.fork_server import Setup
 from overlap_spec.grammar.isolation.limits import CompileLimits
 from overlap_spec.grammar.isolation.work_items import is_stopped
@@ -67,7 +68,7 @@ class ForkServerLink:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(far.fileno(), file),
                 start_new_session=True,
-                env=os.environ | ONE_THREAD,
+                env=without_secrets(os.environ) | ONE_THREAD,
             )
         finally:
             os.close(file)

@@ -21,6 +21,7 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tool_stream import CallStream
 from overlap_spec.server.chat_assembler import ChatAssembler
 from overlap_spec.server.logprobs import chat_logprobs
+from overlap_spec.server.middleware import OWNER
 from overlap_spec.server.origins import TokenOrigins
 from overlap_spec.server.protocol.chat import ChatBody
 from overlap_spec.server.service import (
@@ -41,7 +42,7 @@ async def chat_completions(service: Service, body: ChatBody, http: HttpRequest) 
     chat = Chat(service, body, new_id("chatcmpl"), service.check_model(body.model))
     service.check_choices(body.n or 1)
     request, field = await service.run_until_disconnect(http, chat.prepare())
-    group = RequestGroup(chat.id, fan_out([request], body.n or 1), field)
+    group = RequestGroup(chat.id, fan_out([request], body.n or 1), field, http.scope[OWNER])
     with_usage = body.include_usage
     if body.stream:
         return await service.stream(http, group, lambda handles: chat.events(handles, with_usage))

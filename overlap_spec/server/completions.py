@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.server.logprobs import text_logprobs
+from overlap_spec.server.middleware import OWNER
 from overlap_spec.server.origins import TokenOrigins
 from overlap_spec.server.protocol.text import CompletionBody, each_prompt
 from overlap_spec.server.service import (
@@ -39,7 +40,7 @@ async def completions(service: Service, body: CompletionBody, http: HttpRequest)
     echoes = [_echo(tokenizer, body, prompt) for prompt in prompts for _ in range(count)]
     head = {"id": label, "object": "text_completion", "created": int(time.time()), "model": model}
     with_usage = body.include_usage
-    group = RequestGroup(label, fan_out(requests, count), field)
+    group = RequestGroup(label, fan_out(requests, count), field, http.scope[OWNER])
     if body.stream:
 
         def events(handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Any]:

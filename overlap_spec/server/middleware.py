@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import ipaddress
 from collections.abc import Callable
 
@@ -11,10 +10,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from overlap_spec.server.body import LARGE_BODY, MOST_VALUES, OWN_TURN, count_values
 from overlap_spec.server.errors import ApiError, error_response
+from overlap_spec.server.keys import Keys
 from overlap_spec.server.loop_turns import Turnstile
 from overlap_spec.server.settings import ServerSettings
 
 # Health probes carry no key, and the playground's page asks its user for it.
+# Keys of a request's scope: who asks, and whether as administrator.
+OWNER, IS_ADMIN = "overlap_spec.owner", "overlap_spec.is_admin"
 OPEN_PATHS = ("/", "/health")
 
 
@@ -22,11 +24,16 @@ class GuardMiddleware:
     """ASGI middleware that rejects requests, and reports all error statuses.
 
     Args:
+        keys: That clients may have; who a client is goes into the request's scope (`OWNER`).
         rejected: Called with the status of every response of 400 and above.
     """
 
     def __init__(
-        self, app: ASGIApp, settings: ServerSettings, rejected: Callable[[int], None]
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        keys: Keys,
+        rejected: Callable[[int], None],
     ) -> None:
         self.app, self._rejected = app, rejected
         self._limit, self._most_bodies = settings.max_body_bytes, settings.max_bodies_bytes
@@ -35,8 +42,7 @@ class GuardMiddleware:
         # Bytes of the bodies whose requests have not been answered yet.
         self._held = 0
         self._names = _allowed_names(settings)
-        key = settings.api_key
-        self._expected = f"Bearer {key}".encode() if key is not None else None
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -85,6 +91,9 @@ class GuardMiddleware:
             await error_response(error)(scope, receive, send)
             return
         scope[OWN_TURN] = self._own_turn
+        address = scope["client"][0] if scope.get("client") else ""
+        given = headers.get(b"authorization", b"")
+        scope[OWNER], scope[IS_ADMIN] = self._keys.owner(given, address), self._keys.is_admin(given)
         await self.app(scope, _replay(body, receive), send)
 
     async def _read(self, receive: Receive, held: HeldBody) -> list[bytes] | ApiError | None:
@@ -116,10 +125,9 @@ class GuardMiddleware:
         if self._names is not None and not _is_local(name := _name(host), self._names):
             message = f"this server is not called {name!r}: start it with --allowed-host {name}"
             return ApiError(403, message, code="host_not_allowed")
-        if self._expected is None or path in OPEN_PATHS or method == "OPTIONS":
+        if not self._keys.are_asked_for or path in OPEN_PATHS or method == "OPTIONS":
             return None
-        given = headers.get(b"authorization", b"")
-        if hmac.compare_digest(given, self._expected):
+        if self._keys.owner(headers.get(b"authorization", b""), "") is not None:
             return None
         message = "no or a wrong API key: send `Authorization: Bearer KEY`"
         return ApiError(401, message, code="invalid_api_key")

@@ -32,11 +32,18 @@ class RequestGroup:
         label: Its id for the client.
         requests: One for each output.
         field: The field of the body that their grammars come from.
+        owner: Who may abort them.
     """
 
     label: str
     requests: Sequence[Request]
     field: str | None = None
+    owner: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Names the group among all."""
+        return self.owner, self.label
 
 
 # What the requests of one stream may hold for a client that reads slowly.
@@ -63,8 +70,8 @@ class Service:
     metrics: Metrics
     constraints: Constraints
     created: int = field(default_factory=lambda: int(time.time()))
-    # Open requests by their group's label.
-    by_label: dict[str, list[AsyncRequestHandle]] = field(default_factory=dict)
+    # Open requests by their group's owner and label.
+    by_label: dict[tuple[str, str], list[AsyncRequestHandle]] = field(default_factory=dict)
 
     def check_model(self, model: str | None) -> str:
         """The served model's name; ApiError 404 if ``model`` is another."""
@@ -93,7 +100,9 @@ class Service:
         Raises:
             InvalidRequest, QueueFull, EngineUnavailable: as :meth:`AsyncEngine.submit`.
         """
-        handles: list[AsyncRequestHandle] = []
+        if group.key in self.by_label:
+            raise InvalidRequest(f"{group.label!r} is the id of a request under way", "rid")
+        handles = self.by_label[group.key] = list[AsyncRequestHandle]()
         try:
             for request in group.requests:
                 handles.append(self.engine.send(request))
@@ -101,18 +110,17 @@ class Service:
             for handle in handles:
                 await handle.queued()
         except BaseException as error:
+            del self.by_label[group.key]
             for handle in handles:
                 handle.abort()
             if isinstance(error, GrammarError) and group.field is not None:
                 error.param = group.field
             raise
-        self.by_label[group.label] = handles
         return handles
 
-    def finish(self, handles: Sequence[AsyncRequestHandle], label: str) -> None:
-        """Abort requests that still run, and count all of them in the metrics."""
-        if self.by_label.get(label) is handles:
-            del self.by_label[label]
+    def finish(self, group: RequestGroup) -> None:
+        """Abort a group's requests that still run, and count all of them in the metrics."""
+        handles = self.by_label.pop(group.key)
         for handle in handles:
             handle.abort()
             self.metrics.observe(handle)
@@ -134,7 +142,7 @@ class Service:
                 check_output(handle)
             return outputs
         finally:
-            self.finish(handles, group.label)
+            self.finish(group)
 
     async def reply(self, outputs: list[Output], make: Callable[[], Any]) -> Response:
         """A reply of plain data, made of ``outputs``, which are then dropped; in a thread where
@@ -212,7 +220,7 @@ class Service:
             yield DONE
 
         def end(whole: bool) -> None:
-            self.finish(handles, group.label)
+            self.finish(group)
             if not whole:
                 self.metrics.gone.inc()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from overlap_spec.config import Help
@@ -20,6 +21,15 @@ class ServerSettings:
     api_key: Annotated[
         str | None, Help("Bearer token that clients must send; by default none is needed.")
     ] = None
+    api_key_file: Annotated[
+        Path | None,
+        Help("File of such tokens, one a line; unlike a flag, no other process sees them."),
+    ] = None
+    admin_api_key: Annotated[
+        str | None,
+        Help("Bearer token for what reaches all clients' requests; without one, nobody may."),
+    ] = None
+    admin_api_key_file: Annotated[Path | None, Help("File of such tokens, one a line.")] = None
     served_model_name: Annotated[
         str, Help("Name that /v1/models lists and that `model` must be.")
     ] = "overlap-spec"
@@ -92,8 +102,9 @@ class ServerSettings:
         """Raise ConfigError that names the first invalid setting."""
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be between 0 and 65535: {self.port}")
-        if self.api_key == "":
-            raise ConfigError("api_key is empty: leave it out, or set one")
+        for name in ("api_key", "admin_api_key"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name} is empty: leave it out, or set one")
         least = {
             "max_queued_requests": 0,
             "max_body_bytes": 1024,

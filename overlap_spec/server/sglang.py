@@ -12,8 +12,9 @@ from starlette.responses import Response
 
 from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.server.errors import Json
+from overlap_spec.server.errors import ApiError, Json
 from overlap_spec.server.logprobs import SGLangLogprobs
+from overlap_spec.server.middleware import IS_ADMIN, OWNER
 from overlap_spec.server.protocol.text import AbortBody, GenerateBody, SGLangSampling
 from overlap_spec.server.service import RequestGroup, Service, fan_out, interleaved, new_id, verdict
 from overlap_spec.stats import RequestStats
@@ -36,7 +37,7 @@ async def generate(service: Service, body: GenerateBody, http: HttpRequest) -> R
     requests, source = await service.run_until_disconnect(http, prepared)
     single = single and len(requests) == 1
     label = body.rid if isinstance(body.rid, str) else rids[0] or new_id("gen")
-    group = RequestGroup(label, requests, source)
+    group = RequestGroup(label, requests, source, http.scope[OWNER])
     formatter = SGLangFormatter(service.engine.tokenizer, body, label)
     if body.stream:
         return await service.stream(http, group, lambda handles: formatter.events(handles, single))
@@ -190,16 +191,21 @@ def speculation(stats: RequestStats) -> dict[str, Any]:
     }
 
 
-async def abort_request(service: Service, body: AbortBody) -> Response:
-    """Abort the requests of an id, or all; the reply says how many were running."""
-    if body.abort_all:
-        labels = list(service.by_label)
-    elif body.rid is not None:
-        labels = [body.rid] if body.rid in service.by_label else []
-    else:
+async def abort_request(service: Service, body: AbortBody, http: HttpRequest) -> Response:
+    """Abort the client's own requests of an id, or, for the administrator, all or anybody's; the
+    reply says how many were running."""
+    is_admin = http.scope[IS_ADMIN]
+    if body.abort_all and not is_admin:
+        message = "abort_all reaches other clients' requests: send the key of --admin-api-key"
+        raise ApiError(403, message, "abort_all", code="not_admin")
+    if not body.abort_all and body.rid is None:
         raise InvalidRequest("send rid, or abort_all: true", "rid")
     found = [
-        handle for label in labels for handle in service.by_label[label] if handle.output is None
+        handle
+        for (owner, label), handles in service.by_label.items()
+        if (is_admin or owner == http.scope[OWNER]) and (body.abort_all or label == body.rid)
+        for handle in handles
+        if handle.output is None
     ]
     for handle in found:
         handle.abort()

@@ -25,6 +25,7 @@ from overlap_spec.grammar.automata import regex
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.server import sglang
 from overlap_spec.server.body import MOST_VALUES
+from overlap_spec.server.keys import Keys
 from overlap_spec.server.middleware import GuardMiddleware
 from overlap_spec.server.protocol import chat, text
 from overlap_spec.server.protocol.base import Strict
@@ -325,7 +326,7 @@ async def _call(settings: ServerSettings, bodies: list[int], host: str) -> list[
         await entered.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    guard = GuardMiddleware(app, settings, lambda _: None)
+    guard = GuardMiddleware(app, settings, Keys(settings), lambda _: None)
     statuses: list[int] = []
 
     async def one(size: int) -> None:
@@ -372,7 +373,7 @@ def test_a_body_that_stalls_is_refused() -> None:
             sent.append(message)
 
         settings = ServerSettings(body_timeout_s=0.1)
-        guard = GuardMiddleware(send, settings, lambda _: None)  # type: ignore[arg-type]
+        guard = GuardMiddleware(send, settings, Keys(settings), lambda _: None)  # type: ignore[arg-type]
         headers = [(b"host", b"localhost")]
         scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers}
         await asyncio.wait_for(guard(scope, receive, send), 5)
