@@ -172,13 +172,15 @@ def generate(
     **engine_flags: Any,
 ) -> None:
     """Generate for one prompt; only the text goes to standard output."""
+    from overlap_spec.doctor import check_files
     from overlap_spec.types import SamplingParams
 
     text = sys.stdin.read() if prompt == "-" else prompt
     layout = read_whitespace(whitespace)
     grammar = build_grammar(schema, regex, ebnf, choice, json_object, layout, best_effort)
     sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
-    # Torch and the libraries only after a mistake in the flags has been told.
+    # Torch and the libraries only after a mistake in the flags or files has been told.
+    check_files(EngineConfig.build(**engine_flags))
     from overlap_spec.engine import Engine
 
     with Engine(**engine_flags) as engine:
@@ -298,14 +300,18 @@ def serve(
     **flags: Any,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API; by default the embedded model."""
+    from overlap_spec.doctor import check_files
     from overlap_spec.server.launch import launch
 
     del config  # `read_config` has made its values the flags' defaults.
+    template = read_template(chat_template)
+    # Torch and the libraries only after a mistake in the files has been told.
+    check_files(EngineConfig.build(model=flags["model"]), template)
     launch(
         api_key=api_key,
         admin_api_key=admin_api_key,
         served_model_name=served_model_name,
-        chat_template=chat_template,
+        chat_template=template,
         whitespace=read_whitespace(whitespace),
         stall_timeout_s=stall_timeout_s,
         cors_origin=cors_origin,
@@ -313,6 +319,14 @@ def serve(
         log_level=log_level,
         **flags,
     )
+
+
+def read_template(path: Path | None) -> str | None:
+    """The text of a file with a chat template; ConfigError if it cannot be read."""
+    try:
+        return None if path is None else path.read_text()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--chat-template {path}: {error}") from None
 
 
 @app.command()
