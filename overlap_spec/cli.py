@@ -74,6 +74,7 @@ SERVER_FLAGS = (
     "idle_timeout_s",
     "max_body_bytes",
     "max_bodies_bytes",
+    "max_front_bytes",
     "max_schema_bytes",
     "max_choices",
 )

@@ -17,7 +17,7 @@ RETRY_AFTER_S = 1
 # Messages quote what was sent, which may be megabytes.
 LONGEST_MESSAGE, LONGEST_PARAM = 2000, 200
 # Errors of a running request that its own grammar causes; any other is the server's.
-GRAMMAR_ERRORS = ("RequestFailed",)
+GRAMMAR_ERRORS = ("RequestFailed", "GrammarFailed")
 
 
 class ApiError(OverlapSpecError):

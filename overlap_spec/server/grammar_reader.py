@@ -26,6 +26,7 @@ MOST_WAITING = 64
 MOST_IDLE = 2
 MEMORY_BYTES = 2**30
 LENGTH = struct.Struct("<Q")
+READY = b"!"
 
 
 class GrammarReader:
@@ -110,7 +111,7 @@ async def _start() -> asyncio.subprocess.Process:
     # No more than it needs: the environment may hold secrets.
     needed = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
     environment = {name: os.environ[name] for name in needed if name in os.environ}
-    return await asyncio.create_subprocess_exec(
+    process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", __name__),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -118,6 +119,14 @@ async def _start() -> asyncio.subprocess.Process:
         # Ctrl-C reaches only the server, which drains before it ends.
         start_new_session=True,
     )
+    try:
+        # What it imports is no grammar's time.
+        assert process.stdout is not None
+        await process.stdout.readexactly(len(READY))
+    except BaseException:
+        await _end(process)
+        raise
+    return process
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -163,6 +172,8 @@ def main() -> None:
     """Answer calls from standard input until it closes."""
     os.nice(5)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
     _frames(sys.stdin.buffer, sys.stdout.buffer)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from overlap_spec.server.body import LARGE_BODY, MOST_VALUES, OWN_TURN, count_values
+from overlap_spec.server.ceiling import MemoryCeiling
 from overlap_spec.server.errors import ApiError, error_response
 from overlap_spec.server.keys import Keys
 from overlap_spec.server.loop_turns import Turnstile
@@ -41,6 +42,9 @@ class GuardMiddleware:
         self._own_turn = Turnstile()
         # Bytes of the bodies whose requests have not been answered yet.
         self._held = 0
+        self._ceiling = MemoryCeiling(settings.max_front_bytes)
+        # Requests under way that may hold memory.
+        self._under_way = 0
         self._names = _allowed_names(settings)
         self._keys = keys
 
@@ -49,9 +53,11 @@ class GuardMiddleware:
             await self.app(scope, receive, send)
             return
         body = HeldBody(self)
+        self._under_way += 1
         try:
             await self._pass(scope, receive, self._counted(send, body), body)
         finally:
+            self._under_way -= 1
             body.release()
 
     def _counted(self, send: Send, body: HeldBody) -> Send:
@@ -125,12 +131,20 @@ class GuardMiddleware:
         if self._names is not None and not _is_local(name := _name(host), self._names):
             message = f"this server is not called {name!r}: start it with --allowed-host {name}"
             return ApiError(403, message, code="host_not_allowed")
+        if path not in OPEN_PATHS and method == "POST" and self._is_full():
+            most = self._ceiling.most_bytes
+            text = f"the server's front has over {most} bytes of memory (max_front_bytes)"
+            return ApiError(503, text, code="out_of_memory", kind="service_unavailable")
         if not self._keys.are_asked_for or path in OPEN_PATHS or method == "OPTIONS":
             return None
         if self._keys.owner(headers.get(b"authorization", b""), "") is not None:
             return None
         message = "no or a wrong API key: send `Authorization: Bearer KEY`"
         return ApiError(401, message, code="invalid_api_key")
+
+    def _is_full(self) -> bool:
+        # Without others under way, nothing would be freed by waiting.
+        return self._under_way > 1 and self._ceiling.is_reached()
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is over {self._limit} bytes (max_body_bytes)")

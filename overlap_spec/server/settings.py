@@ -82,7 +82,14 @@ class ServerSettings:
     max_body_bytes: Annotated[int, Help("Largest body of a request, in bytes.")] = 8 * 2**20
     max_bodies_bytes: Annotated[
         int, Help("Most bytes of all bodies in flight; more are refused with status 429.")
-    ] = 128 * 2**20
+    ] = 64 * 2**20
+    max_front_bytes: Annotated[
+        int,
+        Help(
+            "Resident memory of the HTTP process above which it refuses requests with status 503, "
+            "unless it has no other."
+        ),
+    ] = 2**30
     max_schema_bytes: Annotated[int, Help("Largest schema, pattern or grammar, in bytes.")] = (
         512 * 2**10
     )
@@ -109,6 +116,7 @@ class ServerSettings:
             "max_queued_requests": 0,
             "max_body_bytes": 1024,
             "max_bodies_bytes": 1024,
+            "max_front_bytes": 1,
             "max_schema_bytes": 64,
             "max_choices": 1,
             "max_connections": 1,

@@ -355,6 +355,14 @@ def test_bodies_in_flight_are_bounded_together() -> None:
     assert asyncio.run(_call(settings, [3000, 100], "localhost")) == [200, 413]
 
 
+def test_a_front_over_its_memory_refuses_all_but_one() -> None:
+    settings = ServerSettings(max_front_bytes=2**20)
+    assert asyncio.run(_call(settings, [100] * 3, "localhost")) == [200, 503, 503]
+    assert asyncio.run(_call(settings, [100], "localhost")) == [200]
+    settings = ServerSettings(max_front_bytes=2**40)
+    assert asyncio.run(_call(settings, [100] * 3, "localhost")) == [200] * 3
+
+
 def test_allowed_hosts() -> None:
     settings = ServerSettings(allowed_hosts=("Model.example",))
     assert asyncio.run(_call(settings, [1], "model.example:80")) == [200]
