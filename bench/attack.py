@@ -1,9 +1,12 @@
 """A server under requests made to hold up its front: ``python -m bench.attack``.
 
-``python -m bench.attack [--rounds N] [--quick] [--json PATH]`` starts a server of the embedded
-model on loopback, asks it good questions for some seconds, and goes on while each attack is made
-``--rounds`` times: a million wrong items, 100,000 unknown fields, megabytes of text, too many
-choices, schemas that are slow to read, bodies and streams that stall, foreign names.
+``python -m bench.attack [--rounds N] [--fuzz N] [--seconds N] [--quick] [--json PATH]`` starts a
+server of the embedded model on loopback, asks it good questions for some seconds, and goes on while
+each attack is made ``--rounds`` times: a million wrong items, 100,000 unknown fields, megabytes of
+text, too many choices, schemas that are slow to read, bodies and streams that stall, foreign names,
+small chunks, more connections than there may be. Then comes a fuzz of ``--fuzz`` bodies: half of
+them are what the server's own document forbids, half are valid ones with something changed, at
+sizes up to the limit. ``--seconds N`` repeats all of it until the time is over.
 
 It fails (exit status 1) where a good answer is wrong, an attack is answered with a 5xx, /health
 takes over half a second, a turn of the event loop over 50 ms of processor time, the good requests'
@@ -17,17 +20,20 @@ event loop's longest turn; ``turn_worst_wall_ms`` by the clock), ``front_peak_mi
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from bench.attack_fuzz import forbidden, mutations
 from bench.common import Run, fail, flags, rounded
 from bench.served import Served, read_metrics, rss_mib
 from overlap_spec.errors import ConfigError
@@ -38,6 +44,7 @@ GOOD = {"messages": HI, "structured_outputs": {"choice": ["yes", "no"]}, "temper
 JSON = {"content-type": "application/json"}
 CALM_S = 5.0
 STALLED_S = 3.0
+FUZZ_AT_ONCE = 8
 LEFT_OVER = ("open", "running", "pages_in_use", "matchers")
 MOST_TURN_MS = 50.0
 MOST_HEALTH_MS, MOST_GROWTH, MOST_FRONT_MIB = 500.0, 3.0, 400.0
@@ -50,13 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; ends in one JSON line."""
     parser = flags("attack", "Requests made to hold up a server's front.")
     parser.add_argument("--rounds", type=int, default=3, help="of each attack (default 3)")
+    parser.add_argument("--fuzz", type=int, default=2000, help="bodies of the fuzz (default 2000)")
+    parser.add_argument("--seconds", type=float, default=0.0, help="go on at least so long")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.rounds = 1
+        options.rounds, options.fuzz = 1, min(options.fuzz, 200)
     run = Run("attack", options, arguments)
     try:
         with Served(["--mask-deadline-ms", "0"]) as served:
-            found = asyncio.run(attack(run, options.rounds, served))
+            found = asyncio.run(attack(run, options, served))
     except (ConfigError, httpx.HTTPError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -65,23 +74,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fail("; ".join(wrong))
 
 
-async def attack(run: Run, rounds: int, served: Served) -> dict[str, Any]:
+async def attack(run: Run, options: argparse.Namespace, served: Served) -> dict[str, Any]:
     """Make all attacks beside good requests; the figures."""
     watch = Watch(served)
+    fuzzed: list[int] = []
     async with httpx.AsyncClient(timeout=90, limits=httpx.Limits(max_connections=64)) as client:
         # The first one compiles its grammar.
         await client.post(served.url + CHAT, json=GOOD)
         tasks = [asyncio.create_task(work(client)) for work in (watch.ask, watch.probe)]
         await asyncio.sleep(CALM_S)
         calm, watch.times_ms = watch.times_ms, []
-        made = {}
-        for name, one in attacks().items():
-            statuses: Counter[str] = Counter()
+        made: dict[str, Any] = {}
+        end = time.monotonic() + options.seconds
+        while not made or time.monotonic() < end:
+            for name, one in attacks().items():
+                statuses: Counter[str] = Counter()
+                start = time.monotonic()
+                for _ in range(options.rounds):
+                    statuses[str(await one(client, served.url))] += 1
+                took_s = time.monotonic() - start
+                run.sample(attack=name, statuses=dict(statuses), seconds=took_s)
+                _add(made, name, statuses, took_s)
             start = time.monotonic()
-            for _ in range(rounds):
-                statuses[str(await one(client, served.url))] += 1
-            seconds = time.monotonic() - start
-            made[name] = run.sample(attack=name, statuses=dict(statuses), seconds=seconds)
+            statuses = await fuzz(client, served.url, options.fuzz, options.seed + len(fuzzed))
+            fuzzed.append(sum(statuses.values()))
+            run.sample(attack="fuzz", statuses=dict(statuses), seconds=time.monotonic() - start)
+            _add(made, "fuzz", statuses, time.monotonic() - start)
         watch.end = True
         await asyncio.gather(*tasks)
         await asyncio.sleep(1)
@@ -102,6 +120,31 @@ async def attack(run: Run, rounds: int, served: Served) -> dict[str, Any]:
         "attacks": made,
         "left_over": {name: state[name] for name in LEFT_OVER},
     }
+
+
+def _add(made: dict[str, Any], name: str, statuses: Counter[str], took_s: float) -> None:
+    entry = made.setdefault(name, {"statuses": {}, "seconds": 0.0})
+    entry["statuses"] = dict(Counter(entry["statuses"]) + statuses)
+    entry["seconds"] += took_s
+
+
+async def fuzz(client: httpx.AsyncClient, url: str, count: int, seed: int) -> Counter[str]:
+    """Send bodies that are almost valid, some at once; how many got which status."""
+    wrong = await asyncio.to_thread(forbidden, url, count // 2, seed)
+    left = [*wrong, *mutations(Random(seed), count - len(wrong))]
+    Random(seed).shuffle(left)
+    statuses: Counter[str] = Counter()
+
+    async def send() -> None:
+        while left:
+            path, content = left.pop()
+            reply = await client.post(url + path, content=content, headers=JSON)
+            statuses[str(reply.status_code)] += 1
+            if reply.status_code >= 500:
+                print(f"{reply.status_code} {path} {content[:500]!r}", file=sys.stderr)
+
+    await asyncio.gather(*(send() for _ in range(FUZZ_AT_ONCE)))
+    return statuses
 
 
 class Watch:
