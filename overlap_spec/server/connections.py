@@ -148,7 +148,7 @@ class Connection(H11Protocol):
         ]
         if not idle:
             return False
-        # Rather one that has never asked for anything than one whose next request may be on its way.
+        # Rather one that has never asked than one whose next request may be on its way.
         oldest = min(idle, key=lambda other: (other.cycle is not None, other._idle_since_s))
         self._refused()
         oldest.transport.abort()
