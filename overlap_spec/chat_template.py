@@ -57,7 +57,7 @@ class ChatTemplate:
         except Exception as error:
             raise CheckpointError(f"chat_template: {_said(error)}") from None
         try:
-            self._render(SAMPLE, None)
+            self._render(SAMPLE, None, True)
         except Refused:
             return
         except Exception as error:
@@ -65,25 +65,29 @@ class ChatTemplate:
                 f"chat_template fails at a chat of one message: {_said(error)}"
             ) from None
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
-        """The text of a chat up to the start of the answer.
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, open_answer: bool = True
+    ) -> str:
+        """The text of a chat; ``open_answer`` adds the start of the answer.
 
         Raises:
             InvalidRequest: the template refuses the messages, or fails at them.
         """
         try:
-            return self._render(messages, tools)
+            return self._render(messages, tools, open_answer)
         except Refused as error:
             raise InvalidRequest(f"the chat template refuses: {error}", "messages") from None
         except Exception as error:
             message = f"the chat template fails at these messages: {_said(error)}"
             raise InvalidRequest(message, "messages") from None
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, open_answer: bool
+    ) -> str:
         own = {
             "messages": [dict(message) for message in messages],
             "tools": list(tools) if tools else None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": open_answer,
         }
         limits = Limits()
         return "".join(

@@ -85,11 +85,24 @@ class Tokenizer:
         Raises:
             InvalidRequest: there is no template, or it rejects these messages.
         """
+        return self.encode(self.render(messages, tools))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        open_answer: bool = True,
+    ) -> str:
+        """Text of a chat in the model's template; ``open_answer`` adds the start of an answer.
+
+        Raises:
+            InvalidRequest: as for :meth:`chat`.
+        """
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template: pass raw=True and a text prompt", "messages"
             )
-        return self.encode(self._template.render(messages, tools))
+        return self._template.render(messages, tools, open_answer)
 
     def detokenizer(self) -> StreamDecoder:
         """A fresh decoder for one output."""
