@@ -61,6 +61,8 @@ def serve(engine: AsyncEngine, settings: ServerSettings, log_level: str = "info"
         http=cast("Any", partial(Connection, settings, service.metrics.refused.inc)),
         h11_max_incomplete_event_size=LONGEST_HEAD_BYTES,
     )
+    # Kept by the application: its first reader would hold the loop.
+    app.openapi()
     # Before the engine loads, which takes long for nothing if the port is taken.
     sockets = bind(settings.host, settings.port)
     # A signal while the engine loads cancels the task: there is nothing to drain.
