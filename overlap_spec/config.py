@@ -14,6 +14,7 @@ DRAFTERS = Path(__file__).parent / "drafters"
 PLANNED_ALGORITHMS = ("mtp",)
 OVERLAP_MODES = ("once-sync", "double-sync", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8",)
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,13 @@ class EngineConfig:
             "has AMX or AVX512-BF16."
         ),
     ] = "auto"
+    quantization: Annotated[
+        str | None,
+        Help(
+            "int8: target and draft are computed with 8-bit weights, on a CPU with AVX512-VNNI; by "
+            "default they are not quantised."
+        ),
+    ] = None
     device: Annotated[str, Help("cpu, cuda, or auto: CUDA if there is a device.")] = "auto"
     context_length: Annotated[
         int | None, Help("Longest prompt + output, in tokens; by default the checkpoint's.")
@@ -193,6 +201,8 @@ class EngineConfig:
             _one_of("algorithm", self.drafter, built, PLANNED_ALGORITHMS)
         _one_of("overlap", self.overlap, OVERLAP_MODES)
         _one_of("dtype", self.dtype, DTYPES)
+        if self.quantization is not None:
+            _one_of("quantization", self.quantization, QUANTIZATIONS)
         least = {
             "num_steps": 0,
             "eagle_topk": 1,
