@@ -4,14 +4,20 @@ One operation serves prefill, decode, tree verify, draft steps and draft extend:
 ``prefix[b]`` cached keys, followed by ``W`` window keys at logical positions ``prefix[b] + w``.
 """
 
+# mypy: disable-error-code="no-any-return"
+# TorchScript reads the annotations of a function as they are, and knows no newer spelling.
+
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Any, List  # noqa: UP035
 
 import torch
 from torch import Tensor
+from torch.jit._trace import is_tracing
 from torch.nn import functional as F
 
 from overlap_spec.kernels.dispatch import operation
@@ -122,6 +128,20 @@ class KeySpan:
     @cached_property
     def _dense(self) -> dict[tuple[int, int | None, int, torch.dtype], Tensor]:
         return {}
+
+    @cached_property
+    def _page_counts(self) -> dict[int, Tensor]:
+        return {}
+
+    def page_counts(self, page_size: int) -> Tensor:
+        """Pages that each request's keys are on, int64 ``(B,)``; computed once for all layers."""
+        if page_size not in self._page_counts:
+            if self.mask is not None:
+                width = self.mask.shape[1]
+            else:
+                width = self.rectangle(self.positions).shape[1]
+            self._page_counts[page_size] = (self.prefix + (width + page_size - 1)) // page_size
+        return self._page_counts[page_size]
 
     @cached_property
     def packed(self) -> Tensor:
@@ -240,23 +260,60 @@ def _attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, span: KeySpan, window: int | None
 ) -> Tensor:
     """:func:`tree_attention` of the queries as one rectangle."""
-    heads, dim = q.shape[1:]
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
-    group = heads // kv_heads
-    batch = span.pages.shape[0]
-    # Whole pages are copied, which indexing by a matrix of them would do number by number.
-    pages = span.pages.flatten()
-    keys, values = (
-        cache.index_select(0, pages).view(batch, -1, kv_heads, dim).transpose(1, 2)
-        for cache in (k_cache, v_cache)
-    )
+    group = q.shape[1] // kv_heads
     # The heads of a group share their keys: they become more queries of one kv head.
     grouped = span.rectangle(q).unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4)
-    mixed = F.scaled_dot_product_attention(
-        grouped.flatten(2, 3),
-        keys,
-        values,
-        attn_mask=span.dense(page_size, window, group, q.dtype),
-    )
+    queries, added = grouped.flatten(2, 3), span.dense(page_size, window, group, q.dtype)
+    if q.is_cuda:
+        mixed = _at_once(queries, k_cache, v_cache, span.pages, added)
+    else:
+        attend = _scripted() if is_tracing() else _by_request
+        counts = span.page_counts(page_size)
+        mixed = attend(queries, k_cache, v_cache, span.pages, counts, added)
     mixed = mixed.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4)
     return span.flat(mixed.flatten(2))
+
+
+@lru_cache
+def _scripted() -> Any:
+    """:func:`_by_request` in TorchScript: a trace has no loops."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(_by_request)
+
+
+def _by_request(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, counts: Tensor, added: Tensor
+) -> Tensor:
+    """Attention of ``q (B, kv_heads, Q, D)`` over ``counts (B,)`` of each request's ``pages``.
+
+    The keys of one request at a time are copied out of their pages, as many as it has, whatever the
+    others have. A copy of all requests' keys would go to memory and back, and be taken from the
+    system and given back in each layer.
+
+    Args:
+        added: To the scores ``(B, 1, Q, P * page_size)``.
+    """
+    page_size, kv_heads, dim = k_cache.size(1), k_cache.size(2), k_cache.size(3)
+    out = torch.empty_like(q)
+    own_counts: List[int] = counts.tolist()  # noqa: UP006
+    for b in range(q.size(0)):
+        # Whole pages are copied, which indexing by a matrix of them would do number by number.
+        own = pages[b, : own_counts[b]]
+        keys = k_cache.index_select(0, own).view(1, -1, kv_heads, dim).transpose(1, 2)
+        values = v_cache.index_select(0, own).view(1, -1, kv_heads, dim).transpose(1, 2)
+        seen = added[b : b + 1, :, :, : own_counts[b] * page_size]
+        one = q[b : b + 1]
+        out[b : b + 1] = F.scaled_dot_product_attention(one, keys, values, attn_mask=seen)
+    return out
+
+
+def _at_once(q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, added: Tensor) -> Tensor:
+    """:func:`_by_request` without numbers of the device, which CUDA's graphs cannot wait for."""
+    kv_heads, dim = k_cache.shape[2:]
+    keys, values = (
+        cache.index_select(0, pages.flatten()).view(len(q), -1, kv_heads, dim).transpose(1, 2)
+        for cache in (k_cache, v_cache)
+    )
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=added)
