@@ -23,6 +23,10 @@ from torch.nn import functional as F
 from overlap_spec.kernels.dispatch import operation
 from overlap_spec.kernels.elementwise import apply_rope, rms_norm
 
+# The CPU's products give a row the same bits, in bfloat16, at all multiples of these.
+ROWS = 4
+KEYS = 64
+
 
 @dataclass(frozen=True)
 class KeySpan:
@@ -130,18 +134,30 @@ class KeySpan:
         return {}
 
     @cached_property
-    def _page_counts(self) -> dict[int, Tensor]:
+    def _own_pages(self) -> dict[int, tuple[Tensor, Tensor]]:
         return {}
 
-    def page_counts(self, page_size: int) -> Tensor:
-        """Pages that each request's keys are on, int64 ``(B,)``; computed once for all layers."""
-        if page_size not in self._page_counts:
-            if self.mask is not None:
-                width = self.mask.shape[1]
-            else:
+    def own_pages(self, page_size: int) -> tuple[Tensor, Tensor]:
+        """Pages of each request's keys alone, computed once for all layers.
+
+        Returns:
+            int64 ``(B, P')``, in which a request's last page stands for what is not its own, and
+            how many of them to read, int64 ``(B,)``: multiples of :func:`pages_together`.
+        """
+        if page_size not in self._own_pages:
+            if self.mask is None:
                 width = self.rectangle(self.positions).shape[1]
-            self._page_counts[page_size] = (self.prefix + (width + page_size - 1)) // page_size
-        return self._page_counts[page_size]
+            else:
+                width = self.mask.shape[1]
+            own = (self.prefix + (width + page_size - 1)) // page_size
+            step = pages_together(page_size)
+            columns = torch.arange(
+                self.pages.shape[1] + (-self.pages.shape[1] % step), device=own.device
+            )
+            last = own.clamp(max=self.pages.shape[1]) - 1
+            pages = self.pages.gather(1, torch.minimum(columns, last[:, None]))
+            self._own_pages[page_size] = pages, (last + step) // step * step
+        return self._own_pages[page_size]
 
     @cached_property
     def packed(self) -> Tensor:
@@ -152,14 +168,22 @@ class KeySpan:
     def dense(self, page_size: int, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
         """:meth:`visible` repeated for ``group`` heads, as what is added to scores: 0 or -inf.
 
-        Computed once for all layers.
+        With rows of 0 up to a multiple of :data:`ROWS`, and columns of -inf for what
+        :meth:`own_pages` adds. Computed once for all layers.
         """
         key = (page_size, window, group, dtype)
         if key not in self._dense:
             seen = self.visible(page_size, window)
-            added = torch.where(seen, 0.0, -torch.inf).to(dtype)
-            self._dense[key] = added.repeat(1, group, 1)[:, None]
+            added = torch.where(seen, 0.0, -torch.inf).to(dtype).repeat(1, group, 1)
+            missing = -self.pages.shape[1] % pages_together(page_size) * page_size
+            added = F.pad(added, (0, missing), value=-torch.inf)
+            self._dense[key] = F.pad(added, (0, 0, 0, -added.shape[1] % ROWS))[:, None]
         return self._dense[key]
+
+
+def pages_together(page_size: int) -> int:
+    """Pages that are read together: their keys are :data:`KEYS`, or one page has more."""
+    return max(1, KEYS // page_size)
 
 
 @operation
@@ -264,13 +288,16 @@ def _attend(
     group = q.shape[1] // kv_heads
     # The heads of a group share their keys: they become more queries of one kv head.
     grouped = span.rectangle(q).unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4)
-    queries, added = grouped.flatten(2, 3), span.dense(page_size, window, group, q.dtype)
+    queries = grouped.flatten(2, 3)
+    rows, added = queries.shape[2], span.dense(page_size, window, group, q.dtype)
+    queries = F.pad(queries, (0, 0, 0, -rows % ROWS))
+    pages, counts = span.own_pages(page_size)
     if q.is_cuda:
-        mixed = _at_once(queries, k_cache, v_cache, span.pages, added)
+        mixed = _at_once(queries, k_cache, v_cache, pages, added)
     else:
         attend = _scripted() if is_tracing() else _by_request
-        counts = span.page_counts(page_size)
-        mixed = attend(queries, k_cache, v_cache, span.pages, counts, added)
+        mixed = attend(queries, k_cache, v_cache, pages, counts, added)
+    mixed = mixed[:, :, :rows]
     mixed = mixed.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4)
     return span.flat(mixed.flatten(2))
 
@@ -286,7 +313,7 @@ def _scripted() -> Any:
 def _by_request(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, counts: Tensor, added: Tensor
 ) -> Tensor:
-    """Attention of ``q (B, kv_heads, Q, D)`` over ``counts (B,)`` of each request's ``pages``.
+    """Attention of ``q (B, kv_heads, Q, D)`` over the first ``counts (B,)`` of ``pages (B, P)``.
 
     The keys of one request at a time are copied out of their pages, as many as it has, whatever the
     others have. A copy of all requests' keys would go to memory and back, and be taken from the

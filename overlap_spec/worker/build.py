@@ -24,6 +24,7 @@ from overlap_spec.worker.streams import (
     Streams,
     ThreadStream,
     ThreadStreams,
+    torch_threads,
 )
 from overlap_spec.worker.tables import RowTables
 from overlap_spec.worker.worker import Worker
@@ -47,6 +48,18 @@ def build_worker(
     dtype = pick_dtype(config, device)
     if config.quantization is not None:
         check_quantization(config.quantization, device)
+    with torch_threads(count_threads(config, device) if device.type == "cpu" else None):
+        return _build_worker(config, device, dtype, reserve_tokens, streams, record)
+
+
+def _build_worker(
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    reserve_tokens: int,
+    streams: Streams,
+    record: RecordSpan,
+) -> Worker:
     rows = config.max_running_requests
     if device.type == "cuda":
         # Float32 output must not depend on the device.
@@ -86,13 +99,18 @@ def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:
     device = pick_device(config.device)
     if device.type == "cuda":
         return CudaStreams(device, record)
-    stored = torch.int8 if config.quantization else pick_dtype(config, device)
-    threads = pick_threads(config.threads, weight_bytes(config, stored))
+    threads = count_threads(config, device)
     if config.overlap == "none":
         return InlineStreams(record, threads)
     # Threads of torch's own already take all cores where they are as many.
     spare = threads < physical_cores()
     return ThreadStreams(lambda name: ThreadStream(name, record, threads), prefill=spare)
+
+
+def count_threads(config: EngineConfig, device: torch.device) -> int:
+    """Threads of torch for each stream of the CPU."""
+    stored = torch.int8 if config.quantization else pick_dtype(config, device)
+    return pick_threads(config.threads, weight_bytes(config, stored))
 
 
 def weight_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
