@@ -1,23 +1,24 @@
 """Int8 weights: what they cost in accuracy and what they bring in speed, against other types.
 
-``python -m bench.quantization [--model DIR] [--draft DIR] [--data FILE] [--texts N] [--requests N]
-[--threads T] [--quick] [--json PATH] [--seed S]``. Everything takes turns in one process:
-``float32``, ``bfloat16``, and ``int8`` over bfloat16 (``--dtype bfloat16 --quantization int8``),
-each with its weights in the layout that the engine gives them.
+``python -m bench.quantization [--model DIR] [--draft DIR] [--types T …] [--data FILE] [--texts N]
+[--requests N] [--threads T] [--quick] [--json PATH] [--seed S]``. Everything takes turns in one
+process: ``float32``, ``bfloat16``, and ``int8`` over bfloat16 (``--dtype bfloat16 --quantization
+int8``), each with its weights in the layout that the engine gives them.
 
 *Accuracy*: one pass over each text, a question and its answer as a chat, of ``--data`` (rows of
 GSM8K; the project's own questions if absent). ``perplexity`` is over all tokens but the first of
-each; ``equal_greedy`` the share of positions whose best token is float32's, and ``equal_bfloat16``
-the share where it is bfloat16's.
+each; ``equal_greedy`` by base: the share of positions whose best token is the base's.
 
 *Speed*: greedy JSON under ``bench.step_cost``'s schemas, one request after the other, by an engine
 of each type with the same static chain of 5 where there is a draft head, and no drafts otherwise.
-``tokens_per_second`` of each, ``ratio`` of int8 over each of the others in the same turn, after one
-turn that is not counted. A model of real cost is ``python -m bench.padded``'s.
+``tokens_per_second`` and ``cpu_ms`` (the process's CPU time a token, which other processes disturb
+least) of each; ``ratio`` of int8's tokens/s over each of the others' in the same turn, and
+``cpu_ratio`` of their ``cpu_ms`` over its; after one turn that is not counted. A model of real cost
+is ``python -m bench.padded``'s.
 
 Fields of the last line, beside those of every record (``bench.common``): ``perplexity``,
-``equal_greedy``, ``equal_bfloat16``, ``tokens`` (that accuracy is over), ``tokens_per_second``,
-``ratio``, ``accept_length``, ``threads``.
+``equal_greedy``, ``tokens`` (that accuracy is over), ``tokens_per_second``, ``cpu_ms``, ``ratio``,
+``cpu_ratio``, ``accept_length``, ``threads``.
 """
 
 from __future__ import annotations
@@ -96,43 +97,40 @@ def read_through(decoder: Decoder, text: Tensor) -> tuple[float, Tensor]:
     return float(loss), logits.argmax(-1)
 
 
-def measure_accuracy(run: Run, model: Path, texts: Sequence[Tensor]) -> dict[str, Any]:
+def measure_accuracy(
+    run: Run, model: Path, types: Sequence[str], texts: Sequence[Tensor]
+) -> dict[str, Any]:
     """One pass of every type over every text."""
-    losses: dict[str, list[float]] = {}
-    best: dict[str, list[Tensor]] = {}
-    for name in TYPES:
+    found: dict[str, list[tuple[float, Tensor]]] = {}
+    for name in types:
         decoder = load(model, name)
-        found = [read_through(decoder, text) for text in texts]
-        losses[name], best[name] = [loss for loss, _ in found], [ids for _, ids in found]
+        found[name] = [read_through(decoder, text) for text in texts]
         del decoder
+    losses: dict[str, float] = dict.fromkeys(types, 0.0)
+    equal = {base: dict.fromkeys(types, 0) for base in types if base != "int8"}
     for number, text in enumerate(texts):
-        for name in TYPES:
+        for name in types:
+            loss, best = found[name][number]
+            same = {base: int((best == found[base][number][1]).sum()) for base in equal}
+            tokens = len(text)
             run.sample(
-                part="accuracy",
-                type=name,
-                text=number,
-                tokens=len(text),
-                loss=losses[name][number],
-                equal_greedy=int((best[name][number] == best["float32"][number]).sum()),
-                equal_bfloat16=int((best[name][number] == best["bfloat16"][number]).sum()),
+                part="accuracy", type=name, text=number, tokens=tokens, loss=loss, equal=same
             )
-    rows = [sample for sample in run.samples if sample["part"] == "accuracy"]
+            losses[name] += loss
+            for base in equal:
+                equal[base][name] += same[base]
     tokens = sum(len(text) for text in texts)
-    mine = {name: [row for row in rows if row["type"] == name] for name in TYPES}
     return {
         "tokens": tokens,
-        "perplexity": {
-            name: math.exp(sum(row["loss"] for row in mine[name]) / (tokens - len(texts)))
-            for name in TYPES
-        },
-        **{
-            field: {name: sum(row[field] for row in mine[name]) / tokens for name in TYPES}
-            for field in ("equal_greedy", "equal_bfloat16")
+        "perplexity": {name: math.exp(losses[name] / (tokens - len(texts))) for name in types},
+        "equal_greedy": {
+            base: {name: count / tokens for name, count in counts.items()}
+            for base, counts in equal.items()
         },
     }
 
 
-def measure_speed(run: Run, options: argparse.Namespace) -> dict[str, Any]:
+def measure_speed(run: Run, options: argparse.Namespace, types: Sequence[str]) -> dict[str, Any]:
     """The types answer the same questions in turn."""
     settings: dict[str, Any] = {
         "adaptive": "static",
@@ -150,16 +148,17 @@ def measure_speed(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         engines = {
             name: stack.enter_context(
-                Engine(model, dtype=dtype, quantization=quantization, **settings)
+                Engine(model, dtype=TYPES[name][0], quantization=TYPES[name][1], **settings)
             )
-            for name, (dtype, quantization) in TYPES.items()
+            for name in types
         }
         for turn in range(-1, options.requests):
             asked = question(max(turn, 0) + options.seed)
             for name, engine in engines.items():
-                start = time.perf_counter()
+                start, cpu_start = time.perf_counter(), time.process_time()
                 output = engine.generate(asked.prompt, asked.grammar, sampling)
                 seconds = time.perf_counter() - start
+                cpu_seconds = time.process_time() - cpu_start
                 if output.error is not None:
                     raise RuntimeError(f"{name}: {output.error}")
                 if turn >= 0:
@@ -169,19 +168,26 @@ def measure_speed(run: Run, options: argparse.Namespace) -> dict[str, Any]:
                         turn=turn,
                         tokens=output.stats.output_tokens,
                         seconds=seconds,
+                        cpu_seconds=cpu_seconds,
                         verifies=output.stats.verifies,
                         verified_tokens=output.stats.verified_tokens,
                     )
     rows = [sample for sample in run.samples if sample["part"] == "speed"]
-    mine = {name: [row for row in rows if row["type"] == name] for name in TYPES}
-    speeds = {name: [row["tokens"] / row["seconds"] for row in mine[name]] for name in TYPES}
+    mine = {name: [row for row in rows if row["type"] == name] for name in types}
+    speeds = {name: [row["tokens"] / row["seconds"] for row in mine[name]] for name in types}
+    cpu_ms = {
+        name: [row["cpu_seconds"] * 1e3 / row["tokens"] for row in mine[name]] for name in types
+    }
+    others = [name for name in types if name != "int8"]
     return {
-        "tokens_per_second": {name: spread(speeds[name]) for name in TYPES},
-        "ratio": {name: paired(speeds["int8"], speeds[name]) for name in TYPES if name != "int8"},
+        "tokens_per_second": {name: spread(speeds[name]) for name in types},
+        "cpu_ms": {name: spread(cpu_ms[name]) for name in types},
+        "ratio": {name: paired(speeds["int8"], speeds[name]) for name in others},
+        "cpu_ratio": {name: paired(cpu_ms[name], cpu_ms["int8"]) for name in others},
         "accept_length": {
             name: sum(row["verified_tokens"] for row in mine[name])
             / max(sum(row["verifies"] for row in mine[name]), 1)
-            for name in TYPES
+            for name in types
         },
         "threads": options.threads,
     }
@@ -192,6 +198,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = flags("quantization", "Accuracy and speed of int8 weights.")
     parser.add_argument("--model", type=Path, help="checkpoint; the embedded one if absent")
     parser.add_argument("--draft", type=Path, help="its draft head, if any")
+    parser.add_argument(
+        "--types",
+        nargs="+",
+        choices=[name for name in TYPES if name != "int8"],
+        default=["float32", "bfloat16"],
+        help="what int8 is held against",
+    )
     parser.add_argument("--data", type=Path, default=OWN_QUESTIONS, help="GSM8K rows, .jsonl")
     parser.add_argument("--texts", type=int, help="of --data (default 200, quick 20)")
     parser.add_argument("--requests", type=int, help="of each type (default 20, quick 3)")
@@ -206,13 +219,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         texts = read_texts(options.data, Tokenizer(model, vocabulary), texts_wanted)
     except ConfigError as error:
         parser.error(str(error))
-    figures = measure_accuracy(run, model, texts) | measure_speed(run, options)
-    table = Table("", *TYPES, title="int8 against the others")
-    for field in ("perplexity", "equal_greedy", "equal_bfloat16", "accept_length"):
-        table.add_row(field, *(f"{figures[field][name]:.4f}" for name in TYPES))
-    medians = [f"{figures['tokens_per_second'][name]['median']:.1f}" for name in TYPES]
-    table.add_row("tokens/s", *medians)
+    types = [*options.types, "int8"]
+    accuracy = measure_accuracy(run, model, types, texts)
+    speed = measure_speed(run, options, types)
+    table = Table("", *types, title="int8 against the others")
+    table.add_row("perplexity", *(f"{accuracy['perplexity'][name]:.4f}" for name in types))
+    for base, shares in accuracy["equal_greedy"].items():
+        table.add_row(f"greedy token as {base}'s", *(f"{shares[name]:.4f}" for name in types))
+    for field in ("tokens_per_second", "cpu_ms"):
+        table.add_row(field, *(f"{speed[field][name]['median']:.1f}" for name in types))
     run.console.print(table)
+    figures = accuracy | speed
     run.finish(options.requests, data=options.data.name, **rounded(figures))
 
 
