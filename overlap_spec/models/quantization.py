@@ -41,7 +41,7 @@ def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
         int8 ``(N, K)`` of -127 to 127, and float32 ``(N,)``: row n stands for
         ``int8[n] * scale[n]``, and no number is further off than half of that scale.
     """
-    wide = weight.float()
+    wide = weight.to(torch.float32, copy=True)
     scale = wide.abs().amax(1).clamp_(min=LEAST).div_(LARGEST)
     return wide.div_(scale[:, None]).round_().to(torch.int8), scale
 
@@ -56,7 +56,7 @@ class Int8Linear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight, scale = round_rows(linear.weight.data.clone())
+        weight, scale = round_rows(linear.weight.data)
         packed = torch.ops.onednn.qlinear_prepack(weight, None)
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
@@ -115,7 +115,7 @@ class Int8Embedding(nn.Module):
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
         self.dtype = embedding.weight.dtype
-        weight, scale = round_rows(embedding.weight.data.clone())
+        weight, scale = round_rows(embedding.weight.data)
         self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("scale", scale[:, None], persistent=False)
 
