@@ -1,4 +1,4 @@
-"""The command line: ``overlap-spec generate``, ``serve`` and ``doctor``."""
+"""The command line: ``overlap-spec generate``, ``serve``, ``doctor`` and ``train``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from overlap_spec.cli_train import train
 from overlap_spec.config import EngineConfig, helps
 from overlap_spec.errors import ConfigError, InvalidRequest, OverlapSpecError
 from overlap_spec.server.settings import ServerSettings
@@ -38,6 +39,11 @@ ENGINE_FLAGS = (
     "eagle_topk",
     "num_draft_tokens",
     "adaptive",
+    "acceptance",
+    "threshold_single",
+    "threshold_acc",
+    "relaxed_topk",
+    "relaxed_delta",
     "overlap",
     "grammar_backend",
     "dtype",
@@ -321,6 +327,9 @@ def doctor(**paths: Any) -> None:
     Console().print(table)
     if not all(good for _, _, good in findings):
         raise typer.Exit(1)
+
+
+app.command()(train)
 
 
 def main() -> None:

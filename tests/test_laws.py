@@ -68,7 +68,14 @@ MAY_USE: dict[str, set[str] | None] = {
     "errors": set(),
     "config": set(),
     "kernels": {"torch", "triton"},
-    "grammar": {"numpy", "pydantic", "jsonschema", "referencing", "typing_extensions"},
+    "grammar": {
+        "numpy",
+        "pydantic",
+        "jsonschema",
+        "jsonschema_specifications",
+        "referencing",
+        "typing_extensions",
+    },
     "scheduler": {"numpy"},
     "speculation": {"numpy"},
     "models": {"torch", "safetensors"},
@@ -89,7 +96,7 @@ MAY_USE: dict[str, set[str] | None] = {
     "generator": set(),
     "server": None,
 }
-FACES = {"__init__", "__main__", "cli", "doctor", "bench"}
+FACES = {"__init__", "__main__", "cli", "cli_train", "doctor", "bench"}
 
 
 def sources() -> list[Path]:

@@ -36,7 +36,7 @@ def test_masks_that_wait_for_a_core_expose_no_more_than_the_grammar_took(
     assert figures.grammar_ms > 0
     if overlap != "none":
         # The serial mode also counts what its accepts wait for.
-        assert figures.exposed_ms <= figures.grammar_ms
+        assert figures.exposed_ms <= figures.grammar_ms + 0.01
     assert figures.idle_ms >= WAIT_S * 1e3 * (output.stats.verifies - 1)
     assert spans
-    assert sum(span.end_ns - span.start_ns for span in spans) / 1e6 <= figures.grammar_ms
+    assert sum(span.end_ns - span.start_ns for span in spans) / 1e6 <= figures.grammar_ms + 0.01
