@@ -7,7 +7,9 @@ int8``), each with its weights in the layout that the engine gives them.
 
 *Accuracy*: one pass over each text, a question and its answer as a chat, of ``--data`` (rows of
 GSM8K; the project's own questions if absent). ``perplexity`` is over all tokens but the first of
-each; ``equal_greedy`` by base: the share of positions whose best token is the base's.
+each; ``equal_greedy`` by base: the share of positions whose best token is the base's. Perplexity
+says nothing of a padded vocabulary: a channel of 2^-40, which 8 bits round to 0, holds its new
+tokens down.
 
 *Speed*: greedy JSON under ``bench.step_cost``'s schemas, one request after the other, by an engine
 of each type with the same static chain of 5 where there is a draft head, and no drafts otherwise.
