@@ -38,6 +38,7 @@ ENGINE_FLAGS = (
     "num_steps",
     "eagle_topk",
     "num_draft_tokens",
+    "tree",
     "adaptive",
     "acceptance",
     "threshold_single",
@@ -312,7 +313,7 @@ def serve(
 
 
 @app.command()
-@with_flags(EngineConfig, ("model", "draft"))
+@with_flags(EngineConfig, ("model", "draft", "algorithm"))
 def doctor(**paths: Any) -> None:
     """Show the installed libraries, and the device, kernels and weights that would be used."""
     from rich.console import Console

@@ -4,7 +4,7 @@ OverlapSpecError
 ├── InvalidRequest          one request is at fault: bad field, schema or prompt (HTTP 400)
 │   └── GrammarError        the constraint itself is at fault
 ├── CheckpointError         a checkpoint cannot be loaded as it is
-├── ConfigError             an engine setting is wrong or not built yet
+├── ConfigError             an engine setting is wrong
 ├── EngineUnavailable       the engine is closed, gone or not there yet (HTTP 503)
 ├── QueueFull               more requests wait than may wait (HTTP 429)
 └── RequestFailed           a running request ended with an error; the engine goes on
