@@ -48,6 +48,7 @@ ENGINE_FLAGS = (
     "overlap",
     "grammar_backend",
     "dtype",
+    "quantization",
     "device",
     "threads",
     "context_length",

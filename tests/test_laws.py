@@ -209,7 +209,7 @@ GRAMMAR_FILES: dict[str, set[str]] = {
         "tool_stream",
         "tools",
     },
-    "contract": {"contract", "states", "vocabulary", "walk"},
+    "contract": {"contract", "import_stubs", "states", "vocabulary", "walk"},
     "compile": {"__init__", "compile", "matcher_pool", "reasoning_matcher", "reasoning_tables"},
 }
 
