@@ -4,18 +4,28 @@ One operation serves prefill, decode, tree verify, draft steps and draft extend:
 ``prefix[b]`` cached keys, followed by ``W`` window keys at logical positions ``prefix[b] + w``.
 """
 
+# mypy: disable-error-code="no-any-return"
+# TorchScript reads the annotations of a function as they are, and knows no newer spelling.
+
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Any, List  # noqa: UP035
 
 import torch
 from torch import Tensor
+from torch.jit._trace import is_tracing
 from torch.nn import functional as F
 
 from overlap_spec.kernels.dispatch import operation
 from overlap_spec.kernels.elementwise import apply_rope, rms_norm
+
+# The CPU's products give a row the same bits, in bfloat16, at all multiples of these.
+ROWS = 4
+KEYS = 64
 
 
 @dataclass(frozen=True)
@@ -124,6 +134,32 @@ class KeySpan:
         return {}
 
     @cached_property
+    def _own_pages(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
+
+    def own_pages(self, page_size: int) -> tuple[Tensor, Tensor]:
+        """Pages of each request's keys alone, computed once for all layers.
+
+        Returns:
+            int64 ``(B, P')``, in which a request's last page stands for what is not its own, and
+            how many of them to read, int64 ``(B,)``: multiples of :func:`pages_together`.
+        """
+        if page_size not in self._own_pages:
+            if self.mask is None:
+                width = self.rectangle(self.positions).shape[1]
+            else:
+                width = self.mask.shape[1]
+            own = (self.prefix + (width + page_size - 1)) // page_size
+            step = pages_together(page_size)
+            columns = torch.arange(
+                self.pages.shape[1] + (-self.pages.shape[1] % step), device=own.device
+            )
+            last = own.clamp(max=self.pages.shape[1]) - 1
+            pages = self.pages.gather(1, torch.minimum(columns, last[:, None]))
+            self._own_pages[page_size] = pages, (last + step) // step * step
+        return self._own_pages[page_size]
+
+    @cached_property
     def packed(self) -> Tensor:
         """:attr:`mask` as :func:`pack_mask` makes it, made once for all layers."""
         assert self.mask is not None
@@ -132,14 +168,22 @@ class KeySpan:
     def dense(self, page_size: int, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
         """:meth:`visible` repeated for ``group`` heads, as what is added to scores: 0 or -inf.
 
-        Computed once for all layers.
+        With rows of 0 up to a multiple of :data:`ROWS`, and columns of -inf for what
+        :meth:`own_pages` adds. Computed once for all layers.
         """
         key = (page_size, window, group, dtype)
         if key not in self._dense:
             seen = self.visible(page_size, window)
-            added = torch.where(seen, 0.0, -torch.inf).to(dtype)
-            self._dense[key] = added.repeat(1, group, 1)[:, None]
+            added = torch.where(seen, 0.0, -torch.inf).to(dtype).repeat(1, group, 1)
+            missing = -self.pages.shape[1] % pages_together(page_size) * page_size
+            added = F.pad(added, (0, missing), value=-torch.inf)
+            self._dense[key] = F.pad(added, (0, 0, 0, -added.shape[1] % ROWS))[:, None]
         return self._dense[key]
+
+
+def pages_together(page_size: int) -> int:
+    """Pages that are read together: their keys are :data:`KEYS`, or one page has more."""
+    return max(1, KEYS // page_size)
 
 
 @operation
@@ -240,23 +284,63 @@ def _attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, span: KeySpan, window: int | None
 ) -> Tensor:
     """:func:`tree_attention` of the queries as one rectangle."""
-    heads, dim = q.shape[1:]
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
-    group = heads // kv_heads
-    batch = span.pages.shape[0]
-    # Whole pages are copied, which indexing by a matrix of them would do number by number.
-    pages = span.pages.flatten()
-    keys, values = (
-        cache.index_select(0, pages).view(batch, -1, kv_heads, dim).transpose(1, 2)
-        for cache in (k_cache, v_cache)
-    )
+    group = q.shape[1] // kv_heads
     # The heads of a group share their keys: they become more queries of one kv head.
     grouped = span.rectangle(q).unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4)
-    mixed = F.scaled_dot_product_attention(
-        grouped.flatten(2, 3),
-        keys,
-        values,
-        attn_mask=span.dense(page_size, window, group, q.dtype),
-    )
+    queries = grouped.flatten(2, 3)
+    rows, added = queries.shape[2], span.dense(page_size, window, group, q.dtype)
+    queries = F.pad(queries, (0, 0, 0, -rows % ROWS))
+    pages, counts = span.own_pages(page_size)
+    if q.is_cuda:
+        mixed = _at_once(queries, k_cache, v_cache, pages, added)
+    else:
+        attend = _scripted() if is_tracing() else _by_request
+        mixed = attend(queries, k_cache, v_cache, pages, counts, added)
+    mixed = mixed[:, :, :rows]
     mixed = mixed.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4)
     return span.flat(mixed.flatten(2))
+
+
+@lru_cache
+def _scripted() -> Any:
+    """:func:`_by_request` in TorchScript: a trace has no loops."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(_by_request)
+
+
+def _by_request(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, counts: Tensor, added: Tensor
+) -> Tensor:
+    """Attention of ``q (B, kv_heads, Q, D)`` over the first ``counts (B,)`` of ``pages (B, P)``.
+
+    The keys of one request at a time are copied out of their pages, as many as it has, whatever the
+    others have. A copy of all requests' keys would go to memory and back, and be taken from the
+    system and given back in each layer.
+
+    Args:
+        added: To the scores ``(B, 1, Q, P * page_size)``.
+    """
+    page_size, kv_heads, dim = k_cache.size(1), k_cache.size(2), k_cache.size(3)
+    out = torch.empty_like(q)
+    own_counts: List[int] = counts.tolist()  # noqa: UP006
+    for b in range(q.size(0)):
+        # Whole pages are copied, which indexing by a matrix of them would do number by number.
+        own = pages[b, : own_counts[b]]
+        keys = k_cache.index_select(0, own).view(1, -1, kv_heads, dim).transpose(1, 2)
+        values = v_cache.index_select(0, own).view(1, -1, kv_heads, dim).transpose(1, 2)
+        seen = added[b : b + 1, :, :, : own_counts[b] * page_size]
+        one = q[b : b + 1]
+        out[b : b + 1] = F.scaled_dot_product_attention(one, keys, values, attn_mask=seen)
+    return out
+
+
+def _at_once(q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, added: Tensor) -> Tensor:
+    """:func:`_by_request` without numbers of the device, which CUDA's graphs cannot wait for."""
+    kv_heads, dim = k_cache.shape[2:]
+    keys, values = (
+        cache.index_select(0, pages.flatten()).view(len(q), -1, kv_heads, dim).transpose(1, 2)
+        for cache in (k_cache, v_cache)
+    )
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=added)

@@ -14,6 +14,7 @@ DRAFTERS = Path(__file__).parent / "drafters"
 OVERLAP_MODES = ("once-sync", "double-sync", "none")
 ACCEPTANCE_RULES = ("exact", "rejection", "threshold")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8",)
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,13 @@ class EngineConfig:
             "has AMX or AVX512-BF16."
         ),
     ] = "auto"
+    quantization: Annotated[
+        str | None,
+        Help(
+            "int8: target and draft are computed with 8-bit weights, on a CPU with AVX512-VNNI; by "
+            "default they are not quantised."
+        ),
+    ] = None
     device: Annotated[str, Help("cpu, cuda, or auto: CUDA if there is a device.")] = "auto"
     context_length: Annotated[
         int | None, Help("Longest prompt + output, in tokens; by default the checkpoint's.")
@@ -240,6 +248,8 @@ class EngineConfig:
             _one_of("algorithm", self.drafter, built)
         _one_of("overlap", self.overlap, OVERLAP_MODES)
         _one_of("dtype", self.dtype, DTYPES)
+        if self.quantization is not None:
+            _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("acceptance", self.acceptance, ACCEPTANCE_RULES)
         self._check_acceptance()
         least = {

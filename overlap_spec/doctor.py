@@ -16,6 +16,19 @@ Finding = tuple[str, str, bool]
 LIBRARIES = ("torch", "xgrammar", "tokenizers", "safetensors", "jinja2", "pydantic", "numpy")
 
 
+def check_files(config: EngineConfig, chat_template: str | None = None) -> None:
+    """Read a checkpoint's small files, which takes no torch and no memory for weights.
+
+    Raises:
+        CheckpointError: one is missing, broken or out of range; names the field.
+    """
+    from overlap_spec.models.config import read_config
+    from overlap_spec.tokenizer import Tokenizer
+
+    path = config.target_path
+    Tokenizer(path, read_config(path).vocab_size, chat_template)
+
+
 def examine(model: str | None, draft: str | None, algorithm: str | None = None) -> list[Finding]:
     """(subject, finding, whether it is fine) for libraries, device, kernels and weights.
 

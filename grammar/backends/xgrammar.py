@@ -15,18 +15,21 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-import xgrammar as xgr
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import walk
 from overlap_spec.grammar.automata.charset import rule_class
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
+from overlap_spec.grammar.import_stubs import awaiting
 from overlap_spec.grammar.lowering import to_ebnf
 from overlap_spec.grammar.parsing.expressions import Chain, Chars, Either, Expression, Ref
 from overlap_spec.grammar.parsing.regular import EpsilonFree
 from overlap_spec.grammar.parsing.syntax import ForeignConstruct, read
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
+
+with awaiting("transformers"):
+    import xgrammar as xgr
 
 # A grammar that compiles faster than this is serialised as its text: writing and reading its
 # compiled form takes several times as long. The library releases the GIL while it compiles.

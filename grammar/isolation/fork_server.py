@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from types import FrameType
 
 from overlap_spec.grammar.contract import Backend
+from overlap_spec.grammar.import_stubs import import_light
 from overlap_spec.grammar.isolation import worker
 from overlap_spec.grammar.isolation.channel import Message, receive, send
-from overlap_spec.grammar.isolation.import_stubs import import_light
 from overlap_spec.grammar.isolation.limits import CompileLimits
 from overlap_spec.grammar.vocabulary import Vocabulary
 

@@ -226,7 +226,7 @@ class EngineCore:
         if step is None:
             return []
         start = time.perf_counter_ns()
-        result = self.worker.results(step, self._right_before(step))
+        result = self.worker.results(step, self._right_before(step), self.grammar.spent_ms)
         self._account(result, 0.0)
         kept = self._commit(result, step)
         idle = {"exposed_ms": result.exposed_ms, "idle_ms": result.idle_ms}
@@ -243,7 +243,7 @@ class EngineCore:
 
     def _finish_serial(self, step: InFlightStep) -> None:
         """Read and accept a step at once: compute stands idle for the accepts too."""
-        result = self.worker.results(step, self._right_before(step))
+        result = self.worker.results(step, self._right_before(step), self.grammar.spent_ms)
         kept = self._commit(result, step)
         start = time.perf_counter_ns()
         self._accept(kept)
@@ -280,9 +280,7 @@ class EngineCore:
                 self.grammar.drop(sequence.request.id)
 
     def _account(self, result: StepResult, late_ms: float) -> None:
-        shares = self.grammar.account(
-            result.plan.index, result.exposed_ms + late_ms, result.idle_ms
-        )
+        shares = self.grammar.account(result.exposed_ms + late_ms, result.idle_ms)
         verified = set(result.plan.verified_ids)
         for sequence in self.scheduler.running:
             if sequence.request.id in verified:

@@ -139,21 +139,23 @@ class GrammarManager:
             if error is not None:
                 self._fail(result.request_id, error)
 
-    def account(self, step: int, exposed_ms: float, idle_ms: float) -> dict[int, GrammarShare]:
+    @property
+    def spent_ms(self) -> float:
+        """Wall-clock time of the grammar's work since the last :meth:`account`."""
+        return union_ms(Span("lane", "", r.start_ns, r.end_ns, 0, {}) for r in self._results)
+
+    def account(self, exposed_ms: float, idle_ms: float) -> dict[int, GrammarShare]:
         """Close a step's books: what was done since the last call is what it cost.
 
         Args:
-            step: Its number, for the timeline.
             exposed_ms: How long compute stood idle for the grammar.
             idle_ms: How long it stood idle for whatever reason.
 
         Returns:
             Request id → its share.
         """
+        self.figures.add(self.spent_ms, exposed_ms, idle_ms)
         results, self._results = self._results, []
-        spans = [Span("lane", "", r.start_ns, r.end_ns, step, {}) for r in results]
-        grammar_ms = union_ms(spans)
-        self.figures.add(grammar_ms, exposed_ms, idle_ms)
         shares: dict[int, GrammarShare] = {}
         for result in results:
             share = shares.setdefault(result.request_id, GrammarShare())

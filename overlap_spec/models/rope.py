@@ -85,8 +85,11 @@ def rope_table(rope: RopeConfig, head_dim: int, positions: int) -> Tensor:
 
     Returns:
         float32 ``(positions, 2, head_dim)`` on the CPU: ``[:, 0]`` cos, ``[:, 1]`` sin with its
-        first half negated, so that a rotation is ``x * cos + roll(x, head_dim / 2) * sin``.
+        first half negated, so that a rotation is ``x * cos + roll(x, head_dim / 2) * sin``. Without
+        values where torch's default device is meta, as a module has none there.
     """
+    if torch.get_default_device().type == "meta":
+        return torch.empty(positions, 2, head_dim)
     frequencies, factor = inverse_frequencies(rope, head_dim)
     angles = torch.arange(positions, dtype=torch.float32, device="cpu")[:, None] * frequencies
     cos, sin = angles.cos() * factor, angles.sin() * factor

@@ -12,6 +12,7 @@ from overlap_spec.drafters.registry import load_drafter
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.config import ModelConfig, read_json
 from overlap_spec.models.packing import pack
+from overlap_spec.models.quantization import has_int8, quantize
 from overlap_spec.models.weights import load_decoder, parameter_count
 from overlap_spec.worker.acceptance import AcceptanceRule
 from overlap_spec.worker.cores import physical_cores, pick_float, pick_threads
@@ -24,6 +25,7 @@ from overlap_spec.worker.streams import (
     Streams,
     ThreadStream,
     ThreadStreams,
+    torch_threads,
 )
 from overlap_spec.worker.tables import RowTables
 from overlap_spec.worker.worker import Worker
@@ -45,6 +47,20 @@ def build_worker(
     """
     device = pick_device(config.device)
     dtype = pick_dtype(config, device)
+    if config.quantization is not None:
+        check_quantization(config.quantization, device)
+    with torch_threads(count_threads(config, device) if device.type == "cpu" else None):
+        return _build_worker(config, device, dtype, reserve_tokens, streams, record)
+
+
+def _build_worker(
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    reserve_tokens: int,
+    streams: Streams,
+    record: RecordSpan,
+) -> Worker:
     rows = config.max_running_requests
     if device.type == "cuda":
         # Float32 output must not depend on the device.
@@ -63,9 +79,11 @@ def build_worker(
     if config.drafter != "none":
         drafter = load_drafter(config.drafter).build(config, target, tables, make_cache)
     if device.type == "cpu":
-        for model in (target, drafter):
-            if model is not None:
-                pack(model)
+        models = [model for model in (target, drafter) if model is not None]
+        if config.quantization is not None:
+            quantize(models)
+        for model in models:
+            pack(model)
     features = len(drafter.feature_layers) if drafter is not None else 0
     page_bytes = sum(cache.page_bytes for cache in (pool, *draft_pools))
     # The feature that each page keeps for the drafter.
@@ -83,7 +101,7 @@ def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:
     device = pick_device(config.device)
     if device.type == "cuda":
         return CudaStreams(device, record)
-    threads = pick_threads(config.threads, weight_bytes(config, pick_dtype(config, device)))
+    threads = count_threads(config, device)
     if config.overlap == "none":
         return InlineStreams(record, threads)
     # Threads of torch's own already take all cores where they are as many.
@@ -91,9 +109,23 @@ def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:
     return ThreadStreams(lambda name: ThreadStream(name, record, threads), prefill=spare)
 
 
+def count_threads(config: EngineConfig, device: torch.device) -> int:
+    """Threads of torch for each stream of the CPU."""
+    stored = torch.int8 if config.quantization else pick_dtype(config, device)
+    return pick_threads(config.threads, weight_bytes(config, stored))
+
+
 def weight_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     """Bytes of the target's weights in ``dtype``."""
     return parameter_count(config.target_path) * dtype.itemsize
+
+
+def check_quantization(name: str, device: torch.device) -> None:
+    """Raise ConfigError where weights cannot be quantised."""
+    if device.type != "cpu":
+        raise ConfigError(f"quantization {name!r} is for the CPU alone: set device to cpu")
+    if not has_int8():
+        raise ConfigError(f"quantization {name!r} needs a processor with AVX512-VNNI")
 
 
 def pick_device(name: str) -> torch.device:

@@ -326,12 +326,16 @@ class Worker:
         self.streams.compute.record(step.events.free)
 
     @torch.inference_mode()
-    def results(self, step: InFlightStep, before: InFlightStep | None) -> StepResult:
+    def results(
+        self, step: InFlightStep, before: InFlightStep | None, grammar_ms: float
+    ) -> StepResult:
         """Wait for a step's results and read them.
 
         Args:
             before: The step right before it, from whose accept its idle time counts; None where
                 the worker was at rest in between.
+            grammar_ms: What the grammar's work for the step took. A longer wait for its masks was
+                one for a core or a lock, and counts as idle time alone.
         """
         events, plan = step.events, step.plan
         events.results_on_host.synchronize()
@@ -351,10 +355,12 @@ class Worker:
             rows.append(self._row_result(step, trees + index, [token], 0, 0, False, (), 0, 0))
         self.streams.note()
         if step.constrained:
-            exposed_ms = max(0.0, events.verified.elapsed_ms(events.masks_ready))
+            waited_ms = events.verified.elapsed_ms(events.masks_ready)
+            exposed_ms = min(max(0.0, waited_ms), grammar_ms)
             if exposed_ms:
-                start = events.verified.time_ns
-                end = start + int(exposed_ms * 1e6)
+                # The end of the wait: the masks come last.
+                end = events.verified.time_ns + int(waited_ms * 1e6)
+                start = end - int(exposed_ms * 1e6)
                 self._record("compute", "exposed", start, end, plan.index)
         if before is not None:
             idle_ms = before.accepted.idle_ms(step.accepted)

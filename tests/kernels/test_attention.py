@@ -6,6 +6,7 @@ import math
 import warnings
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,6 +113,40 @@ def test_attention_of_chunks_reads_only_their_own_pages() -> None:
     for cache in (k, v):
         cache[span.pages[0, 3:]] = cache[span.pages[1, 1:]] = cache[span.pages[2]] = torch.nan
     assert torch.equal(tree_attention(q, k, v, span), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_request_has_the_same_bits_beside_any_other(masked: bool, dtype: torch.dtype) -> None:
+    """Whatever the others' lengths, nothing but its own pages is read."""
+    torch.manual_seed(0)
+    size, prefixes, queries = 16, [700, 3, 1400, 37], 6
+    columns = -(-(max(prefixes) + queries) // size)
+    pages = 1 + torch.randperm(4 * columns).view(4, columns)
+    k, v = (torch.randn(4 * columns + 1, size, 2, DIM).to(dtype) for _ in range(2))
+    mask = torch.ones(queries, queries, dtype=torch.bool).tril().repeat(4, 1) if masked else None
+    prefix = torch.tensor(prefixes)
+    positions = (prefix[:, None] + torch.arange(queries)).flatten()
+    q = torch.randn(4 * queries, 4, DIM).to(dtype)
+    together = tree_attention(q, k, v, KeySpan(pages, prefix, positions, mask))
+    for b, length in enumerate(prefixes):
+        own = pages[b : b + 1, : -(-(length + queries) // size)]
+        rest = torch.ones(len(k), dtype=torch.bool)
+        rest[own] = False
+        keys, values = (cache.clone() for cache in (k, v))
+        keys[rest] = values[rest] = torch.nan
+        here = slice(b * queries, (b + 1) * queries)
+        span = KeySpan(
+            own, prefix[b : b + 1], positions[here], None if mask is None else mask[here]
+        )
+        assert torch.equal(tree_attention(q[here], keys, values, span), together[here]), length
+        # Beside requests of other lengths, which it does not read either.
+        pair = [b, (b + 1) % 4]
+        both = torch.cat([torch.arange(queries) + each * queries for each in pair])
+        seen = None if mask is None else mask[both]
+        span = KeySpan(pages[pair], prefix[pair], positions[both], seen)
+        got = tree_attention(q[both], keys, values, span)
+        assert torch.equal(got[:queries], together[here]), length
 
 
 def test_attention_of_trees_is_traced_without_its_numbers() -> None:

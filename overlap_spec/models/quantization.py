@@ -1,0 +1,145 @@
+"""Linear layers and embeddings in int8, for inference on the CPU.
+
+Each row of a weight, one an output channel, is rounded to 8 bits by a scale of its own. What a
+layer reads is rounded so too, a token at a time, and the products are summed as integers. So a
+token's result has the same bits whatever is computed beside it: no sum depends on its order.
+
+The price is paid by models with outlier channels: one large number leaves few of a token's 8 bits
+to the others. ``python -m bench.quantization --model DIR`` tells what a checkpoint loses.
+
+That is oneDNN's int8 product. Torch's own of an int8 weight and bfloat16 rows
+(``_weight_int8pack_mm``) leaves the rows as they are, but computes in float32: from 6 rows on, as
+many as a verify has, it was slower than the packed bfloat16 product.
+"""
+
+# mypy: disable-error-code="no-any-return"
+# TorchScript reads the annotations of a function as they are, and knows no newer spelling.
+
+import warnings
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, List, Optional, Union  # noqa: UP035
+
+import torch
+from torch import Tensor, nn
+from torch.jit._trace import is_tracing
+from torch.nn import functional as F
+
+from overlap_spec.models.packing import rounded_rows
+
+LARGEST = 127
+# Of a row of zeros: its scale must not be zero.
+LEAST = 1e-30
+
+
+def has_int8() -> bool:
+    """Whether the processor sums products of bytes in 32 bits (AVX512-VNNI), not in 16."""
+    return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
+
+
+def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix ``(N, K)`` of any float type in int8, each row by a scale of its own.
+
+    Returns:
+        int8 ``(N, K)`` of -127 to 127, and float32 ``(N,)``: row n stands for
+        ``int8[n] * scale[n]``, and no number is further off than half of that scale.
+    """
+    wide = weight.to(torch.float32, copy=True)
+    scale = wide.abs().amax(1).clamp_(min=LEAST).div_(LARGEST)
+    return wide.div_(scale[:, None]).round_().to(torch.int8), scale
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with an int8 weight in oneDNN's layout; input and output keep their type."""
+
+    packed: Tensor
+    scale: Tensor
+    zero: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight, scale = round_rows(linear.weight.data)
+        packed = torch.ops.onednn.qlinear_prepack(weight, None)
+        self.register_buffer("packed", packed, persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
+        zero = torch.zeros(self.out_features, dtype=torch.int64)
+        self.register_buffer("zero", zero, persistent=False)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(T, in_features)`` → ``(T, out_features)``."""
+        if is_tracing():
+            # A recorded pass has few sizes of its own (``worker/graphs.py``), and no branches.
+            return int8_linear()(x, self.packed, self.scale, self.zero, self.bias)
+        rows = len(x)
+        more = rounded_rows(rows) - rows
+        if more:
+            x = F.pad(x, (0, 0, 0, more))
+        out: Tensor = _int8_linear(x, self.packed, self.scale, self.zero, self.bias)
+        return out[:rows] if more else out
+
+
+@cache
+def int8_linear() -> Any:
+    """The product in TorchScript: its list of optional numbers cannot be traced."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(_int8_linear)
+
+
+def _int8_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    bias: Optional[Tensor],  # noqa: UP045
+) -> Tensor:
+    none: List[Optional[Union[int, float, complex]]] = []  # noqa: UP006, UP007, UP045
+    wide = x.float()
+    # LEAST and LARGEST, which a script cannot read. A row that is not finite has such a scale.
+    unit = wide.abs().amax(-1, True).clamp_(min=1e-30).div_(127)
+    digits = wide.div(unit).round_().add_(128).to(torch.uint8)
+    out = torch.ops.onednn.qlinear_pointwise(
+        digits, 1.0, 128, packed, scale, zero, None, 1.0, 0, torch.float32, "none", none, ""
+    )
+    out = out.mul_(unit)
+    if bias is not None:
+        out = out.add_(bias)
+    return out.to(x.dtype)
+
+
+class Int8Embedding(nn.Module):
+    """A table of vectors in int8, each with its own scale."""
+
+    weight: Tensor
+    scale: Tensor
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.dtype = embedding.weight.dtype
+        weight, scale = round_rows(embedding.weight.data)
+        self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("scale", scale[:, None], persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``(...)`` → ``(..., width)``."""
+        return (self.weight[tokens].float() * self.scale[tokens]).to(self.dtype)
+
+
+def quantize(modules: Iterable[nn.Module]) -> None:
+    """Replace every linear layer and embedding below ``modules``, which may share some.
+
+    A head that is tied to its embedding becomes a layer of its own: the two are read in different
+    orders.
+    """
+    made: dict[nn.Module, nn.Module] = {}
+    for module in modules:
+        for part in list(module.modules()):
+            for name, child in part.named_children():
+                if child not in made and isinstance(child, nn.Linear):
+                    made[child] = Int8Linear(child)
+                elif child not in made and isinstance(child, nn.Embedding):
+                    made[child] = Int8Embedding(child)
+                if child in made:
+                    setattr(part, name, made[child])
