@@ -38,6 +38,7 @@ ENGINE_FLAGS = (
     "eagle_topk",
     "num_draft_tokens",
     "adaptive",
+    "tpot_slo_ms",
     "overlap",
     "grammar_backend",
     "dtype",

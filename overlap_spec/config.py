@@ -73,6 +73,13 @@ class EngineConfig:
             ("--speculative-adaptive-config", "--adaptive"),
         ),
     ] = "guarded"
+    tpot_slo_ms: Annotated[
+        float | None,
+        Help(
+            "Target of the time per output token, in ms, of requests that name none: adaspec and "
+            "auto plan no step that takes longer, where they can."
+        ),
+    ] = None
     ngram_max_matching_size: Annotated[
         int,
         Help(
@@ -224,7 +231,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be an integer >= {low}: {value!r}")
         if self.chunked_prefill_size < self.page_size:
             raise ConfigError("chunked_prefill_size must hold at least one page (page_size)")
-        for name in ("mask_deadline_ms", "grammar_compile_timeout_s"):
+        for name in ("mask_deadline_ms", "grammar_compile_timeout_s", "tpot_slo_ms"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} must be over 0: {value!r}")

@@ -12,7 +12,8 @@ from typing import Any
 
 from overlap_spec.errors import ConfigError
 from overlap_spec.speculation.guarded import GUARDED, GuardedSlot
-from overlap_spec.speculation.policy import LengthPolicy, SlotPolicy
+from overlap_spec.speculation.policy import LengthPolicy
+from overlap_spec.speculation.slots import SlotPolicy
 from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.speculation.tiers import EmaSlot, SlotSettings
 from overlap_spec.types import Tier

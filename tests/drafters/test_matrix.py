@@ -12,6 +12,7 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output
 from tests.drafters.test_layouts import LAYOUTS, write
 from tests.support import checkpoints
+from tests.support.policies import share_nodes
 from tests.worker import test_overlap
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -95,7 +96,7 @@ def test_drafts_change_nothing(
     settings = {**settings_of(tiny, folders, kind), **SHAPES[shape], "overlap": overlap}
     with Engine(**settings, adaptive="static", context_length=256) as engine:
         if shape == "ragged":
-            monkeypatch.setattr(engine.core.policy, "nodes", lambda batch, _: 5 * batch)
+            share_nodes(monkeypatch, engine, lambda batch, _: 5 * batch)
         outputs = answer(engine)
         assert engine.snapshot()["drafter"]["faults"] == 0
         assert engine.core.scheduler.allocator.in_use == 0
