@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from overlap_spec.config import EngineConfig
+from overlap_spec.engine.cost_model import cost_model
 from overlap_spec.engine.drafter_guard import DrafterGuard
 from overlap_spec.engine.grammar_manager import GrammarManager, StepFigures
 from overlap_spec.errors import NumericFault
@@ -73,6 +74,8 @@ class EngineCore:
         self._told: set[int] = set()
         # What the steps under way were planned for, the newest last.
         self._views: dict[int, StepView] = {}
+        if self.policy.weighs_cost:
+            self.policy.calibrate(*cost_model(config, self.worker, self.policy.tiers))
         self.worker.prepare(self.policy.choose(StepView((RequestView(0, 1),))).tier)
 
     def add(self, sequence: Sequence) -> None:
@@ -322,7 +325,9 @@ def _policy(config: EngineConfig) -> LengthPolicy:
     if config.drafter == "none":
         return StaticPolicy(static_tier(0, 1, None))
     steps, top_k = config.num_steps, config.eagle_topk
-    policy = load_policy(config.adaptive, steps, top_k, config.num_draft_tokens)
+    # What a drafter of one's own can draft, only its launch tier tells.
+    trees = ":" not in config.drafter
+    policy = load_policy(config.adaptive, steps, top_k, config.num_draft_tokens, trees)
     if isinstance(policy, StaticPolicy):
         return policy
     nearest = min(policy.tiers, key=lambda t: (t.top_k != top_k, abs(t.steps - steps)))

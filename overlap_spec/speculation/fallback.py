@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from overlap_spec.speculation.cost import CostModel
 from overlap_spec.speculation.policy import LengthPolicy, StepOutcome, StepView
 from overlap_spec.types import Budget
 
@@ -26,6 +27,13 @@ class FallbackPolicy(LengthPolicy):
         self.policy, self._static = policy, static
         self.error: str | None = None
         self.tiers = tuple(dict.fromkeys((*policy.tiers, *static.tiers)))
+
+    @property
+    def weighs_cost(self) -> bool:  # type: ignore[override]
+        return self.policy.weighs_cost
+
+    def calibrate(self, model: CostModel, spread: float) -> None:
+        self.policy.calibrate(model, spread)
 
     def choose(self, view: StepView) -> Budget:
         try:

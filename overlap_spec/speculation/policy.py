@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from overlap_spec.speculation.cost import CostModel
 from overlap_spec.types import Budget, Tier
 
 OFF = Tier(0, 1, 1)
@@ -111,9 +112,18 @@ class LengthPolicy(ABC):
 
     Attributes:
         tiers: Every tier that it may choose, distinct, by steps: what buffers and graphs are for.
+        weighs_cost: Whether :meth:`calibrate` is to be called before the first step.
     """
 
     tiers: tuple[Tier, ...]
+    weighs_cost: bool = False
+
+    def calibrate(self, model: CostModel, spread: float) -> None:  # noqa: B027
+        """Take in what was measured of the machine.
+
+        Args:
+            spread: Standard deviation of the coefficients' logarithms.
+        """
 
     @abstractmethod
     def choose(self, view: StepView) -> Budget:

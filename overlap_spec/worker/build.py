@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+from typing import Any
 
 import torch
 
@@ -87,6 +89,32 @@ def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:
     # Threads of torch's own already take all cores where they are as many.
     spare = threads < physical_cores()
     return ThreadStreams(lambda name: ThreadStream(name, record, threads), prefill=spare)
+
+
+def machine_key(config: EngineConfig) -> dict[str, Any]:
+    """What the time of a pass depends on, as plain data: model, drafter, device, dtype, threads."""
+    device = pick_device(config.device)
+    dtype = pick_dtype(config, device)
+    threads = 0
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        threads = pick_threads(config.threads, weight_bytes(config, dtype))
+        name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        name += f", {physical_cores()} cores"
+    paths = {"model": config.target_path, "draft": config.draft_path}
+    shapes = {
+        what: read_json(path / "config.json") if path is not None else None
+        for what, path in paths.items()
+    }
+    return {
+        **shapes,
+        "drafter": config.drafter,
+        "device": name,
+        "dtype": str(dtype),
+        "threads": threads,
+        "graphs": config.graphs,
+    }
 
 
 def weight_bytes(config: EngineConfig, dtype: torch.dtype) -> int:

@@ -1,0 +1,79 @@
+"""What a step costs on this machine: the user's profile, or a quick fit at start-up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.speculation.cost import (
+    ASSUMED,
+    ASSUMED_SPREAD,
+    PROFILE_SPREAD,
+    STARTUP_SPREAD,
+    CostModel,
+    DraftTime,
+    VerifyTime,
+    fit,
+)
+from overlap_spec.speculation.profiles import load_profile
+from overlap_spec.types import Tier
+from overlap_spec.worker.build import machine_key
+from overlap_spec.worker.pass_times import PassTimes, Point
+from overlap_spec.worker.worker import Worker
+
+log = logging.getLogger(__name__)
+
+STARTUP_S = 2.0
+# What a profile measures; as far as the engine's limits go.
+PROFILE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+PROFILE_CONTEXTS = (0, 1024, 4096)
+
+
+def cost_model(
+    config: EngineConfig, worker: Worker, tiers: Sequence[Tier]
+) -> tuple[CostModel, float]:
+    """The cost model to start with, and the standard deviation of its coefficients' logarithms."""
+    profile = load_profile(machine_key(config))
+    if profile is not None:
+        return profile, PROFILE_SPREAD
+    try:
+        times = worker.measure(startup_points(tiers, config.max_running_requests), STARTUP_S)
+        return fit_times(times, "start-up fit"), STARTUP_SPREAD
+    except Exception as error:  # the drafter's own, or no room for it
+        log.warning("no start-up fit, costs are assumed: %s", error, exc_info=error)
+        return ASSUMED, ASSUMED_SPREAD
+
+
+def startup_points(tiers: Sequence[Tier], rows: int) -> list[Point]:
+    """A few points of a few tiers, the least work first: each tier is recorded for them."""
+    off = min(tiers, key=lambda t: t.steps)
+    chain = max((t for t in tiers if t.top_k == 1), key=lambda t: t.steps)
+    trees = [t for t in tiers if t.top_k > 1]
+    points = [Point(off, 1), Point(chain, 1)]
+    points += [Point(max(trees, key=lambda t: t.steps), 1)] if trees else []
+    points += [Point(off, batch) for batch in (4, 16) if batch <= rows]
+    points += [Point(chain, batch) for batch in (2, 4, 12) if batch <= rows]
+    return points
+
+
+def profile_points(tiers: Sequence[Tier], rows: int, longest: int) -> Iterator[Point]:
+    """Batch × context × nodes, as far as an engine of ``rows`` requests goes."""
+    for context in PROFILE_CONTEXTS:
+        if context and context + 64 > longest:
+            return
+        for tier in tiers:
+            for batch in PROFILE_BATCHES:
+                # Away from an empty context, few are enough for a slope.
+                if batch <= rows and (not context or batch in (1, 8, 32)):
+                    yield Point(tier, batch, context)
+
+
+def fit_times(times: Sequence[PassTimes], source: str) -> CostModel:
+    """The cost model of measured passes."""
+    verifies, drafts = [], []
+    for (tier, batch, context), draft_ms, verify_ms in times:
+        verifies.append(VerifyTime(batch * tier.nodes, batch * context, verify_ms))
+        if draft_ms:
+            drafts.append(DraftTime(batch, batch * context, tier.steps, tier.top_k, draft_ms))
+    return fit(verifies, drafts, source)

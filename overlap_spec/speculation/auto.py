@@ -1,0 +1,408 @@
+"""The policy that nobody tunes: each tier's expected tokens over its measured time.
+
+    rate(tier) = (batch + Σ E[accepted of a request | tier]) / T(tier, batch, contexts)
+
+E comes from observed survival (``acceptance``), T from the cost model that learns from every step
+(``cost``). Both are known to some precision, and a tier's gain over the active one has a standard
+error. A gain that clears it is taken; one that may be there is probed, where a probe costs little;
+what is neither is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, log
+from typing import Any, NamedTuple
+
+from overlap_spec.speculation.acceptance import (
+    TREE_CHILDREN,
+    DepthCounts,
+    children,
+    expected,
+    slopes,
+    tree_rate,
+    variance,
+)
+from overlap_spec.speculation.cost import (
+    ASSUMED,
+    ASSUMED_SPREAD,
+    CostModel,
+    OnlineCost,
+    StepShape,
+    shape_of,
+)
+from overlap_spec.speculation.policy import (
+    LengthPolicy,
+    StepOutcome,
+    StepView,
+    active_snapshot,
+    slot_snapshot,
+)
+from overlap_spec.types import Budget, Tier
+
+# Weight that a verify keeps at the next one, in what decides and in what sees a change.
+SLOW_KEPT, QUICK_KEPT = 0.995, 0.92
+# The same of a verify that drafted nothing.
+OFF_KEPT = 0.998
+# Gain that a move needs beyond its standard error, and how much each move since the last change
+# of the world adds.
+MARGIN, MARGIN_GROWTH = 0.01, 1.4
+# Gain that a probe must promise at this many standard errors.
+PROMISE, HOPE = 0.02, 1.3
+# Share of all time that probes may cost.
+PROBE_SHARE = 0.01
+# Verifies before a probe: at first, and the factor after one that failed and one that did not.
+HOLD, HOLD_GROWTH, HOLD_KEPT_GROWTH, HOLD_MOST = 50, 3, 2, 4096
+# Runs that a probe, and the dwell in a tier, are good for; and their least verifies.
+PROBE_RUNS, PROBE_LEAST = 24, 6
+# Each probe after one that failed is twice as long, up to this factor.
+PROBE_MOST = 8
+DWELL_RUNS, DWELL_LEAST = 8, 2
+# Verifies between decisions, after the dwell.
+DECIDE_EVERY = 4
+# Standard deviations by which quick and slow memory differ where the world has changed.
+CHANGED = 4.0
+# Weight that the families that are not drafted keep then.
+STALE = 0.1
+# A tree's depth-1 runs that say how many children it is worth.
+LEARNT_RUNS = 12.0
+
+
+class Estimate(NamedTuple):
+    """Accepted drafts of a request, and the derivatives and variances of the rates behind it."""
+
+    accepted: float
+    slopes: list[float]
+    variances: list[float]
+
+
+class Memory:
+    """Survival of one kind of text (constrained or free) under every family of tiers.
+
+    A family is all tiers of one width: a shorter run is a prefix of a longer one. The family with
+    the most runs is the reference, and what it foretells of the others is where these begin. What
+    is known of a family that is not drafted stays, until the world changes.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], keep: float) -> None:
+        depths = max(tier.steps for tier in tiers)
+        widths = sorted({tier.top_k for tier in tiers if tier.steps})
+        self._counts = {width: DepthCounts(depths, keep) for width in widths}
+        self._children = {width: TREE_CHILDREN if width > 1 else 1.0 for width in widths}
+
+    def add(self, tier: Tier, runs: Sequence[int]) -> None:
+        """Take in one verify."""
+        counts = self._counts[tier.top_k]
+        counts.fade()
+        for accepted in runs:
+            counts.add(tier.steps, min(accepted, tier.steps))
+
+    def rest(self) -> None:
+        """Take in a verify that drafted nothing: all that is known is a little older."""
+        for counts in self._counts.values():
+            counts.scale(OFF_KEPT)
+
+    def trials(self, tier: Tier) -> float:
+        """Runs that are remembered of a tier's family."""
+        return self._counts[tier.top_k].tried[0]
+
+    def restart(self, tier: Tier, other: Memory) -> None:
+        """Begin anew from what another saw lately of ``tier``'s family."""
+        for width, counts in self._counts.items():
+            if width == tier.top_k:
+                counts.restart(other._counts[width])
+            else:
+                counts.scale(STALE)
+
+    def learn_children(self, width: int) -> None:
+        """Compare the trees of a width with the chains drafted beside them."""
+        own, chain = self._counts[width], self._counts.get(1)
+        if chain is None or min(own.tried[0], chain.tried[0]) < LEARNT_RUNS:
+            return
+        rates = ((c.passed[0] + 1) / (c.tried[0] + 2) for c in (own, chain))
+        self._children[width] = children(*rates)
+
+    def estimate(self, tier: Tier) -> Estimate:
+        """What a run of ``tier`` accepts."""
+        if not tier.steps:
+            return Estimate(0.0, [], [])
+        reference = max(self._counts, key=lambda width: self._counts[width].tried[0])
+        lean = None
+        if tier.top_k != reference:
+            lean, _ = self._counts[reference].rates(tier.steps)
+            factor = self._children[tier.top_k] / self._children[reference]
+            lean = [tree_rate(rate, factor) for rate in lean]
+        rates, trials = self._counts[tier.top_k].rates(tier.steps, lean)
+        variances = [variance(r, n) for r, n in zip(rates, trials, strict=True)]
+        return Estimate(expected(rates), slopes(rates), variances)
+
+
+@dataclass
+class Place:
+    """What is active at one range of batch sizes, and how it got there."""
+
+    tier: Tier
+    reason: str
+    since: int = 0
+    rested: int = 0
+    hold: int = HOLD
+    moves: int = 0
+    probes: int = 1
+    from_tier: Tier | None = None
+    count: int = 0
+    switches: int = 0
+
+
+class AutoPolicy(LengthPolicy):
+    """Depth and width by survival and measured cost; off where drafts do not pay.
+
+    - Memory: two of them for each kind of text. The slow one decides. Where the quick one differs
+      from it by :data:`CHANGED` standard deviations, the world has changed, and the slow one
+      begins anew from it.
+    - Move: to the tier of the best rate, where its gain is over a margin and its standard error.
+      Each move widens the margin until the world changes: near ties end in one of them.
+    - Probe: of the tier that promises most, when the hold is over and the time that probes have
+      cost stays under :data:`PROBE_SHARE`. A probe that fails triples the hold.
+    - Places: one for each range of batch sizes, a power of two. Survival is shared by all.
+    - Target: among the tiers whose step keeps the strictest TPOT target, if there are any.
+
+    Args:
+        tiers: Those to choose from; one of them is off.
+        cost: What is known of their time; None: nothing yet.
+    """
+
+    weighs_cost = True
+
+    def __init__(self, tiers: Sequence[Tier], cost: OnlineCost | None = None) -> None:
+        self.tiers = tuple(sorted(tiers, key=lambda t: (t.steps, t.top_k)))
+        self.cost = cost or OnlineCost(ASSUMED, ASSUMED_SPREAD)
+        self._slow = {kind: Memory(tiers, SLOW_KEPT) for kind in (False, True)}
+        self._quick = {kind: Memory(tiers, QUICK_KEPT) for kind in (False, True)}
+        self._budgets = {tier: Budget(tier) for tier in tiers}
+        self._places: dict[int, Place] = {}
+        self._last = StepView(())
+        self._all_ms = self._probes_ms = 0.0
+        self.count = 0
+
+    def calibrate(self, model: CostModel, spread: float) -> None:
+        self.cost = OnlineCost(model, spread)
+
+    def choose(self, view: StepView) -> Budget:
+        if not view.batch:
+            return self._budgets[self.tiers[0]]
+        place = self._place(view)
+        target = view.tpot_slo_ms
+        if target is None:
+            return self._budgets[place.tier]
+        if self._step_ms(view, place.tier) <= target:
+            return self._budgets[place.tier]
+        fitting = [t for t in self.tiers if self._step_ms(view, t) <= target]
+        best = max(fitting or self.tiers, key=lambda t: self._rate(view, t))
+        return self._budgets[best]
+
+    def observe(self, outcome: StepOutcome) -> None:
+        view, budget = outcome.view, outcome.budget
+        tier = budget.tier
+        if not view.batch or tier not in self._budgets:
+            return
+        place = self._place(view)
+        if outcome.step_ms is not None:
+            self._clock(view, budget, outcome.step_ms, place)
+        if not outcome.requests:
+            return
+        self._last = view
+        self.count += 1
+        place.count += 1
+        place.rested += 1
+        place.since += tier == place.tier
+        for kind in (False, True):
+            runs = [r.accepted for r in outcome.requests if r.constrained == kind]
+            for memory in (self._slow[kind], self._quick[kind]):
+                if tier.steps and runs:
+                    memory.add(tier, runs)
+                elif runs:
+                    memory.rest()
+            if tier.steps and runs and self.count % 2 and self._changed(kind, tier):
+                self._slow[kind].restart(tier, self._quick[kind])
+                for other in self._places.values():
+                    other.moves, other.hold, other.probes = 0, HOLD, 1
+        if tier == place.tier:
+            self._decide(view, place)
+
+    def snapshot(self) -> dict[str, Any]:
+        slots = []
+        for bound, place in sorted(self._places.items()):
+            figures = {"count": place.count, "switches": place.switches}
+            ema = self._accepted(self._last, place.tier) if self._last.batch else None
+            steps = [tier.steps for tier in self.tiers]
+            slots.append(slot_snapshot(bound, place.tier, steps) | {"ema": ema} | figures)
+        active = active_snapshot(self.tiers[0], "nothing has run yet")
+        if self._last.batch:
+            place = self._place(self._last)
+            accepted = self._accepted(self._last, place.tier)
+            step_ms = self._step_ms(self._last, place.tier)
+            active = active_snapshot(place.tier, place.reason, 1 + accepted, step_ms)
+        return {
+            "policy": "auto",
+            "count": self.count,
+            "switches": sum(place.switches for place in self._places.values()),
+            "active": active,
+            "slots": slots,
+            "cost": self.cost.model().to_dict(),
+            "probe_share": self._probes_ms / self._all_ms if self._all_ms else 0.0,
+        }
+
+    # Estimates
+
+    def _place(self, view: StepView) -> Place:
+        bound = 1 << max(0, view.batch.bit_length() - 1)
+        place = self._places.get(bound)
+        if place is None:
+            best = max(self.tiers, key=lambda tier: self._rate(view, tier))
+            place = self._places[bound] = Place(best, f"best estimate at batch {view.batch}")
+        return place
+
+    def _shape(self, view: StepView, tier: Tier) -> StepShape:
+        return shape_of(
+            self._budgets[tier],
+            view.batch,
+            view.context_tokens,
+            view.constrained,
+            view.chunk_tokens,
+        )
+
+    def _step_ms(self, view: StepView, tier: Tier) -> float:
+        return self.cost.step_ms(self._shape(view, tier), self._budgets[tier])
+
+    def _accepted(self, view: StepView, tier: Tier) -> float:
+        """Mean accepted drafts of a request."""
+        return sum(share * e.accepted for share, e in self._estimates(view, tier))
+
+    def _estimates(self, view: StepView, tier: Tier) -> list[tuple[float, Estimate]]:
+        """Each kind's share of the batch, and what it accepts."""
+        constrained = view.constrained / view.batch
+        shares = {False: 1 - constrained, True: constrained}
+        return [(s, self._slow[kind].estimate(tier)) for kind, s in shares.items() if s]
+
+    def _rate(self, view: StepView, tier: Tier) -> float:
+        return (1 + self._accepted(view, tier)) / self._step_ms(view, tier)
+
+    def _gains(self, view: StepView, place: Place) -> dict[Tier, tuple[float, float]]:
+        """Each other tier's gain over the active one, a logarithm, and its standard error."""
+        here = self._estimates(view, place.tier)
+        tokens = 1 + sum(share * e.accepted for share, e in here)
+        shape, budget = self._shape(view, place.tier), self._budgets[place.tier]
+        found = {}
+        for tier in self.tiers:
+            if tier == place.tier:
+                continue
+            there = self._estimates(view, tier)
+            others = 1 + sum(share * e.accepted for share, e in there)
+            slower, spread = self.cost.compare(
+                self._shape(view, tier), self._budgets[tier], shape, budget
+            )
+            same = tier.top_k == place.tier.top_k
+            for (share, mine), (_, its) in zip(here, there, strict=True):
+                spread += _difference(mine, its, share / tokens, share / others, same)
+            found[tier] = log(others / tokens) - slower, spread**0.5
+        return found
+
+    def _changed(self, kind: bool, tier: Tier) -> bool:
+        """Whether the quick memory contradicts the slow one."""
+        slow, quick = self._slow[kind], self._quick[kind]
+        if quick.trials(tier) < 4:
+            return False
+        before, now = slow.estimate(tier), quick.estimate(tier)
+        spread = sum(
+            s * s * v for e in (before, now) for s, v in zip(e.slopes, e.variances, strict=True)
+        )
+        return (before.accepted - now.accepted) ** 2 > CHANGED**2 * spread
+
+    # Decisions
+
+    def _clock(self, view: StepView, budget: Budget, step_ms: float, place: Place) -> None:
+        shape = shape_of(
+            budget, view.batch, view.context_tokens, view.constrained, view.chunk_tokens
+        )
+        self.cost.observe(shape, budget, step_ms)
+        self._all_ms += step_ms
+        if place.from_tier is not None and budget.tier == place.tier:
+            lost = 1 - self._rate(view, place.tier) / self._rate(view, place.from_tier)
+            self._probes_ms += max(0.0, lost) * step_ms
+
+    def _decide(self, view: StepView, place: Place) -> None:
+        """Move, probe, or end a probe; at most every second verify."""
+        probing = place.from_tier is not None
+        probe = _verifies(view, PROBE_RUNS, PROBE_LEAST) * place.probes
+        dwell = probe if probing else _verifies(view, DWELL_RUNS, DWELL_LEAST)
+        if place.since < dwell or (place.since - dwell) % DECIDE_EVERY:
+            return
+        gains = self._gains(view, place)
+        best = max(gains, key=lambda tier: gains[tier][0])
+        gain, error = gains[best]
+        if probing:
+            longest = PROBE_MOST * _verifies(view, PROBE_RUNS, PROBE_LEAST)
+            paid = self._probes_ms > PROBE_SHARE * self._all_ms or place.since >= longest
+            # While it is neither better nor clearly worse, it goes on.
+            if gain <= 0 or gain > error or paid:
+                self._end_probe(place, best, gain)
+            return
+        margin = MARGIN * MARGIN_GROWTH**place.moves
+        if gain > margin + error:
+            place.moves += 1
+            self._move(place, best, f"gains {gain:.1%} over {_name(place.tier)}")
+            return
+        hopeful = max(gains, key=lambda tier: gains[tier][0] + HOPE * gains[tier][1])
+        gain, error = gains[hopeful]
+        if place.rested < place.hold or gain + HOPE * error < PROMISE:
+            return
+        costs = max(0.0, -gain) * probe * self._step_ms(view, hopeful)
+        if self._probes_ms + costs <= PROBE_SHARE * self._all_ms:
+            before = place.tier
+            self._move(place, hopeful, f"probe: may gain up to {gain + HOPE * error:.1%}")
+            place.from_tier = before
+
+    def _end_probe(self, place: Place, best: Tier, gain: float) -> None:
+        for memory in self._slow.values():
+            for width in {tier.top_k for tier in self.tiers if tier.top_k > 1}:
+                memory.learn_children(width)
+        before, place.from_tier = place.from_tier, None
+        place.rested = 0
+        if gain <= 0:
+            place.hold = min(HOLD_MOST, place.hold * HOLD_KEPT_GROWTH)
+            place.reason = f"probe of {_name(place.tier)} from {_name(before)} succeeded"
+            return
+        place.hold = min(HOLD_MOST, place.hold * HOLD_GROWTH)
+        place.probes = min(PROBE_MOST, place.probes * 2)
+        self._move(place, best, f"probe of {_name(place.tier)} failed: {gain:.1%} below")
+
+    def _move(self, place: Place, tier: Tier, reason: str) -> None:
+        place.tier, place.reason = tier, reason
+        place.since = place.rested = 0
+        place.switches += 1
+
+
+def _verifies(view: StepView, runs: int, least: int) -> int:
+    return max(least, ceil(runs / view.batch))
+
+
+def _difference(mine: Estimate, its: Estimate, here: float, there: float, same: bool) -> float:
+    """Variance of the difference of two logarithms of tokens, of which ``here`` and ``there`` are
+    the derivatives by accepted drafts; tiers of the ``same`` family share their rates."""
+    a = [here * s for s in mine.slopes]
+    b = [there * s for s in its.slopes]
+    if not same:
+        return sum(s * s * v for s, v in zip(a, mine.variances, strict=True)) + sum(
+            s * s * v for s, v in zip(b, its.variances, strict=True)
+        )
+    longer = mine.variances if len(a) > len(b) else its.variances
+    a += [0.0] * (len(longer) - len(a))
+    b += [0.0] * (len(longer) - len(b))
+    return sum((x - y) ** 2 * v for x, y, v in zip(a, b, longer, strict=True))
+
+
+def _name(tier: Tier | None) -> str:
+    if tier is None or not tier.steps:
+        return "off"
+    return f"{tier.steps} steps" + (f", top-k {tier.top_k}" if tier.top_k > 1 else "")
