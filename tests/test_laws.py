@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "timeline": set(),
     "engine.grammar_manager": {"grammar", "timeline"},
     "engine.drafter_guard": set(),
-    "engine.cost_model": {"speculation", "worker"},
+    "engine.cost_model": {"speculation", "worker", "timeline"},
     "engine.core": {
         "engine.cost_model",
         "scheduler",

@@ -16,6 +16,7 @@ from overlap_spec.grammar.matcher_pool import MatcherPool
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.speculation.fallback import FallbackPolicy
+from overlap_spec.speculation.observed import Observed
 from overlap_spec.speculation.policy import (
     LengthPolicy,
     RequestOutcome,
@@ -74,6 +75,7 @@ class EngineCore:
         self._told: set[int] = set()
         # What the steps under way were planned for, the newest last.
         self._views: dict[int, StepView] = {}
+        self._observed = Observed()
         if self.policy.weighs_cost:
             self.policy.calibrate(*cost_model(config, self.worker, self.policy.tiers))
         self.worker.prepare(self.policy.choose(StepView((RequestView(0, 1),))).tier)
@@ -145,6 +147,8 @@ class EngineCore:
         self._told.update(s.request.id for s in fresh)
         self._told.difference_update(s.request.id for s in retired)
         for sequence in fresh:
+            target = _target(sequence, self.config.tpot_slo_ms)
+            self._observed.add_request(sequence.stats.tpot_ms, target)
             self.grammar.drop(sequence.request.id)
             self.worker.forget(sequence.history)
         return StepOutputs([(s, run) for s, run in runs if run and s.finish_reason is None], fresh)
@@ -183,7 +187,7 @@ class EngineCore:
         allocator, figures = self.scheduler.allocator, self.figures
         return {
             "overlap": self.config.overlap,
-            "speculation": self.policy.snapshot(),
+            "speculation": self.policy.snapshot() | self._observed.snapshot(),
             "drafter": self.drafter.snapshot(),
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
@@ -306,6 +310,7 @@ class EngineCore:
         step_ms = before.accepted.elapsed_ms(step.accepted) if before is not None else None
         outcome = StepOutcome(view, plan.budget, requests, step_ms, result.verified_rows)
         self.policy.observe(outcome)
+        self._observed.add(outcome)
 
     def _end_failed(self) -> None:
         """End the requests whose matcher failed."""
@@ -342,9 +347,15 @@ def _view(sequence: Sequence, tpot_slo_ms: float | None) -> RequestView:
         sequence.total_tokens,
         sequence.matcher is not None,
         sampling.speculate,
-        tpot_slo_ms if sampling.tpot_slo_ms is None else sampling.tpot_slo_ms,
+        _target(sequence, tpot_slo_ms),
         sequence.confidences,
     )
+
+
+def _target(sequence: Sequence, default_ms: float | None) -> float | None:
+    """A request's TPOT target, its own or the engine's."""
+    own = sequence.request.sampling.tpot_slo_ms
+    return default_ms if own is None else own
 
 
 def reserve_tokens(window_tokens: int) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.speculation.cost import (
@@ -16,9 +18,11 @@ from overlap_spec.speculation.cost import (
     VerifyTime,
     fit,
 )
-from overlap_spec.speculation.profiles import load_profile
+from overlap_spec.speculation.presets import load_policy
+from overlap_spec.speculation.profiles import load_profile, save_profile
+from overlap_spec.timeline import Timeline
 from overlap_spec.types import Tier
-from overlap_spec.worker.build import machine_key
+from overlap_spec.worker.build import build_streams, build_worker, machine_key
 from overlap_spec.worker.pass_times import PassTimes, Point
 from overlap_spec.worker.worker import Worker
 
@@ -67,6 +71,38 @@ def profile_points(tiers: Sequence[Tier], rows: int, longest: int) -> Iterator[P
                 # Away from an empty context, few are enough for a slope.
                 if batch <= rows and (not context or batch in (1, 8, 32)):
                     yield Point(tier, batch, context)
+
+
+def profile(
+    config: EngineConfig, progress: Callable[[tuple[int, int]], object]
+) -> tuple[CostModel, Path]:
+    """Measure this machine at every tier, batch and context, and save the fit.
+
+    Args:
+        progress: Told (points measured, points in all).
+
+    Returns:
+        The cost model, and the file that later engines of these settings find it in.
+
+    Raises:
+        ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
+        OSError: the file cannot be written.
+    """
+    record = Timeline().record
+    tiers = load_policy("auto", config.num_steps, config.eagle_topk, config.num_draft_tokens).tiers
+    reserve = 2 * max(tier.window_tokens for tier in tiers) + 1
+    worker = build_worker(config, reserve, build_streams(config, record), record)
+    try:
+        rows = config.max_running_requests
+        points = list(profile_points(tiers, rows, worker.context_length))
+        times: list[PassTimes] = []
+        for number, point in enumerate(points, 1):
+            times += worker.measure([point], math.inf)
+            progress((number, len(points)))
+    finally:
+        worker.close()
+    model = fit_times(times, "profile")
+    return model, save_profile(machine_key(config), model)
 
 
 def fit_times(times: Sequence[PassTimes], source: str) -> CostModel:

@@ -61,6 +61,8 @@ PROBE_MOST = 8
 DWELL_RUNS, DWELL_LEAST = 8, 2
 # Verifies between decisions, after the dwell.
 DECIDE_EVERY = 4
+# The same where nothing has changed for so many verifies.
+SETTLED, SETTLED_EVERY = 64, 16
 # Standard deviations by which quick and slow memory differ where the world has changed.
 CHANGED = 4.0
 # Weight that the families that are not drafted keep then.
@@ -149,6 +151,7 @@ class Place:
     hold: int = HOLD
     moves: int = 0
     probes: int = 1
+    due: bool = False
     from_tier: Tier | None = None
     count: int = 0
     switches: int = 0
@@ -226,7 +229,7 @@ class AutoPolicy(LengthPolicy):
             if tier.steps and runs and self.count % 2 and self._changed(kind, tier):
                 self._slow[kind].restart(tier, self._quick[kind])
                 for other in self._places.values():
-                    other.moves, other.hold, other.probes = 0, HOLD, 1
+                    other.moves, other.hold, other.probes, other.due = 0, HOLD, 1, True
         if tier == place.tier:
             self._decide(view, place)
 
@@ -336,8 +339,10 @@ class AutoPolicy(LengthPolicy):
         probing = place.from_tier is not None
         probe = _verifies(view, PROBE_RUNS, PROBE_LEAST) * place.probes
         dwell = probe if probing else _verifies(view, DWELL_RUNS, DWELL_LEAST)
-        if place.since < dwell or (place.since - dwell) % DECIDE_EVERY:
+        every = DECIDE_EVERY if probing or place.rested < SETTLED else SETTLED_EVERY
+        if place.since < dwell or (place.count % every and not place.due):
             return
+        place.due = False
         gains = self._gains(view, place)
         best = max(gains, key=lambda tier: gains[tier][0])
         gain, error = gains[best]
