@@ -29,6 +29,7 @@ from overlap_spec.worker.worker import Worker
 log = logging.getLogger(__name__)
 
 STARTUP_S = 2.0
+ENOUGH_POINTS = 4
 # What a profile measures; as far as the engine's limits go.
 PROFILE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 PROFILE_CONTEXTS = (0, 1024, 4096)
@@ -43,7 +44,10 @@ def cost_model(
         return profile, PROFILE_SPREAD
     try:
         times = worker.measure(startup_points(tiers, config.max_running_requests), STARTUP_S)
-        return fit_times(times, "start-up fit"), STARTUP_SPREAD
+        model = fit_times(times, "start-up fit")
+        # A machine that is busy with other work measures badly, or not enough.
+        enough = len(times) >= ENOUGH_POINTS
+        return model, max(STARTUP_SPREAD if enough else ASSUMED_SPREAD, 2 * (model.error or 0.0))
     except Exception as error:  # the drafter's own, or no room for it
         log.warning("no start-up fit, costs are assumed: %s", error, exc_info=error)
         return ASSUMED, ASSUMED_SPREAD

@@ -21,9 +21,16 @@ Vector = NDArray[np.float64]
 
 # Steps of one kind whose median time is one observation.
 BLOCK_STEPS = 4
-# Standard deviations of natural logarithms: a block's time around the model's, the machine's load
-# from one block to the next, and each coefficient's own change meanwhile.
+# Standard deviations of natural logarithms, at least: a block's time around the model's, the
+# machine's load from one block to the next, and each coefficient's own change meanwhile.
 BLOCK_SPREAD, LOAD_SPREAD, DRIFT_SPREAD = 0.04, 0.02, 0.002
+# The load's at first, since what was measured was measured under another one; and of a tier's own
+# deviation from one block to the next, so that what was found once is looked at again.
+FIRST_LOAD_SPREAD, OFFSET_DRIFT_SPREAD = 0.5, 0.005
+# The same as shares of that of the steps within blocks, on a machine where these vary more.
+BLOCK_SHARE, LOAD_SHARE = 0.6, 0.3
+# Weight of a block in what is known of that; a mean absolute deviation's factor to a standard one.
+SCATTER_ALPHA, TO_STANDARD = 0.1, 1.25
 # A tier's own deviation from the straight lines, as a share of the coefficients' at first.
 OFFSET_SHARE = 0.6
 # What is added to that by the logarithm of how far a step is beyond all that was measured.
@@ -183,12 +190,16 @@ def fit(verifies: Sequence[VerifyTime], drafts: Sequence[DraftTime], source: str
     """The model of least relative squares with coefficients >= 0; a knee where it helps.
 
     Args:
-        verifies: At least one; where all contexts or all nodes are alike, their slope is 0.
-        drafts: May be empty where nothing is drafted.
+        verifies: At least one.
+        drafts: May be empty.
     """
     wanted = np.array([v.ms for v in verifies])
-    lines = np.array([[1.0, v.nodes, v.context_tokens, 0.0] for v in verifies])
-    lines = _varied(lines)
+    # What never varies cannot be fitted: it is taken to be what is assumed of a pass as long.
+    unit = float(np.median(wanted)) / ASSUMED.verify_ms(1, 0)
+    varies = [len({v[n] for v in verifies}) > 1 for n in (0, 1)]
+    lines = np.array(
+        [[1.0, v.nodes * varies[0], v.context_tokens * varies[1], 0] for v in verifies]
+    )
     best, knee = nonnegative(lines / wanted[:, None], np.ones(len(wanted))), 0
     error = _squares(lines @ best, wanted)
     for at in sorted({v.nodes for v in verifies})[1:-1]:
@@ -198,16 +209,21 @@ def fit(verifies: Sequence[VerifyTime], drafts: Sequence[DraftTime], source: str
         bent_error = _squares(bent @ found, wanted)
         if bent_error < error * KNEE_GAIN and len(wanted) > 4:
             best, knee, error = found, at, bent_error
-    draft = np.zeros(3)
+    if not varies[0]:
+        best[1] = unit * ASSUMED.verify_node
+        best[0] = max(best[0] - best[1] * verifies[0].nodes, 0.0)
+    if not varies[1]:
+        best[2] = unit * ASSUMED.verify_context
+    draft = unit * np.array([ASSUMED.draft, ASSUMED.draft_branch, ASSUMED.draft_context])
     if drafts:
         took = np.array([d.ms for d in drafts])
-        rows = np.array(
-            [[d.steps, d.steps * d.batch * d.branches, d.steps * d.context_tokens] for d in drafts],
-            float,
-        )
-        per_step = rows / rows[:, :1]
-        rows[:, 1:][:, np.ptp(per_step[:, 1:], axis=0) == 0] = 0.0
-        draft = nonnegative(rows / took[:, None], np.ones(len(took)))
+        columns = [(1.0, d.batch * d.branches, d.context_tokens) for d in drafts]
+        per_step = np.array(columns)
+        per_step[:, np.ptp(per_step, axis=0) == 0] = 0.0
+        per_step[:, 0] = 1.0
+        rows = per_step * np.array([[d.steps] for d in drafts])
+        found = nonnegative(rows / took[:, None], np.ones(len(took)))
+        draft = np.where(per_step.any(axis=0), found, draft)
     model = CostModel(
         verify=float(best[0]),
         verify_node=float(best[1]),
@@ -226,12 +242,6 @@ def fit(verifies: Sequence[VerifyTime], drafts: Sequence[DraftTime], source: str
         for d in drafts
     ]
     return replace(model, error=median(errors), worst_error=max(errors))
-
-
-def _varied(lines: Vector) -> Vector:
-    """``lines`` without the slopes of what never varies: the constant stands for them."""
-    lines[:, 1:3][:, np.ptp(lines[:, 1:3], axis=0) == 0] = 0.0
-    return lines
 
 
 def _squares(found: Vector, wanted: Vector) -> float:
@@ -308,8 +318,10 @@ class OnlineCost:
         # Contexts, masks and prefill are not measured at the start.
         vague = [0.0, 0.0, 0.0, 0.7, 0.0, 0.0, 0.7, 1.5, 1.5, 1.5]
         self._spread = np.diag((np.array(vague) + spread) ** 2)
+        self._spread += FIRST_LOAD_SPREAD**2
         self._noise = np.full((count, count), LOAD_SPREAD**2)
         self._noise += np.diag([DRIFT_SPREAD**2] * count)
+        self._scatter = 0.0
         self._block: list[float] = []
         self._block_key: tuple[Tier, bool, int] | None = None
         self.blocks = 0
@@ -338,7 +350,11 @@ class OnlineCost:
             return
         self._block.append(log(step_ms) - self._gradient(shape, budget)[0])
         if len(self._block) == BLOCK_STEPS:
-            seen, self._block = median(self._block), []
+            seen = median(self._block)
+            apart = sum(abs(log_ms - seen) for log_ms in self._block) / BLOCK_STEPS
+            # One slow step in a block is what the median is for, and no sign of a noisy machine.
+            self._scatter += SCATTER_ALPHA * (min(apart, 1.0) * TO_STANDARD - self._scatter)
+            self._block = []
             self._update(self._gradient(shape, budget)[1], seen)
 
     def model(self) -> CostModel:
@@ -364,8 +380,12 @@ class OnlineCost:
 
     def _update(self, at: Vector, seen: float) -> None:
         self._spread += self._noise
+        first = self._first_offset
+        load = max(0.0, (LOAD_SHARE * self._scatter) ** 2 - LOAD_SPREAD**2)
+        self._spread[:first, :first] += load
         toward = self._spread @ at
-        variance = float(at @ toward) + BLOCK_SPREAD**2
+        block = max(BLOCK_SPREAD, BLOCK_SHARE * self._scatter)
+        variance = float(at @ toward) + block**2
         limit = CREDIBLE * variance**0.5
         self._log += toward * (min(max(seen, -limit), limit) / variance)
         self._spread -= np.outer(toward, toward) / variance
@@ -409,5 +429,5 @@ class OnlineCost:
             beyond = max(1.0, shape.nodes / self._most_nodes) if self._most_nodes else 1.0
             self._spread[-1, -1] = (self._offset_spread + BEYOND_SPREAD * log(beyond)) ** 2
             self._noise = np.pad(self._noise, (0, 1))
-            self._noise[-1, -1] = DRIFT_SPREAD**2
+            self._noise[-1, -1] = OFFSET_DRIFT_SPREAD**2
         return found

@@ -10,6 +10,7 @@ import pytest
 
 from bench.simulated import MACHINES, profiled
 from overlap_spec.speculation.cost import (
+    ASSUMED,
     CostModel,
     DraftTime,
     OnlineCost,
@@ -69,14 +70,19 @@ def test_fit_of_a_straight_line_has_no_knee() -> None:
     rng = random.Random(1)
     verifies = [VerifyTime(n, 0, (5 + n) * rng.lognormvariate(0, 0.02)) for n in range(1, 64, 3)]
     found = fit(verifies, [], "x")
-    assert (found.knee_nodes, found.draft, found.verify_context) == (0, 0.0, 0.0)
+    assert found.knee_nodes == 0
     assert found.verify_node == pytest.approx(1, rel=0.05)
     assert 0.003 < (found.error or 0) < 0.03
 
 
 def test_fit_of_a_single_pass() -> None:
+    """What it cannot tell is as assumed, in its unit."""
     found = fit([VerifyTime(4, 0, 8.0)], [], "x")
     assert found.verify_ms(4, 0) == pytest.approx(8.0)
+    unit = 8.0 / ASSUMED.verify_ms(1, 0)
+    assert found.verify_node == pytest.approx(unit * ASSUMED.verify_node)
+    assert found.verify_context == pytest.approx(unit * ASSUMED.verify_context)
+    assert found.draft == pytest.approx(unit * ASSUMED.draft)
 
 
 @pytest.mark.parametrize("name", sorted(MACHINES))
