@@ -27,16 +27,25 @@ BLOCK_SPREAD, LOAD_SPREAD, DRIFT_SPREAD = 0.04, 0.02, 0.002
 # The load's at first, since what was measured was measured under another one; and of a tier's own
 # deviation from one block to the next, so that what was found once is looked at again.
 FIRST_LOAD_SPREAD, OFFSET_DRIFT_SPREAD = 0.5, 0.005
+# The same as a share of that of the steps within blocks, where these vary more.
+BLOCK_SHARE = 0.6
+# Weight of a block in what is known of that and of the load; a mean absolute deviation's factor to
+# a standard one.
+SCATTER_ALPHA, TO_STANDARD = 0.1, 1.25
+# The load's at first, since what was measured was measured under another one; and of a tier's own
+# deviation from one block to the next, so that what was found once is looked at again.
+FIRST_LOAD_SPREAD, OFFSET_DRIFT_SPREAD = 0.5, 0.005
 # The same as shares of that of the steps within blocks, on a machine where these vary more.
 BLOCK_SHARE, LOAD_SHARE = 0.6, 0.3
 # Weight of a block in what is known of that; a mean absolute deviation's factor to a standard one.
 SCATTER_ALPHA, TO_STANDARD = 0.1, 1.25
-# A tier's own deviation from the straight lines, as a share of the coefficients' at first.
-OFFSET_SHARE = 0.6
+# A tier's own deviation from the straight lines, as a share of the coefficients' at first, and at
+# most.
+OFFSET_SHARE, OFFSET_MOST = 0.6, 0.15
 # What is added to that by the logarithm of how far a step is beyond all that was measured.
 BEYOND_SPREAD = 0.2
-# An observation moves the estimate as if it were at most this many deviations away.
-CREDIBLE = 3.0
+# An observation more deviations away than this tells mostly of the machine's load.
+CREDIBLE = 2.5
 # A coefficient that a fit found to be 0 still takes this share of a pass's time, so that it can
 # be learnt.
 FLOOR = 1e-3
@@ -165,7 +174,7 @@ ASSUMED = CostModel(
 )
 
 # Standard deviations of the coefficients' logarithms, by where they come from.
-ASSUMED_SPREAD, STARTUP_SPREAD, PROFILE_SPREAD = 0.7, 0.25, 0.1
+ASSUMED_SPREAD, STARTUP_SPREAD, PROFILE_SPREAD = 0.6, 0.25, 0.1
 
 
 class VerifyTime(NamedTuple):
@@ -286,7 +295,8 @@ class OnlineCost:
     and of each tier's own deviation from the straight lines, at each power of 2 of the batch. A
     machine's load multiplies all coefficients alike: that is where the process noise lies, so a
     slower machine says little of what one tier costs over another, and a switch between them a
-    lot. Observations are medians of blocks of steps, and what is not credible is cut.
+    lot. Observations are medians of blocks of steps. How much the load changes is learnt from
+    blocks of one kind that follow each other; what no deviation explains is mostly the load's.
 
     Args:
         model: Where to start.
@@ -313,7 +323,8 @@ class OnlineCost:
             ]
         )
         self._first_offset = count = len(self._log)
-        self._offset_spread, self._most_nodes = OFFSET_SHARE * spread, model.most_nodes
+        self._offset_spread = min(OFFSET_SHARE * spread, OFFSET_MOST)
+        self._most_nodes = model.most_nodes
         self._offsets: dict[tuple[Tier, bool, int], int] = {}
         # Contexts, masks and prefill are not measured at the start.
         vague = [0.0, 0.0, 0.0, 0.7, 0.0, 0.0, 0.7, 1.5, 1.5, 1.5]
@@ -321,7 +332,7 @@ class OnlineCost:
         self._spread += FIRST_LOAD_SPREAD**2
         self._noise = np.full((count, count), LOAD_SPREAD**2)
         self._noise += np.diag([DRIFT_SPREAD**2] * count)
-        self._scatter = 0.0
+        self._scatter, self._load, self._wanders = 0.0, LOAD_SPREAD, False
         self._block: list[float] = []
         self._block_key: tuple[Tier, bool, int] | None = None
         self.blocks = 0
@@ -346,7 +357,7 @@ class OnlineCost:
         key = budget.tier, budget.nodes is not None, shape.batch
         if key != self._block_key:
             # The first step of a kind may have been recorded, and overlaps with another kind's.
-            self._block_key, self._block = key, []
+            self._block_key, self._block, self._wanders = key, [], False
             return
         self._block.append(log(step_ms) - self._gradient(shape, budget)[0])
         if len(self._block) == BLOCK_STEPS:
@@ -355,6 +366,10 @@ class OnlineCost:
             # One slow step in a block is what the median is for, and no sign of a noisy machine.
             self._scatter += SCATTER_ALPHA * (min(apart, 1.0) * TO_STANDARD - self._scatter)
             self._block = []
+            if self._wanders:
+                moved = min(abs(seen), 1.0) * TO_STANDARD
+                self._load += SCATTER_ALPHA * (moved - self._load)
+            self._wanders = True
             self._update(self._gradient(shape, budget)[1], seen)
 
     def model(self) -> CostModel:
@@ -381,17 +396,17 @@ class OnlineCost:
     def _update(self, at: Vector, seen: float) -> None:
         self._spread += self._noise
         first = self._first_offset
-        load = max(0.0, (LOAD_SHARE * self._scatter) ** 2 - LOAD_SPREAD**2)
-        self._spread[:first, :first] += load
-        toward = self._spread @ at
+        self._spread[:first, :first] += max(0.0, self._load**2 - LOAD_SPREAD**2)
         block = max(BLOCK_SPREAD, BLOCK_SHARE * self._scatter)
+        toward = self._spread @ at
         variance = float(at @ toward) + block**2
-        limit = CREDIBLE * variance**0.5
-        self._log += toward * (min(max(seen, -limit), limit) / variance)
+        if seen**2 > CREDIBLE**2 * variance:
+            # The coefficients' shares of a step add up to one: they take it all together.
+            self._spread[:first, :first] += seen**2
+            toward = self._spread @ at
+            variance += seen**2
+        self._log += toward * (seen / variance)
         self._spread -= np.outer(toward, toward) / variance
-        if not self.blocks:
-            # The first block tells the machine's unit: an assumed model has none.
-            self._log[: self._first_offset] += seen - min(max(seen, -limit), limit)
         self.blocks += 1
 
     def _gradient(self, shape: StepShape, budget: Budget) -> tuple[float, Vector]:

@@ -119,13 +119,22 @@ def test_a_busier_machine_changes_no_tier_over_another() -> None:
 
 
 def test_a_switch_tells_what_a_tier_costs() -> None:
-    """Chains take 1.4 times what the fit says of them, the rest what it says."""
+    """Chains take 1.15 times what the fit says of them, the rest what it says."""
     cost = OnlineCost(MODEL, 0.1)
     for _ in range(4):
         feed(cost, OFF, MODEL.step_ms(shape_of(OFF, 1, 100)))
-        feed(cost, CHAIN, 1.4 * MODEL.step_ms(shape_of(CHAIN, 1, 100)))
-    wanted = 1.4 * MODEL.step_ms(shape_of(CHAIN, 1, 100)) / MODEL.step_ms(shape_of(OFF, 1, 100))
+        feed(cost, CHAIN, 1.15 * MODEL.step_ms(shape_of(CHAIN, 1, 100)))
+    wanted = 1.15 * MODEL.step_ms(shape_of(CHAIN, 1, 100)) / MODEL.step_ms(shape_of(OFF, 1, 100))
     assert ratio(cost, CHAIN, OFF) == pytest.approx(wanted, rel=0.06)
+
+
+def test_a_ratio_that_nothing_explains_is_the_load() -> None:
+    """Five times as slow, right at a switch: what chains cost over nothing hardly moves."""
+    cost = OnlineCost(MODEL, 0.1)
+    feed(cost, OFF, MODEL.step_ms(shape_of(OFF, 1, 100)))
+    before = ratio(cost, CHAIN, OFF)
+    feed(cost, CHAIN, 5 * MODEL.step_ms(shape_of(CHAIN, 1, 100)))
+    assert ratio(cost, CHAIN, OFF) == pytest.approx(before, rel=0.1)
 
 
 def test_single_slow_steps_and_the_first_of_a_kind_do_not_count() -> None:
