@@ -68,7 +68,8 @@ class EngineConfig:
     adaptive: Annotated[
         str,
         Help(
-            "Length policy: guarded, static (always num_steps), a published preset (default, "
+            "Length policy: guarded, auto (depth and width by survival and measured cost), adaspec, "
+            "static (always num_steps), off, threshold, specinfer, a published preset (default, "
             "aggressive, with-off), or a JSON config file.",
             ("--speculative-adaptive-config", "--adaptive"),
         ),

@@ -31,9 +31,14 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(ROOT)
+    # Profiles are kept in the user's cache.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sys, "argv", shlex.split(command))
     cli.main()
     printed = capsys.readouterr()

@@ -17,6 +17,7 @@ from overlap_spec.speculation.cost import (
     DraftTime,
     VerifyTime,
     fit,
+    scaled,
 )
 from overlap_spec.speculation.presets import load_policy
 from overlap_spec.speculation.profiles import load_profile, save_profile
@@ -39,18 +40,41 @@ def cost_model(
     config: EngineConfig, worker: Worker, tiers: Sequence[Tier]
 ) -> tuple[CostModel, float]:
     """The cost model to start with, and the standard deviation of its coefficients' logarithms."""
-    profile = load_profile(machine_key(config))
-    if profile is not None:
-        return profile, PROFILE_SPREAD
+    known = load_profile(machine_key(config))
+    if known is not None:
+        return known, max(PROFILE_SPREAD, known.error or 0.0)
     try:
-        times = worker.measure(startup_points(tiers, config.max_running_requests), STARTUP_S)
-        model = fit_times(times, "start-up fit")
-        # A machine that is busy with other work measures badly, or not enough.
-        enough = len(times) >= ENOUGH_POINTS
-        return model, max(STARTUP_SPREAD if enough else ASSUMED_SPREAD, 2 * (model.error or 0.0))
+        points = startup_points(tiers, config.max_running_requests)
+        # Again: what a machine does besides lasts, and should slow no point more than another.
+        times = _least(worker.measure(points * 2, STARTUP_S))
+        return startup_fit(times)
     except Exception as error:  # the drafter's own, or no room for it
         log.warning("no start-up fit, costs are assumed: %s", error, exc_info=error)
         return ASSUMED, ASSUMED_SPREAD
+
+
+def startup_fit(times: Sequence[PassTimes]) -> tuple[CostModel, float]:
+    """The cost model of a few points, as :func:`cost_model` returns it.
+
+    Of fewer than :data:`ENOUGH_POINTS`, which a busy machine measures in its time, only the unit
+    is taken.
+    """
+    if len(times) < ENOUGH_POINTS:
+        first = times[0].verify_ms / ASSUMED.verify_ms(1, 0)
+        return scaled(ASSUMED, first), ASSUMED_SPREAD
+    model = fit_times(times, "start-up fit")
+    return model, max(STARTUP_SPREAD, 2 * (model.error or 0.0))
+
+
+def _least(times: Sequence[PassTimes]) -> list[PassTimes]:
+    """Of each point the least times."""
+    found: dict[Point, PassTimes] = {}
+    for point, draft_ms, verify_ms in times:
+        before = found.get(point, PassTimes(point, math.inf, math.inf))
+        found[point] = PassTimes(
+            point, min(draft_ms, before.draft_ms), min(verify_ms, before.verify_ms)
+        )
+    return list(found.values())
 
 
 def startup_points(tiers: Sequence[Tier], rows: int) -> list[Point]:

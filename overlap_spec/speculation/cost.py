@@ -7,7 +7,7 @@ pass leaves the memory-bound regime at some batch, so verify has a second slope 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from math import exp, log
 from statistics import median
 from typing import Any, NamedTuple
@@ -175,6 +175,13 @@ ASSUMED = CostModel(
 
 # Standard deviations of the coefficients' logarithms, by where they come from.
 ASSUMED_SPREAD, STARTUP_SPREAD, PROFILE_SPREAD = 0.6, 0.25, 0.1
+
+
+def scaled(model: CostModel, factor: float) -> CostModel:
+    """``model`` on a machine that takes ``factor`` times as long."""
+    names = [f.name for f in fields(model) if f.default is MISSING]
+    names += ["knee_node", "grammar_node", "prefill", "prefill_token"]
+    return replace(model, **{name: factor * getattr(model, name) for name in names})
 
 
 class VerifyTime(NamedTuple):

@@ -15,7 +15,7 @@ from overlap_spec.worker.model_runner import ModelRunner
 
 # Times a pass is run at most, after once that is not counted; the least counts, since what else
 # the machine does only adds.
-RUNS = 5
+RUNS = 4
 # Share of the time after which no other point is begun.
 BEGIN_SHARE = 0.6
 # Times the deadline that it may take where other work has the processor.

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from bench.simulated import MACHINES, profiled
+from overlap_spec.engine.cost_model import startup_fit
 from overlap_spec.speculation.cost import (
     ASSUMED,
+    ASSUMED_SPREAD,
+    STARTUP_SPREAD,
     CostModel,
     DraftTime,
     OnlineCost,
@@ -21,6 +24,7 @@ from overlap_spec.speculation.cost import (
 )
 from overlap_spec.speculation.profiles import load_profile, profile_path, save_profile
 from overlap_spec.types import Budget, Tier
+from overlap_spec.worker.pass_times import PassTimes, Point
 
 MODEL = CostModel(
     verify=10.0, verify_node=0.5, verify_context=0.01,
@@ -207,3 +211,21 @@ def test_a_negative_coefficient_is_no_profile() -> None:
     path = save_profile({}, MODEL)
     path.write_text(path.read_text().replace('"verify": 10.0', '"verify": -1.0'))
     assert load_profile({}) is None
+
+
+def test_too_few_points_at_start_tell_the_unit_alone() -> None:
+    point = PassTimes(Point(Tier(0, 1, 1), 1), 0.0, 46.0)
+    model, spread = startup_fit([point])
+    assert spread == ASSUMED_SPREAD
+    assert model.verify_ms(1, 0) == pytest.approx(46.0)
+    assert model.draft / model.verify == pytest.approx(ASSUMED.draft / ASSUMED.verify)
+    times = [
+        PassTimes(
+            Point(tier, batch), MODEL.draft_ms(batch, tier.steps, tier.top_k, 0),
+            MODEL.verify_ms(batch * tier.nodes, 0),
+        )
+        for tier in (OFF.tier, CHAIN.tier, TREE.tier) for batch in (1, 2, 4)
+    ]  # fmt: skip
+    model, spread = startup_fit(times)
+    assert spread == STARTUP_SPREAD
+    assert model.draft == pytest.approx(MODEL.draft, rel=0.01)
