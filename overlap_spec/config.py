@@ -68,9 +68,9 @@ class EngineConfig:
     adaptive: Annotated[
         str,
         Help(
-            "Length policy: guarded, auto (depth and width by survival and measured cost), adaspec, "
-            "static (always num_steps), off, threshold, specinfer, a published preset (default, "
-            "aggressive, with-off), or a JSON config file.",
+            "Length policy: guarded, auto (depth and width by survival and measured cost), "
+            "adaspec, static (always num_steps), off, threshold, specinfer, a published preset "
+            "(default, aggressive, with-off), or a JSON config file.",
             ("--speculative-adaptive-config", "--adaptive"),
         ),
     ] = "guarded"
