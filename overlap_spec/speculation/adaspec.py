@@ -18,10 +18,10 @@ from overlap_spec.speculation.cost import (
     ASSUMED,
     ASSUMED_SPREAD,
     CostModel,
-    OnlineCost,
     StepShape,
     shape_of,
 )
+from overlap_spec.speculation.online_cost import OnlineCost
 from overlap_spec.speculation.policy import (
     LengthPolicy,
     StepOutcome,
@@ -35,7 +35,7 @@ from overlap_spec.types import Budget, Tier
 ALPHA = 0.2
 # A ragged verify must gain this much, being a recording of its own.
 RAGGED_GAIN = 0.02
-# The chains' steps that a step without drafts is counted as, so that its memory does not freeze.
+# Verifies without drafts after which one drafts, since nothing else tells that drafts pay again.
 PROBE_EVERY = 128
 
 

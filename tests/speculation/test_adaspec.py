@@ -20,7 +20,8 @@ from overlap_spec.speculation.adaspec import (
     predicted_steps,
 )
 from overlap_spec.speculation.baselines import ThresholdPolicy
-from overlap_spec.speculation.cost import CostModel, OnlineCost
+from overlap_spec.speculation.cost import CostModel
+from overlap_spec.speculation.online_cost import OnlineCost
 from overlap_spec.speculation.policy import (
     OFF,
     RequestOutcome,

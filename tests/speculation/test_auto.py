@@ -13,10 +13,10 @@ from overlap_spec.speculation.cost import (
     PROFILE_SPREAD,
     STARTUP_SPREAD,
     CostModel,
-    OnlineCost,
     shape_of,
 )
 from overlap_spec.speculation.fallback import FallbackPolicy
+from overlap_spec.speculation.online_cost import OnlineCost
 from overlap_spec.speculation.policy import OFF, RequestView, StepOutcome, StepView
 from overlap_spec.speculation.presets import AUTO_CHAINS, AUTO_TREES, load_policy
 from overlap_spec.speculation.static import StaticPolicy, static_tier

@@ -16,12 +16,12 @@ from overlap_spec.speculation.cost import (
     STARTUP_SPREAD,
     CostModel,
     DraftTime,
-    OnlineCost,
     VerifyTime,
     fit,
     nonnegative,
     shape_of,
 )
+from overlap_spec.speculation.online_cost import OnlineCost
 from overlap_spec.speculation.profiles import load_profile, profile_path, save_profile
 from overlap_spec.types import Budget, Tier
 from overlap_spec.worker.pass_times import PassTimes, Point
