@@ -160,7 +160,7 @@ def _choice(d: Draw, batch: int) -> Iterator[Work]:
         return d.normal(rows, VOCAB), bits
 
     def sampled() -> tuple[Any, ...]:
-        return *masked(), None, d.uniform(rows) + 0.5, d.uniform(rows)
+        return *masked(), None, d.uniform(rows) + 0.5, d.integers(0, 2**62, rows)
 
     def filtered() -> tuple[Any, ...]:
         top_k = d.integers(20, 60, rows)
@@ -169,6 +169,11 @@ def _choice(d: Draw, batch: int) -> Iterator[Work]:
     def candidates() -> tuple[Any, ...]:
         rows = batch * TOP_K
         return d.normal(rows, DRAFT_VOCAB), TOP_K, d.integers(0, VOCAB // 2, DRAFT_VOCAB)
+
+    def noisy() -> tuple[Any, ...]:
+        rows = batch * TOP_K
+        noise = kernels.Noise(d.uniform(rows) + 0.5, d.integers(0, 2**62, rows))
+        return *candidates(), noise
 
     yield Work(
         f"apply_bitmask/{rows}", kernels.apply_bitmask, masked, read + masks, config="apply_bitmask"
@@ -186,18 +191,19 @@ def _choice(d: Draw, batch: int) -> Iterator[Work]:
             config=entry,
         )
     yield Work(
-        f"coins/{rows}",
-        kernels.coins,
+        f"noise_keys/{rows}",
+        kernels.noise_keys,
         lambda: (d.integers(0, 2**40, rows), d.integers(0, CONTEXT, rows)),
         20 * rows,
     )
-    yield Work(
-        f"top_candidates/{batch * TOP_K}",
-        kernels.top_candidates,
-        candidates,
-        batch * TOP_K * DRAFT_VOCAB * item,
-        config="top_candidates",
-    )
+    for name, inputs in (("", candidates), ("/noise", noisy)):
+        yield Work(
+            f"top_candidates/{batch * TOP_K}{name}",
+            kernels.top_candidates,
+            inputs,
+            batch * TOP_K * DRAFT_VOCAB * item,
+            config="top_candidates",
+        )
 
 
 def _tree(d: Draw, batch: int) -> Iterator[Work]:

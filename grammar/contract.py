@@ -85,6 +85,11 @@ class Matcher(ABC):
         """Whether the grammar may end after the text accepted so far."""
 
     @property
+    def is_free(self) -> bool:
+        """Whether it is inside a model's thinking, which may be any text."""
+        return False
+
+    @property
     @abstractmethod
     def accepted_tokens(self) -> int:
         """Tokens accepted and not rolled back, including a stop token."""

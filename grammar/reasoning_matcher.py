@@ -174,6 +174,10 @@ class ReasoningMatcher(Matcher):
         if self._direct is not None:
             self._direct.rollback(max(self._direct.accepted_tokens - len(self._before), 0))
 
+    @property
+    def is_free(self) -> bool:
+        return self._inner is None and self._place.phase == _THINK
+
     def fill(self, row: Row) -> None:
         if self._inner is not None:
             self._inner.fill(row)

@@ -3,6 +3,13 @@
 On CUDA a Triton kernel with the same signature runs instead (``kernels/dispatch.py``).
 """
 
+from overlap_spec.kernels.acceptance import (
+    Odds,
+    Residual,
+    accept_by_rejection,
+    accept_by_threshold,
+    relaxed_children,
+)
 from overlap_spec.kernels.attention import (
     KeySpan,
     move_kv,
@@ -13,13 +20,15 @@ from overlap_spec.kernels.attention import (
 )
 from overlap_spec.kernels.elementwise import add_rms_norm, apply_rope, rms_norm, silu_and_mul
 from overlap_spec.kernels.sampling import (
+    Noise,
     apply_bitmask,
     apply_penalties,
     choose,
     coins,
     filter_probs,
-    inverse_cdf,
     masked_choose,
+    noise_keys,
+    sampled_probs,
     top_candidates,
 )
 from overlap_spec.kernels.tree import (
@@ -39,8 +48,13 @@ __all__ = [
     "Accepted",
     "Grown",
     "KeySpan",
+    "Noise",
+    "Odds",
+    "Residual",
     "Selected",
     "Tree",
+    "accept_by_rejection",
+    "accept_by_threshold",
     "accept_path",
     "add_rms_norm",
     "apply_bitmask",
@@ -52,14 +66,16 @@ __all__ = [
     "coins",
     "filter_probs",
     "grow",
-    "inverse_cdf",
     "masked_choose",
     "move_kv",
+    "noise_keys",
     "pack_mask",
     "page_slots",
+    "relaxed_children",
     "rerank",
     "rms_norm",
     "rotate_and_store",
+    "sampled_probs",
     "select_nodes",
     "silu_and_mul",
     "top_candidates",

@@ -1,8 +1,10 @@
-"""From logits to the target's choice: mask, penalties, filters, and one coin a position."""
+"""From logits to the target's choice: mask, penalties, filters, and noise for every token."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +17,15 @@ _GOLDEN, _MIX_1, _MIX_2 = (
     -4658895280553007687,  # 0xBF58476D1CE4E5B9
     -7723592293110705685,  # 0x94D049BB133111EB
 )
+
+# What a purpose adds to a key, as often as its number says.
+PURPOSE_STEP = 0x1F83D9ABFB41BD6B
+# Multipliers of the noise's two rounds, as int32: 0x7FEB352D and 0x846CA68B.
+_ROUND_1, _ROUND_2 = 2146121005, -2073254261
+
+# What random numbers are for: those of different purposes are independent. Drafters share CHOICE
+# with the target, so that both pick the same token where their distributions are alike.
+CHOICE, DRAFT, ACCEPT, RESIDUAL = range(4)
 
 # Logits that a block of rows may have, so that it stays in a core's cache.
 CACHED_LOGITS = 2**17
@@ -72,13 +83,47 @@ def apply_penalties(
 
 
 @operation
-def coins(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1) that depend on (seed, position) alone.
+def noise_keys(seeds: Tensor, positions: Tensor, purpose: int = CHOICE) -> Tensor:
+    """64 random bits for each (seed, position, purpose): a key of the noise of all tokens there.
 
-    SplitMix64's finaliser (Steele et al., OOPSLA 2014) over int64 ``(L,)`` → float32 ``(L,)``.
+    SplitMix64's finaliser (Steele et al., OOPSLA 2014) over int64 ``(L,)`` → int64 ``(L,)``, the
+    same bits on every device.
     """
-    z = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)
-    return ((z >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    return _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN + purpose * PURPOSE_STEP)
+
+
+def coins(keys: Tensor) -> Tensor:
+    """A uniform number in [0, 1) of each key: int64 ``(L,)`` → float32 ``(L,)``."""
+    return ((keys >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+
+
+def negative_exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
+    """-E, with E standard exponential for each key and token: the noise of a choice.
+
+    Where a token's weight is w, the token of the greatest w / E is a draw from the weights, and
+    log w - log E is its score with Gumbel noise (Maddison et al., arXiv 1411.0030). A hash of two
+    multiplications counts the tokens: 31 bits, the same on every device; its logarithm is rounded
+    as the device does.
+
+    Args:
+        keys: int64 ``(L,)``, of :func:`noise_keys`.
+        tokens: int32 ``(V,)``.
+
+    Returns:
+        float32 ``(L, V)``, from -17 to below 0.
+    """
+    low, high = keys.to(torch.int32)[:, None], (keys >> 32).to(torch.int32)[:, None]
+    bits = tokens ^ low
+    # In place: each pass is one over memory that stays in the cache.
+    bits ^= (bits >> 16).bitwise_and_(0xFFFF)
+    bits *= _ROUND_1
+    bits ^= (bits >> 15).bitwise_and_(0x1FFFF)
+    bits ^= high
+    bits *= _ROUND_2
+    bits ^= bits >> 16
+    uniform = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32)
+    # Both ends are kept off: E is over 0 and finite.
+    return uniform.mul_(-(2.0**-31)).sub_(2.0**-32).clamp_(min=2.0**-24 - 1).log1p_()
 
 
 def _mix(z: Tensor) -> Tensor:
@@ -104,22 +149,20 @@ def filter_probs(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
     return probs * torch.zeros_like(keep).scatter_(1, order, keep)
 
 
-def inverse_cdf(probs: Tensor, coin: Tensor) -> Tensor:
-    """The token at which the running sum of ``probs (L, V)`` passes ``coin (L,)`` of its total.
+def draw(weights: Tensor, keys: Tensor) -> Tensor:
+    """A token drawn from each row of ``weights (L, V)``, which need not sum to 1 and are lost.
 
-    Never a token of zero probability, however the sum rounds. → int64 ``(L,)``.
+    Never one of weight 0 where another one has more. ``keys`` int64 ``(L,)`` → int64 ``(L,)``.
     """
-    running = probs.cumsum(-1)
-    passed = (running > coin[:, None] * running[:, -1:]) & (probs > 0)
-    found, token = passed.to(torch.uint8).max(-1)
-    return torch.where(found > 0, token, probs.argmax(-1))
+    tokens = torch.arange(weights.shape[1], dtype=torch.int32, device=weights.device)
+    return weights.div_(negative_exponentials(keys, tokens)).argmin(-1)
 
 
 @operation
 def choose(
     logits: Tensor,
     temperature: Tensor | None = None,
-    coin: Tensor | None = None,
+    keys: Tensor | None = None,
     filters: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The target's choice of every row.
@@ -127,7 +170,7 @@ def choose(
     Args:
         logits: ``(L, V)``, masked and penalised; a row of -inf alone is empty.
         temperature: ``(L,)``, 0 is greedy, of equal tokens the lowest id; None: all rows are.
-        coin: float32 ``(L,)`` in [0, 1), read where temperature is over 0.
+        keys: int64 ``(L,)``, of :func:`noise_keys`, read where temperature is over 0.
         filters: ``top_k``, ``top_p``, ``min_p`` as in :func:`filter_probs`; None: no row has any.
 
     Returns:
@@ -135,14 +178,43 @@ def choose(
     """
     best, greedy = logits.max(-1)
     token = greedy
-    if temperature is not None and coin is not None:
-        scale = torch.where(temperature > 0, temperature, 1.0)[:, None]
-        probs = ((logits.float() - best[:, None]) / scale).softmax(-1)
-        if filters is not None:
-            probs = filter_probs(probs, *filters)
-        token = torch.where(temperature > 0, inverse_cdf(probs, coin), greedy)
+    if temperature is not None and keys is not None:
+        drawn = []
+        for part in _cached_blocks(logits):
+            weights = _weights(logits[part], best[part], temperature[part])
+            if filters is not None:
+                weights = filter_probs(weights, *(each[part] for each in filters))
+            drawn.append(draw(weights, keys[part]))
+        token = torch.where(temperature > 0, torch.cat(drawn), greedy)
     token = torch.where(best == -torch.inf, -1, token)
     return torch.where(best.isnan(), -2, token)
+
+
+def _weights(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
+    """Probabilities relative to the best token's: float32 ``(L, V)``, 1 where greedy rows are."""
+    heat = torch.where(temperature > 0, temperature, 1.0)[:, None]
+    return (logits.float() - best[:, None]).div_(heat).exp_()
+
+
+def _cached_blocks(logits: Tensor) -> Iterator[slice]:
+    """So many rows at a time as stay in a core's cache on the CPU; all of them on a GPU."""
+    rows, vocab = logits.shape
+    block = rows if logits.is_cuda else max(1, CACHED_LOGITS // vocab)
+    for start in range(0, max(rows, 1), max(block, 1)):
+        yield slice(start, start + block)
+
+
+def sampled_probs(
+    logits: Tensor, temperature: Tensor, filters: tuple[Tensor, Tensor, Tensor] | None = None
+) -> Tensor:
+    """The distributions from which :func:`choose` draws: float32 ``(L, V)``, rows of sum 1.
+
+    A greedy row's is that at temperature 1; a row that is empty or holds NaN is all NaN.
+    """
+    weights = _weights(logits, logits.amax(-1), temperature)
+    if filters is not None:
+        weights = filter_probs(weights, *filters)
+    return weights / weights.sum(-1, keepdim=True)
 
 
 @operation
@@ -151,7 +223,7 @@ def masked_choose(
     rows: Tensor | None = None,
     flags: Tensor | None = None,
     temperature: Tensor | None = None,
-    coin: Tensor | None = None,
+    keys: Tensor | None = None,
     filters: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """:func:`apply_bitmask`, then :func:`choose`: a step's one choice.
@@ -160,30 +232,96 @@ def masked_choose(
         logits: ``(L, V)``, finite or NaN. They may be overwritten: here by the masked ones.
         rows: Mask rows int32 ``(L, ceil(V / 32))``, contiguous; None: nothing is masked.
         flags: bool ``(L,)``: the rows to which the mask applies; None means all.
-        temperature, coin, filters: As in :func:`choose`.
+        temperature, keys, filters: As in :func:`choose`.
 
     Returns:
         int64 ``(L,)`` as :func:`choose` does.
     """
     if rows is not None:
         apply_bitmask(logits, rows, None if flags is None else flags.nonzero()[:, 0])
-    return choose(logits, temperature, coin, filters)
+    return choose(logits, temperature, keys, filters)
+
+
+class Noise(NamedTuple):
+    """Noise of a draft's rows: ``temperature`` float32 ``(T,)``, 0 for none; ``keys`` int64
+    ``(T,)``, those of the choice that the target makes there.
+
+    ``support``: over 0, candidates are drawn from so many tokens: see :func:`drawn_candidates`.
+    """
+
+    temperature: Tensor
+    keys: Tensor
+    support: int = 0
 
 
 @operation
 def top_candidates(
-    logits: Tensor, count: int, offsets: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, count: int, offsets: Tensor | None = None, noise: Noise | None = None
+) -> tuple[Tensor, ...]:
     """A draft step's ``count`` best next tokens of every row, descending.
+
+    With noise a row's logits are divided by its temperature, and each token has the Gumbel noise
+    that it has in the target's choice: the best one is a draw from the draft distribution that is
+    the target's own choice as often as the two distributions are alike.
 
     Args:
         logits: ``(T, V)`` over the draft vocabulary.
         offsets: int64 ``(V,)``: target id = draft id + ``offsets[draft id]`` (EAGLE-3's ``d2t``);
             None: the vocabularies are one.
+        noise: None: no row has any.
 
     Returns:
-        Log-probabilities float32 ``(T, count)``, and target ids int64 ``(T, count)``. Which of
-        equally probable tokens come first is open.
+        Log-probabilities float32 ``(T, count)``, which with noise are shares of what the noise has
+        left of the odds, and target ids int64 ``(T, count)``. Which of equally probable tokens come
+        first is open. With a ``noise.support`` what :func:`drawn_candidates` returns.
     """
-    best, ids = logits.float().log_softmax(-1).topk(count)
+    if noise is not None and noise.support:
+        return drawn_candidates(logits, count, offsets, noise)
+    if noise is None:
+        best, ids = logits.float().log_softmax(-1).topk(count)
+    else:
+        best, ids = _noisy_candidates(logits, count, offsets, noise)
     return best, ids if offsets is None else ids + offsets[ids]
+
+
+def drawn_candidates(
+    logits: Tensor, count: int, offsets: Tensor | None, noise: Noise
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``count`` tokens of every row, drawn one after the other and none twice, with their odds.
+
+    They are drawn from the ``noise.support`` most probable ones; of a greedy row they are its most
+    probable ones, descending. What was drawn does not show in the scores: which of several drafts
+    are verified must not depend on the outcome, or the odds would be others.
+
+    Returns:
+        Scores float32 ``(T, count)``: log-probabilities of the row's best tokens, descending;
+        target ids int64 ``(T, count)``, as drawn; and the ids ``(T, M)`` from which they were
+        drawn, with their probabilities float32 ``(T, M)``.
+    """
+    best, ids = logits.float().topk(min(max(noise.support, count), logits.shape[1]))
+    if offsets is not None:
+        ids = ids + offsets[ids]
+    heat = torch.where(noise.temperature > 0, noise.temperature, 1.0)[:, None]
+    probs = (best / heat).softmax(-1)
+    # One row of noise for its own ids: the hash counts tokens, whatever their order.
+    order = torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device)
+    race = torch.where(
+        noise.temperature[:, None] > 0, probs / -negative_exponentials(noise.keys, order), probs
+    )
+    tokens = ids.gather(1, race.topk(count).indices)
+    return probs[:, :count].log(), tokens, ids, probs
+
+
+def _noisy_candidates(
+    logits: Tensor, count: int, offsets: Tensor | None, noise: Noise
+) -> tuple[Tensor, Tensor]:
+    """Scores and draft ids of :func:`top_candidates`."""
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    tokens = (tokens if offsets is None else tokens + offsets).to(torch.int32)
+    logits = logits.float()
+    warm = noise.temperature[:, None] > 0
+    exponential = negative_exponentials(noise.keys, tokens).neg_()
+    weights = _weights(logits, logits.amax(-1), noise.temperature)
+    weights = weights / torch.where(warm, exponential, 1.0)
+    best, ids = weights.topk(count)
+    return (best / weights.sum(-1, keepdim=True)).log(), ids

@@ -13,6 +13,7 @@ EMBEDDED = Path(__file__).parent / "embedded"
 DRAFTERS = Path(__file__).parent / "drafters"
 PLANNED_ALGORITHMS = ("mtp",)
 OVERLAP_MODES = ("once-sync", "double-sync", "none")
+ACCEPTANCE_RULES = ("exact", "rejection", "threshold")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -81,6 +82,45 @@ class EngineConfig:
             "auto plan no step that takes longer, where they can."
         ),
     ] = None
+    acceptance: Annotated[
+        str,
+        Help(
+            "Which drafts a sampled request accepts: exact (those that plain decoding would choose "
+            "with its seed), rejection (rejection sampling: the same distribution, another text), "
+            "or threshold (lossy: see the two thresholds).",
+            ("--speculative-acceptance",),
+        ),
+    ] = "exact"
+    threshold_single: Annotated[
+        float,
+        Help(
+            "threshold: accept a draft whose probability is at least this.",
+            ("--speculative-accept-threshold-single",),
+        ),
+    ] = 1.0
+    threshold_acc: Annotated[
+        float,
+        Help(
+            "threshold: multiply the chance of refusing a draft's probability by this; lower "
+            "accepts more, 1 changes no distribution.",
+            ("--speculative-accept-threshold-acc",),
+        ),
+    ] = 1.0
+    relaxed_topk: Annotated[
+        int,
+        Help(
+            "While a model thinks before its constrained answer, accept drafts among this many "
+            "most probable tokens (lossy); 0 is off.",
+            ("--speculative-relaxed-topk",),
+        ),
+    ] = 0
+    relaxed_delta: Annotated[
+        float,
+        Help(
+            "relaxed_topk: how far below the best token's probability such a draft may be.",
+            ("--speculative-relaxed-delta",),
+        ),
+    ] = 0.0
     ngram_max_matching_size: Annotated[
         int,
         Help(
@@ -201,6 +241,8 @@ class EngineConfig:
             _one_of("algorithm", self.drafter, built, PLANNED_ALGORITHMS)
         _one_of("overlap", self.overlap, OVERLAP_MODES)
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("acceptance", self.acceptance, ACCEPTANCE_RULES)
+        self._check_acceptance()
         least = {
             "num_steps": 0,
             "eagle_topk": 1,
@@ -214,6 +256,7 @@ class EngineConfig:
             "lane_threads": 0,
             "ngram_max_matching_size": 1,
             "ngram_pool_bytes": 1,
+            "relaxed_topk": 0,
             "grammar_compile_memory_bytes": 1,
             "grammar_cache_bytes": 0,
         }
@@ -239,6 +282,18 @@ class EngineConfig:
         fraction = self.mem_fraction_static
         if fraction is not None and not 0 < fraction < 1:
             raise ConfigError(f"mem_fraction_static must be between 0 and 1: {fraction!r}")
+
+    def _check_acceptance(self) -> None:
+        for name in ("threshold_single", "threshold_acc", "relaxed_delta"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise ConfigError(f"{name} must be a number from 0 to 1: {value!r}")
+            if name != "relaxed_delta" and value < 1 and self.acceptance != "threshold":
+                raise ConfigError(f"{name} needs acceptance='threshold': {value!r}")
+        if self.threshold_acc == 0:
+            raise ConfigError("threshold_acc must be over 0")
+        if self.relaxed_delta and not self.relaxed_topk:
+            raise ConfigError("relaxed_delta needs relaxed_topk, which is 0")
 
     @property
     def lanes(self) -> int:

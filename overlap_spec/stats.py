@@ -12,7 +12,9 @@ class RequestStats:
 
     ``grammar_ms``: its matcher's time. ``exposed_ms``: its share of the time that compute waited
     for masks, by grammar time. ``idle_ms``: its share of all time that compute stood idle in its
-    steps, in equal parts.
+    steps, in equal parts. ``acceptance``: which drafts it accepted; ``lossy``: whether that rule
+    changes the distribution of its tokens. ``relaxed_steps``: its steps under relaxed acceptance,
+    which does.
     """
 
     prompt_tokens: int = 0
@@ -31,6 +33,9 @@ class RequestStats:
     idle_ms: float = 0.0
     limited_steps: int = 0
     grammar_compile_ms: float = 0.0
+    acceptance: str = "exact"
+    lossy: bool = False
+    relaxed_steps: int = 0
 
     @property
     def accept_length(self) -> float:

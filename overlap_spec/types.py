@@ -43,10 +43,11 @@ class SamplingParams:
         stop: Strings that end the output, which does not contain them.
         stop_token_ids: Tokens that end the output, besides the model's own.
         ignore_eos: The model's own end-of-text tokens do not end the output.
-        seed: Coins depend on (seed, position) alone; None draws a seed.
+        seed: Noise depends on (seed, position, token) alone; None draws a seed.
         logprobs: None: none. n: the log-probability of each output token and of the n most
             probable ones, after mask and penalties and before temperature.
-        speculate: Whether drafts may be accepted; the text is the same either way.
+        speculate: Whether drafts may be accepted; the text is the same either way, under the exact
+            rule of acceptance.
         origins: Whether to tell of each output token how it came: an accepted draft, the target's
             own choice behind these (bonus), or the only token that the mask allowed (forced).
         tpot_slo_ms: Target of the time per output token, in milliseconds: adaspec and auto plan no

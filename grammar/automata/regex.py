@@ -90,15 +90,19 @@ class Pattern:
         source: The pattern.
         param: The request's field that holds it, for errors.
         wide: Match if either dialect matches, instead of both.
+        most: No more than so many turns of a repeat that may have more; texts are lost.
 
     Raises:
         GrammarError: it does not parse; names the pattern and the position.
     """
 
-    def __init__(self, source: str, param: str, wide: bool = False) -> None:
+    def __init__(
+        self, source: str, param: str, wide: bool = False, most: int | None = None
+    ) -> None:
         self.source = source
         self.param = param
         self.wide = wide
+        self.most = most
         try:
             self._parsed = _parse(source)
         except (re.error, OverflowError, RecursionError) as error:
@@ -190,6 +194,35 @@ class Pattern:
         )
         return least, most if anchored and most < 2**31 else None
 
+    def longest(self) -> int | None:
+        """Most characters of a match; None means no bound."""
+        return self._longest(self._parsed)
+
+    def _longest(self, items: Iterable[Any]) -> int | None:
+        total = 0
+        for item in items:
+            op, argument = str(item[0]), item[1]
+            ways: list[int | None] = [1]
+            if op == "BRANCH":
+                ways = [self._longest(body) for body in argument[1]]
+            elif op == "SUBPATTERN":
+                ways = [self._longest(argument[3])]
+            elif op in ("MAX_REPEAT", "MIN_REPEAT"):
+                turns, each = self._turns(argument[0], argument[1]), self._longest(argument[2])
+                ways = [None if turns is None or each is None else turns * each]
+            elif op == "AT":
+                ways = [0]
+            if None in ways:
+                return None
+            total += max(way for way in ways if way is not None)
+        return total
+
+    def _turns(self, low: Any, high: Any) -> int | None:
+        found = _bound(high)
+        if self.most is None:
+            return found
+        return max(int(low), self.most if found is None else min(found, self.most))
+
     def as_repeat(self) -> tuple[Ranges, int, int | None] | None:
         """Characters and bounds of a pattern like `^[…]{m,n}$`; None for any other."""
         items = list(self._parsed)
@@ -232,7 +265,7 @@ class Pattern:
             return self._sequence(body, escape)
         if op in ("MAX_REPEAT", "MIN_REPEAT"):
             low, high, body = argument
-            return Repetition(self._sequence(body, escape), int(low), _bound(high))
+            return Repetition(self._sequence(body, escape), int(low), self._turns(low, high))
         if op == "AT":
             raise self.error("anchors are supported at the pattern's two ends only")
         raise self.error(f"{_REFUSED.get(op, op)} is not supported")

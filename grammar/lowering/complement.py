@@ -77,7 +77,6 @@ def _numbers(shape: Numbers) -> Iterator[Shape]:
 
 
 def _strings(shape: Strings) -> Iterator[Shape]:
-    # A format is an annotation and excludes nothing.
     if shape.least:
         yield Strings(most=shape.least - 1)
     if shape.most is not None:

@@ -122,8 +122,7 @@ def _strings(a: Strings, b: Strings) -> Strings | None:
     patterns, without = joined(a.patterns, b.patterns), joined(a.without, b.without)
     if set(patterns) & set(without):
         return None
-    outside, formats = joined(a.outside, b.outside), joined(a.formats, b.formats)
-    return Strings(least, most, patterns, without, outside, formats)
+    return Strings(least, most, patterns, without, joined(a.outside, b.outside))
 
 
 def _arrays(a: Arrays, b: Arrays) -> Arrays:

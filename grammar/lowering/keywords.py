@@ -11,14 +11,16 @@ from overlap_spec.errors import GrammarError
 
 ANNOTATIONS = frozenset(
     {
-        "$anchor", "$comment", "$defs", "$id", "$schema", "$vocabulary", "contentEncoding",
+        "$anchor", "$comment", "$defs", "$dynamicAnchor", "$id", "$recursiveAnchor", "$schema",
+        "$vocabulary", "contentEncoding",
         "contentMediaType", "contentSchema", "default", "definitions", "deprecated", "description",
         "example", "examples", "id", "readOnly", "title", "writeOnly"
     }
 )  # fmt: skip
 READ = frozenset(
     {
-        "$ref", "additionalItems", "additionalProperties", "allOf", "anyOf", "const", "contains",
+        "$dynamicRef", "$recursiveRef", "$ref", "additionalItems", "additionalProperties",
+        "allOf", "anyOf", "const", "contains",
         "dependencies", "dependentRequired", "dependentSchemas", "else", "enum",
         "exclusiveMaximum", "exclusiveMinimum", "format", "if", "items", "maxContains",
         "maxItems", "maxLength", "maxProperties", "maximum", "minContains", "minItems",
@@ -27,7 +29,6 @@ READ = frozenset(
         "type", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"
     }
 )  # fmt: skip
-REFUSED = frozenset({"$dynamicRef", "$recursiveRef"})
 # Keywords that only modify another one.
 _NEEDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
@@ -37,8 +38,6 @@ _TRIVIAL: dict[str, tuple[Any, ...]] = {
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
     "not": (False,),
-    "unevaluatedItems": (True, {}),
-    "unevaluatedProperties": (True, {}),
 }
 
 
@@ -51,14 +50,15 @@ def constraints(schema: Mapping[str, Any]) -> dict[str, Any]:
     kept = {
         key: value
         for key, value in schema.items()
-        if (key in READ or key in REFUSED)
+        if key in READ
         and not (key in _NEEDS and _NEEDS[key] not in schema)
         and value not in _TRIVIAL.get(key, ())
     }
-    rest = kept.pop("additionalItems", True)
+    rest = kept.pop("additionalItems", None)
     if isinstance(kept.get("items"), list):
         kept["prefixItems"] = kept.pop("items")
-        kept["items"] = rest
+        if rest is not None:
+            kept["items"] = rest
     for bound, exclusive in _EXCLUSIVE.items():
         if isinstance(kept.get(exclusive), bool) and kept.pop(exclusive) and bound in kept:
             kept[exclusive] = kept.pop(bound)
@@ -80,14 +80,11 @@ def same(left: Any, right: Any) -> bool:
 
 
 def check(schema: Mapping[str, Any], path: str) -> None:
-    """Refuse keywords that cannot be enforced.
+    """Refuse what looks like a misspelt keyword.
 
     Raises:
         GrammarError: names the keyword and its path.
     """
-    for key in constraints(schema):
-        if key in REFUSED:
-            raise refusal(key, path, "is not supported")
     for key in schema:
         meant = _meant(key)
         if meant:
@@ -101,9 +98,9 @@ def is_known(schema: Mapping[str, Any]) -> bool:
 
 @lru_cache(4096)
 def _meant(key: str) -> str | None:
-    if key in ANNOTATIONS or key in READ or key in REFUSED or not key[:1].isalpha():
+    if key in ANNOTATIONS or key in READ or not key[:1].isalpha():
         return None
-    meant = difflib.get_close_matches(key, READ | REFUSED, 1, 0.85)
+    meant = difflib.get_close_matches(key, READ, 1, 0.85)
     return meant[0] if meant else None
 
 

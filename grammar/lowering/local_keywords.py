@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, Protocol
 
-from overlap_spec.grammar.lowering import keywords
+from overlap_spec.grammar.lowering import formats
 from overlap_spec.grammar.lowering.intersect import SchemaOracle, consts, intersect, tidy_array
 from overlap_spec.grammar.lowering.membership import key_of, kind_of, loads
 from overlap_spec.grammar.lowering.numbers import Bounds
@@ -30,12 +30,6 @@ from overlap_spec.grammar.lowering.shapes import (
 from overlap_spec.grammar.source import json_path
 
 Schema = dict[str, Any]
-_COMBINE = frozenset(
-    {
-        "$ref", "allOf", "anyOf", "dependencies", "dependentSchemas", "else", "if", "not", "oneOf",
-        "then"
-    }
-)  # fmt: skip
 
 
 class Source(SchemaOracle, Protocol):
@@ -81,7 +75,13 @@ def _of_kind(
         step = plain.get("multipleOf")
         steps = () if step is None else (_decimal(step),)
         shape = Numbers(_bounds(plain), whole, steps)
-        return None if shape.bounds.is_empty else shape
+        if shape.bounds.is_empty:
+            return None
+        span = formats.INTEGERS.get(plain.get("format", ""))
+        if span is None:
+            return shape
+        low, high = map(Decimal, span)
+        return intersect(shape, Numbers(Bounds(low, high), True), source)
     return BOOLEANS if kind == "boolean" else NULL
 
 
@@ -125,9 +125,8 @@ def _string(plain: Schema) -> Strings | None:
     least, most = _count(plain, "minLength") or 0, _count(plain, "maxLength")
     if most is not None and least > most:
         return None
-    patterns = (plain["pattern"],) if "pattern" in plain else ()
-    formats = (plain["format"],) if "format" in plain else ()
-    return Strings(least, most, patterns, (), (), formats)
+    found = (plain.get("pattern"), formats.pattern(plain.get("format", "")))
+    return Strings(least, most, tuple(pattern for pattern in found if pattern is not None))
 
 
 def _array(plain: Schema, path: str, source: Source) -> Arrays:
@@ -171,22 +170,3 @@ def _object(plain: Schema, path: str, source: Source) -> Objects | None:
     wanted = tuple(dict.fromkeys(required)) if isinstance(required, list) else ()
     kept = tuple(rule for rule in rules if rule[1] != ANY)
     return Objects(named, kept, wanted, (), least, most)
-
-
-def fold_unevaluated(plain: Schema, path: str, best_effort: bool) -> None:
-    """Replace `unevaluated…` by `additionalProperties` or `items`, if no applicator beside it can
-    have evaluated a member.
-
-    Raises:
-        Refusal: one may have.
-    """
-    for keyword, equal in (("unevaluatedProperties", "additionalProperties"),
-                           ("unevaluatedItems", "items")):  # fmt: skip
-        value = plain.pop(keyword, True)
-        if value is True or value == {} or equal in plain:
-            continue
-        if _COMBINE & plain.keys() or (equal == "items" and "contains" in plain):
-            if best_effort:
-                continue
-            raise keywords.refusal(keyword, path, "is not exact beside combined schemas")
-        plain[equal] = value

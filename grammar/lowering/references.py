@@ -1,78 +1,173 @@
-"""Resolves `$ref`."""
+"""Resolves `$ref`, `$dynamicRef` and `$recursiveRef` inside a schema document.
+
+A document is a tree of schema resources: the root and every subschema with an `$id` of its own.
+Identifiers and anchors count only where the dialect has a schema (JSON Schema 2020-12 core, 8.2).
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from urllib.parse import unquote, urljoin
+
+import referencing.jsonschema
+from referencing import Resource, Specification
+from referencing.exceptions import NoSuchResource
+from referencing.jsonschema import DynamicAnchor
 
 from overlap_spec.errors import GrammarError
 
 # Drafts in which keywords beside `$ref` are ignored.
 _LONE_REF = ("draft-03", "draft-04", "draft-06", "draft-07")
+_MARKS = re.compile(r'"(\$id|id|\$anchor|\$dynamicAnchor|\$recursiveAnchor)":')
+_NEWEST = referencing.jsonschema.DRAFT202012
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A schema resource: its root, its URI, the schemas at its anchors, and which are dynamic;
+    `$recursiveAnchor` (2019-09) is a dynamic one with an empty name, at the root."""
+
+    root: Any
+    uri: str
+    specification: Specification[Any]
+    anchors: dict[str, Any] = field(default_factory=dict)
+    dynamic: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where a schema stands: its resource, and those on the way to it that were the first with
+    some dynamic anchor, the outermost first."""
+
+    resource: _Entry
+    outer: tuple[_Entry, ...] = ()
 
 
 class References:
     """The references inside one schema document."""
 
     def __init__(self, root: Any) -> None:
-        self._root = root
-        self._names: dict[str, Any] | None = None
-        own = root.get("$id", root.get("id", "")) if isinstance(root, dict) else ""
-        self._own = own.rstrip("#") if isinstance(own, str) else ""
         dialect = str(root.get("$schema", "")) if isinstance(root, dict) else ""
         self.stand_alone = any(draft in dialect for draft in _LONE_REF)
+        known = referencing.jsonschema.specification_with(dialect, default=_NEWEST)
+        first = _Entry(root, "", known)
+        self._entries = {"": first}
+        # The entry that a schema belongs to, by the schema's identity.
+        self._owners: dict[int, _Entry] = {}
+        if _MARKS.search(json.dumps(root)):
+            first = self._index(root, first)
+        self.start = self._entered(Scope(first), first)
 
-    def target(self, reference: str, path: str) -> Any:
-        """The schema that a reference points to.
+    def enter(self, schema: Any, scope: Scope) -> Scope:
+        """The scope inside of a subschema, given that around it."""
+        return self._entered(scope, self._owners.get(id(schema), scope.resource))
+
+    def target(self, reference: str, path: str, scope: Scope) -> tuple[Any, Scope]:
+        """The schema that `$ref` points to, and its scope.
 
         Raises:
             GrammarError: it points outside of the document, or nowhere.
         """
+        node, entry = self._lookup(reference, f"{path}.$ref", scope)
+        return node, self._entered(scope, entry)
+
+    def dynamic_target(self, reference: str, path: str, scope: Scope) -> tuple[Any, Scope]:
+        """The schema that `$dynamicRef` or `$recursiveRef` points to from here, and its scope:
+        `$ref`'s, or, if that is a dynamic anchor, the outermost one of this name on the way here.
+
+        Raises:
+            GrammarError: it points outside of the document, or nowhere.
+        """
+        node, entry = self._lookup(reference, f"{path}.$dynamicRef", scope)
+        name = reference.partition("#")[2]
+        if name in entry.dynamic:
+            entry = next((outer for outer in scope.outer if name in outer.dynamic), entry)
+            node = entry.anchors[name]
+        return node, self._entered(scope, entry)
+
+    def _entered(self, scope: Scope, entry: _Entry) -> Scope:
+        known = {name for outer in scope.outer for name in outer.dynamic}
+        outer = scope.outer if entry.dynamic <= known else (*scope.outer, entry)
+        return scope if (entry, outer) == (scope.resource, scope.outer) else Scope(entry, outer)
+
+    def _index(self, root: Any, entry: _Entry) -> _Entry:
+        """Find the resources and anchors from a schema on; returns the entry of the schema."""
+        pending: list[tuple[Resource[Any], _Entry]] = [
+            (entry.specification.create_resource(root), entry)
+        ]
+        while pending:
+            resource, around = pending.pop()
+            node, own = resource.contents, resource.id()
+            if not isinstance(node, dict) or id(node) in self._owners:
+                continue
+            if own:
+                uri = urljoin(around.uri, own).rstrip("#")
+                first = around.root is node
+                around = around if first else _Entry(node, uri, around.specification)
+                around.uri = uri
+                self._entries.setdefault(uri, around)
+            self._owners[id(node)] = around
+            for anchor in resource.anchors():
+                around.anchors.setdefault(anchor.name, node)
+                if isinstance(anchor, DynamicAnchor):
+                    around.dynamic.add(anchor.name)
+            if node is around.root and node.get("$recursiveAnchor") is True:
+                around.anchors[""] = node
+                around.dynamic.add("")
+            pending += [(inner, around) for inner in resource.subresources()]
+        return self._owners.get(id(root), entry)
+
+    def _lookup(self, reference: str, path: str, scope: Scope) -> tuple[Any, _Entry]:
         base, _, fragment = reference.partition("#")
-        node = self._resource(base, path) if base else self._root
+        entry = self._resource(base, path, scope) if base else scope.resource
         if fragment and not fragment.startswith("/"):
-            return self._anchor(fragment, path)
-        for raw in fragment.split("/")[1:]:
+            name = unquote(fragment)
+            if name not in entry.anchors:
+                raise GrammarError(f"{path}: no $anchor {name!r} in the schema", "schema")
+            return entry.anchors[name], entry
+        return self._pointed(fragment, reference, path, entry)
+
+    def _pointed(
+        self, pointer: str, reference: str, path: str, entry: _Entry
+    ) -> tuple[Any, _Entry]:
+        node = entry.root
+        for raw in pointer.split("/")[1:]:
             key = unquote(raw).replace("~1", "/").replace("~0", "~")
             try:
                 node = node[int(key)] if isinstance(node, list) else node[key]
             except (KeyError, IndexError, ValueError, TypeError) as error:
-                raise GrammarError(f"{path}.$ref: {reference!r} not found", "schema") from error
+                raise GrammarError(f"{path}: {reference!r} not found", "schema") from error
+            entry = self._owners.get(id(node), entry)
         if not isinstance(node, dict | bool):
-            raise GrammarError(f"{path}.$ref: {reference!r} is not a schema", "schema")
-        return node
+            raise GrammarError(f"{path}: {reference!r} is not a schema", "schema")
+        if self._owners and id(node) not in self._owners:
+            # A place where the dialect has no schema: what is inside counts from now on.
+            entry = self._index(node, entry)
+        return node, entry
 
-    def _resource(self, base: str, path: str) -> Any:
-        found = self._identified().get(urljoin(self._own, base).rstrip("#"))
-        if found is None:
-            raise GrammarError(f"{path}.$ref: {base!r} is outside the schema", "schema")
-        return found
+    def _resource(self, base: str, path: str, scope: Scope) -> _Entry:
+        uri = urljoin(scope.resource.uri, base).rstrip("#")
+        if uri not in self._entries:
+            found = _published(uri)
+            if found is None:
+                raise GrammarError(f"{path}: {base!r} is outside the schema", "schema")
+            specification = referencing.jsonschema.specification_with(
+                found.get("$schema", ""), default=_NEWEST
+            )
+            self._entries[uri] = self._index(found, _Entry(found, uri, specification))
+        return self._entries[uri]
 
-    def _anchor(self, name: str, path: str) -> Any:
-        found = self._identified().get(f"#{name}")
-        if found is None:
-            raise GrammarError(f"{path}.$ref: no $anchor {name!r} in the schema", "schema")
-        return found
 
-    def _identified(self) -> dict[str, Any]:
-        """Subschemas by resolved `$id` and by `#anchor`."""
-        if self._names is None:
-            self._names = {self._own: self._root}
-            pending = [self._root]
-            while pending:
-                node = pending.pop()
-                if isinstance(node, dict):
-                    self._name(node)
-                    pending.extend(node.values())
-                elif isinstance(node, list):
-                    pending.extend(node)
-        return self._names
+@cache
+def _published(uri: str) -> Any:
+    """A metaschema, by its URI; None for any other."""
+    from jsonschema_specifications import REGISTRY
 
-    def _name(self, node: dict[str, Any]) -> None:
-        assert self._names is not None
-        anchor, own = node.get("$anchor"), node.get("$id", node.get("id"))
-        if isinstance(anchor, str):
-            self._names.setdefault(f"#{anchor}", node)
-        if isinstance(own, str) and own:
-            key = own if own.startswith("#") else urljoin(self._own, own).rstrip("#")
-            self._names.setdefault(key, node)
+    try:
+        return REGISTRY[uri].contents
+    except NoSuchResource:
+        return None

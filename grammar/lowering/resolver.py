@@ -10,20 +10,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex import Pattern
-from overlap_spec.grammar.lowering import keywords, local_keywords
+from overlap_spec.grammar.lowering import evaluated, keywords, local_keywords
 from overlap_spec.grammar.lowering.complement import complement
 from overlap_spec.grammar.lowering.emptiness import shape_is_empty
 from overlap_spec.grammar.lowering.intersect import intersect
 from overlap_spec.grammar.lowering.membership import contains_value, loads
-from overlap_spec.grammar.lowering.references import References
+from overlap_spec.grammar.lowering.references import References, Scope
 from overlap_spec.grammar.lowering.shapes import (
     ANY,
     EVERYTHING,
-    KINDS,
+    FULL,
     NOTHING,
     Arrays,
     Both,
@@ -39,14 +39,14 @@ from overlap_spec.grammar.lowering.shapes import (
 )
 from overlap_spec.grammar.source import json_path
 
+Found = TypeVar("Found")
 _MOST_SHAPES = 512
 _MOST_MEETS = 100_000
 _LOOK_AHEAD = 4
 _TOO_MANY = "combines into too many cases"
-_FULL: Shapes = tuple(EVERYTHING[kind] for kind in KINDS)
 _APPLICATORS = (
-    "$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas",
-    "dependencies",
+    "$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if",
+    "dependentRequired", "dependentSchemas", "dependencies",
 )  # fmt: skip
 
 
@@ -65,26 +65,33 @@ class Resolver:
     def __init__(self, root: Any, best_effort: bool) -> None:
         self.best_effort = best_effort
         self.references = References(root)
-        self._docs: dict[int, tuple[Any, Expr]] = {}
-        self._known: dict[Expr, Shapes] = {ANY: _FULL, NOTHING: ()}
+        dialect = root.get("$schema", "") if isinstance(root, dict) else ""
+        self.contains_evaluates = "2019-09" not in str(dialect)
+        self._scope = self.references.start
+        self._docs: dict[tuple[int, Scope], tuple[Any, Expr]] = {}
+        self._known: dict[Expr, Shapes] = {ANY: FULL, NOTHING: ()}
         self._open: set[Expr] = set()
         self._empty: dict[Expr, bool] = {}
         self._depth = 0
         self._meets = 0
 
     def expr(self, schema: Any, path: str) -> Expr:
-        """A schema as an expression, not yet resolved."""
+        """A schema of what is being read as an expression, not yet resolved."""
+        return self._expr(schema, path, self.references.enter(schema, self._scope))
+
+    def _expr(self, schema: Any, path: str, scope: Scope) -> Expr:
         if isinstance(schema, bool):
             return ANY if schema else NOTHING
-        if id(schema) not in self._docs:
+        key = (id(schema), scope)
+        if key not in self._docs:
             plain = keywords.constraints(schema)
             if "$ref" in plain and self.references.stand_alone:
                 plain = {"$ref": plain["$ref"]}
             # Annotations are ignored, but a misspelt keyword must be reported.
             text = json.dumps(plain) if self.best_effort or keywords.is_known(schema) else None
-            found: Expr = Doc(text or json.dumps(schema), schema, path)
-            self._docs[id(schema)] = (schema, ANY if text == "{}" else found)
-        return self._docs[id(schema)][1]
+            found: Expr = Doc(text or json.dumps(schema), scope, schema, path)
+            self._docs[key] = (schema, ANY if text == "{}" else found)
+        return self._docs[key][1]
 
     def shapes(self, expr: Expr) -> Shapes:
         """Shapes whose union is the expression; no shape if it is empty.
@@ -110,25 +117,38 @@ class Resolver:
         if isinstance(expr, Not):
             return self.complement(self.shapes(expr.body), "not", path_of(expr))
         if isinstance(expr, Both):
-            found = _FULL
+            found = FULL
             for part in expr.parts:
                 found = self.both(found, self.shapes(part), "allOf", path_of(expr))
             return found
-        return self._document(expr)
+        return self.inside(expr, self._document)
 
-    def _document(self, doc: Doc) -> Shapes:
-        if not self.best_effort:
-            keywords.check(doc.schema, doc.path)
-        plain = keywords.constraints(doc.schema)
-        if "$ref" in plain and self.references.stand_alone:
-            plain = {"$ref": plain["$ref"]}
-        local_keywords.fold_unevaluated(plain, doc.path, self.best_effort)
-        found = local_keywords.shapes(plain, doc.path, self)
+    def inside(self, doc: Doc, read: Callable[[dict[str, Any], str], Found]) -> Found:
+        """What `read` makes of a document's keywords and path, references resolved from there."""
+        around, self._scope = self._scope, doc.scope
+        try:
+            if not self.best_effort:
+                keywords.check(doc.schema, doc.path)
+            plain = keywords.constraints(doc.schema)
+            if "$ref" in plain and self.references.stand_alone:
+                plain = {"$ref": plain["$ref"]}
+            return read(plain, doc.path)
+        finally:
+            self._scope = around
+
+    def _document(self, plain: dict[str, Any], path: str) -> Shapes:
+        if any(plain.get(keyword, True) not in (True, {}) for keyword in evaluated.KEYWORDS):
+            try:
+                return evaluated.shapes(plain, path, self)
+            except keywords.Refusal:
+                if not self.best_effort:
+                    raise
+        found = local_keywords.shapes(plain, path, self)
         for keyword in _APPLICATORS:
             if keyword not in plain:
                 continue
             try:
-                found = self._apply(keyword, plain, found, doc.path)
+                found = self._apply(keyword, plain, found, path)
             except keywords.Refusal:
                 if not self.best_effort:
                     raise
@@ -136,9 +156,8 @@ class Resolver:
 
     def _apply(self, keyword: str, plain: dict[str, Any], base: Shapes, path: str) -> Shapes:
         value, here = plain[keyword], json_path(path, keyword)
-        if keyword == "$ref":
-            target = self.shapes(self.expr(self.references.target(value, path), path))
-            return self.both(target, base, keyword, path)
+        if keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
+            return self.both(self.shapes(self.target(keyword, value, path)), base, keyword, path)
         if keyword == "allOf":
             for i, part in enumerate(value):
                 step = json_path(here, i)
@@ -148,19 +167,31 @@ class Resolver:
             ways = [self.shapes(e) for e in self._branches(value, here)]
             return self.both(base, _unique(s for way in ways for s in way), keyword, path)
         if keyword == "oneOf":
-            return self._one_of(base, self._branches(value, here), path)
+            alone = self.exclusive(self._branches(value, here), base, path)
+            return _unique(shape for shapes in alone for shape in shapes)
         if keyword == "not":
             return self.both(base, self.shapes(negated(self.expr(value, here))), keyword, path)
         if keyword == "if":
             return self._cases(base, plain, path)
         return self._dependencies(base, keyword, value, path)
 
+    def target(self, keyword: str, reference: str, path: str) -> Expr:
+        """What a reference keyword of the document that is being read points to."""
+        find = self.references.target if keyword == "$ref" else self.references.dynamic_target
+        node, scope = find(reference, path, self._scope)
+        return self._expr(node, path, scope)
+
     def _branches(self, schemas: list[Any], path: str) -> list[Expr]:
         return [self.expr(schema, json_path(path, i)) for i, schema in enumerate(schemas)]
 
-    def _one_of(self, base: Shapes, branches: list[Expr], path: str) -> Shapes:
+    def exclusive(self, branches: list[Expr], base: Shapes, path: str) -> list[Shapes]:
+        """For each branch, the values of `base` that are in this branch alone.
+
+        Raises:
+            Refusal: two branches may overlap, and one has no complement.
+        """
         ways = [self.both(base, self.shapes(branch), "oneOf", path) for branch in branches]
-        found: list[Shape] = []
+        found: list[Shapes] = []
         for i, way in enumerate(ways):
             mine = way
             for j, other in enumerate(ways):
@@ -175,8 +206,8 @@ class Resolver:
                         "oneOf", path, f"has branches that may overlap, and {error}"
                     ) from error
                 mine = self.both(mine, rest, "oneOf", path)
-            found += mine
-        return _unique(found)
+            found.append(mine)
+        return found
 
     def _apart(self, left: Shapes, right: Shapes) -> bool:
         for a in left:
@@ -214,7 +245,7 @@ class Resolver:
                 there = tuple(shape for shape in found if shape.kind == "object")
                 if len(names) == 1:
                     there = self.both(there, (Objects(required=(names[0],)),), keyword, path)
-            base = self.both(base, (absent, *there, *_FULL[1:]), keyword, path)
+            base = self.both(base, (absent, *there, *FULL[1:]), keyword, path)
         return base
 
     def both(self, left: Shapes, right: Shapes, keyword: str, path: str) -> Shapes:
@@ -223,8 +254,8 @@ class Resolver:
         Raises:
             Refusal: it has too many parts; names the keyword that required it.
         """
-        if left == _FULL or right == _FULL:
-            return right if left == _FULL else left
+        if left == FULL or right == FULL:
+            return right if left == FULL else left
         found: dict[Shape, None] = {}
         for a in left:
             parts: list[Shape] = []
@@ -250,9 +281,9 @@ class Resolver:
 
     def complement(self, shapes: Shapes, keyword: str, path: str) -> Shapes:
         """All values that are in none of the shapes."""
-        rest: Shapes = _FULL
+        rest: Shapes = FULL
         for shape in shapes:
-            others = tuple(full for full in _FULL if full.kind != shape.kind)
+            others = tuple(full for full in FULL if full.kind != shape.kind)
             for part in self._taken_apart(shape):
                 rest = self.both(rest, (*complement(part), *others), keyword, path)
         return rest

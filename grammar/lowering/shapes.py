@@ -13,15 +13,17 @@ from decimal import Decimal
 from typing import Any
 
 from overlap_spec.grammar.lowering.numbers import Bounds
+from overlap_spec.grammar.lowering.references import Scope
 
 KINDS = ("object", "array", "string", "number", "boolean", "null")
 
 
 @dataclass(frozen=True)
 class Doc:
-    """A schema of the document; equal to all others with the same constraints."""
+    """A schema of the document; equal to all others with the same constraints and scope."""
 
     text: str
+    scope: Scope
     schema: Any = field(compare=False, repr=False)
     path: str = field(compare=False)
 
@@ -53,6 +55,11 @@ def all_of(*parts: Expr) -> Expr:
     if NOTHING in found or any(isinstance(part, Not) and part.body in found for part in found):
         return NOTHING
     return next(iter(found)) if len(found) == 1 else Both(tuple(found))
+
+
+def any_of(*parts: Expr) -> Expr:
+    """The union of the parts."""
+    return negated(all_of(*map(negated, parts)))
 
 
 def negated(expr: Expr) -> Expr:
@@ -101,7 +108,6 @@ class Strings:
     patterns: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
-    formats: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -166,3 +172,5 @@ EVERYTHING: dict[str, Shape] = {
     "object": Objects(), "array": Arrays(), "string": Strings(), "number": Numbers(),
     "boolean": BOOLEANS, "null": NULL,
 }  # fmt: skip
+FULL: Shapes = tuple(EVERYTHING[kind] for kind in KINDS)
+"""Every value."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,34 +13,8 @@ from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError
 from overlap_spec.grammar.automata.escape import ANY_CHAR, ANY_TEXT, in_json
 from overlap_spec.grammar.automata.regex import Pattern
 from overlap_spec.grammar.automata.regex_ast import EMPTY, Node, Repetition, alternate, concat
-from overlap_spec.grammar.lowering import keywords
+from overlap_spec.grammar.lowering import formats, keywords
 from overlap_spec.grammar.lowering.shapes import Strings
-
-_DATE = (
-    "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])"
-    "|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
-)
-_ZONE = r"(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
-_TIME = rf"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{{1,9}})?{_ZONE}"
-_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_HEX = "[0-9A-Fa-f]"
-_LABEL = r"[A-Za-z0-9](\-*[A-Za-z0-9])*"
-_ATOM = r"[A-Za-z0-9!#$%&'*+/=?\^_`{|}~\-]+"
-_URI_CHAR = rf"([A-Za-z0-9\-._~:/?@!$&'()*+,;=]|%{_HEX}{{2}})"
-# `format` is an annotation. These are enforced nevertheless if nothing else constrains the string:
-# a schema with `"format": "date"` wants a date. Some valid values are left out (29 February, quoted
-# mailbox names, IPv6 hosts).
-_FORMATS = {
-    "date": _DATE,
-    "date-time": f"{_DATE}T{_TIME}",
-    "email": rf"{_ATOM}(\.{_ATOM})*@{_LABEL}(\.{_LABEL})*",
-    "hostname": rf"{_LABEL}(\.{_LABEL})*",
-    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
-    "time": _TIME,
-    "uri": rf"[A-Za-z][A-Za-z0-9+.\-]*:{_URI_CHAR}+(#{_URI_CHAR}*)?",
-    "uri-template": r"([^{}]|\{[+#./;?&]?[A-Za-z0-9_.,:*%]+\})*",
-    "uuid": f"{_HEX}{{8}}-({_HEX}{{4}}-){{3}}{_HEX}{{12}}",
-}
 
 KEY_CHARS = negate(((0, 0x1F),))
 """Characters of free keys."""
@@ -60,7 +35,7 @@ def string_language(shape: Strings, path: str) -> Node | Dfa | None:
         elif shape.outside:
             return all_but(shape.outside, ALL)
         else:
-            return _formatted(shape.formats)
+            return ANY_TEXT
     elif len(shape.patterns) == 1 and not shape.without and not shape.outside:
         found = _pattern(Pattern(shape.patterns[0], "schema"), least, most)
         if found is not None:
@@ -68,6 +43,9 @@ def string_language(shape: Strings, path: str) -> Node | Dfa | None:
     try:
         made = automaton(shape)
     except TooLargeError as error:
+        shorter = _shortened(shape)
+        if shorter is not None:
+            return shorter
         raise keywords.refusal(
             "pattern", path, "needs too large an automaton with the bounds beside it"
         ) from error
@@ -75,7 +53,7 @@ def string_language(shape: Strings, path: str) -> Node | Dfa | None:
 
 
 def automaton(shape: Strings) -> Dfa:
-    """The strings of a shape as an automaton over their characters; formats are ignored.
+    """The strings of a shape as an automaton over their characters.
 
     Raises:
         GrammarError: a pattern that is not supported.
@@ -99,9 +77,17 @@ def found_in(pattern: str, wide: bool) -> Dfa:
     return Pattern(pattern, "schema", wide).automaton()
 
 
-def _formatted(formats: Iterable[str]) -> Node:
-    known = [_FORMATS[name] for name in formats if name in _FORMATS]
-    return Pattern(known[0], "format").whole(in_json) if known else ANY_TEXT
+def _shortened(shape: Strings) -> Node | Dfa | None:
+    """Some texts of a format, where all are too many for an automaton that counts as well."""
+    parts = tuple(formats.part(pattern) or pattern for pattern in shape.patterns)
+    if len(parts) == 1 and not shape.without and not shape.outside and shape.most is not None:
+        found = formats.within(parts[0], shape.most)
+        if found and found.width()[0] >= shape.least:
+            return found.found(in_json)
+    try:
+        return None if parts == shape.patterns else automaton(replace(shape, patterns=parts))
+    except TooLargeError:
+        return None
 
 
 def key_node(taken: Iterable[str]) -> Node:

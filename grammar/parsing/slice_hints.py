@@ -70,29 +70,47 @@ def later(expression: Expression, rules: dict[str, Expression]) -> Expression | 
     Inside an `x`, the rest of `.*x` is a choice and no loop; the rest of `.{200,}x` is a loop for
     200 characters. As a lexeme of its own beside `.*x` it does not change the language.
 
+    Args:
+        expression: The expression.
+        rules: What it refers to; none is recursive.
+
     Returns:
         An expression for a subset of `expression`; None if there is no such loop.
     """
-    if isinstance(expression, Ref):
-        return later(rules[expression.name], rules)
-    if isinstance(expression, Either):
-        found = (later(way, rules) for way in expression.ways)
-        return next((way for way in found if way), None)
-    if not isinstance(expression, Chain):
+    return _Later(rules).of(expression)
+
+
+class _Later:
+    def __init__(self, rules: dict[str, Expression]) -> None:
+        self._rules = rules
+        # By rule: an automaton's rules refer to each other by exponentially many ways.
+        self._known: dict[str, Expression | None] = {}
+
+    def of(self, expression: Expression) -> Expression | None:
+        if isinstance(expression, Ref):
+            name = expression.name
+            if name not in self._known:
+                self._known[name] = self.of(self._rules[name])
+            return self._known[name]
+        if isinstance(expression, Either):
+            found = (self.of(way) for way in expression.ways)
+            return next((way for way in found if way), None)
+        return self._of_chain(expression.parts) if isinstance(expression, Chain) else None
+
+    def _of_chain(self, parts: tuple[Expression, ...]) -> Expression | None:
+        for i, part in enumerate(parts):
+            rest = parts[i + 1 :]
+            if isinstance(part, Repeat):
+                ends = all(isinstance(after, Chars) and after.members == _QUOTE for after in rest)
+                free = intersect(_members(part.body), _TEXT) == _TEXT
+                if part.most is not None or ends or not free:
+                    continue
+                many = Repeat(part.body, max(part.least, _LATER), None)
+                return chain([*parts[:i], many, *rest])
+            inner = self.of(part)
+            if inner is not None:
+                return chain([*parts[:i], inner, *rest])
         return None
-    parts = expression.parts
-    for i, part in enumerate(parts):
-        rest = parts[i + 1 :]
-        if isinstance(part, Repeat):
-            ends = all(isinstance(after, Chars) and after.members == _QUOTE for after in rest)
-            if part.most is not None or ends or intersect(_members(part.body), _TEXT) != _TEXT:
-                continue
-            many = Repeat(part.body, max(part.least, _LATER), None)
-            return chain([*parts[:i], many, *rest])
-        inner = later(part, rules)
-        if inner is not None:
-            return chain([*parts[:i], inner, *rest])
-    return None
 
 
 def _members(expression: Expression) -> Ranges:

@@ -83,7 +83,7 @@ def _end(line, goal, low, high, WEIGHED: tl.constexpr, LOW: tl.constexpr, SIZE: 
 
 
 @triton.jit
-def _cut(line, top_k, top_p, LOW: tl.constexpr, SIZE: tl.constexpr):
+def cut_of(line, top_k, top_p, LOW: tl.constexpr, SIZE: tl.constexpr):
     """Where top-k and top-p end the ranking.
 
     Returns the last logit kept and its weight. Of the tokens that have it those are kept whose rank
@@ -119,23 +119,3 @@ def kept(line, cut, min_p, chunk, before, SIZE: tl.constexpr):
     rank = before + tl.cumsum(tie, 0) - tie
     keep = (value > last) | ((value == last) & (rank < ties) & (rank * weight_of_last < room))
     return tl.where(keep & (weight >= min_p), weight, 0.0), tl.sum(tie, 0)
-
-
-@triton.jit
-def sift(
-    line, top_k, top_p, min_p, PARTS: tl.constexpr, LOW: tl.constexpr, SIZE: tl.constexpr
-):  # fmt: skip
-    """The cut as :func:`kept` takes it, each chunk's kept mass, and the ties before each chunk."""
-    _, peaks, _, _, _, chunks = line
-    cut = _cut(line, top_k, top_p, LOW, SIZE)
-    part = tl.arange(0, PARTS)
-    mass = tl.zeros([PARTS], tl.float32)
-    ties = tl.zeros([PARTS], tl.float32)
-    seen = 0.0
-    for chunk in range(chunks):
-        if tl.load(peaks + chunk) >= cut[0]:
-            weight, tied = kept(line, cut, min_p, chunk, seen, SIZE)
-            mass = tl.where(part == chunk, tl.sum(weight, 0), mass)
-            ties = tl.where(part == chunk, seen, ties)
-            seen += tied
-    return cut, mass, ties

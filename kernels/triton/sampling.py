@@ -1,4 +1,4 @@
-"""Masks, coins and choices over vocabularies of any size.
+"""Masks, noise and choices over vocabularies of any size.
 
 A row is cut into chunks, one program each, so that a few rows still fill the device; a second
 kernel puts the chunks together. The cut depends on the vocabulary alone, never on the batch: a
@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overlap_spec.kernels.triton.filters import kept, sift
+from overlap_spec.kernels.sampling import CHOICE, PURPOSE_STEP, Noise, drawn_candidates
+from overlap_spec.kernels.triton.filters import cut_of, kept
 from overlap_spec.kernels.triton.launch import launch, power_of_two, require_float
 from overlap_spec.kernels.tuning import config
 
@@ -67,24 +68,42 @@ def _mixed(z):
 
 
 @triton.jit
-def _coins(seeds, positions, out, count, SIZE: tl.constexpr):
+def _noise_keys(seeds, positions, out, count, salt, SIZE: tl.constexpr):
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = index < count
     golden = -7046029254386353131
     seed = tl.load(seeds + index, mask=inside, other=0) + golden
-    z = _mixed(_mixed(seed) + tl.load(positions + index, mask=inside, other=0) * golden)
-    drawn = ((z >> 40) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
-    tl.store(out + index, drawn, mask=inside)
+    place = tl.load(positions + index, mask=inside, other=0) * golden
+    key = _mixed(_mixed(seed) + place + salt)
+    tl.store(out + index, key, mask=inside)
 
 
-def coins(seeds: Tensor, positions: Tensor) -> Tensor:
-    """See :func:`overlap_spec.kernels.coins`."""
-    out = torch.empty(seeds.shape, dtype=torch.float32, device=seeds.device)
+def noise_keys(seeds: Tensor, positions: Tensor, purpose: int = CHOICE) -> Tensor:
+    """See :func:`overlap_spec.kernels.noise_keys`."""
+    out = torch.empty(seeds.shape, dtype=torch.int64, device=seeds.device)
     launch(
-        _coins, (-(-out.numel() // 128),),
-        seeds.contiguous(), positions.contiguous(), out, out.numel(), SIZE=128, num_warps=4,
+        _noise_keys, (-(-out.numel() // 128),),
+        seeds.contiguous(), positions.contiguous(), out, out.numel(), purpose * PURPOSE_STEP,
+        SIZE=128, num_warps=4,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _exponential(key, token):
+    """The standard exponential of each token under a key."""
+    bits = token.to(tl.int32) ^ key.to(tl.int32)
+    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * 2146121005
+    bits = bits ^ ((bits >> 15) & 0x1FFFF) ^ (key >> 32).to(tl.int32)
+    bits = bits * -2073254261
+    bits = (bits ^ (bits >> 16)) & 0x7FFFFFFF
+    drawn = bits.to(tl.float32) * 4.656612873077393e-10 + 2.3283064365386963e-10
+    drawn = tl.minimum(drawn, 1.0 - 5.9604644775390625e-08)
+    # -log(1 - x): near 0 a logarithm of what is near 1 would lose x's bits.
+    ratio = drawn / (2.0 - drawn)
+    square = ratio * ratio
+    small = 2.0 * ratio * (1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7))))
+    return tl.where(drawn < 0.25, small, -tl.log(1.0 - drawn))
 
 
 @triton.jit
@@ -102,68 +121,65 @@ def _read(logits, words, flags, row, row_stride, token, inside,
 
 
 @triton.jit
-def _heat(temperature, row):
-    """What logits are divided by: 1 where a row is greedy."""
-    heat = tl.load(temperature + row).to(tl.float32)
-    return tl.where(heat > 0.0, heat, 1.0)
+def _perturbed(value, temperature, keys, row, token):
+    """Logits over the temperature, less the noise's logarithm; as they are in a greedy row."""
+    if tl.load(temperature + row) > 0.0:
+        heat = tl.load(temperature + row).to(tl.float32)
+        value = value / heat - tl.log(_exponential(tl.load(keys + row), token))
+    return value
 
 
 @triton.jit
 def _survey(
-    logits, words, flags, temperature, bests, tokens, masses, vocab, row_stride,
-    MASKED: tl.constexpr, FLAGGED: tl.constexpr, SAVED: tl.constexpr, WEIGHED: tl.constexpr,
+    logits, words, flags, temperature, keys, bests, tokens, vocab, row_stride,
+    MASKED: tl.constexpr, FLAGGED: tl.constexpr, SAVED: tl.constexpr, NOISY: tl.constexpr,
     WORDS: tl.constexpr, CHUNKS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's maximum (NaN if it holds one), where that is, and its mass relative to it."""
+    """A chunk's maximum, perturbed where asked (NaN if it holds one), and where that is."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * SIZE + tl.arange(0, SIZE)
     inside = token < vocab
     value = _read(logits, words, flags, row, row_stride, token, inside, MASKED, FLAGGED, WORDS)
-    broken = tl.max((value != value).to(tl.int32), 0) > 0
-    best = tl.max(tl.where(value != value, -float("inf"), value), 0)
-    first = tl.min(tl.where(value == best, token, 2147483647), 0)
-    tl.store(bests + row * CHUNKS + chunk, tl.where(broken, float("nan"), best))
-    tl.store(tokens + row * CHUNKS + chunk, first)
-    if WEIGHED:
-        pivot = tl.where(best == -float("inf"), 0.0, best)
-        mass = tl.sum(tl.exp((value - pivot) / _heat(temperature, row)), 0)
-        tl.store(masses + row * CHUNKS + chunk, mass)
     if SAVED:
         place = logits + row * row_stride + token
         forbidden = inside & (value == -float("inf"))
         tl.store(place, value.to(logits.dtype.element_ty), mask=forbidden)
+    broken = tl.max((value != value).to(tl.int32), 0) > 0
+    if NOISY:
+        value = _perturbed(value, temperature, keys, row, token)
+    best = tl.max(tl.where(value != value, -float("inf"), value), 0)
+    first = tl.min(tl.where(value == best, token, 2147483647), 0)
+    tl.store(bests + row * CHUNKS + chunk, tl.where(broken, float("nan"), best))
+    tl.store(tokens + row * CHUNKS + chunk, first)
 
 
 @triton.jit
-def _find(part, mass, coin):
-    """The chunk in which the coin falls, if any has mass; the coin's goal, and the mass before."""
-    running = tl.cumsum(mass, 0)
-    goal = coin * tl.sum(mass, 0)
-    chunk = tl.min(tl.where((running > goal) & (mass > 0.0), part, 2147483647), 0)
-    found = chunk != 2147483647
-    chunk = tl.where(found, chunk, 0)
-    return chunk, found, goal, tl.sum(tl.where(part < chunk, mass, 0.0), 0)
-
-
-@triton.jit
-def _pick(token, weight, before, goal):
-    """The chunk's token at which the running sum passes the goal; -1 where none is possible."""
-    passed = (before + tl.cumsum(weight, 0) > goal) & (weight > 0.0)
-    drawn = tl.min(tl.where(passed, token, 2147483647), 0)
-    # Two sums of the same chunk may round apart: its last possible token is then meant.
-    last = tl.max(tl.where(weight > 0.0, token, -1), 0)
-    return tl.where(drawn == 2147483647, last, drawn)
+def _race(line, cut, least, key, SIZE: tl.constexpr):
+    """The token that the noise chooses of those that the filters keep; -1 where none is left."""
+    _, peaks, _, _, _, chunks = line
+    seen = 0.0
+    most = 0.0
+    choice = tl.full((), -1, tl.int32)
+    for chunk in range(chunks):
+        if tl.load(peaks + chunk) >= cut[0]:
+            weight, tied = kept(line, cut, least, chunk, seen, SIZE)
+            token = chunk * SIZE + tl.arange(0, SIZE)
+            score = weight / _exponential(key, token)
+            high = tl.max(score, 0)
+            winner = tl.min(tl.where(score == high, token, 2147483647), 0)
+            choice = tl.where(high > most, winner, choice)
+            most = tl.maximum(high, most)
+            seen += tied
+    return choice
 
 
 @triton.jit
 def _decide(
-    logits, words, flags, temperature, coin, top_k, top_p, min_p, bests, tokens, masses, out,
-    vocab, row_stride,
-    MASKED: tl.constexpr, FLAGGED: tl.constexpr, SAMPLED: tl.constexpr, FILTERED: tl.constexpr,
-    LOW: tl.constexpr, WORDS: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
+    logits, temperature, keys, top_k, top_p, min_p, bests, tokens, out, vocab, row_stride,
+    FILTERED: tl.constexpr, LOW: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The row's choice: of its chunks' maxima, or of the one chunk in which the coin falls."""
+    """The row's choice: of its chunks' maxima, or of what the filters leave."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     exists = part < CHUNKS
@@ -173,36 +189,17 @@ def _decide(
     best = tl.max(peak, 0)
     leader = tl.load(tokens + row * CHUNKS + part, mask=exists, other=2147483647)
     choice = tl.min(tl.where(peak == best, leader, 2147483647), 0)
-    if SAMPLED:
-        heat = _heat(temperature, row)
-        warm = tl.load(temperature + row) > 0.0
-        pivot = tl.where(best == -float("inf"), 0.0, best)
-        if FILTERED:
-            chunks = tl.where(warm & (best != -float("inf")) & (broken == 0), CHUNKS, 0)
-            line = (logits + row * row_stride, bests + row * CHUNKS, vocab, pivot, heat, chunks)
-            least = tl.load(min_p + row)
-            cut, mass, ties = sift(
-                line, tl.load(top_k + row), tl.load(top_p + row), least, PARTS, LOW, SIZE
-            )
-        else:
-            mass = tl.load(masses + row * CHUNKS + part, mask=exists, other=0.0)
-            mass = mass * tl.exp((peak - pivot) / heat)
-            # Broken rows are settled below; their sums must not misguide the search.
-            mass = tl.where(exists & (mass == mass), mass, 0.0)
-        chunk, found, goal, before = _find(part, mass, tl.load(coin + row))
-        token = chunk * SIZE + tl.arange(0, SIZE)
-        if FILTERED:
-            tied = tl.sum(tl.where(part == chunk, ties, 0.0), 0)
-            weight, _ = kept(line, cut, least, chunk, tied, SIZE)
-        else:
-            inside = token < vocab
-            value = _read(
-                logits, words, flags, row, row_stride, token, inside, MASKED, FLAGGED, WORDS
-            )
-            weight = tl.exp((value - pivot) / heat)
-            weight = tl.where(inside & (weight == weight), weight, 0.0)
-        drawn = _pick(token, weight, before, goal)
-        choice = tl.where(warm & found & (drawn >= 0), drawn, choice)
+    if FILTERED:
+        heat = tl.load(temperature + row).to(tl.float32)
+        warm = (heat > 0.0) & (best != -float("inf")) & (broken == 0)
+        chunks = tl.where(warm, CHUNKS, 0)
+        line = (
+            logits + row * row_stride, bests + row * CHUNKS, vocab, tl.where(warm, best, 0.0),
+            tl.where(warm, heat, 1.0), chunks,
+        )  # fmt: skip
+        cut = cut_of(line, tl.load(top_k + row), tl.load(top_p + row), LOW, SIZE)
+        drawn = _race(line, cut, tl.load(min_p + row), tl.load(keys + row), SIZE)
+        choice = tl.where(drawn >= 0, drawn, choice)
     choice = tl.where(best == -float("inf"), -1, choice)
     choice = tl.where(broken, -2, choice)
     tl.store(out + row, choice.to(tl.int64))
@@ -217,7 +214,7 @@ def masked_choose(
     rows: Tensor | None = None,
     flags: Tensor | None = None,
     temperature: Tensor | None = None,
-    coin: Tensor | None = None,
+    keys: Tensor | None = None,
     filters: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See :func:`overlap_spec.kernels.masked_choose`.
@@ -228,39 +225,30 @@ def masked_choose(
     """
     require_float("masked_choose", logits)
     count, vocab = logits.shape
-    sampled = temperature is not None and coin is not None
+    sampled = temperature is not None and keys is not None
     filtered = sampled and filters is not None
-    weighed = sampled and not filtered
     tuned = config("choose/filtered" if filtered else "choose", logits.device)
     size = tuned["block"]
     chunks = -(-vocab // size)
     bests = torch.empty(count, chunks, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
-    masses = torch.empty_like(bests) if weighed else bests
     out = torch.empty(count, dtype=torch.int64, device=logits.device)
     words = tokens if rows is None else rows
     marks = words if flags is None else flags.view(torch.uint8)
-    heat, draw = (temperature, coin) if sampled else (bests, bests)
+    heat, noise = (temperature, keys) if sampled else (bests, out)
     limits = filters if filtered and filters is not None else (bests, bests, bests)
-    options = {
-        "MASKED": rows is not None,
-        "FLAGGED": flags is not None,
-        "WORDS": 1 if rows is None else rows.shape[1],
-        "CHUNKS": chunks,
-        "SIZE": size,
-        "num_warps": tuned["num_warps"],
-    }
+    options = {"CHUNKS": chunks, "SIZE": size, "num_warps": tuned["num_warps"]}
     launch(
         _survey, (count, chunks),
-        logits, words, marks, heat, bests, tokens, masses, vocab, logits.stride(0),
-        SAVED=filtered and rows is not None, WEIGHED=weighed, **options,
+        logits, words, marks, heat, noise, bests, tokens, vocab, logits.stride(0),
+        MASKED=rows is not None, FLAGGED=flags is not None,
+        WORDS=1 if rows is None else rows.shape[1],
+        SAVED=filtered and rows is not None, NOISY=sampled and not filtered, **options,
     )  # fmt: skip
     launch(
         _decide, (count,),
-        logits, words, marks, heat, draw, *limits, bests, tokens, masses, out,
-        vocab, logits.stride(0),
-        SAMPLED=sampled, FILTERED=filtered, LOW=LOW_BITS[logits.dtype],
-        PARTS=power_of_two(chunks), **options,
+        logits, heat, noise, *limits, bests, tokens, out, vocab, logits.stride(0),
+        FILTERED=filtered, LOW=LOW_BITS[logits.dtype], PARTS=power_of_two(chunks), **options,
     )  # fmt: skip
     return out
 
@@ -268,24 +256,30 @@ def masked_choose(
 def choose(
     logits: Tensor,
     temperature: Tensor | None = None,
-    coin: Tensor | None = None,
+    keys: Tensor | None = None,
     filters: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See :func:`overlap_spec.kernels.choose`."""
-    return masked_choose(logits, None, None, temperature, coin, filters)
+    return masked_choose(logits, None, None, temperature, keys, filters)
 
 
 @triton.jit
 def _shortlist(
-    logits, scores, tokens, bests, masses, vocab, row_stride,
-    TOP: tl.constexpr, CHUNKS: tl.constexpr, SIZE: tl.constexpr,
+    logits, offsets, temperature, keys, scores, tokens, bests, masses, vocab, row_stride,
+    NOISY: tl.constexpr, MAPPED: tl.constexpr, TOP: tl.constexpr, CHUNKS: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's best tokens, its maximum and its mass relative to it."""
+    """A chunk's best tokens, its maximum and its mass relative to it, perturbed where asked."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * SIZE + tl.arange(0, SIZE)
     inside = token < vocab
     value = tl.load(logits + row * row_stride + token, mask=inside, other=-float("inf"))
     value = value.to(tl.float32)
+    if NOISY:
+        named = token
+        if MAPPED:
+            named = token + tl.load(offsets + token, mask=inside, other=0).to(tl.int32)
+        value = _perturbed(value, temperature, keys, row, named)
     place = row * CHUNKS + chunk
     best = tl.max(value, 0)
     pivot = tl.where(best == -float("inf"), 0.0, best)
@@ -333,9 +327,11 @@ def _rank(
 
 
 def top_candidates(
-    logits: Tensor, count: int, offsets: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, count: int, offsets: Tensor | None = None, noise: Noise | None = None
+) -> tuple[Tensor, ...]:
     """See :func:`overlap_spec.kernels.top_candidates`."""
+    if noise is not None and noise.support:
+        return drawn_candidates(logits, count, offsets, noise)
     require_float("top_candidates", logits)
     rows, vocab = logits.shape
     tuned = config("top_candidates", logits.device)
@@ -348,15 +344,17 @@ def top_candidates(
     masses = torch.empty_like(bests)
     out_scores = torch.empty(rows, count, dtype=torch.float32, device=device)
     out_tokens = torch.empty(rows, count, dtype=torch.int64, device=device)
+    names = out_tokens if offsets is None else offsets
+    heat, keys = (bests, out_tokens) if noise is None else noise[:2]
     launch(
         _shortlist, (rows, chunks),
-        logits, scores, tokens, bests, masses, vocab, logits.stride(0),
-        TOP=count, CHUNKS=chunks, SIZE=size, num_warps=tuned["num_warps"],
+        logits, names, heat, keys, scores, tokens, bests, masses, vocab, logits.stride(0),
+        NOISY=noise is not None, MAPPED=offsets is not None, TOP=count, CHUNKS=chunks, SIZE=size,
+        num_warps=tuned["num_warps"],
     )  # fmt: skip
     launch(
         _rank, (rows,),
-        scores, tokens, bests, masses, tokens if offsets is None else offsets,
-        out_scores, out_tokens,
+        scores, tokens, bests, masses, names, out_scores, out_tokens,
         MAPPED=offsets is not None, TOP=count, CHUNKS=chunks, PARTS=power_of_two(chunks),
         SIZE=power_of_two(chunks * count), num_warps=4,
     )  # fmt: skip

@@ -11,12 +11,18 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from overlap_spec.config import EngineConfig
+from overlap_spec.kernels import Noise, Odds, noise_keys
+from overlap_spec.kernels.sampling import CHOICE, DRAFT
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.models.decoder import Attend, Decoder
 from overlap_spec.types import Floats, History, Int64s, Tier
+
+# More branches than a draft step can have.
+MOST_BRANCHES = 2**20
 
 
 class DraftCache(Protocol):
@@ -62,12 +68,35 @@ class Tables(Protocol):
 
 class Roots(NamedTuple):
     """The trees' roots, int64: ``rows (B,)`` and their ``pages (B, P)``, last committed
-    ``tokens (B,)`` and their ``positions (B,)``."""
+    ``tokens (B,)`` and their ``positions (B,)``.
+
+    ``temperature`` float32 ``(B,)``, 0 where a row is greedy, and ``seeds`` int64 ``(B,)``: with
+    them :meth:`noise` is that of the target's choices. None where all rows are greedy. ``support``:
+    over 0, drafts are draws of their own from so many tokens each, whose odds are told.
+    """
 
     rows: Tensor
     pages: Tensor
     tokens: Tensor
     positions: Tensor
+    temperature: Tensor | None = None
+    seeds: Tensor | None = None
+    support: int = 0
+
+    def noise(self, depth: int, branches: int) -> Noise | None:
+        """The noise of the tokens at ``depth``, the root's children being at 1: of the children of
+        ``branches`` nodes a root, ``(B * branches,)``."""
+        if self.temperature is None or self.seeds is None:
+            return None
+        heat = self.temperature.repeat_interleave(branches)
+        if not self.support:
+            keys = noise_keys(self.seeds, self.positions + depth, CHOICE)
+            return Noise(heat, keys.repeat_interleave(branches))
+        # No two nodes of a tree, nor of two steps, may share it: which of them are verified
+        # would tell of what the others drew.
+        keys = noise_keys(self.seeds, self.positions, DRAFT).repeat_interleave(branches)
+        branch = torch.arange(branches, device=keys.device).repeat(self.positions.shape[0])
+        return Noise(heat, noise_keys(keys, branch + depth * MOST_BRANCHES, DRAFT), self.support)
 
 
 class Draft(NamedTuple):
@@ -76,12 +105,15 @@ class Draft(NamedTuple):
     ``tokens`` int64 ``(B, M)``: siblings are distinct and in descending probability. ``parents``
     int64 ``(B, M)``: each one's parent node (0: the root), which comes earlier; None: a chain.
     ``scores`` float32 ``(B, M)``: summed log-probability of the node's path; at most the parent's.
-    -inf is a dead node: it is not verified, nor is any node after it on its path.
+    -inf is a dead node: it is not verified, nor is any node after it on its path. ``odds``: from
+    what each node's children were drawn, the root's first: node n's are number n; None where
+    they were not drawn.
     """
 
     tokens: Tensor
     parents: Tensor | None
     scores: Tensor
+    odds: Odds | None = None
 
 
 class HostDraft(NamedTuple):

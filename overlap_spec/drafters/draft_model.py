@@ -11,7 +11,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import DraftCache, MakeCache, Tables
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.errors import CheckpointError, ConfigError
-from overlap_spec.kernels import top_candidates
+from overlap_spec.kernels import Noise, top_candidates
 from overlap_spec.models.config import read_json
 from overlap_spec.models.decoder import Attend, Decoder
 from overlap_spec.models.weights import load_decoder
@@ -60,8 +60,9 @@ class DraftModelDrafter(TreeDrafter):
         state: Tensor = self.model(known, positions.clamp(max=self.own_last_position), attend)[0]
         return state
 
-    def candidates(self, states: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        return top_candidates(self.model.logits(states)[:, : self.vocab_size].contiguous(), k)
+    def candidates(self, states: Tensor, k: int, noise: Noise | None = None) -> tuple[Tensor, ...]:
+        logits = self.model.logits(states)[:, : self.vocab_size].contiguous()
+        return top_candidates(logits, k, None, noise)
 
 
 def same_vocabulary(draft: Path, target: Path) -> None:

@@ -10,7 +10,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import DraftCache, MakeCache, Tables
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.errors import ConfigError
-from overlap_spec.kernels import top_candidates
+from overlap_spec.kernels import Noise, top_candidates
 from overlap_spec.models.decoder import NORMED_OUTPUT, Attend, Decoder
 from overlap_spec.models.eagle import EagleHead
 from overlap_spec.models.weights import load_eagle
@@ -49,5 +49,5 @@ class EagleDrafter(TreeDrafter):
         state: Tensor = self.head(self.embed_tokens(tokens), before, positions, attend)
         return state
 
-    def candidates(self, states: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        return top_candidates(self._target_logits(states), k)
+    def candidates(self, states: Tensor, k: int, noise: Noise | None = None) -> tuple[Tensor, ...]:
+        return top_candidates(self._target_logits(states), k, None, noise)

@@ -8,7 +8,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import DraftCache, MakeCache, Tables
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.errors import ConfigError
-from overlap_spec.kernels import top_candidates
+from overlap_spec.kernels import Noise, top_candidates
 from overlap_spec.models.decoder import Attend, Decoder
 from overlap_spec.models.eagle3 import Eagle3Head, feature_layers
 from overlap_spec.models.weights import load_eagle3
@@ -47,5 +47,5 @@ class Eagle3Drafter(TreeDrafter):
         state: Tensor = self.head(self.embed_tokens(tokens), before, positions, attend)
         return state
 
-    def candidates(self, states: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        return top_candidates(self.head.logits(states), k, self.head.d2t)
+    def candidates(self, states: Tensor, k: int, noise: Noise | None = None) -> tuple[Tensor, ...]:
+        return top_candidates(self.head.logits(states), k, self.head.d2t, noise)

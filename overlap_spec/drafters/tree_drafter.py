@@ -6,9 +6,10 @@ from abc import abstractmethod
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from overlap_spec.drafters.base import Committed, Draft, DraftCache, Drafter, Roots
-from overlap_spec.kernels import grow, rerank
+from overlap_spec.kernels import Noise, Odds, grow, rerank
 from overlap_spec.models.decoder import Attend
 from overlap_spec.types import Tier
 
@@ -49,9 +50,9 @@ class TreeDrafter(Drafter):
         """
 
     @abstractmethod
-    def candidates(self, states: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def candidates(self, states: Tensor, k: int, noise: Noise | None = None) -> tuple[Tensor, ...]:
         """Log-probabilities and target ids of the k best next tokens, descending:
-        ``(T, H)`` → ``(T, k)``."""
+        ``(T, H)`` → ``(T, k)``, as :func:`overlap_spec.kernels.top_candidates` makes them."""
 
     def states_before(self, features: Tensor | None) -> Tensor | None:
         """What stands for the states before committed tokens: the target's features ``(T, F)``."""
@@ -74,27 +75,36 @@ class TreeDrafter(Drafter):
 
     def _chain(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
         before = state[:, None]
-        score, token = self.candidates(state, 1)
-        scores, tokens = [score], [token]
+        score, token, *odds = self.candidates(state, 1, roots.noise(1, 1))
+        scores, tokens, every = [score], [token], [odds]
         for step in range(1, tier.nodes - 1):
             # Everything before is an ancestor: plain causal attention.
             before = self._advance(roots, token, before, step, None)
-            score, token = self.candidates(before.flatten(0, 1), 1)
+            score, token, *odds = self.candidates(before.flatten(0, 1), 1, roots.noise(step + 1, 1))
             scores.append(score)
             tokens.append(token)
-        return Draft(torch.cat(tokens, 1), None, torch.cat(scores, 1).cumsum(1))
+            every.append(odds)
+        return Draft(
+            torch.cat(tokens, 1),
+            None,
+            torch.cat(scores, 1).cumsum(1),
+            _stacked(every, score.shape[0]) if odds else None,
+        )
 
     def _tree(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
         batch, k, device = roots.rows.shape[0], tier.top_k, roots.rows.device
-        score, token = self.candidates(state, k)
-        scores, tokens = [score], [token]
+        score, token, *odds = self.candidates(state, k, roots.noise(1, 1))
+        scores, tokens, draws = [score], [token], [odds]
         parents = [torch.full_like(token, -1)]
         number = torch.arange(k, device=device).expand(batch, k)
+        drawn_at = [torch.full_like(number[:, :1], -1)]
         before = state[:, None].expand(batch, k, -1)
         mask = torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k)
         for step in range(1, tier.steps):
             out = self._advance(roots, token, before, step, mask)
-            added, choices = self.candidates(out.flatten(0, 1), k)
+            added, choices, *odds = self.candidates(out.flatten(0, 1), k, roots.noise(step + 1, k))
+            draws.append(odds)
+            drawn_at.append(number)
             grown = grow(score, added, choices, mask)
             parents.append(number.repeat_interleave(k, 1))
             scores.append(added.view(batch, k * k))
@@ -110,6 +120,7 @@ class TreeDrafter(Drafter):
             torch.cat(tokens, 1).gather(1, kept),
             _renumber(torch.cat(parents, 1), kept),
             every.gather(1, kept),
+            _placed(_stacked(draws, batch), torch.cat(drawn_at, 1), kept) if odds else None,
         )
 
     def _advance(
@@ -125,6 +136,25 @@ class TreeDrafter(Drafter):
         attend = self.cache.attend(roots.pages, slots, prefix, positions, mask)
         out = self.advance(token.flatten(), before.flatten(0, 1), positions.flatten(), attend)
         return out.view(batch, k, -1)
+
+
+def _stacked(draws: list[list[Tensor]], batch: int) -> Odds:
+    """The odds of all steps' draws side by side, and at the end those of a node without any."""
+    ids, probs = (
+        torch.cat([x.view(batch, -1, x.shape[-1]) for x in each], 1)
+        for each in zip(*draws, strict=True)
+    )
+    return Odds(F.pad(ids, (0, 0, 0, 1)), F.pad(probs, (0, 0, 0, 1)))
+
+
+def _placed(odds: Odds, drawn_at: Tensor, kept: Tensor) -> Odds:
+    """The odds in node order, of draws made at candidates ``drawn_at (B, E)``, the root being -1:
+    of the root, then of the candidates ``kept (B, N - 1)``."""
+    nodes = F.pad(kept, (1, 0), value=-1)
+    value, place = (nodes[:, :, None] == drawn_at[:, None, :]).to(torch.uint8).max(-1)
+    place = torch.where(value > 0, place, drawn_at.shape[1])[:, :, None]
+    width = odds.ids.shape[2]
+    return Odds(*(x.gather(1, place.expand(-1, -1, width)) for x in odds))
 
 
 def _renumber(parents: Tensor, kept: Tensor) -> Tensor:

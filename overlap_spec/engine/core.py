@@ -82,6 +82,10 @@ class EngineCore:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
+        config = self.config
+        if config.drafter != "none" and sequence.request.sampling.temperature != 0:
+            sequence.stats.acceptance = config.acceptance
+            sequence.stats.lossy = min(config.threshold_single, config.threshold_acc) < 1
         if sequence.matcher is not None:
             self.grammar.matchers[sequence.request.id] = sequence.matcher
         self.scheduler.add(sequence)
@@ -124,13 +128,24 @@ class EngineCore:
         self._accept(self._results(last) if kept is None else kept)
         if step.constrained:
             self.grammar.fill(plan.verified_ids, *self.worker.trees(step))
-        self.worker.accept(step)
+        self.worker.accept(step, self._free(step))
         self.worker.extend(step)
         if self.config.overlap == "none":
             self._finish_serial(step)
         else:
             self._in_flight = step
         return True
+
+    def _free(self, step: InFlightStep) -> list[bool]:
+        """Which requests accept drafts in the relaxed way, because they think; noted of each."""
+        if not (self.config.relaxed_topk and step.constrained):
+            return []
+        request_ids = step.plan.verified_ids
+        free = self.grammar.free(request_ids)
+        thinking = {i for i, is_free in zip(request_ids, free, strict=True) if is_free}
+        for sequence in self.scheduler.running:
+            sequence.stats.relaxed_steps += sequence.request.id in thinking
+        return free
 
     def outputs(self) -> StepOutputs:
         """What has happened since the last call. Where no request goes on, the step under way is

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,11 @@ class GrammarManager:
                 self._fail(result.request_id, result.error)
             elif result.root_only:
                 limits[index_of[result.request_id]] = 0
+
+    def free(self, request_ids: Iterable[int]) -> list[bool]:
+        """Whether each request is inside its model's thinking, after what it was last fed."""
+        found = (self.matchers.get(request_id) for request_id in request_ids)
+        return [matcher is not None and matcher.is_free for matcher in found]
 
     def accept(self, kept: Mapping[int, Sequence[int]]) -> None:
         """Feed each constrained request's kept tokens to its matcher."""

@@ -15,6 +15,7 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.models.config import ModelConfig, read_json
 from overlap_spec.models.packing import pack
 from overlap_spec.models.weights import load_decoder, parameter_count
+from overlap_spec.worker.acceptance import AcceptanceRule
 from overlap_spec.worker.cores import physical_cores, pick_float, pick_threads
 from overlap_spec.worker.cuda import CudaStreams
 from overlap_spec.worker.kv_pool import KVPool
@@ -74,7 +75,8 @@ def build_worker(
     pages = count_pages(config, page_bytes, rows * tables.pages.shape[1], device)
     for cache in (pool, *draft_pools):
         cache.allocate(pages)
-    runner = ModelRunner(target, drafter, tables, pool, draft_pools, config.graphs)
+    rule = AcceptanceRule(config, tables)
+    runner = ModelRunner(target, drafter, tables, pool, draft_pools, config.graphs, rule)
     return Worker(runner, streams, config.overlap, rows, record)
 
 

@@ -70,16 +70,18 @@ class GraphRunner:
         self._pool: Any = None
         self._tiers: dict[tuple[Tier, int], TierGraphs] = {}
         self._packed: dict[tuple[Tier, int, int], Recorded] = {}
+        self._noisy: dict[Tier, Recorded | None] = {}
 
     @property
     def count(self) -> int:
         """Sets of passes that have been recorded."""
-        return (len(self._tiers) + len(self._packed)) * self.enabled
+        return (len(self._tiers) + len(self._packed) + len(self._noisy)) * self.enabled
 
     def clear(self) -> None:
         """Forget all recordings."""
         self._tiers.clear()
         self._packed.clear()
+        self._noisy.clear()
         self._pool = None
 
     def find(self, tier: Tier, rows: int) -> TierGraphs:
@@ -90,6 +92,20 @@ class GraphRunner:
             with self._record():
                 found = self._tiers[key] = self._make_tier(tier, rows)
         return found
+
+    def find_draft(self, tier: Tier, rows: int, sampled: bool) -> Recorded | None:
+        """The drafts of ``rows`` trees, with noise where any of their rows is ``sampled``.
+
+        A trace computes the noise for all rows or for none; a kernel sees for itself.
+        """
+        plain = self.find(tier, rows).draft
+        drafter = self._passes.drafter
+        if not sampled or self._cuda or plain is None or drafter is None or tier.steps == 0:
+            return plain
+        if tier not in self._noisy:
+            with self._record():
+                self._noisy[tier] = self._make_draft(tier, 2, 3, True)
+        return self._noisy[tier]
 
     def find_packed(self, tier: Tier, rows: int, count: int) -> Recorded:
         """Verify over ``count`` nodes of ``rows`` trees: see :meth:`ModelRunner.verify_packed`."""
@@ -114,7 +130,7 @@ class GraphRunner:
         recorded = drafter is not None and drafter.recorded and passes.fault is None
         draft = extend = None
         if drafter is None or tier.steps == 0 or (recorded and not drafter.host):
-            draft = self._guarded(partial(passes.draft_trees, tier), (padding, pages), others)
+            draft = self._make_draft(tier, len(padding), len(others[0]), self._cuda)
         drafted = draft or Eager(partial(passes.dead_trees, tier))
         _, positions, _, *tensors = drafted(padding, pages)
         tree = Tree(*tensors)
@@ -143,6 +159,10 @@ class GraphRunner:
                 (*others, positions, tokens, path, lengths, *features),
             )
         return TierGraphs(draft, verify_graph, commit_graph, extend)
+
+    def _make_draft(self, tier: Tier, rows: int, others: int, sampled: bool) -> Recorded | None:
+        work = partial(self._passes.draft_trees, tier, sampled)
+        return self._guarded(work, self._padding(rows), self._padding(others))
 
     def _make_packed(self, tier: Tier, rows: int, count: int) -> Recorded:
         passes = self._passes
@@ -205,6 +225,7 @@ class GraphRunner:
             return True
         state = _own_buffers(drafter)
         tables.roots[-1:], tables.committed[-1:] = 3, 2
+        tables.temperature[-1:], tables.seed[-1:] = 1.0, 7
         outcomes = []
         try:
             for run in (recorded, work):
@@ -216,6 +237,7 @@ class GraphRunner:
                 outcomes.append([x.clone() for x in kept])
         finally:
             tables.roots[-1:], tables.committed[-1:] = 0, 0
+            tables.temperature[-1:], tables.seed[-1:] = 0.0, 0
         return all(
             replayed.shape == direct.shape
             and torch.allclose(

@@ -14,9 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from overlap_spec.drafters.base import Committed, Draft, DraftCache, Drafter, Roots
-from overlap_spec.kernels import KeySpan, Tree, accept_path, build_chain, build_tree, select_nodes
+from overlap_spec.kernels import (
+    KeySpan,
+    Odds,
+    Tree,
+    accept_path,
+    apply_bitmask,
+    build_chain,
+    build_tree,
+    select_nodes,
+)
 from overlap_spec.models.decoder import Attend, Decoder
 from overlap_spec.types import StepPlan, Tier
+from overlap_spec.worker.acceptance import AcceptanceRule
 from overlap_spec.worker.batch import Batch, Chunks
 from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.graphs import Tensors, padded, padded_size
@@ -33,12 +43,14 @@ class Drafted(NamedTuple):
 
     ``links`` int64 ``(3, S, N)``: the trees' tokens, first children and next siblings, for the
     host. ``pack`` int64 ``(T,)``: the flat numbers of the nodes that are verified; None: all.
+    ``odds``: as in :class:`overlap_spec.drafters.base.Draft`.
     """
 
     roots: Roots
     tree: Tree
     links: Tensor
     pack: Tensor | None
+    odds: Odds | None
 
 
 class Verified(NamedTuple):
@@ -140,6 +152,7 @@ class ModelRunner(nn.Module):
 
     Args:
         record: Whether passes are recorded and replayed.
+        rule: Which drafts are accepted.
 
     Attributes:
         extends: Whether the drafter takes in what was committed.
@@ -156,11 +169,12 @@ class ModelRunner(nn.Module):
         pool: KVPool,
         draft_pools: list[KVPool],
         record: bool,
+        rule: AcceptanceRule,
     ) -> None:
         super().__init__()
         self.target, self.drafter, self.tables = target, drafter, tables
         self.pool, self.draft_pools = pool, nn.ModuleList(draft_pools)
-        self.sampler = Sampler(tables)
+        self.sampler, self.rule = Sampler(tables), rule
         self.device = tables.device
         self.last_position = target.config.max_position - 1
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
@@ -195,38 +209,54 @@ class ModelRunner(nn.Module):
         """Enter the plan's new pages into the page tables."""
         self.tables.pages.view(-1)[batch.page_index] = batch.page_values
 
-    def draft(self, batch: Batch, proposed: Draft | None = None) -> Drafted | None:
+    def draft(
+        self, batch: Batch, sampled: bool = False, proposed: Draft | None = None
+    ) -> Drafted | None:
         """Grow the trees; None where a step only prefills.
 
         Args:
+            sampled: Whether any row draws its tokens: drafts share its noise.
             proposed: What a host drafter proposed for the first rows of the batch.
         """
         plan, tables, rows = batch.plan, self.tables, batch.rows
         if not batch.trees:
             return None
         pages = tables.pages[rows, : self._visible(plan)]
-        graphs = self.graphs.find(plan.tier, len(rows))
+        recorded = self.graphs.find_draft(plan.tier, len(rows), sampled)
         outputs: Tensors | None = None
-        if proposed is None and graphs.draft is not None and self.fault is None:
+        if proposed is None and recorded is not None and self.fault is None:
             with self.guard_drafter():
-                outputs = graphs.draft(rows, pages)
-                rows, pages = graphs.draft.kept(rows, pages)
+                outputs = recorded(rows, pages)
+                rows, pages = recorded.kept(rows, pages)
         if outputs is None:
-            outputs = self.draft_trees(plan.tier, rows, pages, proposed)
-        tokens, positions, links, *tree = outputs
-        drafted = Drafted(Roots(rows, pages, tokens, positions), Tree(*tree), links, None)
+            outputs = self.draft_trees(plan.tier, sampled, rows, pages, proposed)
+        tokens, positions, links, *rest = outputs
+        tree, odds = Tree(*rest[: len(Tree._fields)]), rest[len(Tree._fields) :]
+        roots = Roots(rows, pages, tokens, positions)
+        drafted = Drafted(roots, tree, links, None, Odds(*odds) if odds else None)
         return drafted if plan.budget.nodes is None else self._select(batch, drafted)
 
     def draft_trees(
-        self, tier: Tier, rows: Tensor, pages: Tensor, proposed: Draft | None = None
+        self,
+        tier: Tier,
+        sampled: bool,
+        rows: Tensor,
+        pages: Tensor,
+        proposed: Draft | None = None,
     ) -> Tensors:
         """The roots' tokens and positions, the links, and the tensors of the trees."""
-        roots = Roots(rows, pages, self.tables.roots[rows], self.tables.committed[rows])
+        tables = self.tables
+        roots = Roots(rows, pages, tables.roots[rows], tables.committed[rows])
+        if sampled and self.rule.coupled:
+            noise = {"temperature": tables.temperature[rows], "seeds": tables.seed[rows]}
+            roots = roots._replace(**noise, support=self.rule.support)
         if self.drafter is None or tier.steps == 0:
             draft = _no_draft(roots, 0)
         elif proposed is not None:
             missing = len(rows) - len(proposed.tokens)
-            draft = Draft(*(padded(x, len(rows)) for x in proposed if x is not None))
+            tokens, parents, scores, _ = proposed
+            above = None if parents is None else padded(parents, len(rows))
+            draft = Draft(padded(tokens, len(rows)), above, padded(scores, len(rows)))
             if missing:
                 draft.scores[-missing:] = -torch.inf
         elif self.drafter.host:
@@ -235,7 +265,8 @@ class ModelRunner(nn.Module):
             draft = self.drafter.draft(roots, tier)
         else:
             draft = self._draft_or_none(roots, tier)
-        return roots.tokens, roots.positions, *_link(roots.tokens, draft, tier.steps)
+        linked = roots.tokens, roots.positions, *_link(roots.tokens, draft, tier.steps)
+        return linked if draft.odds is None else (*linked, *draft.odds)
 
     def dead_trees(self, tier: Tier, rows: Tensor, pages: Tensor) -> Tensors:
         """As :meth:`draft_trees`, where nothing is drafted: what a recording needs of a tree."""
@@ -253,7 +284,7 @@ class ModelRunner(nn.Module):
 
     def _select(self, batch: Batch, drafted: Drafted) -> Drafted:
         """Keep the best nodes of the whole batch, as many as the budget says."""
-        roots, tree, _, _ = drafted
+        roots, tree = drafted.roots, drafted.tree
         rows, nodes = tree.tokens.shape
         assert batch.plan.budget.nodes is not None
         # Rows of padding bring their roots.
@@ -261,10 +292,12 @@ class ModelRunner(nn.Module):
         # A recording for every number of nodes would be too many.
         count = padded_size(wanted) if self.graphs.enabled else wanted
         count = min(count, rows * nodes)
-        pack, scores = select_nodes(tree.scores, count, batch.least, batch.most)
+        selected = select_nodes(tree.scores, count, batch.least, batch.most)
+        scores = selected.scores
         draft = Draft(tree.tokens[:, 1:], tree.parents[:, 1:], scores[:, 1:])
         links, *kept = _link(roots.tokens, draft, batch.plan.tier.steps)
-        return Drafted(roots, Tree(*kept), links, pack if count < rows * nodes else None)
+        pack = selected.pack if count < rows * nodes else None
+        return Drafted(roots, Tree(*kept), links, pack, drafted.odds)
 
     # Verify
 
@@ -272,7 +305,7 @@ class ModelRunner(nn.Module):
         """The target over the trees."""
         if drafted is None:
             return None
-        roots, tree, _, pack = drafted
+        roots, tree, pack = drafted.roots, drafted.tree, drafted.pack
         inputs = (roots.pages, roots.positions, tree.tokens, tree.depths, tree.ancestors)
         tier = batch.plan.tier
         if pack is None:
@@ -354,16 +387,18 @@ class ModelRunner(nn.Module):
         prefilled: Prefilled | None,
         features: SamplingFeatures,
         masks: tuple[Masks, Tensor] | None,
+        free: Tensor | None = None,
     ) -> Accepted:
         """Mask, choose at every node, accept, and commit: the step's one decision.
 
         Args:
             masks: What the nodes of the trees, then the final chunks, may choose, and the depth
                 limits int64 ``(S,)`` of the trees; None where no request has a grammar.
+            free: bool ``(S,)``: whether each tree's root is inside the thinking; None: none is.
         """
         trees = chunks = None
         if drafted is not None and verified is not None:
-            trees = self._accept_trees(batch, drafted, verified, features, masks)
+            trees = self._accept_trees(batch, drafted, verified, features, masks, free)
         if prefilled is not None:
             chunks = self._accept_chunks(batch, prefilled, features, masks)
         return Accepted(trees, chunks)
@@ -375,8 +410,9 @@ class ModelRunner(nn.Module):
         verified: Verified,
         features: SamplingFeatures,
         masks: tuple[Masks, Tensor] | None,
+        free: Tensor | None,
     ) -> AcceptResult:
-        (roots, tree, _, pack), logits = drafted, verified.logits
+        roots, tree, pack, logits = drafted.roots, drafted.tree, drafted.pack, verified.logits
         rows, nodes = tree.tokens.shape
         count = batch.trees * nodes
         limits = self.tables.depth_limit[roots.rows]
@@ -386,9 +422,16 @@ class ModelRunner(nn.Module):
             allowed = masks[0].first(count) if pack is None else masks[0].packed(pack, count)
         if pack is None:
             logits = logits[:count]
-        place = self._nodes(drafted, len(logits)) if features.by_node else None
+        ruled = self.rule.applies(features, free)
+        place = self._nodes(drafted, len(logits)) if features.by_node or ruled else None
         logits = self.sampler.process(logits, place, features)
-        choices = self.sampler.choose(logits, place, features, allowed)
+        if ruled and allowed is not None:
+            every = torch.arange(len(logits), device=self.device)
+            apply_bitmask(logits, allowed.of(every))
+        choices = self.sampler.choose(logits, place, features, None if ruled else allowed)
+        if ruled:
+            assert place is not None
+            choices = self.rule(choices, logits, place, features, drafted.odds, allowed, free)
         every = choices.new_full((rows * nodes,), -1)
         every = every.index_copy_(0, self._count(count) if pack is None else pack, choices)
         commit = self.graphs.find(batch.plan.tier, rows).commit
@@ -474,7 +517,7 @@ class ModelRunner(nn.Module):
 
     def _nodes(self, drafted: Drafted, count: int) -> Nodes:
         """Rows and positions of the first ``count`` verified nodes."""
-        roots, tree, _, pack = drafted
+        roots, tree, pack = drafted.roots, drafted.tree, drafted.pack
         rows = roots.rows.repeat_interleave(tree.tokens.shape[1])
         after = (roots.positions[:, None] + tree.depths + 1).flatten()
         if pack is None:

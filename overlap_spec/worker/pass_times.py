@@ -87,10 +87,10 @@ def _times(runner: ModelRunner, tier: Tier, rows: Tensor, pages: Tensor) -> tupl
             return graphs.draft(rows, pages)
         if runner.drafter is not None and runner.drafter.host:
             return runner.dead_trees(tier, rows, pages)
-        return runner.draft_trees(tier, rows, pages)
+        return runner.draft_trees(tier, False, rows, pages)
 
-    draft_ms, (_, positions, _, *tensors) = _least_ms(draft, rows)
-    tree = Tree(*tensors)
+    draft_ms, (_, positions, _, *rest) = _least_ms(draft, rows)
+    tree = Tree(*rest[: len(Tree._fields)])
     inputs = pages, positions, tree.tokens, tree.depths, tree.ancestors
     verify_ms, _ = _least_ms(lambda: graphs.verify(*inputs), rows)
     on_device = drafted or (runner.drafter is not None and not runner.drafter.host)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap_spec.kernels import Tree, apply_bitmask, apply_penalties, coins, masked_choose
+from overlap_spec.kernels import Tree, apply_bitmask, apply_penalties, masked_choose, noise_keys
 from overlap_spec.types import TokenLogprobs
 from overlap_spec.worker.tables import RowTables, SamplingFeatures
 
@@ -111,8 +111,8 @@ class Sampler:
         filters = None
         if features.filtered:
             filters = (tables.top_k[rows], tables.top_p[rows], tables.min_p[rows])
-        coin = coins(tables.seed[rows], nodes.positions)
-        return masked_choose(logits, allowed, flags, tables.temperature[rows], coin, filters)
+        keys = noise_keys(tables.seed[rows], nodes.positions)
+        return masked_choose(logits, allowed, flags, tables.temperature[rows], keys, filters)
 
     def logprobs(
         self, logits: Tensor, index: Tensor, chosen: Tensor, top: int, masks: Masks | None

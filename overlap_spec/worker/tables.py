@@ -47,6 +47,8 @@ class RowTables(nn.Module):
     roots: Tensor
     pages: Tensor
     depth_limit: Tensor
+    temperature: Tensor
+    seed: Tensor
 
     def __init__(self, max_rows: int, max_pages: int, vocab_size: int, device: torch.device):
         def table(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -57,8 +59,10 @@ class RowTables(nn.Module):
         self.register_buffer("committed", table(torch.int64))
         self.register_buffer("roots", table(torch.int64))
         self.register_buffer("pages", table(torch.int64, max_pages))
-        self.temperature, self.top_p, self.min_p = (table(torch.float32) for _ in range(3))
-        self.top_k, self.seed, self.min_position = (table(torch.int64) for _ in range(3))
+        self.register_buffer("temperature", table(torch.float32))
+        self.register_buffer("seed", table(torch.int64))
+        self.top_p, self.min_p = (table(torch.float32) for _ in range(2))
+        self.top_k, self.min_position = (table(torch.int64) for _ in range(2))
         self.register_buffer("depth_limit", table(torch.int64))
         self.repetition, self.presence, self.frequency = (table(torch.float32) for _ in range(3))
         self._wide: dict[str, Tensor] = {}

@@ -175,7 +175,8 @@ class Worker:
         """
         compute, copy = self.streams.compute, self.streams.copy
         proposed = None if histories is None else self._propose(step, histories)
-        step.drafted = compute.run("draft", self.runner.draft, step.batch, proposed)
+        sampled = step.features.sampled
+        step.drafted = compute.run("draft", self.runner.draft, step.batch, sampled, proposed)
         if step.constrained:
             compute.record(step.events.drafted)
             copy.wait(step.events.drafted)
@@ -203,10 +204,13 @@ class Worker:
         self._record("host", "propose", start, time.perf_counter_ns(), step.plan.index)
         if arrays is None:
             return None
-        tensors = [torch.from_numpy(array) for array in arrays]
-        if self._device.type == "cuda":
-            tensors = [x.pin_memory().to(self._device, non_blocking=True) for x in tensors]
-        return Draft(*tensors)
+        tokens, parents, scores = (self._uploaded(torch.from_numpy(array)) for array in arrays)
+        return Draft(tokens, parents, scores)
+
+    def _uploaded(self, host: Tensor) -> Tensor:
+        if self._device.type != "cuda":
+            return host
+        return host.pin_memory().to(self._device, non_blocking=True)
 
     @torch.inference_mode()
     def verify(self, step: InFlightStep) -> None:
@@ -237,10 +241,14 @@ class Worker:
         return trees, rows, limits[: len(step.plan.verified)]
 
     @torch.inference_mode()
-    def accept(self, step: InFlightStep) -> None:
+    def accept(self, step: InFlightStep, free: Sequence[bool] = ()) -> None:
         """Queue the masks' way to the device, the step's decision, and its way to the host.
 
         The mask rows that :meth:`trees` lent must have been written.
+
+        Args:
+            free: Whether each request of ``plan.verified`` is inside its thinking, where relaxed
+                acceptance is on; empty: none is.
         """
         compute, copy, planner = self.streams.compute, self.streams.copy, self.streams.plan
         events, masks = step.events, None
@@ -251,6 +259,11 @@ class Worker:
             if self.overlap == "double-sync":
                 events.masks_ready.synchronize()
             compute.wait(events.masks_ready)
+        inside = None
+        if any(free[: len(step.plan.decode_rows)]):
+            padding = len(step.batch.get().rows) - len(step.plan.decode_rows)
+            flags = [*free[: len(step.plan.decode_rows)], *[False] * padding]
+            inside = self._uploaded(torch.tensor(flags))
         step.decided = compute.run(
             "accept",
             self.runner.accept,
@@ -260,6 +273,7 @@ class Worker:
             step.prefilled,
             step.features,
             masks,
+            inside,
         )
         compute.record(step.accepted)
         copy.wait(step.accepted)
@@ -271,6 +285,7 @@ class Worker:
             step.drafted,
             step.verified,
             masks,
+            inside,
             step.decided,
         )
 

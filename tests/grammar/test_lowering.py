@@ -139,14 +139,20 @@ def test_invalid_texts_do_not(schema: Any, texts: list[str | bytes]) -> None:
     ("schema", "message"),
     [
         ({"properties": {"a": {"not": {"uniqueItems": True}}}}, r"\$\.properties\.a: .*'not'"),
-        ({"$dynamicRef": "#t"}, "keyword '\\$dynamicRef'"),
+        ({"$dynamicRef": "#t"}, "\\$dynamicRef: no \\$anchor 't'"),
         ({"type": "array", "uniqueItems": True}, "keyword 'uniqueItems'"),
         ({"type": "array", "not": {"uniqueItems": True}}, "'not' negates 'uniqueItems'"),
         ({"type": "integer", "multipleOf": 123457}, "'multipleOf' needs too large an automaton"),
         ({"type": "object", "minProperties": 2}, "'minProperties'"),
         ({"type": "string", "pattern": "(?<=a)b"}, "look-behind"),
         ({"type": "string", "pattern": "((?!a)b)*"}, "look-around inside a repeat"),
-        ({"anyOf": [{"$ref": "#/x"}], "unevaluatedProperties": False}, "'unevaluatedProperties'"),
+        (
+            {
+                "anyOf": [{"properties": {name: {}}} for name in "abcdefghi"],
+                "unevaluatedProperties": False,
+            },
+            "'unevaluatedProperties' stands beside too many",
+        ),
         ({"items": {"propertes": {}}}, r"\$\.items: keyword 'propertes' .*'properties'"),
         ({"$ref": "http://x/y"}, "outside the schema"),
         ({"$ref": "#/$defs/none"}, "not found"),

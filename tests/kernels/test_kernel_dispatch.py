@@ -158,8 +158,15 @@ def test_kernel_masked_choose_minds_flags() -> None:
     assert kernels.masked_choose(logits.clone(), rows).tolist() == [2, 2, -1]
     flags = torch.tensor([False, True, False])
     assert kernels.masked_choose(logits.clone(), rows, flags).tolist() == [1, 2, 1]
-    warm, coin = torch.full((3,), 1.0), torch.tensor([0.0, 0.99, 0.5])
-    assert kernels.masked_choose(logits, rows, None, warm, coin).tolist() == [0, 2, -1]
+    warm, seeds = torch.full((3,), 1.0), torch.arange(60).view(20, 3)
+    drawn = [
+        kernels.masked_choose(
+            logits.clone(), rows, None, warm, kernels.noise_keys(row, row)
+        ).tolist()
+        for row in seeds
+    ]
+    assert {token for row in drawn for token in row[:2]} == {0, 2}
+    assert {row[2] for row in drawn} == {-1}
 
 
 def test_kernel_top_candidates_map_into_the_targets_vocabulary() -> None:
@@ -168,3 +175,24 @@ def test_kernel_top_candidates_map_into_the_targets_vocabulary() -> None:
     assert tokens.tolist() == [[21, 32], [10, 32]]
     want = logits.log_softmax(-1).sort(descending=True).values[:, :2]
     torch.testing.assert_close(scores, want)
+
+
+def test_kernel_top_candidates_with_noise_are_led_by_the_targets_choice() -> None:
+    """Of the same logits, under other names and with other masks: the same noise, by target id."""
+    generator = torch.Generator().manual_seed(0)
+    rows, vocab = 40, 30
+    names = torch.randperm(90, generator=generator)[:vocab]
+    logits = torch.full((rows, 90), -torch.inf)
+    logits[:, names] = torch.randn(rows, vocab, generator=generator)
+    keys = kernels.noise_keys(torch.arange(rows), torch.arange(rows) * 3)
+    for heat in (0.0, 0.5, 2.0):
+        warm = torch.full((rows,), heat)
+        noise = kernels.Noise(warm, keys)
+        args = logits[:, names].contiguous(), 3, names - torch.arange(vocab), noise
+        scores, tokens = kernels.top_candidates(*args)
+        assert torch.equal(tokens[:, 0], kernels.choose(logits, warm, keys))
+        # What is left without the first one is led by the second.
+        without = logits.scatter(1, tokens[:, :1], -torch.inf)
+        assert torch.equal(tokens[:, 1], kernels.choose(without, warm, keys))
+        assert (scores[:, :2] >= scores[:, 1:]).all()
+        assert (scores.exp().sum(1) <= 1 + 1e-5).all()

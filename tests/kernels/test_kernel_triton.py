@@ -15,7 +15,7 @@ from tests.support.kernel_cases import CASES, CLOSE, MODULES, close, enter_inter
 
 EXAMPLES = dict.fromkeys(CASES, 15) | {"prefill_attention": 4}
 EXAMPLES |= dict.fromkeys(
-    ["greedy_choice", "sampled_choice", "filtered_choice", "apply_bitmask"], 30
+    ["greedy_choice", "sampled_choice", "filtered_choice", "apply_bitmask", "top_candidates"], 30
 )
 gpu = pytest.mark.gpu
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -63,6 +63,7 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             tables.pages[:batch, :8] = rows[:, None] * 8 + 1 + torch.arange(8, device=device)
             tables.committed[:batch] = torch.arange(batch, device=device) + 7
             tables.roots[:batch] = rows + 30
+            tables.temperature[:batch] = torch.arange(batch, device=device) % 3 * 0.6
             size = padded_size(batch)
             rows = torch.cat([rows, rows.new_full((size - batch,), tables.padding_row)])
             pages = tables.pages[rows, :columns]
@@ -71,9 +72,15 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             tables.committed[:batch] = torch.arange(batch, device=device) + 7
             assert graphs.draft is not None
 
-            want = runner.draft_trees(own, rows, pages)
-            got = graphs.draft(rows, pages)
-            close([x[:batch] for x in got[3:]], [x[:batch] for x in want[3:]])
+            for sampled in (True, False):
+                # A kernel sees for itself which rows have noise: one recording does for both.
+                noisy = sampled or device == "cuda"
+                want = tuple(x.clone() for x in runner.draft_trees(own, noisy, rows, pages))
+                recorded = runner.graphs.find_draft(own, size, sampled)
+                assert recorded is not None
+                assert sampled or recorded is graphs.draft
+                got = recorded(rows, pages)
+                close([x[:batch] for x in got[3:]], [x[:batch] for x in want[3:]])
             # As a step does: a CUDA graph takes the one before's outputs where they are.
             _, positions, _, *tensors = got
             tree = Tree(*tensors)

@@ -1,4 +1,4 @@
-"""The choice of tokens: filters, coins, penalties, and losslessness on trees."""
+"""The choice of tokens: filters, noise, penalties, and losslessness on trees."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from overlap_spec.kernels import (
     coins,
     filter_probs,
     masked_choose,
+    noise_keys,
 )
-from overlap_spec.kernels.sampling import inverse_cdf
+from overlap_spec.kernels.sampling import draw, negative_exponentials
 from overlap_spec.types import Request, SamplingParams
 from overlap_spec.worker.sampler import Masks, Nodes, Sampler, token_logprobs
 from overlap_spec.worker.tables import RowTables
@@ -68,62 +69,93 @@ def test_filters_agree_with_transformers() -> None:
         assert torch.equal(kept > 0, warped > -torch.inf), (top_k, top_p, min_p)
 
 
-def test_coins_are_uniform_and_depend_on_seed_and_position_alone() -> None:
+def test_coins_are_uniform_and_depend_on_seed_position_and_purpose_alone() -> None:
     seeds = torch.arange(-300, 300).repeat_interleave(100)
     positions = torch.arange(100).repeat(600)
-    drawn = coins(seeds, positions)
-    assert drawn.min() >= 0
-    assert drawn.max() < 1
-    counts = torch.histc(drawn, 64, 0, 1).numpy()
-    assert stats.chisquare(counts).pvalue > 1e-3
-    neighbours = np.corrcoef(drawn[:-1].numpy(), drawn[1:].numpy())[0, 1]
-    assert abs(neighbours) < 0.02
+    each = [coins(noise_keys(seeds, positions, purpose)) for purpose in range(4)]
+    for drawn in each:
+        assert drawn.min() >= 0
+        assert drawn.max() < 1
+        counts = torch.histc(drawn, 64, 0, 1).numpy()
+        assert stats.chisquare(counts).pvalue > 1e-3
+        neighbours = np.corrcoef(drawn[:-1].numpy(), drawn[1:].numpy())[0, 1]
+        assert abs(neighbours) < 0.02
+    between = np.corrcoef(torch.stack(each).numpy()) - np.eye(4)
+    assert np.abs(between).max() < 0.02
     order = torch.randperm(len(seeds), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(coins(seeds[order], positions[order]), drawn[order])
+    assert torch.equal(coins(noise_keys(seeds[order], positions[order])), each[0][order])
+
+
+def test_noise_is_exponential_independent_and_the_same_in_any_company() -> None:
+    rows, vocab = 300, 3001
+    keys = noise_keys(torch.arange(rows), torch.full((rows,), 9))
+    tokens = torch.arange(vocab, dtype=torch.int32)
+    noise = -negative_exponentials(keys, tokens)
+    assert noise.min() > 0
+    assert noise.max() < 17
+    assert stats.kstest(noise.flatten()[::9].numpy(), "expon").pvalue > 1e-3
+    # The least of many decides a choice: small ones must not be coarse.
+    assert stats.kstest(noise.amin(1).double().numpy() * vocab, "expon").pvalue > 1e-3
+    uniform = (-noise.double()).exp() - 0.5
+    for lag in (1, 2, 32):
+        for one, other in (
+            (uniform[:, lag:], uniform[:, :-lag]),
+            (uniform[lag:], uniform[:-lag]),
+        ):
+            scale = 12 * (one * other).sum() / one.numel() ** 0.5
+            assert abs(float(scale)) < 4.5
+    for row in (0, 7, rows - 1):
+        alone = negative_exponentials(keys[row : row + 1], tokens[5:])
+        assert torch.equal(alone, -noise[row : row + 1, 5:])
 
 
 def test_zero_mass_never_yields_a_forbidden_token() -> None:
-    almost_one = 1 - 2.0**-24
-    probs = torch.tensor([[0.0, 0.1, 0.0], [0.3, 0.7, 0.0], [1e-45, 0.0, 0.0], [0.0, 0.0, 1e-38]])
-    for coin in (0.0, 0.5, almost_one, 1.0):
-        token = inverse_cdf(probs, torch.full((4,), coin))
-        assert (probs.gather(1, token[:, None]) > 0).all()
+    weights = torch.tensor([[0.0, 0.1, 0.0], [0.3, 0.7, 0.0], [1e-45, 0.0, 0.0], [0.0, 0.0, 1e-38]])
+    for seed in range(200):
+        keys = noise_keys(torch.arange(4), torch.full((4,), seed))
+        token = draw(weights.clone(), keys)
+        assert (weights.gather(1, token[:, None]) > 0).all()
     empty = torch.full((2, 3), -torch.inf)
     warm = torch.tensor([0.0, 1.0])
-    assert choose(empty, warm, torch.tensor([0.5, 0.5])).tolist() == [-1, -1]
+    assert choose(empty, warm, keys[:2]).tolist() == [-1, -1]
     broken = torch.tensor([[0.0, torch.nan, 1.0]] * 2)
-    assert choose(broken, warm, torch.tensor([0.5, 0.5])).tolist() == [-2, -2]
+    assert choose(broken, warm, keys[:2]).tolist() == [-2, -2]
 
 
-def test_filters_cut_the_masked_ranking_and_the_coin_goes_by_id() -> None:
+def test_filters_cut_the_masked_ranking_before_the_noise() -> None:
     """Allowed are 4, 1, 1, 1, 2 and 1 parts in ids' order; 8 parts of id 2 are forbidden."""
     parts = torch.tensor([4.0, 1.0, 8.0, 1.0, 1.0, 2.0, 1.0])
     allowed = parts < 8
     off = (99, 2.0, 0.0)
-    #          filters            kept ids in order, and the coin's share up to each one's end
+    #          filters            kept ids in order, and their parts
     expected = {
-        off: ([0, 1, 3, 4, 5, 6], [0.4, 0.5, 0.6, 0.7, 0.9, 1.0]),
-        (3, 2.0, 0.0): ([0, 1, 5], [4 / 7, 5 / 7, 1.0]),
-        (99, 0.65, 0.0): ([0, 1, 5], [4 / 7, 5 / 7, 1.0]),
-        (4, 0.7, 0.0): ([0, 5], [4 / 6, 1.0]),
-        (99, 2.0, 0.3): ([0, 5], [4 / 6, 1.0]),
-        (99, 0.75, 0.2): ([0, 1, 3, 5], [4 / 8, 5 / 8, 6 / 8, 1.0]),
-        (1, 0.01, 1.0): ([0], [1.0]),
+        off: ([0, 1, 3, 4, 5, 6], [4, 1, 1, 1, 2, 1]),
+        (3, 2.0, 0.0): ([0, 1, 5], [4, 1, 2]),
+        (99, 0.65, 0.0): ([0, 1, 5], [4, 1, 2]),
+        (4, 0.7, 0.0): ([0, 5], [4, 2]),
+        (99, 2.0, 0.3): ([0, 5], [4, 2]),
+        (99, 0.75, 0.2): ([0, 1, 3, 5], [4, 1, 1, 2]),
+        (1, 0.01, 1.0): ([0], [1]),
     }
-    for (top_k, top_p, min_p), (ids, ends) in expected.items():
-        for token, end in zip(ids, ends, strict=True):
-            coin = torch.tensor([end - 1e-3, end + 1e-3])
-            got = masked_choose(
-                parts.log().repeat(2, 1),
-                pack(allowed[None]).repeat(2, 1),
-                None,
-                torch.ones(2),
-                coin,
-                (torch.full((2,), top_k), torch.full((2,), top_p), torch.full((2,), min_p)),
-            )
-            following = ids[(ids.index(token) + 1) % len(ids)]
-            assert int(got[0]) == token
-            assert int(got[1]) == following or end == 1.0
+    count = 4000
+    keys = noise_keys(torch.arange(count), torch.arange(count) % 7)
+    heat = torch.ones(count)
+    chosen = {}
+    for (top_k, top_p, min_p), (ids, shares) in expected.items():
+        filters = torch.full((count,), top_k), torch.full((count,), top_p)
+        logits, rows = parts.log().repeat(count, 1), pack(allowed[None]).repeat(count, 1)
+        limits = (*filters, torch.full((count,), min_p))
+        got = masked_choose(logits, rows, None, heat, keys, limits)
+        chosen[top_k, top_p, min_p] = got
+        counts = torch.bincount(got, minlength=7)
+        assert counts[ids].sum() == count
+        if len(ids) > 1:
+            wanted = np.array(shares) / sum(shares) * count
+            assert stats.chisquare(counts[ids].numpy(), wanted).pvalue > 1e-4
+    # The noise is the token's own: what the filters keep of the choices does not change.
+    for filters, got in chosen.items():
+        same = torch.isin(chosen[off], torch.tensor(expected[filters][0]))
+        assert torch.equal(got[same], chosen[off][same])
 
 
 VOCAB = 6
@@ -196,7 +228,7 @@ def test_tree_verification_has_plain_samplings_distribution(
     tables.assign(0, request)
     tables.write(0, request, tuple(OUTPUT))
     features = tables.features([0])
-    for value in [*vars(tables).values(), *tables._wide.values()]:
+    for value in [*vars(tables).values(), *tables.buffers(), *tables._wide.values()]:
         if isinstance(value, torch.Tensor):
             value[:] = value[0].clone()
     tables.seed[:count] = torch.arange(count) * 7919 + 13

@@ -56,7 +56,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
     [
         (None, {"temperature": 0}, 12),
         (SCHEMA, {"temperature": 0}, 22),
-        (SCHEMA, {"temperature": 0.8, "seed": 1, "top_p": 0.9}, 102),
+        (SCHEMA, {"temperature": 0.8, "seed": 1, "top_p": 0.9}, 115),
     ],
     ids=["free", "constrained", "sampled"],
 )

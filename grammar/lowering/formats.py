@@ -1,0 +1,217 @@
+r"""The languages of `format`, as patterns that a text matches whole.
+
+JSON Schema calls a format an annotation. Here it is held: a schema with `"format": "date"` wants a
+date. Each language is that of its RFC, but for these, which allow less:
+
+- `time`, `date-time`: leap seconds at offsets of whole and half hours, to a millisecond;
+- `hostname`: at most 3 labels of 63 characters or 8 of 30, none in the form `xn--`;
+- `email`: at most 3 hyphens in a row in the domain;
+- `idn-hostname`: labels of scripts that have no rules of context;
+- `regex`: no look-around, no back-reference, no group in a group.
+"""
+
+from __future__ import annotations
+
+from overlap_spec.grammar.automata.regex import Pattern
+
+_FEWEST_TURNS = 15
+# RFC 3339. The year 0000 is left out: Python and most databases have none.
+_YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_DAY = (
+    "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_DATE = f"({_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_HOUR, _MINUTE = "([01][0-9]|2[0-3])", "[0-5][0-9]"
+_FRACTION, _MILLIS = r"(\.[0-9]+)?", r"(\.[0-9]{1,3})?"
+# A leap second is 23:59:60 in UTC: here at offsets of whole and half hours.
+_LEAP_SECOND = "|".join(
+    rf"{hour:02}:(59:60{_MILLIS}(\+{(hour + 1) % 24:02}:00|-{23 - hour:02}:00)"
+    rf"|29:60{_MILLIS}(\+{hour:02}:30|-{23 - hour:02}:30))"
+    for hour in range(24)
+)
+_TIME = (
+    rf"({_HOUR}:{_MINUTE}:{_MINUTE}{_FRACTION}([Zz]|[+\-]{_HOUR}:{_MINUTE})"
+    rf"|23:59:60{_FRACTION}[Zz]|{_LEAP_SECOND})"
+)
+_N = "[0-9]+"
+_DURATION = (
+    f"P({_N}W|({_N}D|{_N}M({_N}D)?|{_N}Y({_N}M({_N}D)?)?)(T({_N}S|{_N}M({_N}S)?|{_N}H({_N}M({_N}S)?)?))?"
+    f"|T({_N}S|{_N}M({_N}S)?|{_N}H({_N}M({_N}S)?)?))"
+)
+
+# RFC 3986 and 3987.
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = rf"{_BYTE}(\.{_BYTE}){{3}}"
+_HEX = "[0-9A-Fa-f]"
+_H16 = f"{_HEX}{{1,4}}"
+_LS32 = f"({_H16}:{_H16}|{_IPV4})"
+
+
+def _shortened(most: int, after: str) -> str:
+    """An address with `::` behind up to `most` groups."""
+    return f"(({_H16}:){{0,{most - 1}}}{_H16})?::{after}" if most else f"::{after}"
+
+
+_LONG = [_shortened(before, f"({_H16}:){{{5 - before}}}{_LS32}") for before in range(6)]
+_IPV6 = f"(({_H16}:){{6}}{_LS32}|{'|'.join(_LONG)}|{_shortened(6, _H16)}|{_shortened(7, '')})"
+_ENCODED = f"%{_HEX}{{2}}"
+_SUB = "!$&'()*+,;="
+_OTHER = "\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef\U00010000-\U000dffff"
+_PRIVATE = "\ue000-\uf8ff\U000f0000-\U0010fffd"
+
+
+def _reference(other: str, private: str, absolute: bool) -> str:
+    """A URI, or with `absolute` False a reference; `other` and `private` are what an IRI adds."""
+    free = rf"A-Za-z0-9\-._~{other}"
+    name = f"([{free}{_SUB}]|{_ENCODED})*"
+    char = f"([{free}{_SUB}:@]|{_ENCODED})"
+    user = f"([{free}{_SUB}:]|{_ENCODED})*@"
+    future = rf"[vV]{_HEX}+\.[A-Za-z0-9\-._~{_SUB}:]+"
+    authority = rf"({user})?(\[({_IPV6}|{future})\]|{name})(:[0-9]*)?"
+    after = f"(/([{free}{_SUB}:@/]|{_ENCODED})*)?"
+    rooted = f"/({char}([{free}{_SUB}:@/]|{_ENCODED})*)?"
+    plain = f"([{free}{_SUB}@]|{_ENCODED})+{after}"
+    query = rf"(\?({char}|[/?{private}])*)?" if private else rf"(\?({char}|[/?])*)?"
+    rest = rf"{query}(#({char}|[/?])*)?"
+    full = rf"[A-Za-z][A-Za-z0-9+.\-]*:(//{authority}{after}|{rooted}|{char}+{after}|){rest}"
+    return full if absolute else f"({full}|(//{authority}{after}|{rooted}|{plain}|){rest})"
+
+
+# RFC 1123 and 5321.
+def _label(most: int) -> str:
+    """A label of up to `most` characters that does not begin with `xn--`."""
+    end, char = "[A-Za-z0-9]", r"[A-Za-z0-9\-]"
+
+    def tail(count: int) -> str:
+        return f"({char}{{0,{count - 1}}}{end})?"
+
+    return (
+        f"([A-WYZa-wyz0-9]{tail(most - 1)}|[Xx]([A-MO-Za-mo-z0-9]{tail(most - 2)}"
+        f"|-{char}{{0,{most - 3}}}{end}|[Nn]({end}{tail(most - 3)}|-{end}{tail(most - 4)})?)?)"
+    )
+
+
+_HOST = rf"({_label(63)}(\.{_label(63)}){{0,2}}|{_label(30)}(\.{_label(30)}){{0,7}})"
+_DOMAIN = r"[A-Za-z0-9]((\-{0,3}|\.)[A-Za-z0-9])*"
+_ATOM_CHARS = r"A-Za-z0-9!#$%&'*+/=?\^_`{|}~\-"
+_LITERAL = rf"\[({_IPV4}|IPv6:{_IPV6})\]"
+
+
+def _mailbox(other: str, domain: str) -> str:
+    atom = f"[{_ATOM_CHARS}{other}]"
+    quoted = rf'"([ !#-\[\]-~{other}]|\\[ -~])*"'
+    return rf"({atom}(\.?{atom})*|{quoted})@({domain}|{_LITERAL})"
+
+
+_WIDE = "\u0080-\ud7ff\ue000-\U0010ffff"
+# Lower-case Latin, Greek and Cyrillic, Hiragana, Katakana, Han, Hangul. Such a label is at most 63
+# bytes long in its ASCII form.
+_SCRIPTS = (
+    "a-z0-9\u00df-\u00f6\u00f8-\u00ff\u03ac-\u03ce\u0430-\u045f"
+    "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+)
+_IDN_LABEL = f"([{_SCRIPTS}]{{1,10}}|{_label(30)})"
+_DOTS = "[.\u3002\uff0e\uff61]"
+
+# RFC 6570.
+_VAR_CHAR = f"([A-Za-z0-9_]|{_ENCODED})"
+_VAR = rf"{_VAR_CHAR}(\.?{_VAR_CHAR})*(:[1-9][0-9]{{0,3}}|\*)?"
+_TEMPLATE = (
+    rf"([!#$&-;=?-\[\]_a-z~'{_OTHER}{_PRIVATE}]|{_ENCODED}|\{{[+#./;?&]?{_VAR}(,{_VAR})*\}})*"
+)
+
+# RFC 6901.
+_POINTER = "(/([^/~]|~[01])*)*"
+
+
+def _regex(depth: int) -> str:
+    plain = "[A-Za-z0-9 _,:;=@!\"#%&'/<>~`\\-]"
+    escape = r"\\[dDwWsSbtnrfv.\\/()\[\]{}|*+?\^$\-]"
+    members = r"([A-Za-z0-9 _,:;=@!#%&'/<>~`.()*+?$|{}]|a-z|A-Z|0-9|\\[dDwWsStnrfv.\\/\[\]\^\-])+"
+    atom = rf"{plain}|{escape}|\.|\[\^?{members}\]"
+    if depth:
+        atom += rf"|\((\?:|\?<[A-Za-z]+>)?{_regex(depth - 1)}\)"
+    part = rf"(({atom})([*+?]|\{{[0-9]{{1,3}},?\}})?\??|\^|\$)+"
+    return rf"{part}(\|{part})*"
+
+
+def _uuid(version: str, variant: str) -> str:
+    return f"{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-{variant}{_HEX}{{3}}-{_HEX}{{12}}"
+
+
+_WHOLE = {
+    "date": _DATE,
+    "date-time": f"{_DATE}[Tt]{_TIME}",
+    "time": _TIME,
+    "duration": _DURATION,
+    "email": _mailbox("", _DOMAIN),
+    "idn-email": _mailbox(_WIDE, rf"[A-Za-z0-9{_WIDE}]((\-{{0,3}}|\.)[A-Za-z0-9{_WIDE}])*"),
+    "hostname": _HOST,
+    "idn-hostname": f"{_IDN_LABEL}({_DOTS}{_IDN_LABEL}){{0,7}}",
+    "ipv4": _IPV4,
+    "ipv6": _IPV6,
+    "uri": _reference("", "", True),
+    "uri-reference": _reference("", "", False),
+    "iri": _reference(_OTHER, _PRIVATE, True),
+    "iri-reference": _reference(_OTHER, _PRIVATE, False),
+    "uri-template": _TEMPLATE,
+    "json-pointer": _POINTER,
+    "relative-json-pointer": f"(0|[1-9][0-9]*)(#|{_POINTER})",
+    "regex": _regex(1),
+    "uuid": _uuid(_HEX, _HEX),
+    **{f"uuid{version}": _uuid(str(version), "[89ABab]") for version in range(1, 9)},
+    "byte": "([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
+    "base64": "([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
+    "base64url": r"([A-Za-z0-9_\-]{4})*([A-Za-z0-9_\-]{2}==|[A-Za-z0-9_\-]{3}=)?",
+}
+INTEGERS = {
+    f"{sign}int{bits}": (0, 2**bits - 1) if sign else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    for sign in ("", "u")
+    for bits in (8, 16, 32, 64)
+}
+"""Least and most of the formats of whole numbers (OpenAPI's registry)."""
+
+
+# A part of some languages, whose longest text grows slowly with the turns of its repeats.
+_PLAIN_HOST = r"[A-Za-z0-9]([.\-]?[A-Za-z0-9])*"
+_PLAIN_MAILBOX = rf"[{_ATOM_CHARS}](\.?[{_ATOM_CHARS}])*@{_PLAIN_HOST}"
+_PLAIN_URI = (
+    rf"[A-Za-z][A-Za-z0-9+.\-]*:(//{_PLAIN_HOST})?(/([A-Za-z0-9\-._~{_SUB}:@/?]|{_ENCODED})*)?"
+)
+_PART = {
+    **dict.fromkeys(("email", "idn-email"), _PLAIN_MAILBOX),
+    **dict.fromkeys(("hostname", "idn-hostname"), _PLAIN_HOST),
+    **dict.fromkeys(("uri", "uri-reference", "iri", "iri-reference"), _PLAIN_URI),
+}
+
+
+def _pattern(language: str) -> str:
+    return rf"^({language})\Z"
+
+
+_PATTERNS = {name: _pattern(language) for name, language in _WHOLE.items()}
+_PARTS = {_PATTERNS[name]: _pattern(language) for name, language in _PART.items()}
+_KNOWN = frozenset((*_PATTERNS.values(), *_PARTS.values()))
+
+
+def pattern(name: str) -> str | None:
+    """The pattern of a format of strings; None if it has none, and says nothing."""
+    return _PATTERNS.get(name)
+
+
+def part(source: str) -> str | None:
+    """A pattern of some texts of a format, given by its pattern, that has few states."""
+    return _PARTS.get(source)
+
+
+def within(source: str, most: int) -> Pattern | None:
+    """Texts of at most `most` characters of a format, given by its pattern, by bounds on the turns
+    of its repeats; None if it is no format, or the bounds would leave too little of it."""
+    for turns in range(most if source in _KNOWN else 0, _FEWEST_TURNS, -1):
+        found = Pattern(source, "format", most=turns)
+        longest = found.longest()
+        if longest is not None and longest <= most:
+            return found
+    return None
