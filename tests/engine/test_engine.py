@@ -486,3 +486,25 @@ def test_an_engine_that_nobody_closed_lets_the_process_exit(tiny: dict[str, str]
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("policy", ["auto", "adaspec"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+@pytest.mark.parametrize("overlap", ["none", "double-sync"])
+def test_policies_that_weigh_cost_with_every_kind_of_drafter(
+    tiny: dict[str, str], policy: str, algorithm: str, overlap: str
+) -> None:
+    """Six requests, with a grammar and without, sampled and greedy: text is plain decoding's."""
+    prompts = ["one two one two one", "b", "c c c c c", "d", "e", "f"]
+    grammars = [None, Grammar.json_object(), None, Grammar.regex("[ab]{30}"), None, None]
+    samplings = [{"max_tokens": 30, "seed": n, "temperature": float(n % 2)} for n in range(6)]
+    with Engine(**tiny, algorithm="none", overlap="none") as plain:
+        want = plain.generate(prompts, grammars, samplings)
+    with Engine(**tiny, algorithm=algorithm, adaptive=policy, overlap=overlap) as engine:
+        got = engine.generate(prompts, grammars, samplings)
+        state = engine.snapshot()
+        assert engine.core.scheduler.allocator.in_use == 0
+    assert [g.token_ids for g in got] == [w.token_ids for w in want]
+    assert state["speculation"]["error"] is None
+    assert state["drafter"]["faults"] == 0
+    assert state["speculation"]["count"] > 5
