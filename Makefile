@@ -29,6 +29,7 @@ lint: $(STAMP)
 	$(BIN)/mypy -p overlap_spec -p bench
 
 $(STAMP): pyproject.toml
+	@echo "installing into $(VENV): some minutes the first time, with nothing printed until it is done"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev]"
 	touch $@

@@ -31,7 +31,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -41,6 +40,7 @@ from rich.table import Table
 
 from bench.common import Run, fail, flags, rounded, spread
 from bench.measure import measure
+from bench.targets import add_model_flags, check_model_flags, model_settings
 from bench.workloads import Ask
 from overlap_spec.engine import Engine
 from overlap_spec.errors import OverlapSpecError
@@ -207,8 +207,7 @@ def print_table(record: dict[str, Any], console: Console) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = flags("adaptive", "Adaptive draft lengths against static ones.")
-    parser.add_argument("--model", type=Path, help="target; the embedded one if absent")
-    parser.add_argument("--draft", type=Path, help="its EAGLE-3 head")
+    add_model_flags(parser)
     parser.add_argument("--batch", type=int, default=1, help="requests at once (default 1)")
     parser.add_argument("--busy", type=int, default=16, help="of the busy phase (default 16)")
     parser.add_argument(
@@ -219,8 +218,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     unknown = [name for name in options.policies if name not in POLICIES]
     if unknown or not FIXED.keys() & set(options.policies):
         parser.error(f"--policies: of {', '.join(POLICIES)}, and one of the first six at least")
-    if (options.model is None) != (options.draft is None):
-        parser.error("--model and --draft go together")
+    check_model_flags(parser, options)
     if min(options.batch, options.busy) < 1:
         parser.error("--batch and --busy must be at least 1")
     return options
@@ -232,10 +230,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size = QUICK if options.quick else FULL
     run = Run("adaptive", options, arguments)
     torch.set_num_threads(1)
-    paths = {"model": options.model, "draft": options.draft}
-    settings: dict[str, Any] = {name: str(path) for name, path in paths.items() if path}
-    settings |= {"mask_deadline_ms": None, "prefix_cache": False, "context_length": 1024}
+    settings: dict[str, Any] = {
+        "mask_deadline_ms": None,
+        "prefix_cache": False,
+        "context_length": 1024,
+    }
     try:
+        settings |= model_settings(options, run.console)
         with ExitStack() as stack:
             engines = {
                 name: stack.enter_context(

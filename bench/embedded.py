@@ -18,6 +18,7 @@ from typing import Any
 
 from bench.common import Run, flags, rounded
 from bench.embedded_card import write_card
+from bench.targets import add_model_flags, model_settings
 from overlap_spec import Engine, Grammar, Output, SamplingParams
 from overlap_spec.training.cases import Case
 from overlap_spec.training.data import CaseKind, held_out_cases, held_out_choices
@@ -136,14 +137,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = flags("embedded", "accuracy and accept length of the embedded model")
     parser.add_argument("--cases", type=int, default=300, help="of each kind (default 300)")
     parser.add_argument("--data", type=Path, help="GSM8K test split, .jsonl")
-    parser.add_argument("--model", help="folder of a target; the embedded one if absent")
-    parser.add_argument("--draft", help="folder of its head")
+    add_model_flags(parser)
     parser.add_argument("--card", type=Path, help="model card to write the figures into")
     options = parser.parse_args(arguments)
     run = Run("embedded", options, arguments)
     count = 40 if options.quick else options.cases
     asked = questions(options.data, 16 if options.quick else 64)
-    weights = {"model": options.model, "draft": options.draft} if options.model else {}
+    weights = model_settings(options, run.console)
     results: dict[str, Any] = {}
     with run.progress() as progress:
         total = sum(len(kinds) + 1 for kinds in KINDS.values()) + 2

@@ -77,7 +77,8 @@ def modes(context: Context) -> Result:
     )
     run = context.run("overlap")
     with ExitStack() as stack:
-        engines = overlap.open_engines(stack, context.setup.target, context.setup.draft)
+        weights = {"model": str(context.setup.target), "draft": str(context.setup.draft)}
+        engines = overlap.open_engines(stack, weights)
         first = engines["none"]
         samples = choose_samples(
             read_samples(context.setup.data),
@@ -150,7 +151,8 @@ class Contest:
     def ratio(self, name: str, base: str, batch: int) -> dict[str, float]:
         """Tokens per second of a system over another's, repetition by repetition."""
         rates: dict[str, list[float]] = {name: [], base: []}
-        for sample in sorted(self.run.samples, key=lambda sample: int(sample["repetition"])):
+        answers = [sample for sample in self.run.samples if sample["kind"] == "answers"]
+        for sample in sorted(answers, key=lambda sample: int(sample["repetition"])):
             if sample["batch"] == batch and sample["system"] in rates:
                 rates[sample["system"]].append(rate(sample))
         return paired(rates[name], rates[base])
@@ -171,8 +173,9 @@ class Contest:
 def compete(context: Context, systems: dict[str, Any], repetitions: int) -> Contest:
     """``bench.peers``' two workloads on every system in turn."""
     size = context.size
-    run = context.run("peers", repetitions=repetitions, singles=size.singles,
-                   cases=min(16, size.cases), max_tokens=size.tokens)  # fmt: skip
+    run = context.run("peers", repetitions=repetitions, batches=peers.BATCHES,
+                   singles=size.singles, cases=min(16, size.cases),
+                   max_tokens=size.tokens)  # fmt: skip
     tasks = peers.make_tasks(run.options)
     asks = [Ask(t.prompt, Grammar.json_schema(t.schema or {}), t.max_tokens) for t in tasks]
     for system in systems.values():

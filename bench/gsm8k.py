@@ -11,8 +11,8 @@ Sides take turns, chunk by chunk of questions, and the side that begins changes 
 In this process they are the engine with ``--overlap`` and the one without (``none``), at one static
 draft length, and the exit status is 1 where an answer or an accept length differs between them.
 With ``--base-url``, given once or more, they are servers instead, which must be OpenAI-compatible
-(streaming ``/v1/completions``, or chat): which settings they run with is theirs, and equality is
-reported.
+(streaming ``/v1/completions``, or chat): ``--model`` is then the model's name there, which settings
+they run with is theirs, and equality is reported.
 
 An answer is the last number of the text; where there is none, it is invalid.
 
@@ -49,6 +49,7 @@ from bench.backends.base import Batch, System, Task, figures, rate
 from bench.backends.engine import EngineSystem
 from bench.client import ServerSystem
 from bench.common import ROOT, Run, fail, flags, paired, rounded
+from bench.targets import add_model_flags, model_settings
 from overlap_spec.config import OVERLAP_MODES
 from overlap_spec.engine import Engine
 from overlap_spec.errors import ConfigError, OverlapSpecError
@@ -108,7 +109,9 @@ def make_tasks(rows: Sequence[Row], count: int, options: argparse.Namespace) -> 
     return [Task(head + row.text(False), **more) for row in rows[:count]]
 
 
-def open_engines(stack: ExitStack, options: argparse.Namespace) -> dict[str, System]:
+def open_engines(
+    stack: ExitStack, options: argparse.Namespace, weights: dict[str, str]
+) -> dict[str, System]:
     """The engine with overlap and the one without; a single one for ``--overlap none``."""
     settings: dict[str, Any] = {
         "adaptive": "static",
@@ -118,12 +121,9 @@ def open_engines(stack: ExitStack, options: argparse.Namespace) -> dict[str, Sys
         "context_length": options.context_length,
         "mask_deadline_ms": None,
     }
-    if options.draft is not None:
-        settings["draft"] = str(options.draft)
-    model = str(options.model) if options.model is not None else None
     sides: dict[str, System] = {}
     for mode in dict.fromkeys((options.overlap, "none")):
-        engine = stack.enter_context(Engine(model, overlap=mode, **settings))
+        engine = stack.enter_context(Engine(overlap=mode, **settings, **weights))
         sides[mode] = EngineSystem(engine, f"overlap {mode}, chain or tree of static length")
     return sides
 
@@ -254,8 +254,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--overlap", default="once-sync", choices=OVERLAP_MODES)
     parser.add_argument("--num-steps", type=int, default=5, help="draft steps (default 5)")
     parser.add_argument("--eagle-topk", type=int, default=1, help="branches of a draft step")
-    parser.add_argument("--model", help="target folder, or the model's name on the servers")
-    parser.add_argument("--draft", type=Path, help="its EAGLE-3 head")
+    add_model_flags(parser)
     parser.add_argument("--context-length", type=int, help="longest prompt + output")
     parser.add_argument("--chat", action="store_true", help="ask in a user turn, not as plain text")
     parser.add_argument("--base-url", action="append", metavar="[NAME=]URL", help="a server")
@@ -286,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.base_url:
                 sides = open_servers(options.base_url, options.model)
             else:
-                sides = open_engines(stack, options)
+                sides = open_engines(stack, options, model_settings(options, run.console))
             wrong = list(ask_all(sides, tasks, rows, run))
             record = summary(run.samples)
             for name, system in sides.items():

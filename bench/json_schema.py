@@ -46,6 +46,7 @@ from rich.table import Table
 from bench.backends.base import Task, figures, percentiles, tpot_ms
 from bench.backends.engine import EngineSystem, takes
 from bench.common import Run, fail, flags, mean, paired, rounded
+from bench.targets import add_model_flags, check_model_flags, model_settings
 from bench.workloads import OWN_SCHEMAS, Sample, json_asks, read_samples
 from overlap_spec.config import OVERLAP_MODES
 from overlap_spec.engine import Engine
@@ -74,7 +75,9 @@ def keys_of(text: str) -> list[str] | None:
     return sorted(value) if isinstance(value, dict) else None
 
 
-def open_engines(stack: ExitStack, options: argparse.Namespace) -> dict[str, EngineSystem]:
+def open_engines(
+    stack: ExitStack, options: argparse.Namespace, weights: dict[str, str]
+) -> dict[str, EngineSystem]:
     """An engine for each backend."""
     settings: dict[str, Any] = {
         "adaptive": "static",
@@ -84,8 +87,7 @@ def open_engines(stack: ExitStack, options: argparse.Namespace) -> dict[str, Eng
         # A prompt must cost the same with a grammar and without one.
         "prefix_cache": False,
     }
-    if options.model is not None:
-        settings |= {"model": str(options.model), "draft": str(options.draft)}
+    settings |= weights
     systems = {}
     for name in options.backend:
         engine = stack.enter_context(Engine(grammar_backend=name, **settings))
@@ -272,11 +274,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parallel", type=int, default=4, help="requests at once (default 4)")
     parser.add_argument("--max-tokens", type=int, help="256, or 96 with --quick")
     parser.add_argument("--overlap", default="once-sync", choices=OVERLAP_MODES)
-    parser.add_argument("--model", type=Path, help="target; the embedded one if absent")
-    parser.add_argument("--draft", type=Path, help="its EAGLE-3 head")
+    add_model_flags(parser)
     options = parser.parse_args(arguments)
-    if (options.model is None) != (options.draft is None):
-        parser.error("--model and --draft go together")
+    check_model_flags(parser, options)
     for name, few, many in (("rows", 8, 64), ("max_tokens", 96, 256)):
         if getattr(options, name) is None:
             setattr(options, name, few if options.quick else many)
@@ -296,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Random(options.seed).shuffle(samples)
         samples = samples[: options.rows]
         with ExitStack() as stack:
-            systems = open_engines(stack, options)
+            systems = open_engines(stack, options, model_settings(options, run.console))
             common = set(compile_all(systems, samples, run))
             chosen = [sample for sample in samples if sample.id in common]
             if not chosen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -102,7 +102,7 @@ class Measured:
         }
 
 
-def measure(engine: Engine, asks: Sequence[Ask]) -> Measured:
+def measure(engine: Engine, asks: Sequence[Ask], sampling: Mapping[str, Any] = GREEDY) -> Measured:
     """Submit all requests, then step until all have ended.
 
     Raises:
@@ -111,7 +111,7 @@ def measure(engine: Engine, asks: Sequence[Ask]) -> Measured:
     before = copy(engine.figures)
     start = time.perf_counter()
     tickets = [
-        engine.submit(ask.prompt, ask.grammar, {**GREEDY, "max_tokens": ask.max_tokens})
+        engine.submit(ask.prompt, ask.grammar, {**sampling, "max_tokens": ask.max_tokens})
         for ask in asks
     ]
     try:

@@ -41,7 +41,13 @@ from rich.table import Table
 
 from bench.common import Run, fail, flags, median, paired, rounded, spread
 from bench.measure import Measured, measure
-from bench.targets import padded_target, work_folder
+from bench.targets import (
+    add_model_flags,
+    check_model_flags,
+    model_settings,
+    padded_target,
+    work_folder,
+)
 from bench.workloads import (
     Ask,
     Sample,
@@ -116,11 +122,11 @@ def workloads(samples: Sequence[Sample], size: Size) -> dict[str, list[Ask]]:
     return kinds | batches
 
 
-def open_engines(stack: ExitStack, model: Path, draft: Path) -> dict[str, Engine]:
+def open_engines(stack: ExitStack, weights: dict[str, str]) -> dict[str, Engine]:
     """An engine for each mode, with one cache of compiled grammars for all."""
     engines = {}
     for mode in MODES:
-        engine = Engine(str(model), draft=str(draft), overlap=mode, **SETTINGS)
+        engine = Engine(**weights, overlap=mode, **SETTINGS)
         engines[mode] = stack.enter_context(engine)
         engine.compiler = engines[MODES[0]].compiler
     return engines
@@ -305,13 +311,10 @@ def _columns(table: Table, headings: Iterable[str]) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = flags("overlap", "The three overlap modes side by side.", resumable=True)
-    parser.add_argument("--model", type=Path, help="target; the padded embedded one if absent")
-    parser.add_argument("--draft", type=Path, help="its EAGLE-3 head")
+    add_model_flags(parser, "the padded embedded one")
     parser.add_argument("--data", type=Path, help="schemas, as rows of JSONSchemaBench")
-    parser.add_argument("--work", type=Path, help="folder that keeps the padded target")
     options = parser.parse_args(arguments)
-    if (options.model is None) != (options.draft is None):
-        parser.error("--model and --draft go together")
+    check_model_flags(parser, options)
     return options
 
 
@@ -321,12 +324,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size = QUICK if options.quick else FULL
     run = Run("overlap", options, arguments)
     torch.set_num_threads(1)
-    model, draft = options.model, options.draft
     try:
-        if model is None:
-            model, draft = padded_target(work_folder(options.work), run.console)
+        weights = model_settings(options, run.console)
+        if not weights:
+            target, head = padded_target(work_folder(options.work), run.console)
+            weights = {"model": str(target), "draft": str(head)}
         with ExitStack() as stack:
-            engines = open_engines(stack, model, draft)
+            engines = open_engines(stack, weights)
             first = engines[MODES[0]]
             samples = choose_samples(
                 read_samples(options.data),

@@ -1,7 +1,8 @@
 """A checkpoint padded to the cost of a larger model, with the function of the small one.
 
-``python -m bench.padded --like llama-3.1-8b OUT`` writes ``OUT/target`` and ``OUT/eagle3``. Why
-text and acceptance stay the same (d, n, eps: the source's hidden size, head size, eps; D: ours):
+``python -m bench.padded --like 0.75b OUT`` writes ``OUT/target`` and ``OUT/eagle3``; a benchmark
+that is told ``--model 0.75b`` does so by itself. Why text and acceptance stay the same (d, n, eps:
+the source's hidden size, head size, eps; D: ours):
 
 *Width.* What writes into the residual stream has zero rows for the D - d new channels, so these
 stay 0, and zero columns for new heads and inner channels, whose own weights are random. RMSNorm's
@@ -46,7 +47,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from bench.padding.sizes import PRESETS, Sizes, check_rope, grow, like
+from bench.padding.sizes import PRESET_DTYPE, PRESETS, Sizes, check_rope, grow, like
 from bench.padding.tensors import Padder, Part, Source, draft_parts, target_parts
 from bench.padding.tokenizer import pad_tokenizer
 from overlap_spec.config import EMBEDDED
@@ -228,7 +229,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     parser.add_argument("--source", type=Path, help="target to pad; the embedded one if absent")
     parser.add_argument("--draft-source", type=Path, help="its EAGLE-3 head, if any")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="the source's if absent")
+    parser.add_argument(
+        "--dtype", choices=sorted(DTYPES), help="the known model's, or the source's, if absent"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     source = options.source or EMBEDDED / "target"
@@ -237,7 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sizes = Sizes(**{name: getattr(options, name) for name in asdict(Sizes())})
         if options.like:
             sizes = like(options.like, read_config(source), sizes)
-        figures = pad(source, draft, options.out, sizes, options.dtype, options.seed)
+        dtype = options.dtype or (PRESET_DTYPE if options.like else None)
+        figures = pad(source, draft, options.out, sizes, dtype, options.seed)
     except OverlapSpecError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,27 +1,40 @@
 """The same work through this engine and through what a user would take instead, in one run.
 
-``python -m bench.peers [--server NAME=URL …] [--model DIR --draft DIR] [--repetitions N] [--cases
-N] [--max-tokens N] [--quick] [--json PATH] [--seed S]`` gives every system the same checkpoint,
-prompts (as tokens), JSON schemas and limits: extraction cases with held-out fillers, whose answers
-differ in length. Two workloads: the cases one at a time (batch 1), and 16 at once (batch 16).
-Systems take turns within each repetition, and the one that begins changes with every repetition.
-Grammars are compiled before, one pass over everything goes first and is not counted, and prompts
-are not cached. All are greedy, in float32, with one thread for torch's own operations; the engine's
-streams and its grammar lane are threads beside it, as always.
+``python -m bench.peers [--model DIR --draft DIR | --model NAME] [--threads N] [--batches 1,16]
+[--by-hand SETTINGS …] [--server NAME=URL …] [--repetitions N] [--cases N] [--max-tokens N]
+[--quick] [--json PATH] [--seed S]`` gives every system the same checkpoint, prompts (as tokens),
+JSON schemas, limits and threads: extraction cases with held-out fillers, whose answers differ in
+length. A workload is a number of requests at once: by default the cases one at a time (batch 1),
+and 16 at once (batch 16). ``--model 0.75b`` and other names are of models at real cost
+(``bench.targets``).
 
-- ``overlap-spec``: the engine at its defaults; ``overlap-spec plain``: without drafts.
+Systems take turns within each repetition, and the one that begins changes with every repetition.
+Grammars are compiled before. Then each system answers its first three requests, which are kept
+apart; one pass over everything is not counted; and prompts are not cached. All are greedy, and
+compute in the type that the engine takes for the checkpoint on this machine; ``--threads`` (default
+1) are those of a pass, in torch and in llama.cpp. The engine's streams and its grammar lane are
+threads beside them, as always.
+
+- ``overlap-spec``: the engine at its defaults; ``overlap-spec plain``: without drafts;
+  ``by hand: …``: with the settings of ``--by-hand NAME=VALUE,…``, given once or more.
 - ``transformers + xgrammar``, ``transformers assisted``, ``outlines``: see ``how`` in the record.
-- vLLM, SGLang and llama.cpp are measured through their servers, which must serve the same
-  checkpoint: ``--server vllm=http://…``. Without one they are missing, not zero.
+- ``llama.cpp``: in this process, with the checkpoint as a GGUF file in the same type, where
+  ``llama-cpp-python`` and ``gguf`` are installed (the extra ``peers``).
+- vLLM and SGLang are measured through their servers, which must serve the same checkpoint:
+  ``--server vllm=http://…``. What is not there is missing, not zero.
 
 Fields of the last line, beside those of every record (``bench.common``):
-    workloads: ``batch 1`` and ``batch 16`` → system → the figures of
-        ``bench.backends.base.figures``, ``valid_share`` (of those that ended by themselves, by
-        ``jsonschema``), ``same_text`` (share of texts that are overlap-spec's),
-        ``ratio`` (overlap-spec's tokens per second over this system's, repetition by repetition)
-        and, of the engine, ``busy_ms_per_step``: stream and span → time, to see what bounds it.
+    workloads: ``batch 1`` and so on → system → the figures of ``bench.backends.base.figures``,
+        ``valid_share`` (of those that ended by themselves, by ``jsonschema``), ``same_text``
+        (share of texts that are overlap-spec's), ``ratio`` (overlap-spec's tokens per second over
+        this system's, repetition by repetition) and, of the engine, ``busy_ms_per_step``: stream
+        and span → time, to see what bounds it.
+    first: System → ``tokens_per_second`` of its first three requests after the start, that of the
+        same three once warm (median over the repetitions), and ``share``, the first over the
+        second; batch 1 must be among the batches.
     systems: System → how it is used, and ``compile_ms`` (percentiles).
     missing: System → why.
+    dtype, threads, max_tokens.
 
 All of them are made of the raw lines: ``bench.peers.summary([json.loads(line) for line in
 open("out.samples.jsonl")])``.
@@ -31,8 +44,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
+import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -45,23 +61,36 @@ from rich.table import Table
 from bench.backends import transformers as hf
 from bench.backends.base import System, Task, figures, percentiles, rate
 from bench.backends.engine import EngineSystem
+from bench.backends.gguf_file import write_gguf
+from bench.backends.llamacpp import LlamaCppSystem
 from bench.client import ServerSystem
-from bench.common import Run, fail, flags, paired, rounded
+from bench.common import Run, fail, flags, median, paired, rounded
 from bench.json_schema import is_valid
+from bench.targets import add_model_flags, check_model_flags, model_settings
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
-from overlap_spec.errors import ConfigError, OverlapSpecError
+from overlap_spec.errors import CheckpointError, ConfigError, OverlapSpecError
 from overlap_spec.training.data import held_out_cases
+from overlap_spec.worker.build import pick_device, pick_dtype
 
 OURS = "overlap-spec"
+PLAIN = f"{OURS} plain"
+LLAMA = "llama.cpp"
+# What was best on a 2-core machine at a small size, and at one of 0.75 billion parameters.
+SMALL_BY_HAND = "overlap=none,adaptive=static"
+LARGE_BY_HAND = "adaptive=static,eagle_topk=4,num_draft_tokens=16"
 BATCHES = (1, 16)
+# Requests that are measured right after the start.
+FIRST = 3
 LOCAL: dict[str, Callable[[hf.Checkpoint], hf.TransformersSystem]] = {
     "transformers + xgrammar": hf.XGrammarSystem,
     "transformers assisted": hf.AssistedSystem,
     "outlines": hf.OutlinesSystem,
 }
-SERVERS = ("vllm", "sglang", "llama.cpp")
-PACKAGES = ("transformers", "outlines", "outlines-core", "vllm", "sglang", "llama-cpp-python")
+SERVERS = ("vllm", "sglang")
+PACKAGES = (
+    "transformers", "outlines", "outlines-core", "vllm", "sglang", "llama-cpp-python", "gguf",
+)  # fmt: skip
 
 
 def make_tasks(options: argparse.Namespace) -> list[Task]:
@@ -71,43 +100,94 @@ def make_tasks(options: argparse.Namespace) -> list[Task]:
 
 
 def open_systems(
-    stack: ExitStack, options: argparse.Namespace
-) -> tuple[dict[str, System], dict[str, str]]:
-    """All systems that are here, and why the others are not."""
+    stack: ExitStack, options: argparse.Namespace, tasks: Sequence[Task], run: Run
+) -> tuple[dict[str, System], dict[str, str], torch.dtype]:
+    """All systems that are here, why the others are not, and the type that all compute in."""
     settings: dict[str, Any] = {
-        "max_running_requests": max(BATCHES),
+        **model_settings(options, run.console),
+        "max_running_requests": max(options.batches),
         "prefix_cache": False,
         "mask_deadline_ms": None,
     }
-    if options.model is not None:
-        settings["model"] = str(options.model)
-    draft = {"draft": str(options.draft)} if options.draft is not None else {}
-    engine = stack.enter_context(Engine(**settings, **draft))
-    plain = stack.enter_context(Engine(**settings, algorithm="none"))
+    config = EngineConfig.build(**settings)
+    dtype = pick_dtype(config, pick_device(config.device))
+
+    def engine(how: str, **more: Any) -> EngineSystem:
+        return EngineSystem(stack.enter_context(Engine(**{**settings, **more})), how)
+
+    ours = engine("Engine at its defaults, EAGLE-3 drafts, no prefix cache")
     systems: dict[str, System] = {
-        OURS: EngineSystem(engine, "Engine at its defaults, EAGLE-3 drafts, no prefix cache"),
-        f"{OURS} plain": EngineSystem(plain, "Engine without drafts, no prefix cache"),
+        OURS: ours,
+        PLAIN: engine("Engine without drafts, no prefix cache", algorithm="none"),
     }
+    for text in options.by_hand:
+        systems[f"by hand: {text}"] = engine(f"Engine with {text}", **by_hand(text))
     missing: dict[str, str] = {}
-    path = EngineConfig.build(**settings, **draft).target_path
 
     def encode(task: Task) -> list[int]:
-        return engine.input_processor.prompt_ids(task.prompt, task.raw)
+        return ours.engine.input_processor.prompt_ids(task.prompt, task.raw)
 
     checkpoint: hf.Checkpoint | None = None
     for name, make in LOCAL.items():
         try:
-            checkpoint = checkpoint or hf.Checkpoint(path, encode)
+            checkpoint = checkpoint or hf.Checkpoint(config.target_path, encode, dtype)
             systems[name] = make(checkpoint)
         except ImportError as error:
             missing[name] = f"not installed: {error}"
     given = dict(_server(text) for text in options.server or ())
     for name, url in given.items():
         systems[name] = ServerSystem(url, None, os.environ.get("OPENAI_API_KEY"))
+    if LLAMA not in given:
+        try:
+            systems[LLAMA] = open_llama(stack, options, ours.engine, encode, tasks, dtype)
+        except ImportError as error:
+            missing[LLAMA] = f"not installed: {error}: pip install -e '.[peers]'"
+        except CheckpointError as error:
+            missing[LLAMA] = str(error)
     for name in SERVERS:
         if name not in given:
             missing[name] = f"no server given: start one, and pass --server {name}=URL"
-    return systems, missing
+    return systems, missing, dtype
+
+
+def open_llama(
+    stack: ExitStack,
+    options: argparse.Namespace,
+    engine: Engine,
+    encode: Callable[[Task], list[int]],
+    tasks: Sequence[Task],
+    dtype: torch.dtype,
+) -> LlamaCppSystem:
+    """llama.cpp on the engine's checkpoint, which is converted for the time of the run."""
+    for module in ("llama_cpp", "gguf"):
+        if importlib.util.find_spec(module) is None:
+            raise ImportError(f"No module named {module!r}")
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="overlap-spec-gguf-"))
+    path = Path(folder) / "checkpoint.gguf"
+    write_gguf(engine.config.target_path, path, dtype)
+    longest = max(len(encode(task)) + task.max_tokens for task in tasks)
+    decode, most = engine.tokenizer.decode, max(options.batches)
+    system = LlamaCppSystem(path, encode, decode, most, longest, options.threads)
+    stack.callback(system.close)
+    return system
+
+
+def by_hand(text: str) -> dict[str, Any]:
+    """Engine settings of ``NAME=VALUE,…``; a value is JSON, or else the text itself.
+
+    Raises:
+        ConfigError: no such form.
+    """
+    found = {}
+    for part in text.split(","):
+        name, sign, value = part.strip().partition("=")
+        if not sign or not name:
+            raise ConfigError(f"--by-hand must be NAME=VALUE,…: {text!r}")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 def _server(text: str) -> tuple[str, str]:
@@ -120,7 +200,7 @@ def _server(text: str) -> tuple[str, str]:
 def compile_all(systems: dict[str, System], tasks: Sequence[Task], run: Run) -> None:
     """Compile every schema where a system compiles by itself."""
     for name, system in systems.items():
-        if isinstance(system, EngineSystem | hf.TransformersSystem):
+        if isinstance(system, EngineSystem | hf.TransformersSystem | LlamaCppSystem):
             told = run.kept(kind="compile", system=name)
             for task in tasks:
                 assert task.schema is not None
@@ -130,18 +210,26 @@ def compile_all(systems: dict[str, System], tasks: Sequence[Task], run: Run) -> 
 
 
 def ask_all(systems: dict[str, System], tasks: Sequence[Task], run: Run) -> None:
-    """Every workload on every system, in turn, after a pass that is not counted."""
+    """The first requests of each system, a pass that is not counted, and then every workload on
+    every system in turn."""
     names, repetitions = list(systems), run.options.repetitions
+    batches = run.options.batches
     with run.progress() as progress:
-        total = (1 + len(BATCHES) * repetitions) * len(names)
-        bar = progress.add_task("warm-up", total=total)
+        total = (1 + len(batches) * repetitions) * len(names)
+        bar = progress.add_task("first requests and warm-up", total=total)
         for name in names:
-            for batch in BATCHES:
+            first = systems[name].run(tasks[:FIRST], 1).raw()
+            # A server was started by others; what was kept of a resumed run stands.
+            if not isinstance(systems[name], ServerSystem) and not run.kept(
+                kind="first", system=name
+            ):
+                run.sample(kind="first", system=name, **first)
+            for batch in batches:
                 systems[name].run(tasks[:batch], batch)
             progress.advance(bar)
         for repetition in range(repetitions):
             turn = repetition % len(names)
-            for batch in BATCHES:
+            for batch in batches:
                 part = tasks[: run.options.singles] if batch == 1 else tasks
                 for name in names[turn:] + names[:turn]:
                     progress.update(bar, description=f"batch {batch}, {name}")
@@ -160,7 +248,7 @@ def ask_all(systems: dict[str, System], tasks: Sequence[Task], run: Run) -> None
 
 
 def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The record's ``workloads`` and ``compile_ms``, made of the samples."""
+    """The record's ``workloads``, ``first`` and ``compile_ms``, made of the samples."""
     answers = [sample for sample in samples if sample["kind"] == "answers"]
     compiled: dict[str, list[float]] = {}
     for sample in samples:
@@ -181,8 +269,38 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         }
     return {
         "workloads": workloads,
+        "first": first_requests(samples),
         "compile_ms": {name: percentiles(values) for name, values in compiled.items()},
     }
+
+
+def first_requests(samples: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """System → rate of its first requests, of the same ones later, and the first over the later."""
+    found = {}
+    for sample in samples:
+        if sample["kind"] != "first":
+            continue
+        count = len(sample["replies"])
+        later = [
+            _own_rate(other["replies"][:count])
+            for other in samples
+            if other["kind"] == "answers"
+            and (other["system"], other["batch"]) == (sample["system"], 1)
+        ]
+        if later:
+            early, warm = _own_rate(sample["replies"]), median(later)
+            found[sample["system"]] = {
+                "tokens_per_second": early,
+                "warm_tokens_per_second": warm,
+                "share": early / warm,
+            }
+    return found
+
+
+def _own_rate(replies: Sequence[dict[str, Any]]) -> float:
+    """Tokens per second of requests that came one after another."""
+    seconds = sum(reply["end_to_end_ms"] for reply in replies) / 1e3
+    return float(sum(reply["tokens"] for reply in replies) / seconds)
 
 
 def _ratio(ours: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -229,23 +347,34 @@ def print_results(record: dict[str, Any], console: Console) -> None:
                 f"{side['same_text']:.2f}",
             )
         console.print(table)
+    for system, first in record["first"].items():
+        console.print(
+            f"first {FIRST} requests: {system}: {first['tokens_per_second']:.1f} token/s, "
+            f"{first['share']:.2f} of the same ones once warm"
+        )
     for name, why in record["missing"].items():
-        console.print(f"missing: {name}: {why}")
+        console.print(f"missing: {name}: {why}", markup=False)
 
 
-def faults(record: dict[str, Any]) -> list[str]:
-    """What a record says of our own engine that must not be, in words."""
+def faults(record: dict[str, Any], exact: bool = True) -> list[str]:
+    """What a record says of our own engine that must not be, in words.
+
+    Args:
+        exact: Whether its texts must be equal with and without drafts: in float32. In other types
+            bits may depend on the number of rows; there the share is shown, not held.
+    """
     found = []
     for workload, systems in record["workloads"].items():
-        for name in (OURS, f"{OURS} plain"):
-            side = systems[name]
+        for name, side in systems.items():
+            if name not in (OURS, PLAIN) and not name.startswith("by hand"):
+                continue
             if side["failed"]:
                 found.append(f"{workload}, {name}: {side['failed']} requests failed")
             if side["valid_share"] is not None and side["valid_share"] < 1:
                 found.append(
                     f"{workload}, {name}: {side['valid_share']:.4f} of the ended are valid"
                 )
-            if side["same_text"] < 1:
+            if exact and side["same_text"] < 1:
                 found.append(f"{workload}, {name}: texts differ with drafts or by repetition")
     return found
 
@@ -254,18 +383,37 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = flags("peers", "The same work through other systems, in one run.", resumable=True)
     parser.add_argument("--server", action="append", metavar="NAME=URL", help="a server to measure")
-    parser.add_argument("--model", type=Path, help="target; the embedded one if absent")
-    parser.add_argument("--draft", type=Path, help="its EAGLE-3 head")
+    add_model_flags(parser)
+    parser.add_argument("--threads", type=int, default=1, help="of a pass (default 1)")
+    parser.add_argument("--batches", help="requests at once, with commas between (default 1,16)")
+    parser.add_argument(
+        "--by-hand",
+        action="append",
+        metavar="NAME=VALUE,…",
+        help="engine settings for a row of their own; may be given again; by default those that "
+        "were best on a 2-core machine",
+    )
     parser.add_argument("--repetitions", type=int, help="9, or 3 with --quick")
-    parser.add_argument("--cases", type=int, default=16, help="requests of batch 16 (default 16)")
+    parser.add_argument("--cases", type=int, help="requests; those of the largest batch if absent")
     parser.add_argument("--max-tokens", type=int, default=160, help="of an answer (default 160)")
     options = parser.parse_args(arguments)
-    if (options.model is None) != (options.draft is None):
-        parser.error("--model and --draft go together")
+    check_model_flags(parser, options)
+    try:
+        given = options.batches.split(",") if options.batches is not None else BATCHES
+        options.batches = [int(size) for size in given]
+    except ValueError:
+        parser.error(f"--batches must be numbers with commas between: {options.batches}")
     if options.repetitions is None:
         options.repetitions = 3 if options.quick else 9
-    if min(options.repetitions, options.cases, options.max_tokens) < 1:
-        parser.error("--repetitions, --cases and --max-tokens must be at least 1")
+    if options.cases is None:
+        options.cases = max(options.batches)
+    least = (options.repetitions, options.cases, options.max_tokens, options.threads)
+    if min(*least, *options.batches) < 1:
+        parser.error(
+            "--repetitions, --cases, --max-tokens, --threads and --batches must be at least 1"
+        )
+    if options.by_hand is None:
+        options.by_hand = [SMALL_BY_HAND if options.model is None else LARGE_BY_HAND]
     options.singles = min(options.cases, 4 if options.quick else 16)
     return options
 
@@ -286,11 +434,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     run = Run("peers", options, arguments)
     run.head["versions"] |= versions()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     tasks = make_tasks(options)
     try:
         with ExitStack() as stack:
-            systems, missing = open_systems(stack, options)
+            systems, missing, dtype = open_systems(stack, options, tasks, run)
             compile_all(systems, tasks, run)
             ask_all(systems, tasks, run)
             how = {name: system.how for name, system in systems.items()}
@@ -302,10 +450,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record["systems"] = {
         name: {"how": text, "compile_ms": compiled.get(name)} for name, text in how.items()
     }
-    record["missing"] = missing
+    record |= {"missing": missing, "dtype": str(dtype).removeprefix("torch.")}
     print_results(record, Console(width=120))
-    run.finish(options.repetitions, **rounded(record), max_tokens=options.max_tokens)
-    wrong = faults(record)
+    run.finish(
+        options.repetitions,
+        **rounded(record),
+        max_tokens=options.max_tokens,
+        threads=options.threads,
+    )
+    wrong = faults(record, exact=dtype is torch.float32)
     if wrong:
         fail("; ".join(wrong))
 

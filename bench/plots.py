@@ -109,6 +109,32 @@ def soak(samples: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
+def scaling(sweep: Mapping[str, Any]) -> Figure:
+    """Times of a step, and memory, over one size, both axes logarithmic; the legend has the fitted
+    exponents."""
+    points, fits = sweep["points"], sweep["fits"]
+    figure = new_figure(8.5, 3.4)
+    times, memory = figure.subplots(1, 2, width_ratios=(2, 1))
+    shown = [name for name in fits if name.endswith("_ms") and fits[name] is not None]
+    for index, name in enumerate(shown):
+        at = [(p["x"], p[name]) for p in points if p[name] > 0]
+        label = f"{name[:-3]}: x^{fits[name]['exponent']:.2f}"
+        times.plot(*zip(*at, strict=True), "o-", color=COLOURS[index], ms=3, lw=1.2, label=label)
+    resident = [p["rss_mib"] for p in points]
+    memory.plot([p["x"] for p in points], resident, "o-", color=COLOURS[0], ms=3, lw=1.2)
+    label = f"resident MiB: x^{fits['rss_mib']['exponent']:.2f}"
+    for axes, title in ((times, "ms"), (memory, label)):
+        axes.set_xscale("log")
+        axes.set_xlabel(sweep["unit"])
+        axes.set_title(title, fontsize=9)
+        axes.grid(alpha=0.25)
+        _open(axes)
+    times.set_yscale("log")
+    memory.set_ylim(0, 1.1 * max(resident))
+    times.legend(frameon=False, fontsize=8, ncols=2)
+    return figure
+
+
 def targets(record: Mapping[str, Any]) -> Figure:
     """The figures of ``bench.gpu``, each with its target as a line.
 

@@ -24,7 +24,17 @@ from bench.common import fail, samples_path
 from overlap_spec.errors import ConfigError
 
 TEMPLATE = "report.html.j2"
-ORDER = ("overlap", "adaptive", "gsm8k", "json_schema", "peers", "maskbench", "soak")
+ORDER = (
+    "overlap",
+    "adaptive",
+    "gsm8k",
+    "json_schema",
+    "peers",
+    "drafters",
+    "scaling",
+    "maskbench",
+    "soak",
+)
 # Every record has these, and the section's head shows them.
 HEAD = {"bench", "date", "command", "quick", "seed", "machine", "versions", "commit",
         "repetitions", "samples"}  # fmt: skip
@@ -107,7 +117,12 @@ def _template() -> Any:
     environment.filters |= {"show": show, "at": at, "flat": flat}
     numbers = itertools.count()
     drawn: dict[str, Callable[..., Any]]
-    drawn = {"bars": plots.bars, "soak_plot": plots.soak, "targets_plot": plots.targets}
+    drawn = {
+        "bars": plots.bars,
+        "scaling_plot": plots.scaling,
+        "soak_plot": plots.soak,
+        "targets_plot": plots.targets,
+    }
     environment.globals |= {name: _embedded(draw, numbers) for name, draw in drawn.items()}
     environment.globals["one"] = {"median": 1.0}
     return environment.get_template(TEMPLATE).module

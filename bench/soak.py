@@ -31,7 +31,7 @@ import torch
 
 from bench import plots
 from bench.common import Run, fail, flags, median, rounded
-from bench.targets import work_folder
+from bench.targets import add_model_flags, model_settings, work_folder
 from bench.workloads import OWN_SCHEMAS, Ask, free_asks, json_asks, read_samples
 from overlap_spec.engine import Engine
 from overlap_spec.engine.request_handle import RequestHandle
@@ -152,8 +152,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = flags("soak", "Many short requests through one engine.")
     parser.add_argument("--requests", type=int, help="how many; 10000, or 500 with --quick")
-    parser.add_argument("--model", help="target; the embedded one if absent")
-    parser.add_argument("--draft", help="its EAGLE-3 head")
+    add_model_flags(parser)
     parser.add_argument("--overlap", default="once-sync", help="overlap mode")
     parser.add_argument("--plot", type=Path, help="SVG to write; soak.svg among temporary files")
     options = parser.parse_args(arguments)
@@ -171,9 +170,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     run = Run("soak", options, arguments)
     torch.set_num_threads(1)
-    settings = {"overlap": options.overlap, "context_length": 1024, "mask_deadline_ms": None}
+    settings: dict[str, Any] = {
+        "overlap": options.overlap,
+        "context_length": 1024,
+        "mask_deadline_ms": None,
+    }
     try:
-        with Engine(options.model, draft=options.draft, **settings) as engine:
+        settings |= model_settings(options, run.console)
+        with Engine(**settings) as engine:
             # The system gives memory to a page of the caches when it is first written.
             engine.core.worker.clear(list(range(engine.snapshot()["pages"] + 1)))
             reasons = soak(engine, run, options.requests, options.seed)

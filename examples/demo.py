@@ -1,7 +1,9 @@
 """A few real inputs through the embedded model: `make demo`.
 
-Every constrained output is parsed and validated against its schema; the demo fails if one is not
-valid. Accept length is the number of tokens that one pass of the target yielded, on average.
+Of each kind in inputs.json the first input is run. "Valid" means that a constrained output was
+parsed and validated against its constraint; "right", that it says what the text says. The demo
+fails if one is not. Accept length is the number of tokens that one pass of the target yielded, on
+average.
 """
 
 from __future__ import annotations
@@ -18,17 +20,9 @@ from rich.console import Console
 from overlap_spec import Engine, Grammar, Output, SamplingParams
 
 HERE = Path(__file__).parent
+INPUTS = json.loads((HERE / "inputs.json").read_text())
 TOOLS = json.loads((HERE / "tools.json").read_text())
-EXTRACTIONS = {
-    "person": "Extract the person: Maria Lopez is 34 years old and lives in Lisbon.",
-    "order": "David Clark ordered 12 units of the desk lamp for $24.50 each.",
-    "event": "The Robotics Fair takes place on 2025-03-14 at 18:30 in Harbour Hall, Oslo.",
-}
-TOOL_PROMPT = "What is the weather in Vienna in celsius?"
-QUESTION = (
-    "Tom has 3 boxes with 12 pencils each. He gives 10 pencils to his sister. "
-    "How many pencils does Tom have left?"
-)
+STATUS = ["pending", "shipped", "delivered", "cancelled"]
 
 
 def tool_schema(tools: list[dict[str, Any]]) -> dict[str, Any]:
@@ -48,43 +42,69 @@ def tool_schema(tools: list[dict[str, Any]]) -> dict[str, Any]:
     return {"anyOf": calls}
 
 
-def show(console: Console, title: str, prompt: str, output: Output, schema: Any = None) -> bool:
-    """Print one result; whether it is what was asked for."""
-    verdict, good = "free text", output.error is None
-    if schema is not None:
-        try:
-            jsonschema.validate(json.loads(output.text), schema)
-            verdict = "valid"
-        except (ValueError, jsonschema.ValidationError) as error:
-            verdict, good = f"INVALID: {error}", False
+def constraint(kind: str) -> dict[str, Any] | list[str] | None:
+    """What outputs of a kind of input are held to: a schema, a list of choices, or nothing."""
+    if kind == "status":
+        return STATUS
+    if kind == "tool call":
+        return tool_schema(TOOLS)
+    if kind == "free text":
+        return None
+    schema: dict[str, Any] = json.loads((HERE / f"{kind}.schema.json").read_text())
+    return schema
+
+
+def run(engine: Engine, kind: str, prompt: str) -> Output:
+    """The greedy answer to an input of a kind."""
+    rule = constraint(kind)
+    grammar = None
+    if rule is not None:
+        grammar = Grammar.choice(rule) if isinstance(rule, list) else Grammar.json_schema(rule)
+    tools = TOOLS if kind == "tool call" else None
+    return engine.generate(prompt, grammar, SamplingParams(max_tokens=160), tools=tools)
+
+
+def check(kind: str, text: str, answer: Any) -> tuple[bool, bool]:
+    """Whether an output is valid under its constraint, and whether it is the answer."""
+    rule = constraint(kind)
+    if rule is None or isinstance(rule, list):
+        return rule is None or text in rule, text == answer
+    try:
+        value = json.loads(text)
+        jsonschema.validate(value, rule)
+    except (ValueError, jsonschema.ValidationError):
+        return False, False
+    return True, value == answer
+
+
+def show(console: Console, kind: str, prompt: str, answer: Any, output: Output) -> bool:
+    """Print one result; whether it is valid and right."""
+    valid, right = check(kind, output.text, answer)
     stats = output.stats
-    console.print(f"[bold]{title}[/]  {prompt}", highlight=False)
-    console.print(f"  [green]{output.text}[/]", highlight=False)
+    console.print(f"[bold]{kind}[/]  {prompt}", highlight=False)
+    console.print(output.text, style="green", highlight=False, markup=False)
+    told = "" if kind == "free text" else "valid, " if valid else "INVALID, "
+    told += "right" if right else f"WRONG, expected {json.dumps(answer)}"
     console.print(
-        f"  {verdict}, {stats.output_tokens} tokens, accept length {stats.accept_length:.2f}, "
+        f"{told}; {stats.output_tokens} tokens, accept length {stats.accept_length:.2f}, "
         f"{stats.tpot_ms:.1f} ms a token\n",
         style="dim",
         highlight=False,
+        markup=False,
     )
-    return good
+    return valid and right
 
 
 def main() -> int:
-    """Run everything; 0 if all constrained outputs are valid."""
+    """Run everything; 0 if all outputs are valid and right."""
     console = Console()
     started = time.perf_counter()
     with Engine() as engine:
         console.print(f"loaded in {time.perf_counter() - started:.1f} s\n", style="dim")
         good = []
-        for name, prompt in EXTRACTIONS.items():
-            schema = json.loads((HERE / f"{name}.schema.json").read_text())
-            output = engine.generate(prompt, Grammar.json_schema(schema))
-            good.append(show(console, name, prompt, output, schema))
-        schema = tool_schema(TOOLS)
-        output = engine.generate(TOOL_PROMPT, Grammar.json_schema(schema), tools=TOOLS)
-        good.append(show(console, "tool call", TOOL_PROMPT, output, schema))
-        output = engine.generate(QUESTION, None, SamplingParams(max_tokens=160))
-        good.append(show(console, "GSM8K", QUESTION, output))
+        for kind, inputs in INPUTS.items():
+            prompt, answer = inputs[0]["prompt"], inputs[0]["answer"]
+            good.append(show(console, kind, prompt, answer, run(engine, kind, prompt)))
         hidden = engine.figures.hidden_fraction
     if hidden is not None:
         console.print(f"grammar work hidden under verify: {hidden:.0%}", highlight=False)

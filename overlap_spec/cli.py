@@ -1,4 +1,4 @@
-"""The command line: ``overlap-spec generate``, ``serve``, ``profile`` and ``doctor``."""
+"""The command line: ``generate``, ``serve``, ``profile``, ``doctor`` and ``train``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from overlap_spec.cli_train import train
 from overlap_spec.config import EngineConfig, helps
 from overlap_spec.errors import ConfigError, InvalidRequest, OverlapSpecError
 from overlap_spec.server.settings import ServerSettings
@@ -358,6 +359,9 @@ def doctor(**paths: Any) -> None:
     Console().print(table)
     if not all(good for _, _, good in findings):
         raise typer.Exit(1)
+
+
+app.command()(train)
 
 
 def main() -> None:

@@ -71,20 +71,33 @@ class Tokenizer:
         Raises:
             InvalidRequest: there is no template, or it rejects these messages.
         """
+        return self.encode(self.render(messages, tools))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        open_answer: bool = True,
+    ) -> str:
+        """Text of a chat in the model's template; ``open_answer`` adds the start of an answer.
+
+        Raises:
+            InvalidRequest: as for :meth:`chat`.
+        """
         import jinja2
 
         if self._template is None:
             self._template = self._compile_template()
         try:
-            text = self._template.render(
+            text: str = self._template.render(
                 messages=[dict(message) for message in messages],
                 tools=list(tools) if tools else None,
-                add_generation_prompt=True,
+                add_generation_prompt=open_answer,
                 **self._special_tokens(),
             )
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"the chat template refuses: {error}", "messages") from None
-        return self.encode(text)
+        return text
 
     def detokenizer(self) -> StreamDecoder:
         """A fresh decoder for one output."""

@@ -13,7 +13,7 @@ from overlap_spec.engine import Engine
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.timeline import hidden_fraction, union_ms
+from overlap_spec.timeline import Span, hidden_fraction, union_ms
 
 
 class EngineSystem:
@@ -69,17 +69,22 @@ class EngineSystem:
         after = self.engine.figures
         grammar_ms = after.grammar_ms - before.grammar_ms
         exposed_ms = after.exposed_ms - before.exposed_ms
-        spans: dict[str, list[Any]] = {}
-        for span in self.engine.timeline.spans():
-            if span.start_ns >= start_ns:
-                spans.setdefault(f"{span.lane}: {span.name}", []).append(span)
         return {
             "steps": after.steps - before.steps,
             "grammar_ms": grammar_ms,
             "exposed_ms": exposed_ms,
             "hidden_fraction": hidden_fraction([exposed_ms], [grammar_ms]),
-            "busy_ms": {name: union_ms(found) for name, found in sorted(spans.items())},
+            "busy_ms": busy_ms(self.engine, start_ns),
         }
+
+
+def busy_ms(engine: Engine, start_ns: int) -> dict[str, float]:
+    """Busy time of each stream and span since ``start_ns``, in ms, as far as the timeline goes."""
+    spans: dict[str, list[Span]] = {}
+    for span in engine.timeline.spans():
+        if span.start_ns >= start_ns:
+            spans.setdefault(f"{span.lane}: {span.name}", []).append(span)
+    return {name: union_ms(found) for name, found in sorted(spans.items())}
 
 
 def takes(system: EngineSystem, schema: dict[str, Any]) -> tuple[float | None, str | None]:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.lowering.ebnf import Rules, choice, literal, repeat, sequence
 from overlap_spec.grammar.lowering.layout import Layout
+
+# Each member's rule refers to the next one's, and the backends' libraries follow rules by
+# recursion: before 2,000 members one of them overflows its stack, which ends the process.
+MOST_NAMED = 1024
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,17 @@ class Members:
         return self._whole(members, tail, True)
 
     def object(self, members: list[Member], tail: Tail | None) -> str | None:
-        """Named members, of which those not required are optional, then free ones."""
+        """Named members, of which those not required are optional, then free ones.
+
+        Raises:
+            GrammarError: more than :data:`MOST_NAMED` of them.
+        """
+        if len(members) > MOST_NAMED:
+            raise GrammarError(
+                f"an object of {len(members)} named properties: at most {MOST_NAMED} are taken; "
+                "split it into nested objects, or name fewer",
+                "schema",
+            )
         if any(member.required and member.rule is None for member in members):
             return None
         return self._whole([m for m in members if m.rule is not None], tail, False)
@@ -74,11 +89,22 @@ class Members:
         )
         opening = self.layout.opening(self.brackets[0], self.depth + 1)
         closing = self.layout.closing(self.brackets[1], self.depth)
+        if not self._counts:
+            self._from_the_end()
         inside = self._from(0, 0, True)
         ways = [] if inside is None else [sequence(opening, inside, closing)]
         if self.least == 0 and (positional or need == 0) and not (tail and tail.must):
             ways.append(literal(self.brackets))
         return choice(ways) if ways else None
+
+    def _from_the_end(self) -> None:
+        """Make the rules that :meth:`_from` will ask for, last member first, so that its recursion
+        is as deep for a thousand members as for ten."""
+        required = (i for i, member in enumerate(self._members) if member.required)
+        leading = next(required, len(self._members))
+        for first, last in ((False, len(self._members)), (True, leading)):
+            for index in range(last, 0, -1):
+                self._from(index, index, first)
 
     def _from(self, index: int, count: int, first: bool) -> str | None:
         """Members from `index` on, after `count` members; at least one if `first`."""

@@ -15,6 +15,8 @@ _QUOTE: Ranges = ((0x22, 0x22),)
 # Unescaped characters of JSON strings, except the line ends that a dot does not match.
 _TEXT = negate(((0, 0x1F), *_QUOTE, (0x5C, 0x5C), (0x7F, 0x7F), (0x2028, 0x2029)))
 _LATER = 200
+# Rules within rules that are looked into: each is some calls deep.
+_DEEPEST = 60
 
 
 def letters_first(expression: Expression) -> Expression:
@@ -75,9 +77,10 @@ def later(expression: Expression, rules: dict[str, Expression]) -> Expression | 
         rules: What it refers to; none is recursive.
 
     Returns:
-        An expression for a subset of `expression`; None if there is no such loop.
+        An expression for a subset of `expression`; None if there is no such loop, or none within
+        :data:`_DEEPEST` rules.
     """
-    return _Later(rules).of(expression)
+    return _Later(rules).of(expression, 0)
 
 
 class _Later:
@@ -86,18 +89,19 @@ class _Later:
         # By rule: an automaton's rules refer to each other by exponentially many ways.
         self._known: dict[str, Expression | None] = {}
 
-    def of(self, expression: Expression) -> Expression | None:
+    def of(self, expression: Expression, depth: int) -> Expression | None:
         if isinstance(expression, Ref):
             name = expression.name
             if name not in self._known:
-                self._known[name] = self.of(self._rules[name])
+                inside = self._rules[name]
+                self._known[name] = self.of(inside, depth + 1) if depth < _DEEPEST else None
             return self._known[name]
         if isinstance(expression, Either):
-            found = (self.of(way) for way in expression.ways)
+            found = (self.of(way, depth) for way in expression.ways)
             return next((way for way in found if way), None)
-        return self._of_chain(expression.parts) if isinstance(expression, Chain) else None
+        return self._of_chain(expression.parts, depth) if isinstance(expression, Chain) else None
 
-    def _of_chain(self, parts: tuple[Expression, ...]) -> Expression | None:
+    def _of_chain(self, parts: tuple[Expression, ...], depth: int) -> Expression | None:
         for i, part in enumerate(parts):
             rest = parts[i + 1 :]
             if isinstance(part, Repeat):
@@ -107,7 +111,7 @@ class _Later:
                     continue
                 many = Repeat(part.body, max(part.least, _LATER), None)
                 return chain([*parts[:i], many, *rest])
-            inner = self.of(part)
+            inner = self.of(part, depth)
             if inner is not None:
                 return chain([*parts[:i], inner, *rest])
         return None

@@ -106,7 +106,8 @@ def _trimmed(rules: dict[str, Expression]) -> Syntax:
     grown = True
     while grown:
         grown = False
-        for name in [name for name in rules if name not in alive]:
+        # What is referred to stands behind: one pass does, except for circles.
+        for name in [name for name in reversed(rules) if name not in alive]:
             if _alive(rules[name], alive) is not None:
                 alive[name] = rules[name]
                 grown = True

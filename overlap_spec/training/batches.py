@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -18,7 +19,7 @@ WIDTHS = (48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 288, 384, 576, 1024, 256
 
 
 # Ids and loss weights of one document.
-Row = tuple[list[int], list[float]]
+Row = tuple[Sequence[int], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -27,18 +28,20 @@ class Batch:
 
     ``tokens`` int64 ``(B, W)``; ``weights`` float32 ``(B, W)``: weight of each token as a target,
     0 on padding. ``length``: how many tokens are not padding; 0 where nobody counted.
+    ``numbers``: which rows of a fixed set these are; empty where there is no such set.
     """
 
     tokens: Tensor
     weights: Tensor
     length: int = 0
+    numbers: tuple[int, ...] = ()
 
 
 def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> list[Row]:
     """Ids and loss weights of each document."""
     texts = [text for document in documents for text, _ in document]
     encodings = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
-    rows = []
+    rows: list[Row] = []
     for document in documents:
         ids: list[int] = []
         weights: list[float] = []

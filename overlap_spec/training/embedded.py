@@ -1,6 +1,9 @@
-"""Rebuild the embedded model, or train it on: tokenizer, target and draft head.
+"""Rebuild the embedded model, or train it on: tokenizer, target, draft head and draft model.
 
 ``python -m overlap_spec.training.embedded --gsm8k FILE --tokens-target 100 --minutes-head 25``
+
+``--only draft-model`` makes the draft model anew from the target in ``--out``, and so does
+``--only head`` the head: after a change of the target both are to be made again.
 
 ``--init FOLDER`` begins with the weights and the tokenizer of a folder that holds ``target`` (and
 ``eagle3``) instead of random ones, with no copying curriculum. ``--resume`` goes on from a work
@@ -16,7 +19,7 @@ from pathlib import Path
 from random import Random
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from overlap_spec.models.decoder import Decoder
@@ -25,12 +28,17 @@ from overlap_spec.models.weights import load_decoder, load_eagle3
 from overlap_spec.training.batches import WIDTHS, BatchStream, Row
 from overlap_spec.training.budget import Budget
 from overlap_spec.training.data import END, DocumentMaker, read_gsm8k
+from overlap_spec.training.draft_model import (
+    DraftModelRecipe,
+    DraftModelTrainer,
+    cut_out,
+)
 from overlap_spec.training.export import export_head, export_target
 from overlap_spec.training.generate import own_outputs
 from overlap_spec.training.head import HeadRecipe, HeadTrainer
+from overlap_spec.training.progress import COLUMNS, progress_bar, share_bar
 from overlap_spec.training.target import TargetRecipe, TargetTrainer, embedded_config
 from overlap_spec.training.tokenizer import corpus, special_id, train_tokenizer
-from overlap_spec.training.trainer import Report
 
 TOKENIZER_DOCUMENTS = 30000
 # Kind of prompt, how many, longest answer in tokens.
@@ -54,9 +62,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     head = parser.add_mutually_exclusive_group()
     head.add_argument("--minutes-head", type=float, default=25.0)
     head.add_argument("--tokens-head", type=float, help="million tokens")
+    draft = parser.add_mutually_exclusive_group()
+    draft.add_argument("--minutes-draft-model", type=float, default=15.0)
+    draft.add_argument("--tokens-draft-model", type=float, help="million tokens")
     parser.add_argument("--out", type=Path, default=Path("overlap_spec/embedded"))
     parser.add_argument("--work", type=Path, default=Path("build/embedded"), help="checkpoints")
-    parser.add_argument("--only", choices=("target", "head"), help="train one of the two")
+    parser.add_argument("--only", choices=("target", "head", "draft-model"), help="train one")
     parser.add_argument("--resume", action="store_true", help="go on from the work folder")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -64,25 +75,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def progress_bar(progress: Progress, title: str) -> Report:
-    """A Report that moves a bar of ``progress`` and shows the smoothed loss."""
-    task = progress.add_task(title, total=1.0, loss="", step=0)
-    smooth: list[float] = []
-
-    def report(share: float, step: int, loss: float) -> None:
-        smooth.append(loss)
-        mean = sum(smooth[-50:]) / len(smooth[-50:])
-        progress.update(task, completed=share, loss=f"{mean:.3f}", step=step)
-        if not progress.console.is_terminal and step % 50 == 0:
-            progress.console.print(f"{title} {share:.3f} step {step} loss {mean:.4f}")
-
-    return report
-
-
 def build_tokenizer(options: argparse.Namespace, gsm8k: list[tuple[str, str]]) -> Tokenizer:
-    """The tokenizer of ``--init`` or of the work folder, or a new one."""
-    if options.init:
-        return Tokenizer.from_file(str(options.init / "target" / "tokenizer.json"))
+    """The tokenizer of a target that is there already or of the work folder, or a new one."""
+    known = options.init if options.only in (None, "target") else options.out
+    if known:
+        return Tokenizer.from_file(str(known / "target" / "tokenizer.json"))
     path = options.work / "tokenizer.json"
     if not (options.resume and path.exists()):
         tokenizer = train_tokenizer(corpus(options.seed, TOKENIZER_DOCUMENTS, gsm8k))
@@ -141,9 +138,8 @@ def own_rows(
         draw = getattr(maker, kind)
         texts = [draw()[0][0] for _ in range(count)]
         prompts = [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
-        bar = progress_bar(progress, f"own {kind} outputs")
-        end = special_id(tokenizer, END)
-        rows += own_outputs(target, prompts, end, longest, report=lambda x, b=bar: b(x, 0, 0.0))  # type: ignore[misc]
+        bar = share_bar(progress, f"own {kind} outputs")
+        rows += own_outputs(target, prompts, [special_id(tokenizer, END)], longest, report=bar)
     torch.save(rows, path)
     return rows
 
@@ -153,16 +149,16 @@ def build_head(
     target: Decoder,
     tokenizer: Tokenizer,
     gsm8k: list[tuple[str, str]],
+    rows: list[Row],
     progress: Progress,
 ) -> Eagle3Head:
     """Train the draft head, or go on with it."""
-    rows = own_rows(options, target, tokenizer, gsm8k, progress)
     stream = BatchStream(
         tokenizer,
         gsm8k,
         options.seed + 2,
         HEAD_TOKENS,
-        max(HEAD_WIDTHS),
+        min(max(HEAD_WIDTHS), target.config.max_position),
         widths=HEAD_WIDTHS,
         replay=rows,
         replay_share=0.5,
@@ -180,6 +176,28 @@ def build_head(
     return trainer.run(checkpoint, progress_bar(progress, "head"))
 
 
+def build_draft_model(
+    options: argparse.Namespace,
+    target: Decoder,
+    tokenizer: Tokenizer,
+    gsm8k: list[tuple[str, str]],
+    progress: Progress,
+) -> Decoder:
+    """Train the draft model, or go on with it."""
+    longest = min(max(WIDTHS), target.config.max_position)
+    stream = BatchStream(tokenizer, gsm8k, options.seed + 3, TARGET_TOKENS, longest)
+    recipe = DraftModelRecipe(seed=options.seed, compile=not options.no_compile)
+    budget = Budget(minutes=options.minutes_draft_model)
+    if options.tokens_draft_model:
+        budget = Budget(tokens=round(1e6 * options.tokens_draft_model))
+    draft = cut_out(target, stream.next())
+    trainer = DraftModelTrainer(target, draft, stream, recipe, budget)
+    checkpoint = options.work / "draft_model.pt"
+    if options.resume and checkpoint.exists():
+        trainer.restore(torch.load(checkpoint, weights_only=False))
+    return trainer.run(checkpoint, progress_bar(progress, "draft model"))
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Build everything that is asked for."""
     options = parse_arguments(arguments)
@@ -187,21 +205,19 @@ def main(arguments: list[str] | None = None) -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     gsm8k = read_gsm8k(options.gsm8k) if options.gsm8k else []
     tokenizer = build_tokenizer(options, gsm8k)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("step {task.fields[step]} loss {task.fields[loss]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns) as progress:
-        if options.only == "head":
-            target = load_target(options.out / "target")
-        else:
+    with Progress(*COLUMNS) as progress:
+        if options.only in (None, "target"):
             target = build_target(options, tokenizer, gsm8k, progress)
             export_target(target, tokenizer, options.out / "target")
-        if options.only != "target":
-            head = build_head(options, target, tokenizer, gsm8k, progress)
+        else:
+            target = load_target(options.out / "target")
+        if options.only in (None, "head"):
+            rows = own_rows(options, target, tokenizer, gsm8k, progress)
+            head = build_head(options, target, tokenizer, gsm8k, rows, progress)
             export_head(head, options.out / "eagle3")
+        if options.only in (None, "draft-model"):
+            draft_model = build_draft_model(options, target, tokenizer, gsm8k, progress)
+            export_target(draft_model, tokenizer, options.out / "draft_model")
 
 
 if __name__ == "__main__":

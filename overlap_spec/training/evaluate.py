@@ -20,9 +20,11 @@ from torch import Tensor
 from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
+from overlap_spec.models.config import read_json
 from overlap_spec.models.decoder import Decoder
-from overlap_spec.models.eagle3 import Eagle3Head
+from overlap_spec.models.eagle3 import ARCHITECTURES
 from overlap_spec.models.weights import load_decoder, load_eagle3
+from overlap_spec.training.acceptance import Guesses, acceptance, head_guesses, model_guesses
 from overlap_spec.training.cases import Case
 from overlap_spec.training.data import (
     ASSISTANT,
@@ -35,10 +37,10 @@ from overlap_spec.training.data import (
     tools_text,
 )
 from overlap_spec.training.generate import greedy
-from overlap_spec.training.head import DraftPass
 from overlap_spec.training.tokenizer import special_id
 
 MAX_NEW = 200
+CHAIN = 5
 BATCH = 32
 SHAPES = {
     "e-mail address": r"[^@ ]+@[^@ ]+",
@@ -85,7 +87,7 @@ def generate_cases(
         part = cases[start : start + BATCH]
         prompts = [tokenizer.encode(prompt_text(c), add_special_tokens=False).ids for c in part]
         mask = GrammarMask(backend, [c.schema for c in part]) if backend else None
-        outputs = greedy(model, prompts, end, MAX_NEW, mask)
+        outputs = greedy(model, prompts, [end], MAX_NEW, mask)
         results += list(zip(prompts, outputs, strict=True))
     return results
 
@@ -139,37 +141,6 @@ def score_forced(
     return {"exact": exact / len(cases), "fields": right / total, "cases": len(cases)}
 
 
-@torch.no_grad()
-def accept_length(
-    model: Decoder, head: Eagle3Head, runs: list[tuple[list[int], list[int]]], steps: int = 5
-) -> float:
-    """Tokens a verify emits on these greedy runs with a chain of ``steps`` drafts.
-
-    Bonus included; the prefill's token is not counted, and the last verify is cut at the end.
-    A draft that differs from the run ends its chain, so the run's own tokens serve as drafts.
-    """
-    emitted = verifies = 0
-    for prompt, output in runs:
-        if len(output) < 2:
-            continue
-        tokens = torch.tensor([prompt + output])
-        draft = DraftPass(head, model, 1, tokens.shape[1], steps)
-        features, _ = draft.observe(tokens)
-        chain = draft.chain(tokens, features)
-        guesses = [draft.ids[head.logits(hidden).argmax(-1)] for hidden in chain]
-        row = tokens[0].tolist()
-        root, last = len(prompt), len(row) - 1
-        while root < last:
-            accepted = 0
-            while accepted < steps and root + accepted < last:
-                if int(guesses[accepted][root - 1]) != row[root + accepted + 1]:
-                    break
-                accepted += 1
-            step = min(accepted + 1, last - root)
-            emitted, verifies, root = emitted + step, verifies + 1, root + step
-    return emitted / max(1, verifies)
-
-
 def finished(
     runs: list[tuple[list[int], list[int]]], end: int
 ) -> list[tuple[list[int], list[int]]]:
@@ -190,7 +161,7 @@ def evaluate(
     tokenizer: Tokenizer,
     path: Path,
     count: int,
-    head: Eagle3Head | None,
+    guesses: Guesses | None,
     questions: list[str],
 ) -> dict[str, Any]:
     """All figures, by name."""
@@ -210,8 +181,8 @@ def evaluate(
         cases = held_out_cases(1000, count, kind)
         runs = generate_cases(model, tokenizer, cases, backend)
         figures[kind] = score_forced(tokenizer, cases, [output for _, output in runs])
-        if head is not None:
-            figures[kind]["accept_length"] = accept_length(model, head, finished(runs, end))
+        if guesses is not None:
+            figures[kind]["accept_length"] = acceptance(finished(runs, end), guesses, "cpu").length
     cases = held_out_cases(2000, count, "seen")
     runs = generate_cases(model, tokenizer, cases, None)
     answers = [parse(tokenizer, output) for _, output in runs]
@@ -220,34 +191,41 @@ def evaluate(
         Draft202012Validator(c.schema).is_valid(a) for c, a in zip(cases, answers, strict=True)
     ]
     figures["free"] = {"json": sum(valid) / count, "fits_schema": sum(fitting) / count}
-    if head is not None:
-        figures["free"]["accept_length"] = accept_length(model, head, finished(runs, end))
+    if guesses is not None:
+        figures["free"]["accept_length"] = acceptance(finished(runs, end), guesses, "cpu").length
         if questions:
             runs = gsm8k_runs(model, tokenizer, questions)
             ended = finished(runs, end)
             figures["gsm8k"] = {
                 "ended": len(ended) / len(runs),
-                "accept_length": accept_length(model, head, ended),
+                "accept_length": acceptance(ended, guesses, "cpu").length,
             }
     return figures
+
+
+def load_guesses(path: Path, target: Decoder) -> Guesses:
+    """What the draft head or draft model in folder ``path`` drafts, in chains of CHAIN."""
+    if read_json(path / "config.json")["architectures"][0] in ARCHITECTURES:
+        return head_guesses(target, load_eagle3(path, target, torch.float32), CHAIN)
+    return model_guesses(load_decoder(path, torch.float32, torch.device("cpu")), CHAIN)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Evaluate a folder and print its figures as one JSON line."""
     parser = argparse.ArgumentParser(prog="python -m overlap_spec.training.evaluate")
     parser.add_argument("--model", type=Path, required=True, help="folder of the target")
-    parser.add_argument("--draft", type=Path, help="folder of the draft head")
+    parser.add_argument("--draft", type=Path, help="folder of a draft head or draft model")
     parser.add_argument("--gsm8k", type=Path, help="GSM8K test split, .jsonl")
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args(arguments)
     cpu = torch.device("cpu")
     model = load_decoder(options.model, torch.float32, cpu)
-    head = load_eagle3(options.draft, model, torch.float32) if options.draft else None
+    guesses = load_guesses(options.draft, model) if options.draft else None
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     pairs = read_gsm8k(options.gsm8k)[: options.cases] if options.gsm8k else []
     questions = [question for question, _ in pairs]
-    figures = evaluate(model, tokenizer, options.model, options.cases, head, questions)
+    figures = evaluate(model, tokenizer, options.model, options.cases, guesses, questions)
     line = json.dumps(figures)
     print(line)
     if options.json:

@@ -19,7 +19,7 @@ from overlap_spec.training.tokenizer import save_tokenizer, special_id
 
 
 def _shape(config: ModelConfig) -> dict[str, Any]:
-    return {
+    shape: dict[str, Any] = {
         "model_type": "llama",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -36,6 +36,9 @@ def _shape(config: ModelConfig) -> dict[str, Any]:
         "mlp_bias": False,
         "torch_dtype": "bfloat16",
     }
+    if config.rope.kind != "default":
+        shape["rope_scaling"] = {"rope_type": config.rope.kind, **dict(config.rope.scaling)}
+    return shape
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from overlap_spec.models.decoder import Decoder, Heads
+from overlap_spec.training.batches import Row
 
 # Changes the logits (rows, vocab) in place, given the indices of the prompts still running.
 Mask = Callable[[list[int], Tensor], None]
@@ -61,13 +62,14 @@ class CachedRows:
 def greedy(
     decoder: Decoder,
     prompts: list[list[int]],
-    end_id: int,
+    end_ids: Collection[int],
     max_new: int,
     mask: Mask | None = None,
 ) -> list[list[int]]:
-    """The greedy continuation of each prompt, ``end_id`` included, at most ``max_new`` tokens.
+    """The greedy continuation of each prompt, at most ``max_new`` tokens.
 
     Args:
+        end_ids: An output ends with the first of these.
         mask: Forbids tokens; ``-inf`` in the logits.
     """
     longest = max(len(prompt) for prompt in prompts)
@@ -86,7 +88,7 @@ def greedy(
         tokens = logits.argmax(-1, keepdim=True)
         for row in sorted(running):
             outputs[row].append(int(tokens[row]))
-            if outputs[row][-1] == end_id:
+            if outputs[row][-1] in end_ids:
                 running.discard(row)
         if not running:
             break
@@ -97,11 +99,11 @@ def greedy(
 def own_outputs(
     decoder: Decoder,
     prompts: list[list[int]],
-    end_id: int,
+    end_ids: Collection[int],
     max_new: int,
     batch: int = 64,
     report: Callable[[float], None] | None = None,
-) -> list[tuple[list[int], list[float]]]:
+) -> list[Row]:
     """Prompts with their greedy continuations as training rows: ids, and weights of 0.1 on the
     prompt and 1 on the output.
 
@@ -109,10 +111,10 @@ def own_outputs(
         report: Called with the share that is done.
     """
     ordered = sorted(prompts, key=len)
-    rows: list[tuple[list[int], list[float]]] = []
+    rows: list[Row] = []
     for start in range(0, len(ordered), batch):
         part = ordered[start : start + batch]
-        for prompt, output in zip(part, greedy(decoder, part, end_id, max_new), strict=True):
+        for prompt, output in zip(part, greedy(decoder, part, end_ids, max_new), strict=True):
             rows.append((prompt + output, [0.1] * len(prompt) + [1.0] * len(output)))
         if report is not None:
             report(min(1.0, (start + batch) / len(ordered)))

@@ -14,6 +14,7 @@ from overlap_spec.models.eagle3 import Eagle3Config, Eagle3Head
 from overlap_spec.training.attention import CausalRows, ChainRows, FirstRows
 from overlap_spec.training.batches import Batch
 from overlap_spec.training.budget import Budget
+from overlap_spec.training.features import FeatureCache
 from overlap_spec.training.target import COMPILED_WIDTH, initialise
 from overlap_spec.training.trainer import Batches, Trainer
 
@@ -60,7 +61,16 @@ def new_head(target: Decoder, recipe: HeadRecipe) -> Eagle3Head:
     """An untrained head for ``target``: its sizes, and its final norm and head to begin with."""
     shape = target.config
     ids = torch.tensor(recipe.draft_vocab or range(shape.vocab_size))
-    layer = replace(shape, num_layers=1, tie_embeddings=False, qk_norm=False, qkv_bias=False)
+    layer = replace(
+        shape,
+        num_layers=1,
+        tie_embeddings=False,
+        qk_norm=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        sliding_windows=(),
+    )
     config = Eagle3Config(layer, len(ids), shape.hidden_size, spread_layers(shape.num_layers))
     head = Eagle3Head(config)
     initialise(head, recipe.seed)
@@ -207,6 +217,7 @@ class HeadTrainer(Trainer[Eagle3Head]):
         recipe: Settings.
         budget: When to stop.
         init: A head to begin with, in place of a new one.
+        cache: Features of all rows, kept from one pass; None: the target runs at every step.
     """
 
     def __init__(
@@ -216,7 +227,9 @@ class HeadTrainer(Trainer[Eagle3Head]):
         recipe: HeadRecipe,
         budget: Budget,
         init: Eagle3Head | None = None,
+        cache: FeatureCache | None = None,
     ) -> None:
+        self.cache = cache
         self.target = target.eval().requires_grad_(False)
         self.recipe, self.device = recipe, target.embed_tokens.weight.device
         head = new_head(target, recipe)
@@ -238,7 +251,10 @@ class HeadTrainer(Trainer[Eagle3Head]):
         total = torch.zeros((), device=self.device)
         with torch.autocast(self.device.type, torch.bfloat16):
             with torch.no_grad():
-                features, logits = draft.observe(tokens)
+                if self.cache is None:
+                    features, logits = draft.observe(tokens)
+                else:
+                    features, logits = self.cache.read(batch, self.target, draft.ids)
             for step, hidden in enumerate(draft.chain(tokens, features)):
                 weight = draft.weights(weights, step).flatten()
                 count = max(1, round(self.recipe.scored_share * weight.numel()))

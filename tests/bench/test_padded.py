@@ -283,12 +283,27 @@ def test_presets_keep_the_head_size_and_the_matrices(tmp_path: Path) -> None:
     write_target(tmp_path / "source", head_dim=64)
     source = read_config(tmp_path / "source")
     for preset, wanted in PRESETS.items():
-        for given in (Sizes(), Sizes(head_dim=128)):
+        assert wanted.heads
+        assert wanted.kv_heads
+        assert wanted.head_dim
+        for given in (Sizes(), Sizes(head_dim=wanted.head_dim)):
             shape = grow(source, like(preset, source, given))
-            assert shape.head_dim == given.head_dim or shape.head_dim == 64
-            assert shape.num_heads * shape.head_dim == 4096
-            assert shape.num_kv_heads * shape.head_dim == 1024
-            assert (shape.hidden_size, shape.num_layers) == (4096, wanted.layers)
+            assert shape.head_dim == (given.head_dim or 64)
+            assert shape.num_heads * shape.head_dim == wanted.heads * wanted.head_dim
+            assert shape.num_kv_heads * shape.head_dim == wanted.kv_heads * wanted.head_dim
+            assert (shape.hidden_size, shape.num_layers) == (wanted.hidden, wanted.layers)
+            assert (shape.vocab_size, shape.intermediate_size) == (
+                wanted.vocab,
+                wanted.intermediate,
+            )
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_embedded_model_can_be_padded_to_each_preset(preset: str) -> None:
+    source = read_config(EMBEDDED / "target")
+    shape = grow(source, like(preset, source, Sizes()))
+    assert shape.head_dim == source.head_dim
+    assert shape.vocab_size == PRESETS[preset].vocab
 
 
 @pytest.mark.parametrize(

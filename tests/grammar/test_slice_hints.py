@@ -10,7 +10,7 @@ import pytest
 from overlap_spec.grammar import Grammar, Vocabulary, backends
 from overlap_spec.grammar.lowering import to_ebnf
 from overlap_spec.grammar.parsing import slice_hints
-from overlap_spec.grammar.parsing.expressions import Expression
+from overlap_spec.grammar.parsing.expressions import Chain, Chars, Either, Expression, Ref
 from overlap_spec.grammar.parsing.regular import EpsilonFree, to_regex
 from overlap_spec.grammar.parsing.slice_hints import later, letters_first
 from overlap_spec.grammar.parsing.syntax import read
@@ -76,3 +76,13 @@ def test_long_texts_with_a_pattern_somewhere(pattern: str) -> None:
             matcher = found.matcher()
             assert all(map(matcher.accept, f'["{text}'.encode()))
             assert matcher.accept(ord('"')) == bool(re.search(pattern, text))
+
+
+def test_rules_that_many_share_are_visited_once() -> None:
+    """Each of 60 rules refers to the next one twice: visited by every path, that is 2^60 times."""
+    letter = Chars(((0x61, 0x61),))
+    rules: dict[str, Expression] = {"r60": letter}
+    for number in range(60):
+        following = Ref(f"r{number + 1}")
+        rules[f"r{number}"] = Either((Chain((letter, following)), following))
+    assert later(Ref("r0"), rules) is None

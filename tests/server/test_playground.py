@@ -128,18 +128,74 @@ def test_a_schema_in_gives_valid_json_out(page: Browser, server: Server) -> None
     server.settle()
 
 
+# Of each of the page's examples a part of its prompt, the constraint that it brings, and what the
+# output must hold.
+TEXTS = {"name": {"type": "string", "maxLength": 40}, "age": {"type": "integer", "maximum": 130}}
+PERSON = {
+    "type": "object",
+    "properties": {**TEXTS, "city": TEXTS["name"]},
+    "required": ["name", "age", "city"],
+}
+TOOLS = json.loads((ROOT / "examples" / "tools.json").read_text())
+EXAMPLES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "A person: JSON schema": (
+        "Maria Lopez is 34 years old and lives in Lisbon.",
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "p", "schema": PERSON},
+            }
+        },
+        '{"name":"Maria Lopez","age":34,"city":"Lisbon"}',
+    ),
+    "A status: choice": (
+        "What is the status? The order AB-1234 placed by David Clark is now shipped.",
+        {"structured_outputs": {"choice": ["pending", "shipped", "delivered", "cancelled"]}},
+        "shipped",
+    ),
+    "A date: regex": (
+        "The Robotics Fair takes place on 2025-03-14 at 18:30 in Oslo. Give only the date.",
+        {"regex": r"20\d\d-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"},
+        "2025-03-14",
+    ),
+    "The weather: tools": (
+        "What is the weather in Vienna in celsius?",
+        {"tools": TOOLS[:1]},
+        '"city":"Vienna","unit":"celsius"',
+    ),
+    "A greeting: free text": ("Good morning", {}, "Good morning! What should I extract?"),
+}
+
+
+@needs_weights
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_are_answered_right(name: str, server: Server) -> None:
+    """What the page sends for them, without a browser."""
+    prompt, constraint, wanted = EXAMPLES[name]
+    assert f'"{name}": ["' in PAGE.read_text()
+    assert f'"{prompt}"' in PAGE.read_text()
+    message = {"role": "user", "content": prompt}
+    answer = server.post("/v1/chat/completions", {"messages": [message], **constraint})
+    reply = answer.json()["choices"][0]["message"]
+    calls = [call["function"]["arguments"] for call in reply.get("tool_calls") or []]
+    assert wanted in "".join([reply["content"] or "", *calls])
+    server.settle()
+
+
 @needs_weights
 @needs_browser
-def test_every_example_runs(page: Browser) -> None:
+def test_every_example_comes_out_right(page: Browser) -> None:
     options = "[...document.getElementById('example').options].map(o => o.value)"
-    verdicts = {}
+    verdicts, answers = {}, {}
     for name in page.evaluate(options):
         select(page, "example", name)
         run(page)
         verdicts[name] = text(page, "verdict")
         assert text(page, "error") == ""
-        assert text(page, "output")
-    assert len(verdicts) == 5
+        answers[name] = text(page, "output")
+    assert list(answers) == list(EXAMPLES)
+    for name, (_, _, wanted) in EXAMPLES.items():
+        assert wanted in answers[name]
     assert all(v.startswith(("✓", "done", "cut at")) for v in verdicts.values()), verdicts
     assert verdicts["A person: JSON schema"].startswith("✓ whole JSON")
     assert verdicts["A status: choice"].startswith("✓ one of the choices")

@@ -10,9 +10,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from overlap_spec.drafters.draft_model import same_vocabulary
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.weights import load_decoder, load_eagle3
 from overlap_spec.training import embedded
+from overlap_spec.training.acceptance import acceptance, head_guesses
 from overlap_spec.training.attention import CausalRows, FirstRows
 from overlap_spec.training.batches import Batch, BatchStream
 from overlap_spec.training.budget import Budget
@@ -26,7 +28,13 @@ from overlap_spec.training.data import (
     held_out_cases,
     tools_text,
 )
-from overlap_spec.training.evaluate import accept_length, prompt_text, score_forced
+from overlap_spec.training.draft_model import (
+    DraftModelRecipe,
+    DraftModelTrainer,
+    cut_out,
+    draft_model_config,
+)
+from overlap_spec.training.evaluate import prompt_text, score_forced
 from overlap_spec.training.export import export_head, export_target
 from overlap_spec.training.fillers import Fillers, word_lists
 from overlap_spec.training.generate import greedy
@@ -310,7 +318,7 @@ def test_greedy_with_a_cache_equals_full_passes(tiny_config):
     torch.manual_seed(0)
     model = Decoder(tiny_config).eval()
     prompts = [[7, 9, 8, 30], [11], [40, 41, 42, 43, 44, 45]]
-    for prompt, output in zip(prompts, greedy(model, prompts, 1, 5), strict=True):
+    for prompt, output in zip(prompts, greedy(model, prompts, [1], 5), strict=True):
         run = list(prompt)
         for token in output:
             size = len(run)
@@ -330,7 +338,7 @@ def test_exported_checkpoints_load_strictly(tokenizer, tiny_config, tmp_path):
     wanted = trainer.target.layers[2].self_attn.qkv_proj.weight.bfloat16().float()
     assert torch.equal(model.layers[2].self_attn.qkv_proj.weight, wanted)
     runs = [([2, 3, 4, 5], [6, 7, 8, 9, 10, 1])]
-    assert 1.0 <= accept_length(model, head, runs, steps=3) <= 4.0
+    assert 1.0 <= acceptance(runs, head_guesses(model, head, 3), "cpu").length <= 4.0
 
 
 def test_scores_count_answers_and_fields(tokenizer):
@@ -408,3 +416,64 @@ def test_a_head_goes_on_from_given_weights(tokenizer, tiny_config):
     trainer = HeadTrainer(target, stream, HeadRecipe(compile=False), Budget(steps=1), given)
     for name, value in given.named_parameters():
         assert torch.equal(value, trainer.head.get_parameter(name)), name
+
+
+def test_a_draft_model_learns_its_targets_probabilities(tokenizer, tiny_config):
+    target, draft = Decoder(tiny_config), Decoder(draft_model_config(tiny_config))
+    for seed, model in enumerate((target, draft)):
+        initialise(model, seed)
+        with torch.no_grad():
+            model.embed_tokens.weight *= 20
+    stream = BatchStream(tokenizer, GSM8K, 4, tokens_per_batch=512, max_length=224, chunk=32)
+    recipe = DraftModelRecipe(compile=False, scored_share=1.0)
+    trainer = DraftModelTrainer(target, draft, stream, recipe, Budget(steps=10))
+    tokens, weights = torch.randint(7, 512, (2, 12)), torch.ones(2, 12)
+    with torch.no_grad():
+        positions = torch.arange(12).repeat(2)
+        hidden, _ = draft(tokens.flatten(), positions, CausalRows(2, 12))
+        drafted = draft.logits(hidden).log_softmax(-1).view(2, 12, -1)[:, :-1]
+        known, _ = target(tokens.flatten(), positions, CausalRows(2, 12))
+        wanted = target.logits(known).softmax(-1).view(2, 12, -1)[:, :-1]
+        soft = -(wanted * drafted).sum(-1).mean()
+        hard = -drafted.gather(2, tokens[:, 1:, None]).mean()
+        assert abs(hard - soft) > 0.1
+        assert trainer.loss(Batch(tokens, weights)).item() == pytest.approx(soft.item(), rel=5e-3)
+
+
+def test_a_draft_model_begins_as_the_best_part_of_its_target(tokenizer, tiny_config):
+    target = Decoder(replace(tiny_config, intermediate_size=128))
+    initialise(target, 1)
+    stream = BatchStream(tokenizer, GSM8K, 4, tokens_per_batch=512, max_length=224, chunk=32)
+    batch = stream.next()
+    with torch.no_grad():
+        # Layer 2 destroys what passes through it; in layer 1 the first 32 channels do nothing.
+        target.layers[2].mlp.down_proj.weight *= 50
+        target.layers[1].mlp.down_proj.weight[:, :32] = 0
+    draft = cut_out(target, batch)
+    assert draft.config == draft_model_config(target.config)
+    own = [layer.self_attn.qkv_proj.weight for layer in draft.layers]
+    for one, layer in zip(own, (0, 1, 3), strict=True):
+        assert torch.equal(one, target.layers[layer].self_attn.qkv_proj.weight)
+    gate_up, down = (getattr(draft.layers[1].mlp, n).weight for n in ("gate_up_proj", "down_proj"))
+    used = target.layers[1].mlp
+    assert torch.equal(down, used.down_proj.weight[:, 32:])
+    assert torch.equal(gate_up[:96], used.gate_up_proj.weight[32:128])
+    assert torch.equal(gate_up[96:], used.gate_up_proj.weight[160:])
+    assert torch.equal(draft.embed_tokens.weight, target.embed_tokens.weight)
+
+
+def test_a_draft_model_is_made_anew_for_a_target_that_is_there(tokenizer, tiny_config, tmp_path):
+    target = Decoder(tiny_config)
+    initialise(target, 3)
+    export_target(target, tokenizer, tmp_path / "target")
+    words = f"--only draft-model --out {tmp_path} --work {tmp_path}/work --no-compile"
+    embedded.main([*words.split(), "--tokens-draft-model", "0.01"])
+    same_vocabulary(tmp_path / "draft_model", tmp_path / "target")
+    made = load_decoder(tmp_path / "draft_model", torch.float32, torch.device("cpu"))
+    assert made.config.vocab_size == tiny_config.vocab_size
+    saved = torch.load(tmp_path / "work" / "draft_model.pt", weights_only=False)
+    assert saved["tokens"] >= 10000
+    first = made.embed_tokens.weight.clone()
+    embedded.main([*words.split(), "--tokens-draft-model", "0.02", "--resume"])
+    made = load_decoder(tmp_path / "draft_model", torch.float32, torch.device("cpu"))
+    assert 0 < (made.embed_tokens.weight - first).abs().max() < 0.5

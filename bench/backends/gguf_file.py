@@ -1,0 +1,140 @@
+"""A Llama checkpoint with a byte-level BPE as one GGUF file, which llama.cpp reads.
+
+Weights keep their values: matrices in the type that is asked for, vectors in float32. llama.cpp
+turns neighbouring channels of a head where this layout turns halves, so that the rows of query and
+key projections are interleaved: row ``2 i + j`` of a head is its row ``j D / 2 + i``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.padding.tensors import Source
+from overlap_spec.errors import CheckpointError
+from overlap_spec.models.config import ModelConfig, read_config, read_json
+from overlap_spec.tokenizer import Tokenizer
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+# GGUF's name of each weight of a layer → ours.
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def write_gguf(source: Path, out: Path, dtype: torch.dtype) -> None:
+    """Write the checkpoint in ``source`` to the file ``out``.
+
+    Args:
+        dtype: Of the matrices: float32 or bfloat16.
+
+    Raises:
+        ImportError: ``gguf`` is not installed.
+        CheckpointError: an architecture, a rope rule or a tokenizer that this does not convert.
+    """
+    config = read_config(source)
+    _check(source, config)
+    if dtype not in DTYPES:
+        raise CheckpointError(f"GGUF is written in float32 or bfloat16, not {dtype}")
+    gguf: Any = import_module("gguf")
+    writer = gguf.GGUFWriter(out, "llama")
+    _write_shape(writer, config)
+    _write_tokenizer(gguf, writer, source, config.vocab_size)
+    kind = getattr(gguf.GGMLQuantizationType, DTYPES[dtype])
+    for name, tensor in _tensors(Source(source), config):
+        if tensor.ndim == 1 or dtype is torch.float32:
+            writer.add_tensor(name, tensor.float().numpy())
+        else:
+            raw = tensor.to(dtype).contiguous().view(torch.uint8).numpy()
+            writer.add_tensor(name, raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _check(source: Path, config: ModelConfig) -> None:
+    extras = {
+        "biases": config.qkv_bias or config.o_bias or config.mlp_bias,
+        "query and key norms": config.qk_norm,
+        "sliding windows": any(config.sliding_windows),
+        f"rope_type {config.rope.kind}": config.rope.kind != "default",
+        f"architecture {config.architecture}": config.architecture != "LlamaForCausalLM",
+    }
+    found = [name for name, there in extras.items() if there]
+    if found:
+        raise CheckpointError(f"{source}: not converted to GGUF: {', '.join(found)}")
+
+
+def _write_shape(writer: Any, config: ModelConfig) -> None:
+    writer.add_name("checkpoint")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+
+
+def _write_tokenizer(gguf: Any, writer: Any, source: Path, size: int) -> None:
+    """Token texts, their kinds and the merges; prompts come as ids, so nothing is encoded there."""
+    spec = read_json(source / "tokenizer.json")
+    model = spec.get("model") or {}
+    if model.get("type") != "BPE" or '"ByteLevel"' not in json.dumps(spec.get("decoder")):
+        raise CheckpointError(f"{source}/tokenizer.json: only byte-level BPE is converted to GGUF")
+    texts = [f"<unused {token}>" for token in range(size)]
+    kinds = [gguf.TokenType.UNUSED] * size
+    for text, token in model["vocab"].items():
+        texts[token], kinds[token] = text, gguf.TokenType.NORMAL
+    for added in spec.get("added_tokens") or []:
+        special = added.get("special")
+        kinds[added["id"]] = gguf.TokenType.CONTROL if special else gguf.TokenType.USER_DEFINED
+        texts[added["id"]] = added["content"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(texts)
+    writer.add_token_types(kinds)
+    pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    writer.add_token_merges(pairs)
+    # llama.cpp ends a text, and its grammar, at these two alone.
+    ends = sorted(Tokenizer(source, size).eos_ids)
+    if len(ends) > 2:
+        raise CheckpointError(f"{source}: {len(ends)} stop tokens; GGUF is written with at most 2")
+    for add, token in zip((writer.add_eos_token_id, writer.add_eot_token_id), ends, strict=False):
+        add(token)
+    writer.add_add_bos_token(False)
+
+
+def _tensors(weights: Source, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """GGUF's names and the weights, one at a time."""
+    yield "token_embd.weight", weights.get("model.embed_tokens.weight")
+    yield "output_norm.weight", weights.get("model.norm.weight")
+    if not config.tie_embeddings:
+        yield "output.weight", weights.get("lm_head.weight")
+    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+    for layer in range(config.num_layers):
+        for name, ours in LAYER.items():
+            tensor = weights.get(f"model.layers.{layer}.{ours}.weight")
+            if name in heads:
+                halves = tensor.view(heads[name], 2, config.head_dim // 2, -1)
+                tensor = halves.transpose(1, 2).reshape(tensor.shape)
+            yield f"blk.{layer}.{name}.weight", tensor

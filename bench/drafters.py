@@ -1,0 +1,394 @@
+"""Every drafter on the same requests, beside plain decoding: what is accepted, and what it costs.
+
+``python -m bench.drafters [--model DIR --draft DIR | --model NAME] [--gsm8k FILE] [--spec-bench
+FILE] [--checkpoint DRAFTER=DIR …] [--only DRAFTER …] [--batch N] [--threads N] [--quick] [--json
+PATH] [--seed S]`` runs each drafter that has a file (``overlap_spec.config.drafter_names``) at the
+embedded size and, without ``--quick``, at that of ``0.75b``; ``--model`` is one size of your own.
+
+Requests: JSON extraction under schemas; GSM8K questions and the first turns of Spec-Bench, from
+the files given (without one they are skipped, which the record says); and a document that repeats
+itself, to be said again. Each drafter is measured in the rows of :data:`ROWS`: as a chain and as a
+tree, greedy, and as a chain with sampling at temperature 1, by the default rule and by rejection.
+An acceptance rule, or any other engine setting, becomes a row by one more line there.
+
+Drafter and plain decoding take turns, workload by workload, and the one that begins changes with
+every repetition; ratios are of such pairs. A pass goes first that is not counted. Lengths are
+static, nothing depends on a clock, and prompts are not cached.
+
+A drafter takes its checkpoint from ``--checkpoint``; else ``eagle3`` has the model's head, and
+``draft_model``, at a named size, the embedded target with that size's vocabulary: since the target
+is the same function, its acceptance bounds that of any other. One that cannot be built with what is
+there is skipped, with the reason.
+
+Fields of the last line, beside those of every record (``bench.common``):
+    models: Model → ``dtype``; ``rows``: row → drafter → workload → figures; ``skipped``: drafter →
+        why. The figures: ``accept_length``; ``by_position`` (share of verifies whose first, second
+        … draft was accepted, with all before it); ``draft_ms``, ``extend_ms`` and ``verify_ms`` a
+        step; ``tokens_per_second``; ``ratio`` (over plain decoding, pair by pair); ``same_text``
+        (share of passes whose tokens are those of plain decoding).
+    missing: Workload → why.
+    batch, threads.
+
+All of them but ``dtype`` and the reasons are made of the raw lines, by :func:`summary`. Where a row
+that keeps the text says something else than plain decoding in float32, the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.backends.engine import busy_ms
+from bench.common import Run, fail, flags, paired, rounded
+from bench.measure import GREEDY, measure
+from bench.padding.sizes import PRESETS
+from bench.targets import (
+    add_model_flags,
+    check_model_flags,
+    model_settings,
+    padded_target,
+    work_folder,
+)
+from bench.workloads import CITIES, NAMES, Ask
+from overlap_spec.config import EngineConfig, drafter_names
+from overlap_spec.engine import Engine
+from overlap_spec.errors import CheckpointError, ConfigError, OverlapSpecError
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.training.data import held_out_cases
+from overlap_spec.worker.build import pick_device, pick_dtype
+
+PLAIN = "plain"
+EMBEDDED_NAME = "embedded"
+LARGE = "0.75b"
+SETTINGS: dict[str, Any] = {
+    "adaptive": "static",
+    "mask_deadline_ms": None,
+    "prefix_cache": False,
+    "context_length": 2048,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a drafter is run.
+
+    Attributes:
+        engine: Engine settings.
+        sampling: Sampling of every request.
+        keeps_text: Whether plain decoding with the same sampling says the same tokens; a rule that
+            is lossless in distribution alone does not promise that.
+    """
+
+    engine: Mapping[str, Any]
+    sampling: Mapping[str, Any]
+    keeps_text: bool = True
+
+
+CHAIN: dict[str, Any] = {"num_steps": 5}
+TREE: dict[str, Any] = {"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 16}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 0}
+ROWS: dict[str, Row] = {
+    "greedy, chain of 5": Row(CHAIN, GREEDY),
+    "greedy, tree of 16": Row(TREE, GREEDY),
+    "temperature 1, chain of 5": Row(CHAIN, SAMPLED),
+    "temperature 1, rejection": Row({**CHAIN, "acceptance": "rejection"}, SAMPLED, False),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Requests of a workload, most tokens of an answer, and repetitions."""
+
+    requests: int
+    tokens: int
+    repetitions: int
+
+
+QUICK = Size(2, 32, 1)
+FULL = Size(8, 128, 3)
+# Of models that need tenths of a second for a token.
+FULL_LARGE = Size(3, 64, 2)
+
+
+def workloads(
+    options: argparse.Namespace, size: Size
+) -> tuple[dict[str, list[Ask]], dict[str, str]]:
+    """Workloads by name, and why others are not there.
+
+    Raises:
+        ConfigError: a file that does not hold what it should.
+    """
+    cases = held_out_cases(options.seed, size.requests)
+    work = {
+        "JSON": [Ask(c.prompt, Grammar.json_schema(c.schema), size.tokens) for c in cases],
+        "repetitive document": [
+            Ask(f"Repeat: {document(n)}", None, size.tokens) for n in range(size.requests)
+        ],
+    }
+    missing = {}
+    files: dict[str, tuple[Path | None, str, Callable[[Any], Any]]] = {
+        "GSM8K": (options.gsm8k, "--gsm8k", lambda row: row["question"]),
+        "Spec-Bench": (options.spec_bench, "--spec-bench", lambda row: row["turns"][0]),
+    }
+    for name, (path, flag, text) in files.items():
+        if path is None:
+            missing[name] = f"no file given: {flag}"
+            continue
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            questions = [str(text(json.loads(line))) for line in lines if line.strip()]
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise ConfigError(f"{flag} {path.name} holds no such questions: {error!r}") from None
+        # Spread over the file, whose rows are in order of their kind.
+        step = max(1, len(questions) // size.requests)
+        chosen = questions[::step][: size.requests]
+        work[name] = [Ask(question, None, size.tokens) for question in chosen]
+    return work, missing
+
+
+def document(number: int) -> str:
+    """Sentences that are alike."""
+    city = CITIES[number % len(CITIES)]
+    lines = (f"{name} from {city} has paid 40 dollars for the trip to {city}." for name in NAMES)
+    return " ".join(lines)
+
+
+def checkpoints(
+    options: argparse.Namespace, weights: dict[str, str], console: Console | None = None
+) -> dict[str, str]:
+    """Drafter → folder of its checkpoint; what is padded is built where it is not there yet.
+
+    Raises:
+        ConfigError: a ``--checkpoint`` that is not ``DRAFTER=DIR``.
+    """
+    found = {"eagle3": weights["draft"]} if "draft" in weights else {}
+    if options.model in PRESETS:
+        vocab = PRESETS[options.model].vocab
+        assert vocab is not None
+        target, _ = padded_target(work_folder(options.work), console, vocab)
+        found["draft_model"] = str(target)
+    for text in options.checkpoint or ():
+        name, sign, folder = text.partition("=")
+        if not sign or name not in drafter_names():
+            raise ConfigError(
+                f"--checkpoint must be DRAFTER=DIR, with one of {', '.join(drafter_names())}: "
+                f"{text!r}"
+            )
+        found[name] = folder
+    return found
+
+
+def passed(engine: Engine, asks: Sequence[Ask], sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """One pass over a workload, as raw figures."""
+    start_ns = time.perf_counter_ns()
+    result = measure(engine, asks, sampling)
+    busy = busy_ms(engine, start_ns)
+    histograms = [output.stats.accept_histogram for output in result.outputs]
+    return {
+        "seconds": result.seconds,
+        "steps": result.steps,
+        "output_tokens": result.output_tokens,
+        "verifies": result.verifies,
+        "verified_tokens": result.verified_tokens,
+        "histogram": [sum(column) for column in zip_longest(*histograms, fillvalue=0)],
+        "draft_ms": busy.get("compute: draft", 0.0) + busy.get("host: propose", 0.0),
+        "extend_ms": busy.get("compute: extend", 0.0),
+        "verify_ms": busy.get("compute: verify", 0.0),
+        "output_sha256": result.sha256,
+    }
+
+
+def run_model(
+    run: Run, name: str, weights: dict[str, str], work: dict[str, list[Ask]], repetitions: int
+) -> dict[str, str]:
+    """Every drafter at one size, in every row, beside plain decoding; those skipped, and why."""
+    options = run.options
+    common = {**SETTINGS, "max_running_requests": options.batch}
+    target = {key: value for key, value in weights.items() if key != "draft"}
+    folders, skipped = checkpoints(options, weights, run.console), dict[str, str]()
+    names = [drafter for drafter in drafter_names() if drafter in (options.only or drafter_names())]
+    with (
+        run.progress() as progress,
+        Engine(**target, **common, algorithm="none") as plain,
+    ):
+        bar = progress.add_task(name, total=len(names) * len(ROWS) * len(work) * repetitions)
+        for drafter in names:
+            draft = {"draft": folders[drafter]} if drafter in folders else {}
+            for row, how in ROWS.items():
+                progress.update(bar, description=f"{name}, {drafter}, {row}")
+                try:
+                    engine = Engine(**target, **common, **draft, **how.engine, algorithm=drafter)
+                except (ConfigError, CheckpointError) as error:
+                    skipped[drafter] = str(error)
+                    break
+                with engine:
+                    sides = {PLAIN: plain, drafter: engine}
+                    for workload, repetition, taken in turns(sides, work, how, repetitions):
+                        for side, raw in taken.items():
+                            run.sample(model=name, row=row, drafter=drafter, side=side,
+                                       workload=workload, repetition=repetition, **raw)  # fmt: skip
+                        progress.advance(bar)
+    return skipped
+
+
+def turns(
+    sides: dict[str, Engine], work: dict[str, list[Ask]], how: Row, repetitions: int
+) -> Iterator[tuple[str, int, dict[str, dict[str, Any]]]]:
+    """Workload, repetition, and each side's pass, after one that is not counted."""
+    for engine in sides.values():
+        for asks in work.values():
+            for ask in asks:
+                if ask.grammar is not None:
+                    engine.compile(ask.grammar)
+            measure(engine, asks[:1], how.sampling)
+    for repetition in range(repetitions):
+        order = list(sides) if repetition % 2 == 0 else list(sides)[::-1]
+        for workload, asks in work.items():
+            yield (
+                workload,
+                repetition,
+                {side: passed(sides[side], asks, how.sampling) for side in order},
+            )
+
+
+def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Model → row → drafter → workload → figures, made of the samples."""
+    models: dict[str, Any] = {}
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for sample in samples:
+        key = tuple(sample[part] for part in ("model", "row", "drafter", "workload"))
+        groups.setdefault(key, []).append(sample)
+    for (model, row, drafter, workload), own in groups.items():
+        by_drafter = models.setdefault(model, {}).setdefault(row, {})
+        by_drafter.setdefault(drafter, {})[workload] = figures(own, drafter)
+    return models
+
+
+def figures(samples: Sequence[dict[str, Any]], drafter: str) -> dict[str, Any]:
+    """Figures of one drafter's passes over a workload, and of the plain ones beside them."""
+    ordered = sorted(samples, key=lambda sample: int(sample["repetition"]))
+    plain = [sample for sample in ordered if sample["side"] == PLAIN]
+    own = [sample for sample in ordered if sample["side"] == drafter]
+    verifies, steps = sum(s["verifies"] for s in own), sum(s["steps"] for s in own)
+    columns = zip_longest(*(s["histogram"] for s in own), fillvalue=0)
+    histogram = [sum(column) for column in columns]
+    rates = [s["output_tokens"] / s["seconds"] for s in own]
+    base = [s["output_tokens"] / s["seconds"] for s in plain]
+    same = [a["output_sha256"] == b["output_sha256"] for a, b in zip(own, plain, strict=True)]
+    return {
+        "accept_length": sum(s["verified_tokens"] for s in own) / verifies if verifies else None,
+        "by_position": [sum(histogram[at:]) / verifies for at in range(1, len(histogram))],
+        **{n: sum(s[n] for s in own) / steps for n in ("draft_ms", "extend_ms", "verify_ms")},
+        "tokens_per_second": sum(s["output_tokens"] for s in own) / sum(s["seconds"] for s in own),
+        "ratio": paired(rates, base),
+        "same_text": sum(same) / len(same),
+    }
+
+
+def faults(models: dict[str, Any]) -> list[str]:
+    """Rows that keep the text and did not, in float32, in words."""
+    return [
+        f"{model}, {row}, {drafter}, {workload}: text is not that of plain decoding"
+        for model, entry in models.items()
+        for row, by_drafter in entry["rows"].items()
+        for drafter, by_workload in by_drafter.items()
+        for workload, found in by_workload.items()
+        if entry["dtype"] == "float32" and ROWS[row].keeps_text and found["same_text"] < 1
+    ]
+
+
+def print_tables(record: dict[str, Any], console: Console) -> None:
+    """What a reader sees: a table a model."""
+    for model, entry in record["models"].items():
+        table = Table(title=f"{model} ({entry['dtype']})", title_justify="left")
+        for heading in ("row", "drafter", "workload"):
+            table.add_column(heading)
+        for heading in ("token/s", "over plain", "accept", "by position", "draft ms",
+                        "extend ms", "verify ms", "same text"):  # fmt: skip
+            table.add_column(heading, justify="right")
+        for row, by_drafter in entry["rows"].items():
+            for drafter, by_workload in by_drafter.items():
+                for workload, f in by_workload.items():
+                    accept = f["accept_length"]
+                    table.add_row(
+                        row, drafter, workload,
+                        f"{f['tokens_per_second']:.1f}",
+                        f"{f['ratio']['median']:.2f}",
+                        "-" if accept is None else f"{accept:.2f}",
+                        " ".join(f"{share:.2f}" for share in f["by_position"]),
+                        *(f"{f[n]:.2f}" for n in ("draft_ms", "extend_ms", "verify_ms")),
+                        f"{f['same_text']:.2f}",
+                    )  # fmt: skip
+            table.add_section()
+        console.print(table)
+        for drafter, why in entry["skipped"].items():
+            console.print(f"skipped: {drafter}: {why}", markup=False)
+    for workload, why in record["missing"].items():
+        console.print(f"missing: {workload}: {why}", markup=False)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = flags("drafters", "Every drafter beside plain decoding.")
+    add_model_flags(parser, f"the embedded one and, without --quick, {LARGE}")
+    parser.add_argument("--gsm8k", type=Path, help="GSM8K questions, .jsonl")
+    parser.add_argument("--spec-bench", type=Path, help="Spec-Bench questions, .jsonl")
+    parser.add_argument("--checkpoint", action="append", metavar="DRAFTER=DIR", help="a drafter's")
+    parser.add_argument("--only", nargs="+", choices=drafter_names(), help="these drafters alone")
+    parser.add_argument("--batch", type=int, default=1, help="requests at once (default 1)")
+    parser.add_argument("--threads", type=int, default=1, help="of a pass (default 1)")
+    options = parser.parse_args(arguments)
+    check_model_flags(parser, options)
+    if min(options.batch, options.threads) < 1:
+        parser.error("--batch and --threads must be at least 1")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; ends in one JSON line."""
+    options = parse(arguments)
+    run = Run("drafters", options, arguments)
+    torch.set_num_threads(options.threads)
+    names = [options.model] if options.model is not None else [None]
+    if options.model is None and not options.quick:
+        names.append(LARGE)
+    found: dict[str, dict[str, Any]] = {}
+    missing: dict[str, str] = {}
+    repetitions = 1
+    try:
+        for model in names:
+            options.model = model
+            weights = model_settings(options, run.console)
+            config = EngineConfig.build(**weights)
+            name = EMBEDDED_NAME if model is None else Path(model).name
+            size = QUICK if options.quick else FULL if model is None else FULL_LARGE
+            work, missing = workloads(options, size)
+            skipped = run_model(run, name, weights, work, size.repetitions)
+            dtype = str(pick_dtype(config, pick_device(config.device))).removeprefix("torch.")
+            found[name] = {"dtype": dtype, "skipped": skipped}
+            repetitions = size.repetitions
+    except OverlapSpecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    rows = summary(run.samples)
+    models = {name: entry | {"rows": rows.get(name, {})} for name, entry in found.items()}
+    record = rounded({"models": models, "missing": missing})
+    print_tables(record, Console(width=150))
+    run.finish(repetitions, **record, batch=options.batch, threads=options.threads)
+    if wrong := faults(models):
+        fail("; ".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

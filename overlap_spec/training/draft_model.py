@@ -1,0 +1,152 @@
+"""Trainer of a small draft model: cut out of its target, then taught the target's probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from overlap_spec.kernels import silu_and_mul
+from overlap_spec.models.config import ModelConfig
+from overlap_spec.models.decoder import MLP, Decoder
+from overlap_spec.training.attention import CausalRows
+from overlap_spec.training.batches import Batch, BatchStream
+from overlap_spec.training.budget import Budget
+from overlap_spec.training.target import COMPILED_WIDTH, TargetRecipe, TargetTrainer, scored
+
+LAYERS = 3
+CHANNELS = 96
+
+
+@dataclass(frozen=True)
+class DraftModelRecipe(TargetRecipe):
+    """Settings of a draft model's training; it begins with weights that work."""
+
+    muon_lr: float = 0.01
+    adam_lr: float = 0.002
+    tokens_per_step: int = 3072
+
+
+def draft_model_config(target: ModelConfig) -> ModelConfig:
+    """Shape of the draft model of an embedded target: as wide, but flatter and with small MLPs.
+
+    At the embedded target's width of 256 that is 1.3M parameters.
+    """
+    return replace(
+        target,
+        num_layers=min(LAYERS, target.num_layers),
+        intermediate_size=min(CHANNELS, target.intermediate_size),
+    )
+
+
+@torch.no_grad()
+def cut_out(target: Decoder, batch: Batch) -> Decoder:
+    """A draft model made of parts of its target: the layers that do best on ``batch`` when the
+    others are left out, and the channels of their MLPs that are used most there.
+
+    Copying a span takes attention in two layers that found each other, which costs a small model
+    millions of tokens to learn, and its target has it already.
+    """
+    config = draft_model_config(target.config)
+    chosen = min(
+        # Only the first layer has learnt to read embeddings.
+        ((0, *rest) for rest in combinations(range(1, target.config.num_layers), LAYERS - 1)),
+        key=lambda layers: loss_of(with_layers(target, layers), batch),
+    )
+    source, model = with_layers(target, chosen), Decoder(config)
+    used = mlp_use(source, batch)
+    cut = source.state_dict()
+    for index, use in enumerate(used):
+        keep = use.topk(config.intermediate_size).indices.sort().values
+        name = f"layers.{index}.mlp"
+        gate, up = cut[f"{name}.gate_up_proj.weight"].chunk(2)
+        cut[f"{name}.gate_up_proj.weight"] = torch.cat([gate[keep], up[keep]])
+        cut[f"{name}.down_proj.weight"] = cut[f"{name}.down_proj.weight"][:, keep]
+    model.load_state_dict(cut)
+    return model
+
+
+def with_layers(target: Decoder, layers: tuple[int, ...]) -> Decoder:
+    """The target with these of its layers alone; the weights are shared."""
+    model = Decoder(replace(target.config, num_layers=len(layers)))
+    model.embed_tokens, model.lm_head, model.norm = target.embed_tokens, target.lm_head, target.norm
+    model.layers = torch.nn.ModuleList(target.layers[layer] for layer in layers)
+    return model
+
+
+@torch.no_grad()
+def loss_of(model: Decoder, batch: Batch) -> float:
+    """Weighted mean cross-entropy of the next tokens of ``batch``."""
+    rows, width = batch.tokens.shape
+    slots, targets, weights = scored(batch, 0.5, torch.Generator().manual_seed(0))
+    positions = torch.arange(width).repeat(rows)
+    hidden, _ = model(batch.tokens.flatten(), positions, CausalRows(rows, width))
+    each = F.cross_entropy(model.logits(hidden[slots]).float(), targets, reduction="none")
+    return float((each * weights).sum() / weights.sum())
+
+
+def mlp_use(model: Decoder, batch: Batch) -> list[Tensor]:
+    """How much each channel of each layer's MLP adds to the stream on ``batch``: its mean size
+    times the norm of its column, ``(intermediate,)`` a layer."""
+    found: list[Tensor] = []
+
+    def observe(mlp: MLP, inputs: tuple[Tensor]) -> None:
+        size = silu_and_mul(mlp.gate_up_proj(inputs[0])).abs().mean(0)
+        found.append(size * mlp.down_proj.weight.norm(dim=0))
+
+    mlps = [layer.get_submodule("mlp") for layer in model.layers]
+    hooks = [mlp.register_forward_pre_hook(observe) for mlp in mlps]
+    loss_of(model, batch)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+class DraftModelTrainer(TargetTrainer):
+    """Teaches a Decoder the probabilities of a larger one, resumably.
+
+    Args:
+        target: The frozen target; its vocabulary is the draft model's.
+        draft: The draft model to begin with, such as :func:`cut_out` makes.
+        stream, recipe, budget: As for :class:`TargetTrainer`.
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        draft: Decoder,
+        stream: BatchStream,
+        recipe: DraftModelRecipe,
+        budget: Budget,
+    ) -> None:
+        super().__init__(draft.config, stream, replace(recipe, warm_up_share=0.0), budget, draft)
+        self.target = target.eval().requires_grad_(False)
+
+    def sum_of_losses(self, batch: Batch, choice: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Weighted sum of the cross-entropy to the target's probabilities at the chosen slots."""
+        slots, _, weights = choice
+        shape = (batch.tokens.shape[0], batch.tokens.shape[1])
+        if shape not in self._losses:
+            self._losses[shape] = self._make_loss(*shape)
+        with torch.autocast("cpu", torch.bfloat16):
+            return self._losses[shape](batch.tokens.flatten(), slots, weights)
+
+    def _make_loss(self, rows: int, width: int) -> Callable[..., Tensor]:
+        attend = CausalRows(rows, width)
+        positions = torch.arange(width).repeat(rows)
+
+        def loss(tokens: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+            with torch.no_grad():
+                known, _ = self.target(tokens, positions, attend)
+                wanted = self.target.logits(known[slots]).float().softmax(-1)
+            hidden, _ = self.model(tokens, positions, attend)
+            drafted = self.model.logits(hidden[slots]).float().log_softmax(-1)
+            return -((wanted * drafted).sum(-1) * weights).sum()
+
+        if not self.recipe.compile or width > COMPILED_WIDTH:
+            return loss
+        return torch.compile(loss, dynamic=False)

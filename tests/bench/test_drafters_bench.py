@@ -1,0 +1,149 @@
+"""Drafters side by side: a small run, its record and report, and figures of known samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import drafters, report
+from bench.common import ROOT, rounded, samples_path
+from overlap_spec.config import drafter_names
+
+QUESTIONS = ROOT / "bench" / "data" / "questions.jsonl"
+TREE = "greedy, tree of 16"
+Found = tuple[dict[str, Any], list[dict[str, Any]], Path]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    path = tmp_path_factory.mktemp("drafters") / "drafters.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafters, "QUICK", drafters.Size(1, 24, 2))
+        patch.delitem(drafters.ROWS, TREE)
+        drafters.main(["--quick", "--gsm8k", str(QUESTIONS), "--json", str(path)])
+    lines = samples_path(path).read_text().splitlines()
+    return json.loads(path.read_text()), [json.loads(line) for line in lines], path
+
+
+def test_each_drafter_is_measured_or_skipped_with_its_reason(found: Found) -> None:
+    record, _, _ = found
+    entry = record["models"]["embedded"]
+    assert list(entry["rows"]) == [name for name in drafters.ROWS if name != TREE]
+    for by_drafter in entry["rows"].values():
+        assert {"eagle3", "ngram"} <= set(by_drafter)
+        assert set(by_drafter) | set(entry["skipped"]) == set(drafter_names())
+    assert "needs draft" in entry["skipped"]["eagle"]
+    assert record["missing"] == {"Spec-Bench": "no file given: --spec-bench"}
+
+
+def test_figures_of_a_run(found: Found) -> None:
+    record, samples, _ = found
+    models = drafters.summary(samples)
+    assert rounded(models) == {name: e["rows"] for name, e in record["models"].items()}
+    for row, by_drafter in models["embedded"].items():
+        for drafter, by_workload in by_drafter.items():
+            assert set(by_workload) == {"JSON", "repetitive document", "GSM8K"}
+            for name, f in by_workload.items():
+                where = f"{drafter}, {name}"
+                assert f["same_text"] == 1.0 or not drafters.ROWS[row].keeps_text, where
+                assert f["ratio"]["n"] == 2, where
+                assert f["by_position"] == sorted(f["by_position"], reverse=True), where
+                assert all(0 < share <= 1 for share in f["by_position"]), where
+                assert len(f["by_position"]) <= 5, where
+                assert f["verify_ms"] > 0, where
+                assert f["draft_ms"] > 0, where
+    greedy = models["embedded"]["greedy, chain of 5"]
+    assert greedy["eagle3"]["JSON"]["accept_length"] > 2
+    assert greedy["ngram"]["repetitive document"]["accept_length"] > 1.2
+
+
+def test_sides_take_turns(found: Found) -> None:
+    _, samples, _ = found
+    own = [s for s in samples if s["drafter"] == "ngram" and s["row"] == "greedy, chain of 5"]
+    sides = [(s["repetition"], s["side"]) for s in own if s["workload"] == "JSON"]
+    assert sides == [(0, "plain"), (0, "ngram"), (1, "ngram"), (1, "plain")]
+
+
+def test_another_text_is_a_fault_where_it_was_promised(found: Found) -> None:
+    record, samples, _ = found
+    assert drafters.faults(record["models"]) == []
+    entry = record["models"]["embedded"]
+    changed = [dict(sample) for sample in samples]
+    for sample in changed:
+        if (sample["side"], sample["workload"]) == ("ngram", "JSON"):
+            sample["output_sha256"] = "another"
+    rows = drafters.summary(changed)["embedded"]
+    told = drafters.faults({"embedded": entry | {"rows": rows}})
+    assert len(told) == 2
+    assert all("ngram, JSON" in line for line in told)
+    assert drafters.faults({"embedded": {"dtype": "bfloat16", "rows": rows}}) == []
+
+
+def test_the_report_shows_drafters(found: Found) -> None:
+    _, _, path = found
+    page = report.render(path.parent)
+    assert "shown as it is" not in page
+    assert page.count("<svg") == 3
+    assert "Skipped: eagle:" in page
+
+
+def sample(side: str, repetition: int, **more: Any) -> dict[str, Any]:
+    plain = {
+        "side": side, "repetition": repetition, "seconds": 2.0, "steps": 10, "output_tokens": 20,
+        "verifies": 8, "verified_tokens": 20, "histogram": [2, 3, 3], "draft_ms": 5.0,
+        "extend_ms": 1.0, "verify_ms": 10.0, "output_sha256": "a",
+    }  # fmt: skip
+    return plain | more
+
+
+def test_figures_of_known_samples() -> None:
+    taken = [
+        sample("x", 1, seconds=1.0),
+        sample("plain", 0, seconds=4.0),
+        sample("x", 0, output_sha256="b", histogram=[8]),
+        sample("plain", 1),
+    ]
+    f = drafters.figures(taken, "x")
+    assert f["accept_length"] == 2.5
+    assert f["by_position"] == [6 / 16, 3 / 16]
+    assert (f["draft_ms"], f["extend_ms"], f["verify_ms"]) == (0.5, 0.1, 1.0)
+    assert f["tokens_per_second"] == 40 / 3
+    assert (f["ratio"]["min"], f["ratio"]["max"]) == (2.0, 2.0)
+    assert f["same_text"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--checkpoint", "eagle"], "DRAFTER=DIR"),
+        (["--checkpoint", "parrot=folder"], "one of .*ngram"),
+        (["--gsm8k", str(ROOT / "pyproject.toml")], "holds no such questions"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        drafters.main(["--quick", *words])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert reason.partition(".*")[0] in told
+    assert reason.rpartition(".*")[2] in told
+
+
+def test_a_larger_target_is_drafted_for_by_the_embedded_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def padded(work: Path, _: Any, vocab: int) -> tuple[Path, Path]:
+        return work / str(vocab), work
+
+    monkeypatch.setattr(drafters, "padded_target", padded)
+    options = drafters.parse(["--model", "0.75b", "--checkpoint", "eagle=own"])
+    made = drafters.checkpoints(options, {"model": "big", "draft": "head"})
+    assert made["eagle3"] == "head"
+    assert made["eagle"] == "own"
+    assert Path(made["draft_model"]).name == "151936"
+    assert "draft_model" not in drafters.checkpoints(drafters.parse([]), {})
