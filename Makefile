@@ -22,6 +22,7 @@ check: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m bench.serving_soak
+	$(BIN)/python -m bench.attack --seconds 300
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

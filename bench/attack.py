@@ -1,34 +1,41 @@
 """A server under requests made to hold up its front: ``python -m bench.attack``.
 
-``python -m bench.attack [--rounds N] [--quick] [--json PATH]`` starts a server of the embedded
-model on loopback, asks it good questions for some seconds, and goes on while each attack is made
-``--rounds`` times: a million wrong items, 100,000 unknown fields, megabytes of text, too many
-choices, schemas that are slow to read, bodies and streams that stall, foreign names.
+``python -m bench.attack [--rounds N] [--fuzz N] [--seconds N] [--quick] [--json PATH]`` starts a
+server of the embedded model on loopback, asks it good questions for some seconds, and goes on while
+each attack is made ``--rounds`` times: a million wrong items, 100,000 unknown fields, megabytes of
+text, too many choices, schemas that are slow to read, bodies and streams that stall, foreign names,
+small chunks, more connections than there may be. Then comes a fuzz of ``--fuzz`` bodies: half of
+them are what the server's own document forbids, half are valid ones with something changed, at
+sizes up to the limit. ``--seconds N`` repeats all of it until the time is over.
 
 It fails (exit status 1) where a good answer is wrong, an attack is answered with a 5xx, /health
-takes over half a second, the good requests' p99 is over three times that without attack, the front
-has over 400 MiB, or something is left over.
+takes over half a second, a turn of the event loop over 50 ms of processor time, the good requests'
+p99 is over three times that without attack, the front has over 400 MiB, or something is left over.
 
 Fields of the last line, beside those of every record (``bench.common``): ``good`` (requests, wrong,
-``calm_p99_ms``, ``attacked_p99_ms``), ``health_worst_ms``, ``front_peak_mib``, ``attacks``
+``calm_p99_ms``, ``attacked_p99_ms``), ``health_worst_ms``, ``turn_worst_ms`` (processor time of the
+event loop's longest turn; ``turn_worst_wall_ms`` by the clock), ``front_peak_mib``, ``attacks``
 (statuses and time of each), ``left_over``.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from bench.attack_fuzz import forbidden, mutations
 from bench.common import Run, fail, flags, rounded
-from bench.served import Served, rss_mib
+from bench.served import Served, read_metrics, rss_mib
 from overlap_spec.errors import ConfigError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -37,7 +44,10 @@ GOOD = {"messages": HI, "structured_outputs": {"choice": ["yes", "no"]}, "temper
 JSON = {"content-type": "application/json"}
 CALM_S = 5.0
 STALLED_S = 3.0
+# Of the fuzz: requests at once, and how long their clients stay.
+FUZZ_AT_ONCE, PATIENCE_S = 8, 10.0
 LEFT_OVER = ("open", "running", "pages_in_use", "matchers")
+MOST_TURN_MS = 50.0
 MOST_HEALTH_MS, MOST_GROWTH, MOST_FRONT_MIB = 500.0, 3.0, 400.0
 LONG_TEXT = "hello world, this is " * 250_000
 Answer = Awaitable[int]
@@ -48,13 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; ends in one JSON line."""
     parser = flags("attack", "Requests made to hold up a server's front.")
     parser.add_argument("--rounds", type=int, default=3, help="of each attack (default 3)")
+    parser.add_argument("--fuzz", type=int, default=2000, help="bodies of the fuzz (default 2000)")
+    parser.add_argument("--seconds", type=float, default=0.0, help="go on at least so long")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.rounds = 1
+        options.rounds, options.fuzz = 1, min(options.fuzz, 200)
     run = Run("attack", options, arguments)
     try:
         with Served(["--mask-deadline-ms", "0"]) as served:
-            found = asyncio.run(attack(run, options.rounds, served))
+            found = asyncio.run(attack(run, options, served))
     except (ConfigError, httpx.HTTPError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -63,27 +75,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fail("; ".join(wrong))
 
 
-async def attack(run: Run, rounds: int, served: Served) -> dict[str, Any]:
+async def attack(run: Run, options: argparse.Namespace, served: Served) -> dict[str, Any]:
     """Make all attacks beside good requests; the figures."""
     watch = Watch(served)
+    fuzzed: list[int] = []
     async with httpx.AsyncClient(timeout=90, limits=httpx.Limits(max_connections=64)) as client:
         # The first one compiles its grammar.
         await client.post(served.url + CHAT, json=GOOD)
         tasks = [asyncio.create_task(work(client)) for work in (watch.ask, watch.probe)]
         await asyncio.sleep(CALM_S)
         calm, watch.times_ms = watch.times_ms, []
-        made = {}
-        for name, one in attacks().items():
-            statuses: Counter[str] = Counter()
+        made: dict[str, Any] = {}
+        end = time.monotonic() + options.seconds
+        while not made or time.monotonic() < end:
+            for name, one in attacks().items():
+                statuses: Counter[str] = Counter()
+                start = time.monotonic()
+                for _ in range(options.rounds):
+                    statuses[str(await one(client, served.url))] += 1
+                took_s = time.monotonic() - start
+                run.sample(attack=name, statuses=dict(statuses), seconds=took_s)
+                _add(made, name, statuses, took_s)
             start = time.monotonic()
-            for _ in range(rounds):
-                statuses[str(await one(client, served.url))] += 1
-            seconds = time.monotonic() - start
-            made[name] = run.sample(attack=name, statuses=dict(statuses), seconds=seconds)
+            statuses = await fuzz(client, served.url, options.fuzz, options.seed + len(fuzzed))
+            fuzzed.append(sum(statuses.values()))
+            run.sample(attack="fuzz", statuses=dict(statuses), seconds=time.monotonic() - start)
+            _add(made, "fuzz", statuses, time.monotonic() - start)
         watch.end = True
         await asyncio.gather(*tasks)
         await asyncio.sleep(1)
         state = (await client.get(f"{served.url}/server_info")).json()["state"]
+    with httpx.Client(timeout=60) as plain:
+        figures = read_metrics(plain, served.url)
     return {
         "good": {
             "requests": len(calm) + len(watch.times_ms),
@@ -92,12 +115,44 @@ async def attack(run: Run, rounds: int, served: Served) -> dict[str, Any]:
             "attacked_p99_ms": percentile(watch.times_ms),
         },
         "health_worst_ms": watch.health_worst_ms,
+        "turn_worst_ms": 1e3 * figures["overlap_spec:front_turn_worst_seconds"],
+        "turn_worst_wall_ms": 1e3 * figures["overlap_spec:front_turn_worst_wall_seconds"],
         "front_peak_mib": watch.front_peak_mib,
         "attacks": made,
-        "left_over": {
-            name: state[name] for name in ("open", "running", "pages_in_use", "matchers")
-        },
+        "left_over": {name: state[name] for name in LEFT_OVER},
     }
+
+
+def _add(made: dict[str, Any], name: str, statuses: Counter[str], took_s: float) -> None:
+    entry = made.setdefault(name, {"statuses": {}, "seconds": 0.0})
+    entry["statuses"] = dict(Counter(entry["statuses"]) + statuses)
+    entry["seconds"] += took_s
+
+
+async def fuzz(client: httpx.AsyncClient, url: str, count: int, seed: int) -> Counter[str]:
+    """Send bodies that are almost valid, some at once; how many got which status."""
+    wrong = await asyncio.to_thread(forbidden, url, count // 2, seed)
+    left = [*wrong, *mutations(Random(seed), count - len(wrong))]
+    Random(seed).shuffle(left)
+    statuses: Counter[str] = Counter()
+
+    async def send() -> None:
+        while left:
+            path, content = left.pop()
+            try:
+                reply = await client.post(
+                    url + path, content=content, headers=JSON, timeout=PATIENCE_S
+                )
+            except httpx.ReadTimeout:
+                # It asked for thousands of tokens, or for a grammar that compiles long.
+                statuses["left"] += 1
+                continue
+            statuses[str(reply.status_code)] += 1
+            if reply.status_code >= 500:
+                print(f"{reply.status_code} {path} {content[:500]!r}", file=sys.stderr)
+
+    await asyncio.gather(*(send() for _ in range(FUZZ_AT_ONCE)))
+    return statuses
 
 
 class Watch:
@@ -140,6 +195,12 @@ def attacks() -> dict[str, Attack]:
     call = {"name": "f", "arguments": json.dumps({"a": LONG_TEXT})}
     said = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]}
     fields = {f"unknown{i}": i for i in range(100_000)}
+    few = draft4 | {"enum": slow[:450]}
+    short = {"type": "json_schema", "json_schema": {"schema": few}}
+    prompts = {"text": [LONG_TEXT[:16_000]] * 64, "sampling_params": {"max_new_tokens": 1}}
+    length = {"max_new_tokens": 400, "ignore_eos": True, "n": 16}
+    logprobs = {"text": "a", "return_logprob": True, "top_logprobs_num": 20}
+    logprobs |= {"return_text_in_logprobs": True, "sampling_params": length}
     many = {"text": ["a"] * 20_000, "sampling_params": {"n": 128}}
     return {
         "wrong_items": _post(TEXT, '{"prompt":[' + "null," * 200_000 + "null]}"),
@@ -154,6 +215,12 @@ def attacks() -> dict[str, Attack]:
         "stalled_bodies": stalled_bodies,
         "unread_streams": unread_streams,
         "foreign_host": foreign_host,
+        "long_prompts": _post("/generate", json.dumps(prompts), 4),
+        "short_slow_schema": _post(CHAT, json.dumps({"messages": HI, "response_format": short}), 8),
+        "many_logprobs": _post("/generate", json.dumps(logprobs)),
+        "small_chunks": small_chunks,
+        "idle_connections": idle_connections,
+        "slow_heads": slow_heads,
     }
 
 
@@ -188,6 +255,54 @@ async def unread_streams(_: httpx.AsyncClient, url: str) -> int:
     return 0
 
 
+async def small_chunks(_: httpx.AsyncClient, url: str) -> int:
+    """Bodies in chunks of one byte, as quickly as they are taken."""
+    where = urlsplit(url)
+    head = f"POST /generate HTTP/1.1\r\nHost: {where.netloc}\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    async def one() -> int:
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        writer.write(head.encode() + b"1\r\n[\r\n" * 200_000 + b"0\r\n\r\n")
+        status = await _status(reader)
+        writer.transport.abort()
+        return status
+
+    return max(await asyncio.gather(*(one() for _ in range(4))))
+
+
+async def idle_connections(_: httpx.AsyncClient, url: str) -> int:
+    """More connections than the server keeps open, which ask for nothing."""
+    await _silent(url, 1200, b"")
+    return 0
+
+
+async def slow_heads(_: httpx.AsyncClient, url: str) -> int:
+    """Requests whose heads stop in the middle."""
+    await _silent(url, 200, b"GET /health HTTP/1.1\r\nHost: local")
+    return 0
+
+
+async def _silent(url: str, count: int, said: bytes) -> None:
+    where = urlsplit(url)
+    writers = []
+    for _ in range(count):
+        _, writer = await asyncio.open_connection(where.hostname, where.port)
+        writer.write(said)
+        writers.append(writer)
+    await asyncio.sleep(STALLED_S)
+    for writer in writers:
+        writer.transport.abort()
+
+
+async def _status(reader: asyncio.StreamReader) -> int:
+    """The status of an answer; 0 where the connection ends without one."""
+    try:
+        line = await reader.readline()
+    except OSError:
+        return 0
+    return int(line.split()[1]) if line else 0
+
+
 async def _stalled(url: str, count: int, path: str, content: bytes, length: int) -> None:
     where = urlsplit(url)
     head = f"POST {path} HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: application/json\r\n"
@@ -216,6 +331,8 @@ def faults(record: dict[str, Any]) -> list[str]:
         found.append("the good requests' p99 grew over three times")
     if record["health_worst_ms"] > MOST_HEALTH_MS:
         found.append(f"/health took {record['health_worst_ms']} ms")
+    if record["turn_worst_ms"] > MOST_TURN_MS:
+        found.append(f"one turn of the event loop took {record['turn_worst_ms']} ms")
     if record["front_peak_mib"] > MOST_FRONT_MIB:
         found.append(f"the front had {record['front_peak_mib']} MiB")
     if any(record["left_over"].values()):

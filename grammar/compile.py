@@ -268,7 +268,7 @@ class GrammarCompiler:
     def _note_failure(self, key: Key, error: BaseException) -> None:
         kind = error.kind if isinstance(error, CompileFailure) else "refused"
         self._failures[kind if isinstance(error, GrammarError) else "crash"] += 1
-        if not isinstance(error, GrammarError) or kind in ("busy", "closed"):
+        if not isinstance(error, GrammarError) or kind in ("busy", "closed", "unavailable"):
             return
         kept_s = REFUSED_S if kind == "refused" else FAILED_S
         self._failed[key] = (time.monotonic() + kept_s, copy.copy(error))

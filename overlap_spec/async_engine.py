@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -17,9 +17,10 @@ from overlap_spec.engine.input_processor import (
     PromptOptions,
     Sampling,
     as_prompts,
+    count_characters,
     each,
 )
-from overlap_spec.errors import EngineUnavailable, InvalidRequest, RequestFailed
+from overlap_spec.errors import EngineUnavailable, RequestFailed
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.ipc import messages as m
 from overlap_spec.ipc.client import EngineClient, Health
@@ -31,7 +32,7 @@ from overlap_spec.types import Delta, Output, Request
 __all__ = ["AsyncEngine", "AsyncRequestHandle", "count_characters", "rss_bytes"]
 
 # Prompts longer than this are tokenised in a thread, in characters.
-LONG_PROMPT = 16384
+LONG_PROMPT = 2048
 TOKENISER_THREADS = 2
 Result = TypeVar("Result")
 
@@ -59,14 +60,13 @@ class AsyncEngine:
         *,
         chat_template: str | None = None,
         max_queued_requests: int = 1024,
-        stall_timeout_s: float = 300.0,
+        stall_timeout_s: float = 120.0,
         **settings: Any,
     ) -> None:
         self.config = EngineConfig.build(model=model, **settings)
         self._chat_template = chat_template
         self._max_queued_requests = max_queued_requests
         self._input_processor: InputProcessor | None = None
-        self._most_characters = 0
         self._threads = ThreadPoolExecutor(TOKENISER_THREADS, "tokenise")
         settings = {"model": model, **settings}
         self.client = EngineClient(settings, stall_timeout_s, self._set_ready)
@@ -224,17 +224,8 @@ class AsyncEngine:
         return process() if size <= LONG_PROMPT else await self.in_thread(process)
 
     def check_length(self, characters: int) -> None:
-        """Raise InvalidRequest if no prompt of so many characters fits the context.
-
-        Cheap, unlike tokenising the prompt and counting its tokens.
-        """
-        if characters > self._most_characters:
-            raise InvalidRequest(
-                f"the prompt has {characters} characters; the context of {self.context_length} "
-                f"tokens holds at most {self._most_characters}, which leaves no room for output: "
-                "shorten the prompt",
-                "prompt",
-            )
+        """As :meth:`InputProcessor.check_length`."""
+        self.input_processor.check_length(characters)
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         """The result of ``work``, done in one of the few threads that prepare requests.
@@ -276,6 +267,10 @@ class AsyncEngine:
         """
         return self.client.send(request)
 
+    def end_open(self, reason: str) -> None:
+        """Fail all open requests with :class:`EngineUnavailable`."""
+        self.client.end_open(reason)
+
     async def snapshot(self) -> dict[str, Any]:
         """The engine's state as plain data."""
         return await self.client.query("snapshot")
@@ -292,26 +287,6 @@ class AsyncEngine:
         if self._input_processor is None:
             tokenizer = Tokenizer(self.config.target_path, ready.vocab_size, self._chat_template)
             self._input_processor = InputProcessor(tokenizer, ready.limits)
-            longest = max(map(len, tokenizer.vocabulary.text))
-            self._most_characters = ready.limits.context_tokens * longest
-
-
-def count_characters(prompt: Any) -> int:
-    """Characters of all texts in a prompt: text, or a chat as plain data; a token id counts one."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    count, stack = 0, [prompt]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, str):
-            count += len(value)
-        elif isinstance(value, Mapping):
-            stack += value.values()
-        elif isinstance(value, list | tuple) and value and isinstance(value[0], int):
-            count += len(value)
-        elif isinstance(value, list | tuple):
-            stack += value
-    return count
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:

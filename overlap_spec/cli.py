@@ -38,6 +38,7 @@ ENGINE_FLAGS = (
     "num_steps",
     "eagle_topk",
     "num_draft_tokens",
+    "tree",
     "adaptive",
     "tpot_slo_ms",
     "acceptance",
@@ -67,14 +68,21 @@ SERVING_ENGINE_FLAGS = (
 SERVER_FLAGS = (
     "host",
     "port",
+    "api_key_file",
+    "admin_api_key_file",
     "tool_call_parser",
     "reasoning_parser",
     "best_effort",
     "max_queued_requests",
     "request_timeout_s",
     "drain_timeout_s",
+    "max_connections",
+    "header_timeout_s",
+    "body_timeout_s",
+    "idle_timeout_s",
     "max_body_bytes",
     "max_bodies_bytes",
+    "max_front_bytes",
     "max_schema_bytes",
     "max_choices",
 )
@@ -173,13 +181,15 @@ def generate(
     **engine_flags: Any,
 ) -> None:
     """Generate for one prompt; only the text goes to standard output."""
+    from overlap_spec.doctor import check_files
     from overlap_spec.types import SamplingParams
 
     text = sys.stdin.read() if prompt == "-" else prompt
     layout = read_whitespace(whitespace)
     grammar = build_grammar(schema, regex, ebnf, choice, json_object, layout, best_effort)
     sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
-    # Torch and the libraries only after a mistake in the flags has been told.
+    # Torch and the libraries only after a mistake in the flags or files has been told.
+    check_files(EngineConfig.build(**engine_flags))
     from overlap_spec.engine import Engine
 
     with Engine(**engine_flags) as engine:
@@ -274,6 +284,10 @@ def serve(
         str | None,
         typer.Option(envvar="OVERLAP_SPEC_API_KEY", help=HELP["api_key"]),
     ] = None,
+    admin_api_key: Annotated[
+        str | None,
+        typer.Option(envvar="OVERLAP_SPEC_ADMIN_API_KEY", help=HELP["admin_api_key"]),
+    ] = None,
     served_model_name: Annotated[str | None, typer.Option(help=HELP["served_model_name"])] = None,
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja file to use instead of the checkpoint's template.")
@@ -284,7 +298,7 @@ def serve(
         typer.Option(
             help="Restart an engine that owes an answer and sends nothing for so long, in seconds."
         ),
-    ] = 300.0,
+    ] = 120.0,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help=f"{HELP['cors_origins']} Repeat it.")
     ] = None,
@@ -295,13 +309,18 @@ def serve(
     **flags: Any,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API; by default the embedded model."""
+    from overlap_spec.doctor import check_files
     from overlap_spec.server.launch import launch
 
     del config  # `read_config` has made its values the flags' defaults.
+    template = read_template(chat_template)
+    # Torch and the libraries only after a mistake in the files has been told.
+    check_files(EngineConfig.build(model=flags["model"]), template)
     launch(
         api_key=api_key,
+        admin_api_key=admin_api_key,
         served_model_name=served_model_name,
-        chat_template=chat_template,
+        chat_template=template,
         whitespace=read_whitespace(whitespace),
         stall_timeout_s=stall_timeout_s,
         cors_origin=cors_origin,
@@ -309,6 +328,14 @@ def serve(
         log_level=log_level,
         **flags,
     )
+
+
+def read_template(path: Path | None) -> str | None:
+    """The text of a file with a chat template; ConfigError if it cannot be read."""
+    try:
+        return None if path is None else path.read_text()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--chat-template {path}: {error}") from None
 
 
 @app.command()
@@ -344,7 +371,7 @@ def profile(**engine_flags: Any) -> None:
 
 
 @app.command()
-@with_flags(EngineConfig, ("model", "draft"))
+@with_flags(EngineConfig, ("model", "draft", "algorithm"))
 def doctor(**paths: Any) -> None:
     """Show the installed libraries, and the device, kernels and weights that would be used."""
     from rich.console import Console

@@ -11,7 +11,6 @@ from overlap_spec.errors import ConfigError
 
 EMBEDDED = Path(__file__).parent / "embedded"
 DRAFTERS = Path(__file__).parent / "drafters"
-PLANNED_ALGORITHMS = ("mtp",)
 OVERLAP_MODES = ("once-sync", "double-sync", "none")
 ACCEPTANCE_RULES = ("exact", "rejection", "threshold")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -49,8 +48,8 @@ class EngineConfig:
     algorithm: Annotated[
         str | None,
         Help(
-            "Drafter: eagle, eagle3, draft_model, ngram, none, or package.module:Class of your "
-            "own; by default eagle3 if there is a draft head.",
+            "Drafter: eagle, eagle3, draft_model, mtp, ngram, suffix, none, or "
+            "package.module:Class of your own; by default eagle3 if there is a draft head.",
             ("--speculative-algorithm",),
         ),
     ] = None
@@ -64,6 +63,14 @@ class EngineConfig:
             "Nodes that are verified, root included; by default all drafted ones, at most 16 in a "
             "tree.",
             ("--speculative-num-draft-tokens",),
+        ),
+    ] = None
+    tree: Annotated[
+        str | None,
+        Help(
+            "JSON file with a fixed draft tree, as parents or as Medusa's choices, in place of the "
+            "three settings above; needs --speculative-adaptive-config static.",
+            ("--speculative-tree",),
         ),
     ] = None
     adaptive: Annotated[
@@ -131,8 +138,8 @@ class EngineConfig:
     ngram_public_pool: Annotated[
         bool,
         Help(
-            "ngram: also look up the text of requests that have ended, whoever sent them; by "
-            "default only the request's own."
+            "ngram, suffix: also look up the text of requests that have ended, whoever sent them; "
+            "by default only the request's own."
         ),
     ] = False
     ngram_keep_all: Annotated[
@@ -144,8 +151,8 @@ class EngineConfig:
     ngram_pool_bytes: Annotated[
         int,
         Help(
-            "ngram: memory for what is looked up, in bytes; each of the requests that run at once "
-            "has an equal share, after half of it for the public pool."
+            "ngram, suffix: memory for what is looked up, in bytes; each of the requests that run "
+            "at once has an equal share, after half of it for the public pool."
         ),
     ] = 256 * 2**20
     overlap: Annotated[
@@ -238,7 +245,7 @@ class EngineConfig:
         """Raise ConfigError that names the first invalid setting."""
         if ":" not in self.drafter:
             built = (*drafter_names(), "none", "package.module:Class")
-            _one_of("algorithm", self.drafter, built, PLANNED_ALGORITHMS)
+            _one_of("algorithm", self.drafter, built)
         _one_of("overlap", self.overlap, OVERLAP_MODES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("acceptance", self.acceptance, ACCEPTANCE_RULES)
@@ -273,6 +280,8 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ConfigError(f"{name} must be an integer >= {low}: {value!r}")
+        if self.tree is not None:
+            self._check_tree()
         if self.chunked_prefill_size < self.page_size:
             raise ConfigError("chunked_prefill_size must hold at least one page (page_size)")
         for name in ("mask_deadline_ms", "grammar_compile_timeout_s", "tpot_slo_ms"):
@@ -282,6 +291,21 @@ class EngineConfig:
         fraction = self.mem_fraction_static
         if fraction is not None and not 0 < fraction < 1:
             raise ConfigError(f"mem_fraction_static must be between 0 and 1: {fraction!r}")
+
+    def _check_tree(self) -> None:
+        """Raise ConfigError for settings that a fixed tree cannot have beside it."""
+        defaults = {f.name: f.default for f in fields(self)}
+        for name in ("num_steps", "eagle_topk", "num_draft_tokens"):
+            if getattr(self, name) != defaults[name]:
+                raise ConfigError(f"{name}: the tree's file says it; leave it out")
+        if self.adaptive.lower() != "static":
+            raise ConfigError(f"tree: adaptive must be 'static' beside it, not {self.adaptive!r}")
+        if self.drafter in ("ngram", "suffix"):
+            raise ConfigError(
+                f"tree: the trees of {self.drafter!r} have the shape of what it finds"
+            )
+        if self.drafter == "none":
+            raise ConfigError("tree: nothing is drafted without a drafter; set algorithm or draft")
 
     def _check_acceptance(self) -> None:
         for name in ("threshold_single", "threshold_acc", "relaxed_delta"):
@@ -325,12 +349,10 @@ class EngineConfig:
 
 def drafter_names() -> tuple[str, ...]:
     """The drafters that have a file."""
-    support = {"__init__", "base", "registry", "tree_drafter"}
+    support = {"__init__", "base", "fixed_tree", "registry", "sound", "text_pool", "tree_drafter"}
     return tuple(sorted(f.stem for f in DRAFTERS.glob("*.py") if f.stem not in support))
 
 
-def _one_of(name: str, value: str, built: tuple[str, ...], planned: tuple[str, ...] = ()) -> None:
-    if value in planned:
-        raise ConfigError(f"{name} {value!r} is not built yet; built: {', '.join(built)}")
+def _one_of(name: str, value: str, built: tuple[str, ...]) -> None:
     if value not in built:
         raise ConfigError(f"{name} must be one of {', '.join(built)}: {value!r}")

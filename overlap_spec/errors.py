@@ -4,10 +4,11 @@ OverlapSpecError
 ├── InvalidRequest          one request is at fault: bad field, schema or prompt (HTTP 400)
 │   └── GrammarError        the constraint itself is at fault
 ├── CheckpointError         a checkpoint cannot be loaded as it is
-├── ConfigError             an engine setting is wrong or not built yet
+├── ConfigError             an engine setting is wrong
 ├── EngineUnavailable       the engine is closed, gone or not there yet (HTTP 503)
 ├── QueueFull               more requests wait than may wait (HTTP 429)
 └── RequestFailed           a running request ended with an error; the engine goes on
+    ├── GrammarFailed        its grammar went over a limit of the library that runs it
     └── NumericFault        its logits are not numbers, and its cache is not to be trusted
 """
 
@@ -53,6 +54,10 @@ class QueueFull(OverlapSpecError):
 
 class RequestFailed(OverlapSpecError):
     """One request ended with an error in the middle of its generation."""
+
+
+class GrammarFailed(RequestFailed):
+    """A grammar that compiled went over a limit of its library while it ran (HTTP 400)."""
 
 
 class NumericFault(RequestFailed):

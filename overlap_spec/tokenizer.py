@@ -6,10 +6,10 @@ import codecs
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from overlap_spec.chat_template import ChatTemplate
 from overlap_spec.errors import CheckpointError, InvalidRequest
 from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.types import SamplingParams
@@ -17,6 +17,7 @@ from overlap_spec.types import SamplingParams
 Message = Mapping[str, Any]
 # Enough for the opening and closing marks of thinking, even with one token a character.
 ENDING_TOKENS = 32
+LONGEST_MESSAGE = 500
 
 
 class Tokenizer:
@@ -37,16 +38,29 @@ class Tokenizer:
         file = path / "tokenizer.json"
         if not file.exists():
             raise CheckpointError(f"{file} is missing")
-        self._fast = Fast.from_file(str(file))
+        try:
+            self._fast = Fast.from_file(str(file))
+        except Exception as error:
+            message = f"{file} is not a readable tokenizer.json: {error}"[:LONGEST_MESSAGE]
+            raise CheckpointError(message) from None
         self._settings = _optional_json(path / "tokenizer_config.json")
         self._generation = _optional_json(path / "generation_config.json")
         if chat_template is None:
             chat_template = self._read_template(path)
-        self._template_text = chat_template
-        self._template: Any = None
-        self.eos_ids = self._read_eos(path)
-        self.vocabulary = Vocabulary.from_tokenizer_json(file, vocab_size, sorted(self.eos_ids))
+        self._template: ChatTemplate | None = None
+        if chat_template is not None:
+            self._template = ChatTemplate(chat_template, self._special_tokens())
+        self.eos_ids = self._read_eos(path, vocab_size)
+        try:
+            self.vocabulary = Vocabulary.from_tokenizer_json(file, vocab_size, sorted(self.eos_ids))
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            message = f"{file}: {type(error).__name__}: {error}"[:LONGEST_MESSAGE]
+            raise CheckpointError(message) from None
         self.vocab_size = vocab_size
+        try:
+            self.sampling_defaults(SamplingParams())
+        except (InvalidRequest, TypeError) as error:
+            raise CheckpointError(f"{path / 'generation_config.json'}: {error}") from None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of ``text``; ``special`` adds the tokenizer's special tokens, such as BOS."""
@@ -84,20 +98,11 @@ class Tokenizer:
         Raises:
             InvalidRequest: as for :meth:`chat`.
         """
-        import jinja2
-
         if self._template is None:
-            self._template = self._compile_template()
-        try:
-            text: str = self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=list(tools) if tools else None,
-                add_generation_prompt=open_answer,
-                **self._special_tokens(),
+            raise InvalidRequest(
+                "this model has no chat template: pass raw=True and a text prompt", "messages"
             )
-        except jinja2.TemplateError as error:
-            raise InvalidRequest(f"the chat template refuses: {error}", "messages") from None
-        return text
+        return self._template.render(messages, tools, open_answer)
 
     def detokenizer(self) -> StreamDecoder:
         """A fresh decoder for one output."""
@@ -105,9 +110,9 @@ class Tokenizer:
 
     def sampling_defaults(self, params: SamplingParams) -> SamplingParams:
         """``params`` with unset fields filled in from ``generation_config.json``."""
-        given = dict(self._generation)
+        given = self._generation
         if given.get("do_sample") is False:
-            given["temperature"] = 0.0
+            given = given | {"temperature": 0.0}
         names = {f.name for f in fields(SamplingParams) if f.default is None}
         names &= {"temperature", "top_k", "top_p", "repetition_penalty"}
         fill = {
@@ -119,29 +124,18 @@ class Tokenizer:
             fill["top_k"] = -1
         return replace(params, **fill)
 
-    def _read_template(self, path: Path) -> str | None:
+    def _read_template(self, path: Path) -> Any:
         file = path / "chat_template.jinja"
         if file.exists():
-            return file.read_text()
+            try:
+                return file.read_text()
+            except (OSError, UnicodeError) as error:
+                raise CheckpointError(f"{file} is not readable text: {error}") from None
         template = self._settings.get("chat_template")
         if isinstance(template, list):
-            template = next((t["template"] for t in template if t["name"] == "default"), None)
+            named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+            template = named.get("default")
         return template
-
-    def _compile_template(self) -> Any:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        if self._template_text is None:
-            raise InvalidRequest(
-                "this model has no chat template: pass raw=True and a text prompt", "messages"
-            )
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        return environment.from_string(self._template_text)
 
     def _special_tokens(self) -> dict[str, str]:
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -150,11 +144,13 @@ class Tokenizer:
             token = self._settings.get(name)
             if isinstance(token, dict):
                 token = token.get("content")
+            if token is not None and not isinstance(token, str):
+                raise CheckpointError(f"tokenizer_config.json: {name} must be text: {token!r}")
             if token is not None:
                 found[name] = token
         return found
 
-    def _read_eos(self, path: Path) -> frozenset[int]:
+    def _read_eos(self, path: Path, vocab_size: int) -> frozenset[int]:
         ids: set[int] = set()
         for source in (self._generation, _optional_json(path / "config.json")):
             value = source.get("eos_token_id")
@@ -166,6 +162,11 @@ class Tokenizer:
             ids.add(number)
         if not ids:
             raise CheckpointError(f"{path}: no eos_token_id in generation_config or config.json")
+        for each in ids:
+            if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < vocab_size:
+                raise CheckpointError(
+                    f"{path}: eos_token_id must be below the vocabulary of {vocab_size}: {each!r}"
+                )
         return frozenset(ids)
 
 
@@ -185,16 +186,8 @@ def _optional_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         data: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
     return data
-
-
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _refuse(message: str) -> None:
-    import jinja2
-
-    raise jinja2.TemplateError(message)

@@ -192,12 +192,14 @@ class History:
 class Tier:
     """How much is drafted a step: ``steps`` deep, ``top_k`` wide, ``nodes`` verified (root too).
 
-    Tier(0, 1, 1) is speculation off.
+    Tier(0, 1, 1) is speculation off. ``parents``: of a tree of a fixed shape each node's parent,
+    from node 1 on; None: the drafter chooses.
     """
 
     steps: int
     top_k: int
     nodes: int
+    parents: tuple[int, ...] | None = None
 
     @property
     def window_tokens(self) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import tomllib
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 import overlap_spec
 
@@ -30,3 +32,10 @@ def test_the_licence_is_the_one_that_is_named() -> None:
     assert PROJECT["project"]["license"] == "Apache-2.0"
     lines = (ROOT / "LICENSE").read_text().splitlines()
     assert (lines[0].strip(), lines[1].strip()) == ("Apache License", "Version 2.0, January 2004")
+
+
+def test_dependencies_end_where_tests_do() -> None:
+    for line in PROJECT["project"]["dependencies"]:
+        needed = Requirement(line)
+        assert any(each.operator == "<" for each in needed.specifier), f"{line} has no upper bound"
+        assert metadata.version(needed.name) in needed.specifier, line

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from overlap_spec.errors import GrammarError
+from overlap_spec.errors import GrammarError, GrammarFailed
 from overlap_spec.grammar import walk
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
 from overlap_spec.grammar.lowering import to_ebnf
@@ -49,6 +49,8 @@ _SLICES = [
     f"{_INSIDE}{{1,16}}",
     f"{_INSIDE}+",
 ]
+# Marks of the library's own limits in its errors.
+OVER_LIMIT = ("too many", "too complex", "too large", "limit")
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 
 
@@ -210,7 +212,7 @@ class _LLGuidanceMatcher(Matcher):
         library.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if library.is_error():
             if not _reason(library).startswith("NoExtension"):
-                raise RuntimeError(f"llguidance failed: {_reason(library)}")
+                raise _failure(library)
             row.fill(0)
             return False
         row &= self.vocabulary.text_row
@@ -231,7 +233,18 @@ class _LLGuidanceMatcher(Matcher):
 
     def _check(self) -> None:
         if self._library.is_error():
-            raise RuntimeError(f"llguidance failed: {_reason(self._library)}")
+            raise _failure(self._library)
+
+
+def _failure(library: LLMatcher) -> Exception:
+    """The error of a library matcher: its grammar's fault where it is over one of its limits."""
+    reason = _reason(library)
+    if any(mark in reason for mark in OVER_LIMIT):
+        return GrammarFailed(
+            f"the grammar is too much for llguidance: {reason}; simplify it (long repetitions are "
+            "the usual cause)"
+        )
+    return RuntimeError(f"llguidance failed: {reason}")
 
 
 @dataclass(frozen=True)

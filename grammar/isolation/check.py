@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pickle
 import subprocess
 import sys
 from decimal import Decimal
 from typing import Any
 
+from overlap_spec.grammar.isolation.environment import without_secrets
 from overlap_spec.grammar.isolation.limits import CompileFailure
 from overlap_spec.grammar.reasoning import answer_of
 from overlap_spec.grammar.source import json_path
@@ -93,7 +95,14 @@ def violation_elsewhere(grammar: Grammar, text: str, time_s: float) -> str | Non
     body = pickle.dumps((dataclasses.replace(grammar, output=None), text))
     what = f"the {grammar.kind} grammar cannot check its output"
     try:
-        done = subprocess.run(command, input=body, capture_output=True, timeout=time_s, check=False)
+        done = subprocess.run(
+            command,
+            input=body,
+            capture_output=True,
+            timeout=time_s,
+            check=False,
+            env=without_secrets(os.environ),
+        )
     except subprocess.TimeoutExpired:
         late = f"{what}: it took longer than {time_s:g} s"
         raise CompileFailure(late, "timeout", grammar.kind) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from typing import Any
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation.channel import pair, receive, send
+from overlap_spec.grammar.isolation.environment import without_secrets
 from overlap_spec.grammar.isolation.fork_server import Setup
 from overlap_spec.grammar.isolation.limits import CompileLimits
+from overlap_spec.grammar.isolation.work_items import is_stopped
 
 # The import path comes first, to find the package. `-m` would load the module under two names.
 START = (
@@ -65,7 +68,7 @@ class ForkServerLink:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(far.fileno(), file),
                 start_new_session=True,
-                env=os.environ | ONE_THREAD,
+                env=without_secrets(os.environ) | ONE_THREAD,
             )
         finally:
             os.close(file)
@@ -111,6 +114,9 @@ class ForkServerLink:
     def close(self) -> None:
         """End the fork server and with it all workers, and wait until it has ended."""
         self.end.close()
+        if is_stopped(self.process.pid):
+            # A worker that was stopped at its very start would not end with it.
+            os.killpg(self.process.pid, signal.SIGKILL)
         try:
             self.process.wait(END_S)
         except subprocess.TimeoutExpired:

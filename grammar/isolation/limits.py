@@ -8,7 +8,7 @@ from typing import Literal
 
 from overlap_spec.errors import ConfigError, GrammarError
 
-FailureKind = Literal["timeout", "out_of_memory", "crash", "busy", "closed"]
+FailureKind = Literal["timeout", "out_of_memory", "crash", "busy", "closed", "unavailable"]
 
 
 class CompileFailure(GrammarError):
@@ -18,7 +18,8 @@ class CompileFailure(GrammarError):
         message: What happened, and what to do.
         kind: `timeout` and `out_of_memory`: a limit was exceeded. `crash`: the library ended its
             process or raised an unexpected error. `busy`: the queue is full, try again later.
-            `closed`: the engine was closed while the grammar waited.
+            `closed`: the engine was closed while the grammar waited. `unavailable`: its workers
+            were stopped, killed or could not start, also at a second try; no grammar is to blame.
         param: The request's field at fault.
     """
 

@@ -25,11 +25,16 @@ from overlap_spec.grammar.isolation import channel
 from overlap_spec.grammar.isolation.channel import Message
 from overlap_spec.grammar.isolation.fork_server_link import ForkServerLink
 from overlap_spec.grammar.isolation.limits import CompileLimits
-from overlap_spec.grammar.isolation.work_items import CompileWorker, WorkItem
+from overlap_spec.grammar.isolation.work_items import CompileWorker, WorkItem, is_stopped
 from overlap_spec.grammar.isolation.worker import means_out_of_memory
 
-# After so long, a fork server that is not ready or a worker that has not started is given up.
-START_S = 60.0
+# After so long, a fork server that is not ready is given up, and, with a ready one, a worker that
+# has not started on its item.
+READY_S, START_S = 60.0, 5.0
+# How often processes are looked at while there is work.
+LOOK_S = 1.0
+# Signals that come from outside: a library's own faults are others.
+OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LOADERS = 2
 
 
@@ -52,7 +57,7 @@ class Supervisor:
         self.long: deque[WorkItem] = deque()
         self.workers: dict[int, CompileWorker] = {}
         self.link: ForkServerLink | None = None
-        self.link_since_s = 0.0
+        self.link_since_s = self.ready_s = 0.0
         self.numbers = itertools.count()
         self.forked = self.killed = 0
 
@@ -232,13 +237,26 @@ class Supervisor:
             link.close()
         for worker in list(self.workers.values()):
             self._forget(worker)
-            if worker.item:
-                worker.item.fail("crash", text)
+            if worker.item and never_ready:
+                worker.item.fail("unavailable", text)
+            elif worker.item:
+                self._again(worker, worker.item, text)
         if never_ready:
             # Another one would fail too; the next grammar tries again.
             for queue in (self.fast, self.long):
                 while queue:
-                    queue.popleft().fail("crash", text)
+                    queue.popleft().fail("unavailable", text)
+
+    def _again(self, worker: CompileWorker, item: WorkItem, reason: str) -> None:
+        """Give the item of a worker that was lost to a new one, once."""
+        for idle in [one for one in self.workers.values() if one.item is None]:
+            # What befell the one may have befallen them.
+            self._kill(idle)
+        if item.retried:
+            item.fail("unavailable", f"{reason}, for the second time; try again later")
+        else:
+            item.retried = True
+            (self.long if worker.is_long else self.fast).appendleft(item)
 
     # Receiving.
 
@@ -258,7 +276,7 @@ class Supervisor:
                 if event is None:
                     self._lose_link("their fork server ended")
                 elif event["event"] == "ready":
-                    link.ready = True
+                    link.ready, self.ready_s = True, time.monotonic()
                 elif event["event"] == "broken":
                     self._lose_link(event["message"])
                 elif event["number"] in self.workers:
@@ -271,10 +289,9 @@ class Supervisor:
         item = worker.item
         if item is None:
             return
-        if worker.started_s is None and not item.retried:
-            # It died before it started on the item: retry once.
-            item.retried = True
-            (self.long if worker.is_long else self.fast).appendleft(item)
+        if worker.started_s is None or -code in OUTSIDE:
+            name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+            self._again(worker, item, f"its worker process was ended by {name}")
             return
         if means_out_of_memory(output):
             item.fail("out_of_memory", self._over_memory())
@@ -298,7 +315,7 @@ class Supervisor:
     def _take_answer(self, worker: CompileWorker, message: Message) -> None:
         answer, item = message.header["answer"], worker.item
         if answer == "started":
-            worker.started_s = time.monotonic()
+            worker.started_s, worker.pid = time.monotonic(), message.header["pid"]
             return
         assert item is not None
         worker.item = None
@@ -347,7 +364,7 @@ class Supervisor:
 
     def _deadline_s(self, worker: CompileWorker) -> float:
         if worker.started_s is None:
-            return worker.given_s + START_S
+            return max(worker.given_s, self.ready_s) + START_S
         limits = self.limits
         return worker.started_s + (limits.time_s if worker.is_long else limits.first_s)
 
@@ -358,20 +375,31 @@ class Supervisor:
             # The workers are lost: start again at once.
             return 0.0
         if self.link and not self.link.ready:
-            deadlines.append(self.link_since_s + START_S)
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+            deadlines.append(self.link_since_s + READY_S)
+        if not deadlines:
+            return None
+        return min(LOOK_S, max(0.0, min(deadlines) - time.monotonic()))
 
     def _expire(self) -> None:
         now_s = time.monotonic()
-        if self.link and not self.link.ready and now_s >= self.link_since_s + START_S:
-            self._lose_link(f"not ready after {START_S:g} s")
+        link, busy = self.link, [worker for worker in self.workers.values() if worker.item]
+        if link and not link.ready and now_s >= self.link_since_s + READY_S:
+            self._lose_link(f"not ready after {READY_S:g} s")
+        elif link and (busy or not link.ready) and is_stopped(link.process.pid):
+            self._lose_link("their fork server was stopped")
         for worker in list(self.workers.values()):
             item = worker.item
-            if item is None or now_s < self._deadline_s(worker):
+            if item is None:
                 continue
-            if worker.started_s is None:
+            if is_stopped(worker.pid):
                 self._kill(worker)
-                item.fail("crash", f"its worker process did not start within {START_S:g} s")
+                self._again(worker, item, "its worker process was stopped")
+            elif now_s < self._deadline_s(worker):
+                continue
+            elif worker.started_s is None:
+                if link and link.ready:
+                    self._kill(worker)
+                    self._again(worker, item, f"its worker did not start within {START_S:g} s")
             elif worker.is_long or self.limits.time_s <= self.limits.fast_s:
                 self._kill(worker)
                 item.fail(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from overlap_spec.grammar.isolation.limits import CompileFailure, FailureKind
@@ -40,14 +41,25 @@ class WorkItem:
             self.future.set_exception(error)
 
 
+def is_stopped(pid: int | None) -> bool:
+    """Whether a process exists and was stopped, by SIGSTOP or a debugger."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in "Tt"
+
+
 @dataclass(eq=False)
 class CompileWorker:
-    """The engine's view of a worker process; times are `time.monotonic` seconds."""
+    """The engine's view of a worker process; times are `time.monotonic` seconds. Its process id is
+    known from its first item on."""
 
     number: int
     end: socket.socket
     item: WorkItem | None = None
     given_s: float = 0.0
     started_s: float | None = None
+    pid: int | None = None
     is_long: bool = False
     is_slow: bool = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import pickle
 import resource
 import signal
@@ -65,7 +66,7 @@ def serve(end: socket.socket, backend: Backend, memory_bytes: int, result_bytes:
     # If the machine runs out of memory, the kernel should kill this process, not the engine.
     Path("/proc/self/oom_score_adj").write_text("1000")
     while (message := receive(end)) is not None:
-        send(end, answer="started")
+        send(end, answer="started", pid=os.getpid())
         if not _work(end, backend, read_body(message), baseline + memory_bytes * KEPT_SHARE):
             return
 

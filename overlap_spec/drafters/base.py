@@ -150,9 +150,9 @@ class Drafter(nn.Module, ABC):
 
     A recorded drafter's methods are run once and replayed for batches of other sizes: what they do
     depends on shapes and on the tier alone, sizes are taken from ``tensor.shape``, no result is
-    read on the host, and what is kept between calls is a registered buffer, written in place. The
-    worker checks a recording against the method itself, and a drafter that raises, or is recorded
-    wrongly, costs no request anything but its drafts.
+    read on the host, and what is kept between calls is a registered buffer with an entry for each
+    row of the tables, written in place. The worker checks a recording against the method itself,
+    and a drafter that raises, or is recorded wrongly, costs no request anything but its drafts.
 
     Attributes:
         feature_layers: Layers of the target whose inputs :meth:`extend` receives (``num_layers``:

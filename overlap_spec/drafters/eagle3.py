@@ -15,7 +15,7 @@ from overlap_spec.models.weights import load_eagle3
 
 
 class Eagle3Drafter(TreeDrafter):
-    """A head over three features of the target; its state is its output before the final norm.
+    """A head over features of the target; its state is what a draft step hands to the next.
 
     Slot i of its cache holds (feature of position i - 1, token i), so that slot 0 does not exist.
     """
@@ -26,6 +26,8 @@ class Eagle3Drafter(TreeDrafter):
         super().__init__(cache, state, target.config.max_position - 1)
         self.feature_layers = feature_layers(head.config, target.config)
         self.head, self.embed_tokens = head, embed_tokens
+        # No module of this one: the target's weights are packed once.
+        self._target_logits = target.logits
 
     @classmethod
     def build(
@@ -48,4 +50,6 @@ class Eagle3Drafter(TreeDrafter):
         return state
 
     def candidates(self, states: Tensor, k: int, noise: Noise | None = None) -> tuple[Tensor, ...]:
+        if not hasattr(self.head, "lm_head"):
+            return top_candidates(self._target_logits(self.head.normed(states)), k, None, noise)
         return top_candidates(self.head.logits(states), k, self.head.d2t, noise)

@@ -10,25 +10,17 @@ import heapq
 import math
 import sys
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.drafters.base import Drafter, HostDraft, MakeCache, Tables
-from overlap_spec.models.decoder import Decoder
+from overlap_spec.drafters.base import HostDraft
+from overlap_spec.drafters.text_pool import END, LookupDrafter, TextPool
 from overlap_spec.types import History, Tier
 
-# Ends a text in a pool of several.
-END = -1
-# Of one request in one step, so that a long prompt keeps no other request waiting.
-TOKENS_A_STEP = 4096
-# Tokens entered between two looks at the bytes.
-RUN = 256
 # Bytes of a dictionary's two numbers, beside its table.
 NUMBERS_BYTES = 36 + 28
 # Matches that a tree is made of.
@@ -163,118 +155,35 @@ class NgramIndex:
         return held.index(END) if END in held else math.inf
 
 
-class NgramPool:
-    """N-grams of as much of the newest text as fits into ``max_bytes``.
+class NgramDrafter(LookupDrafter[NgramIndex]):
+    """Proposes what followed the longest n-gram that ends a text, where it stood before."""
 
-    It has two indexes: where the younger one is full, the elder one is dropped, and nothing is
-    entered again.
+    def longest(self, config: EngineConfig) -> int:
+        return config.ngram_max_matching_size
 
-    Attributes:
-        added: Tokens that it was given so far.
-    """
-
-    def __init__(self, make_index: Callable[[], NgramIndex], size: int, max_bytes: int) -> None:
-        self._make, self._size, self._max_bytes = make_index, size, max_bytes
-        self._young, self._elder = make_index(), make_index()
-        self.added = 0
-
-    def add(self, tokens: Sequence[int]) -> None:
-        """Enter what comes next in its text; the last token may be END."""
-        for start in range(0, len(tokens), RUN):
-            # A full table takes twice as much for its next entry.
-            if self._young.bytes > self._max_bytes // 4:
-                last = self._young.text[-self._size :].tolist()
-                self._young, self._elder = self._make(), self._young
-                self._young.append(last)
-            self._young.append(tokens[start : start + RUN])
-        self.added += len(tokens)
-
-    def indexes(self, oldest: bool) -> list[tuple[NgramIndex, bool]]:
-        """Both, in order of preference, and whether each ends with the newest token."""
-        both = [(self._young, True), (self._elder, False)]
-        return both[::-1] if oldest else both
-
-    @property
-    def bytes(self) -> int:
-        """Memory that it takes."""
-        return self._young.bytes + self._elder.bytes
-
-
-class NgramDrafter(Drafter):
-    """Proposes what followed the longest n-gram that ends a request's text, where it stood before.
-
-    Each request has a pool of its own text. A public pool, where it is asked for, has that of
-    requests that have ended: one request's text then shapes others' drafts, and with them others'
-    speed, never their text.
-
-    Attributes:
-        pools: By request id; those that drafted last come last.
-    """
-
-    host: ClassVar[bool] = True
-
-    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
-        super().__init__()
-        self._size, self._oldest = config.ngram_max_matching_size, config.ngram_use_oldest
-        self._make = partial(
-            NgramIndex,
-            self._size,
-            vocab_size,
-            self._oldest,
+    def make_index(self) -> NgramIndex:
+        config = self.config
+        return NgramIndex(
+            self.size,
+            self.vocab_size,
+            config.ngram_use_oldest,
             config.ngram_keep_all,
             max(config.num_steps, 1),
         )
-        self._vocab_size, self._most = vocab_size, config.max_running_requests
-        shares = self._most * (2 if config.ngram_public_pool else 1)
-        self._share = config.ngram_pool_bytes // shares
-        self.public: NgramPool | None = None
-        if config.ngram_public_pool:
-            self.public = NgramPool(self._make, self._size, config.ngram_pool_bytes // 2)
-        self.pools: OrderedDict[int, NgramPool] = OrderedDict()
 
-    @classmethod
-    def build(
-        cls,
-        config: EngineConfig,
-        target: Decoder,
-        tables: Tables,  # noqa: ARG003
-        make_cache: MakeCache,  # noqa: ARG003
-    ) -> NgramDrafter:
-        return cls(config, target.config.vocab_size)
+    def look_up(self, history: History, pool: TextPool[NgramIndex], tier: Tier) -> HostDraft:
+        return draft_of(self._matches(history, pool, tier), tier)
 
-    def propose(self, histories: Sequence[History], tier: Tier) -> list[HostDraft]:
-        return [draft_of(self._matches(history, tier), tier) for history in histories]
-
-    def forget(self, history: History) -> None:
-        self.pools.pop(history.request_id, None)
-        if self.public is not None:
-            self.public.add([*history.tokens(0, len(history)), END])
-
-    def _pool(self, history: History) -> NgramPool:
-        """The request's pool, with its new tokens."""
-        pool = self.pools.pop(history.request_id, None)
-        if pool is None:
-            pool = NgramPool(self._make, self._size, self._share)
-        # Requests that wait for their turn again must not add up.
-        while len(self.pools) >= self._most:
-            self.pools.popitem(last=False)
-        self.pools[history.request_id] = pool
-        end = min(len(history), pool.added + TOKENS_A_STEP)
-        pool.add(history.tokens(pool.added, end))
-        return pool
-
-    def _matches(self, history: History, tier: Tier) -> list[Match]:
+    def _matches(self, history: History, pool: TextPool[NgramIndex], tier: Tier) -> list[Match]:
         """What followed the request's last tokens before: after longer n-grams first."""
-        pool = self._pool(history)
-        total = len(history)
-        own = [(i, last and pool.added == total) for i, last in pool.indexes(self._oldest)]
-        every = own
+        total, oldest = len(history), self.config.ngram_use_oldest
+        every = [(i, last and pool.added == total) for i, last in pool.indexes(oldest)]
         if self.public is not None:
-            every = [*own, *((i, False) for i, _ in self.public.indexes(self._oldest))]
+            every += [(i, False) for i, _ in self.public.indexes(oldest)]
         keys, base = [0], 1
-        for token in reversed(history.tokens(max(0, total - self._size), total)):
+        for token in reversed(history.tokens(max(0, total - self.size), total)):
             keys.append(keys[-1] + token * base)
-            base *= self._vocab_size
+            base *= self.vocab_size
         seen: list[set[int]] = [set() for _ in every]
         found = (
             match

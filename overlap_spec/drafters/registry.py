@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from pathlib import Path
 
 from overlap_spec.config import drafter_names
 from overlap_spec.drafters.base import Drafter
 from overlap_spec.errors import ConfigError
+from overlap_spec.models import eagle3
+from overlap_spec.models.config import field, read_json
+from overlap_spec.models.mtp import find_modules
+from overlap_spec.models.weights import tensor_names
 
 
 def load_drafter(name: str) -> type[Drafter]:
@@ -41,3 +46,18 @@ def load_drafter(name: str) -> type[Drafter]:
         and not inspect.isabstract(value)
     )
     return own
+
+
+def drafter_of_folder(folder: Path) -> str:
+    """Name of the drafter that a folder of weights is for, by the names of its tensors.
+
+    Raises:
+        CheckpointError: the weights or ``config.json`` cannot be read.
+    """
+    names = {name.removeprefix("model.") for name in tensor_names(folder)}
+    if "embed_tokens.weight" in names and "fc.weight" not in names:
+        return "draft_model"
+    if find_modules(tensor_names(folder)):
+        return "mtp"
+    architecture = field(read_json(folder / "config.json"), "architectures")[0]
+    return "eagle3" if architecture in eagle3.ARCHITECTURES else "eagle"

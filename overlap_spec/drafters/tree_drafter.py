@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from overlap_spec.drafters.base import Committed, Draft, DraftCache, Drafter, Roots
+from overlap_spec.drafters.fixed_tree import Shape, shape_of
 from overlap_spec.kernels import Noise, Odds, grow, rerank
 from overlap_spec.models.decoder import Attend
 from overlap_spec.types import Tier
@@ -69,6 +70,8 @@ class TreeDrafter(Drafter):
 
     def draft(self, roots: Roots, tier: Tier) -> Draft:
         state = self.root_state[roots.rows]
+        if tier.parents is not None:
+            return self._fixed(roots, state, shape_of(tier.parents, state.device))
         return (
             self._chain(roots, state, tier) if tier.top_k == 1 else self._tree(roots, state, tier)
         )
@@ -123,13 +126,54 @@ class TreeDrafter(Drafter):
             _placed(_stacked(draws, batch), torch.cat(drawn_at, 1), kept) if odds else None,
         )
 
+    def _fixed(self, roots: Roots, state: Tensor, shape: Shape) -> Draft:
+        """The tree whose nodes are the best children of theirs, level by level."""
+        batch, out, token = roots.rows.shape[0], state[:, None], roots.tokens[:, None]
+        score = out.new_zeros(batch, 1, dtype=torch.float32)
+        scores, tokens, draws, grown = [], [], [], 1
+        for step, level in enumerate(shape.levels):
+            if step:
+                token, before = token[:, level.nodes], out[:, level.above]
+                score, mask = score[:, level.nodes], level.seen.expand(batch, -1, -1)
+                out = self._advance(roots, token, before, step, mask, grown)
+                grown += len(level.nodes)
+            noise = roots.noise(step + 1, out.shape[1])
+            added, choices, *odds = self.candidates(out.flatten(0, 1), level.most, noise)
+            draws.append(odds)
+            place = level.owner * level.most + level.rank
+            token = choices.view(batch, -1)[:, place]
+            score = score[:, level.owner] + added.view(batch, -1)[:, place]
+            scores.append(score)
+            tokens.append(token)
+        every = None
+        if odds:
+            drawn_at = torch.cat([level.number for level in shape.levels]).expand(batch, -1)
+            kept = torch.arange(len(shape.order), device=drawn_at.device).expand(batch, -1)
+            every = _placed(_stacked(draws, batch), drawn_at, kept)
+        return Draft(
+            torch.cat(tokens, 1)[:, shape.order],
+            shape.parents.expand(batch, -1),
+            torch.cat(scores, 1)[:, shape.order],
+            every,
+        )
+
     def _advance(
-        self, roots: Roots, token: Tensor, before: Tensor, step: int, mask: Tensor | None
+        self,
+        roots: Roots,
+        token: Tensor,
+        before: Tensor,
+        step: int,
+        mask: Tensor | None,
+        first: int | None = None,
     ) -> Tensor:
-        """One step of all branches: ``token (B, k)``, ``before (B, k, H)`` → ``(B, k, H)``."""
+        """One step of all branches: ``token (B, k)``, ``before (B, k, H)`` → ``(B, k, H)``.
+
+        ``first``: slot of the first one, counted from the root; None: every step has k.
+        """
         batch, k = token.shape
         prefix = roots.positions + (1 if mask is not None else step)
-        offset = torch.arange(1 + (step - 1) * k, 1 + step * k, device=token.device)
+        first = 1 + (step - 1) * k if first is None else first
+        offset = torch.arange(first, first + k, device=token.device)
         slots = roots.positions[:, None] + offset
         positions = (roots.positions + step).clamp(max=self.last_position)
         positions = positions[:, None].expand(batch, k)

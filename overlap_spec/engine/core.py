@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from overlap_spec.config import EngineConfig
@@ -26,6 +27,7 @@ from overlap_spec.speculation.policy import (
 )
 from overlap_spec.speculation.presets import load_policy
 from overlap_spec.speculation.static import StaticPolicy, static_tier
+from overlap_spec.speculation.tree_file import read_tree
 from overlap_spec.timeline import Timeline
 from overlap_spec.types import Budget, History, StepPlan, StepResult
 from overlap_spec.worker.build import build_streams, build_worker
@@ -344,6 +346,8 @@ def _end_threads(pool: MatcherPool, worker: Worker) -> None:
 def _policy(config: EngineConfig) -> LengthPolicy:
     if config.drafter == "none":
         return StaticPolicy(static_tier(0, 1, None))
+    if config.tree is not None:
+        return StaticPolicy(read_tree(Path(config.tree)))
     steps, top_k = config.num_steps, config.eagle_topk
     # What a drafter of one's own can draft, only its launch tier tells.
     trees = ":" not in config.drafter

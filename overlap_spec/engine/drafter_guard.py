@@ -21,6 +21,10 @@ class DraftingWorker(Protocol):
     def drafter_fault(self) -> Exception | None:
         """What the drafter raised, while it is not used for that."""
 
+    @property
+    def refused_nodes(self) -> int:
+        """Drafted nodes that broke the drafters' contract."""
+
     def retry_drafter(self) -> None:
         """Use the drafter again."""
 
@@ -69,11 +73,13 @@ class DrafterGuard:
         return OFF
 
     def snapshot(self) -> dict[str, Any]:
-        """State as plain data: ``name``, ``paused`` (whether drafts are off), ``faults``, and
-        ``last_error``, None where there was none."""
+        """State as plain data: ``name``, ``paused`` (whether drafts are off), ``faults``,
+        ``last_error``, None where there was none, and ``refused_nodes``: drafted nodes that broke
+        the contract and were not verified."""
         return {
             "name": self._name,
             "paused": self._left > 0,
             "faults": self.faults,
             "last_error": self._error,
+            "refused_nodes": self._worker.refused_nodes,
         }

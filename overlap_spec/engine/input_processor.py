@@ -48,6 +48,8 @@ class InputProcessor:
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
         self.tokenizer, self.limits = tokenizer, limits
+        longest = max(map(len, tokenizer.vocabulary.text))
+        self._most_characters = limits.context_tokens * longest
 
     def process(
         self,
@@ -69,6 +71,7 @@ class InputProcessor:
             InvalidRequest: an invalid argument; names the field.
         """
         arrival_ns = time.perf_counter_ns()
+        self.check_length(count_characters(prompt))
         if grammar is not None and not isinstance(grammar, Grammar):
             raise GrammarError(
                 f"grammar must be made by Grammar.json_schema() and its like: {grammar!r}",
@@ -93,6 +96,19 @@ class InputProcessor:
             arrival_ns=arrival_ns,
             priority=priority,
         )
+
+    def check_length(self, characters: int) -> None:
+        """Raise InvalidRequest if no prompt of so many characters fits the context.
+
+        Cheap, unlike tokenising the prompt and counting its tokens.
+        """
+        if characters > self._most_characters:
+            raise InvalidRequest(
+                f"the prompt has {characters} characters; the context of "
+                f"{self.limits.context_tokens} tokens holds at most {self._most_characters}, which "
+                "leaves no room for output: shorten the prompt",
+                "prompt",
+            )
 
     def prompt_ids(
         self, prompt: Prompt, raw: bool = False, tools: Sequence[Any] | None = None
@@ -160,6 +176,24 @@ class InputProcessor:
                 f"{name}: token {token} is outside the vocabulary of {self.tokenizer.vocab_size}",
                 name,
             )
+
+
+def count_characters(prompt: Any) -> int:
+    """Characters of all texts in a prompt: text, or a chat as plain data; a token id counts one."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    count, stack = 0, [prompt]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, str):
+            count += len(value)
+        elif isinstance(value, Mapping):
+            stack += value.values()
+        elif isinstance(value, list | tuple) and value and isinstance(value[0], int):
+            count += len(value)
+        elif isinstance(value, list | tuple):
+            stack += value
+    return count
 
 
 def is_token_ids(prompt: Any) -> bool:

@@ -36,6 +36,8 @@ QUERY_TIMEOUT_S = 30.0
 # Of an idle engine, whose heartbeats come every second: a shorter stall_timeout_s is not for it.
 LONGEST_SILENCE_S = 10.0
 SHUTDOWN_GRACE_S = 10.0
+# An engine that loads sends nothing, and a large checkpoint takes minutes.
+LOAD_S = 600.0
 # How long messages of a process that has died may still arrive.
 LAST_MESSAGES_S = 0.5
 
@@ -128,6 +130,12 @@ class EngineClient:
         if number in self.open and self._process is not None:
             self._process.send(m.AbortRequest(number))
 
+    def end_open(self, reason: str) -> None:
+        """Abort all open requests; those who wait for them get the reason."""
+        for number, handle in list(self.open.items()):
+            self._abort(number)
+            handle.fail(EngineUnavailable(reason))
+
     async def query(self, what: Literal["snapshot", "timeline"], steps: int = 0) -> dict[str, Any]:
         """The engine's answer to a query.
 
@@ -197,13 +205,13 @@ class EngineClient:
         """Handle a process's messages; the reason why there are no more."""
         while True:
             try:
-                message = await asyncio.wait_for(process.receive(), self._stall_timeout_s)
+                loads = self._process is None
+                timeout_s = max(self._stall_timeout_s, LOAD_S) if loads else self._stall_timeout_s
+                message = await asyncio.wait_for(process.receive(), timeout_s)
             except TimeoutError:
                 owes = self._process is None or self.open or self._queries
                 if owes or self.silence_s > max(self._stall_timeout_s, LONGEST_SILENCE_S):
-                    return EngineUnavailable(
-                        f"the engine sent nothing for {self._stall_timeout_s} s"
-                    )
+                    return EngineUnavailable(f"the engine sent nothing for {timeout_s} s")
                 continue
             self._last_message_s = time.monotonic()
             match message:

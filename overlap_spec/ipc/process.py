@@ -16,6 +16,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from overlap_spec.grammar.isolation.environment import without_secrets
 from overlap_spec.ipc import messages as m
 
 # Longest path of a Unix socket that every system accepts, in characters.
@@ -49,7 +50,7 @@ class EngineProcess:
                 stdin=asyncio.subprocess.PIPE,
                 # What a library prints must not mix with this process's own output.
                 stdout=2,
-                env={**os.environ, "PYTHONPATH": _python_path()},
+                env={**without_secrets(os.environ), "PYTHONPATH": _python_path()},
                 # Ctrl-C reaches only this process, which drains before it ends the engine.
                 start_new_session=True,
             )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import OverlapSpecError, RequestFailed
-from overlap_spec.types import Delta, Output, Request
+from overlap_spec.types import Delta, Output, Request, TokenLogprobs
 
 
 class AsyncRequestHandle(RequestHandle):
@@ -29,6 +30,8 @@ class AsyncRequestHandle(RequestHandle):
         self._changed = asyncio.Event()
         self._unread_bytes = 0
         self._most_unread_bytes: int | None = None
+        # Of all pieces, as the output comes without them.
+        self._logprobs: list[TokenLogprobs] | None = []
 
     def __aiter__(self) -> AsyncRequestHandle:
         return self
@@ -73,8 +76,11 @@ class AsyncRequestHandle(RequestHandle):
         return self.output
 
     def limit_unread(self, most_bytes: int) -> None:
-        """Abort the request, and fail it, once its unread pieces hold more than about so much."""
-        self._most_unread_bytes = most_bytes
+        """Abort the request, and fail it, once its unread pieces hold more than about so much.
+
+        For streams: the log-probabilities are then in the pieces alone, not in the output.
+        """
+        self._most_unread_bytes, self._logprobs = most_bytes, None
 
     def abort(self) -> None:
         """End the request within one step; its output then has ``finish_reason`` ``abort``."""
@@ -94,6 +100,8 @@ class AsyncRequestHandle(RequestHandle):
         if self._lost is not None:
             return
         super().push(delta)
+        if self._logprobs is not None:
+            self._logprobs += delta.logprobs
         self._unread_bytes += _size(delta)
         most = self._most_unread_bytes
         if most is not None and self._unread_bytes > most:
@@ -104,7 +112,7 @@ class AsyncRequestHandle(RequestHandle):
 
     def end(self, output: Output, error_type: str | None) -> None:
         """See :meth:`RequestHandle.end`."""
-        super().end(output, error_type)
+        super().end(replace(output, logprobs=tuple(self._logprobs or ())), error_type)
         self._changed.set()
 
     def fail(self, error: OverlapSpecError) -> None:

@@ -12,6 +12,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,12 +28,14 @@ from overlap_spec.grammar.isolation.limits import CompileFailure
 from overlap_spec.ipc import messages as m
 from overlap_spec.ipc.memory import rss_bytes
 from overlap_spec.stats import RequestStats
-from overlap_spec.types import Output, Request
+from overlap_spec.types import Delta, Output, Request
 
 # Pause before the next try if requests wait but no step can be planned.
 IDLE_POLL_MS = 1
 # How long the engine is silent at most, but for a step that takes longer.
 HEARTBEAT_S = 1.0
+# Tokens and log-probabilities of a message, but for the last piece in it.
+MOST_VALUES = 2**12
 
 
 class Compiling(NamedTuple):
@@ -155,14 +158,16 @@ class EngineServer:
             while handle.deltas:
                 self.outputs.deltas.append(m.RequestDelta(number, handle.deltas.popleft()))
             if handle.output is not None:
-                output = dataclasses.replace(handle.output, parsed=None)
+                # The client has the log-probabilities from the pieces.
+                output = dataclasses.replace(handle.output, parsed=None, logprobs=())
                 finished = m.FinishedRequest(number, output, handle.error_type)
                 self.outputs.finished.append(finished)
                 self.engine.release([self.open.pop(number)])
 
     def _send(self) -> None:
         if self.outputs != m.EngineOutputs():
-            self.socket.send(m.encode(self.outputs))
+            for part in in_parts(self.outputs):
+                self.socket.send(m.encode(part))
             self.outputs = m.EngineOutputs()
         elif time.monotonic() - self._sent_s >= HEARTBEAT_S / 2:
             self.socket.send(m.encode(m.Heartbeat()))
@@ -184,6 +189,30 @@ class EngineServer:
         spans = self.engine.timeline.spans()
         first = max((span.step for span in spans), default=0) - steps + 1
         return [span._asdict() for span in spans if span.step >= first]
+
+
+def in_parts(outputs: m.EngineOutputs) -> Iterator[m.EngineOutputs]:
+    """The outputs in the same order, in messages that the client decodes in some milliseconds:
+    it does nothing else meanwhile."""
+    part, size = m.EngineOutputs(outputs.rejected, outputs.queued), 0
+    for delta in outputs.deltas:
+        part.deltas.append(delta)
+        size += _values(delta.delta)
+        if size > MOST_VALUES:
+            yield part
+            part, size = m.EngineOutputs(), 0
+    for finished in outputs.finished:
+        part.finished.append(finished)
+        size += _values(finished.output)
+        if size > MOST_VALUES:
+            yield part
+            part, size = m.EngineOutputs(), 0
+    if part != m.EngineOutputs():
+        yield part
+
+
+def _values(piece: Delta | Output) -> int:
+    return len(piece.token_ids) + sum(1 + len(entry.top) for entry in piece.logprobs)
 
 
 def connect(arguments: m.LaunchArgs) -> zmq.Socket[bytes]:

@@ -7,6 +7,7 @@ Module names follow Hugging Face's, but for what is fused: ``qkv_proj``, ``gate_
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,10 +23,13 @@ from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.models.config import ModelConfig, read_config, read_json
 from overlap_spec.models.decoder import Attention, Decoder
 from overlap_spec.models.eagle import EagleHead, read_eagle_config
-from overlap_spec.models.eagle3 import Eagle3Head, read_eagle3_config
+from overlap_spec.models.eagle3 import Eagle3Config, Eagle3Head, read_eagle3_config
+from overlap_spec.models.mtp import MtpModule, find_modules
 from overlap_spec.models.rope import rope_limit, rope_table
 
-Head = TypeVar("Head", EagleHead, Eagle3Head)
+Head = TypeVar("Head", EagleHead, Eagle3Head, MtpModule)
+AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+LATER_NORM = re.compile(r"^(layers\.\d+)\.hidden_norm\.")
 PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -180,7 +184,12 @@ def _eagle_name(name: str) -> str:
 
 def _eagle3_name(name: str) -> str:
     """A head's tensor under its first published name, whichever alias the file uses."""
-    return _eagle_name(name).replace("layers.0.", "midlayer.", 1)
+    name = _eagle_name(name).replace("layers.0.", "midlayer.", 1)
+    number, _, part = name.partition(".")
+    if number in AUX_NORMS:
+        return f"fc_norm.{AUX_NORMS.index(number)}.{part}"
+    # Layers after the first have one norm before their attention, which has two names.
+    return LATER_NORM.sub(r"\1.input_layernorm.", name)
 
 
 def _is_rotary(name: str) -> bool:
@@ -218,15 +227,18 @@ def load_decoder(
     limit = min(config.max_position, rope_limit(config.rope) or config.max_position)
     if max_position is not None and max_position > limit:
         raise ConfigError(f"context_length {max_position} is over the checkpoint's {limit}")
+    names = tensor_names(path)
     # A tied checkpoint that still stores a head of its own is served with that head.
-    tied = config.tie_embeddings and "lm_head.weight" not in tensor_names(path)
+    tied = config.tie_embeddings and "lm_head.weight" not in names
     config = replace(config, max_position=max_position or limit, tie_embeddings=tied)
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
     _take_memory(decoder, device)
     decoder.tie()
     decoder.rope = rope_table(config.rope, config.head_dim, config.max_position).to(device)
-    load_state(decoder, path, ignore=_is_rotary)
+    # Its next-token modules are the drafter's.
+    others = tuple(module.prefix for module in find_modules(names))
+    load_state(decoder, path, ignore=lambda name: _is_rotary(name) or name.startswith(others))
     return decoder.eval().requires_grad_(False)
 
 
@@ -236,7 +248,11 @@ def load_eagle3(path: Path, target: Decoder, dtype: torch.dtype) -> Eagle3Head:
     Raises:
         CheckpointError: as for the decoder, and a head whose sizes are not the target's.
     """
-    config = read_eagle3_config(path)
+    stored = tensor_names(path)
+    names = {_eagle3_name(name) for name in stored}
+    if len(names) < len(stored):
+        raise CheckpointError(f"{path}: tensors stand there twice, under two of their names")
+    config = eagle3_of_names(read_eagle3_config(path), names)
     hidden, vocab = target.config.hidden_size, target.config.vocab_size
     if config.target_hidden_size != hidden:
         raise CheckpointError(
@@ -244,23 +260,38 @@ def load_eagle3(path: Path, target: Decoder, dtype: torch.dtype) -> Eagle3Head:
             f"{config.target_hidden_size}, this target has {hidden}"
         )
     _check_vocabulary(path, config.layer, target)
-    names = {_eagle3_name(name) for name in tensor_names(path)}
-    own_embedding = "embed_tokens.weight" in names
+    own_embedding, own_head = ("embed_tokens.weight" in names), ("lm_head.weight" in names)
     if not own_embedding and config.layer.hidden_size != hidden:
         raise CheckpointError(
             f"{path}: a head of hidden_size {config.layer.hidden_size} on a target of {hidden} "
             "needs an embed_tokens.weight of its own"
         )
+    whole = config.draft_vocab_size == vocab
+    # The target's head serves where it can.
+    own_head = own_head or not whole or config.layer.hidden_size != hidden
     layer = replace(config.layer, max_position=target.config.max_position)
     with torch.device("meta"):
-        head = Eagle3Head(replace(config, layer=layer), own_embedding).to(dtype)
+        head = Eagle3Head(replace(config, layer=layer), own_embedding, own_head).to(dtype)
     head = _materialise(head, layer, target)
-    whole = config.draft_vocab_size == vocab
-    load_state(head, path, _eagle3_name, _is_rotary, ("d2t", "t2d") if whole else ("t2d",))
+    optional = ("d2t", "t2d") if whole else ("t2d",)
+    load_state(head, path, _eagle3_name, _is_rotary, optional)
     if "t2d" not in names:
         own_ids = torch.arange(config.draft_vocab_size, device=head.d2t.device) + head.d2t
         head.t2d.zero_()[own_ids] = True
     return head.eval().requires_grad_(False)
+
+
+def eagle3_of_names(config: Eagle3Config, names: Collection[str]) -> Eagle3Config:
+    """``config`` with what trainers leave to the weights, whose published names are ``names``."""
+    attention = "midlayer.self_attn"
+    layer = replace(
+        config.layer,
+        qkv_bias=f"{attention}.q_proj.bias" in names,
+        o_bias=f"{attention}.o_proj.bias" in names,
+        mlp_bias="midlayer.mlp.up_proj.bias" in names,
+        qk_norm=f"{attention}.q_norm.weight" in names,
+    )
+    return replace(config, layer=layer, fc_bias="fc.bias" in names)
 
 
 def load_eagle(path: Path, target: Decoder, dtype: torch.dtype) -> EagleHead:
@@ -283,6 +314,40 @@ def load_eagle(path: Path, target: Decoder, dtype: torch.dtype) -> EagleHead:
     head = _materialise(head, layer, target)
     load_state(head, path, _eagle_name, _is_rotary)
     return head.eval().requires_grad_(False)
+
+
+def load_mtp(path: Path, target: Decoder, dtype: torch.dtype) -> MtpModule:
+    """The first next-token module in folder ``path``, the target's own or another.
+
+    An embedding or a head that is the target's over again is not kept twice.
+
+    Raises:
+        CheckpointError: no module, or whatever keeps it from being loaded exactly.
+    """
+    modules = find_modules(tensor_names(path))
+    if not modules:
+        raise CheckpointError(f"{path} has no next-token module (no eh_proj, input_proj or mtp.fc)")
+    names, shape = modules[0], target.config
+    layer = replace(shape, num_layers=1, sliding_windows=shape.sliding_windows[-1:])
+    stored = {names.own(name) for name in tensor_names(path)}
+    with torch.device("meta"):
+        module = MtpModule(layer, "embed_tokens.weight" in stored, "head.weight" in stored)
+    module = _materialise(module.to(dtype), layer, target)
+
+    def other(name: str) -> bool:
+        """Not of this module; Qwen3-Next's share all but their layers."""
+        own = names.own(name)
+        return _is_rotary(name) or own == name or own.startswith("layer.layers.")
+
+    load_state(module, path, names.own, other)
+    if names.hidden_first:
+        hidden, embeds = module.eh_proj.weight.data.chunk(2, 1)
+        module.eh_proj.weight.data = torch.cat([embeds, hidden], 1)
+    for part, theirs in (("embed_tokens", target.embed_tokens), ("head", target.lm_head)):
+        own = getattr(module, part, None)
+        if own is not None and torch.equal(own.weight, theirs.weight):
+            delattr(module, part)
+    return module.eval().requires_grad_(False)
 
 
 def _check_vocabulary(path: Path, config: ModelConfig, target: Decoder) -> None:

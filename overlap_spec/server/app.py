@@ -15,6 +15,7 @@ from overlap_spec.server.chat import chat_completions
 from overlap_spec.server.completions import completions
 from overlap_spec.server.constraints import Constraints
 from overlap_spec.server.errors import Json, add_handlers
+from overlap_spec.server.keys import Keys
 from overlap_spec.server.metrics import Metrics
 from overlap_spec.server.middleware import GuardMiddleware
 from overlap_spec.server.openapi import describe
@@ -35,6 +36,7 @@ CLIENT_CLOSED_REQUEST = 499
 
 def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     """The application around an engine, which the caller starts and closes."""
+    keys = Keys(settings)
     service = Service(engine, settings, Metrics(), Constraints(settings))
 
     app = FastAPI(title="overlap-spec", docs_url=None, redoc_url=None)
@@ -53,6 +55,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     app.add_middleware(
         GuardMiddleware,
         settings=settings,
+        keys=keys,
         rejected=lambda status: service.metrics.rejected.labels(str(status)).inc(),
     )
     if settings.cors_origins:
@@ -80,8 +83,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         return await sglang.generate(service, body, request)
 
     @app.post("/abort_request")
-    async def _abort(body: AbortBody) -> Response:
-        return await sglang.abort_request(service, body)
+    async def _abort(body: AbortBody, request: Request) -> Response:
+        return await sglang.abort_request(service, body, request)
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:

@@ -20,8 +20,8 @@ from overlap_spec.grammar.reasoning import (
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tool_stream import CallStream
 from overlap_spec.server.chat_assembler import ChatAssembler
-from overlap_spec.server.errors import Json
 from overlap_spec.server.logprobs import chat_logprobs
+from overlap_spec.server.middleware import OWNER
 from overlap_spec.server.origins import TokenOrigins
 from overlap_spec.server.protocol.chat import ChatBody
 from overlap_spec.server.service import (
@@ -42,12 +42,12 @@ async def chat_completions(service: Service, body: ChatBody, http: HttpRequest) 
     chat = Chat(service, body, new_id("chatcmpl"), service.check_model(body.model))
     service.check_choices(body.n or 1)
     request, field = await service.run_until_disconnect(http, chat.prepare())
-    group = RequestGroup(chat.id, fan_out([request], body.n or 1), field)
+    group = RequestGroup(chat.id, fan_out([request], body.n or 1), field, http.scope[OWNER])
     with_usage = body.include_usage
     if body.stream:
         return await service.stream(http, group, lambda handles: chat.events(handles, with_usage))
     outputs = await service.outputs(http, group)
-    return Json(chat.whole(outputs, request))
+    return await service.reply(outputs, lambda: chat.whole(outputs, request))
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -10,8 +11,8 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from overlap_spec.async_engine import AsyncRequestHandle
-from overlap_spec.server.errors import Json
 from overlap_spec.server.logprobs import text_logprobs
+from overlap_spec.server.middleware import OWNER
 from overlap_spec.server.origins import TokenOrigins
 from overlap_spec.server.protocol.text import CompletionBody, each_prompt
 from overlap_spec.server.service import (
@@ -39,7 +40,7 @@ async def completions(service: Service, body: CompletionBody, http: HttpRequest)
     echoes = [_echo(tokenizer, body, prompt) for prompt in prompts for _ in range(count)]
     head = {"id": label, "object": "text_completion", "created": int(time.time()), "model": model}
     with_usage = body.include_usage
-    group = RequestGroup(label, fan_out(requests, count), field)
+    group = RequestGroup(label, fan_out(requests, count), field, http.scope[OWNER])
     if body.stream:
 
         def events(handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Any]:
@@ -47,22 +48,19 @@ async def completions(service: Service, body: CompletionBody, http: HttpRequest)
 
         return await service.stream(http, group, events)
     outputs = await service.outputs(http, group)
-    choices = []
-    for index, output in enumerate(outputs):
-        shown = None
-        if body.logprobs is not None:
-            shown = text_logprobs(tokenizer, output.token_ids, output.logprobs, 0)
-        choices.append(
-            {
-                "index": index,
-                "text": echoes[index] + output.text,
-                "logprobs": shown,
-                "finish_reason": output.finish_reason,
-                "stop_reason": stop_reason(output, tokenizer.eos_ids),
-                **verdict(output),
-            }
-        )
-    return Json(head | {"choices": choices, "usage": usage(outputs, requests)})
+
+    def whole() -> dict[str, Any]:
+        choices = []
+        for index, output in enumerate(outputs):
+            shown = None
+            if body.logprobs is not None:
+                shown = text_logprobs(tokenizer, output.token_ids, output.logprobs, 0)
+            choice = _piece(index, echoes[index] + output.text, shown, output.finish_reason)
+            ended = {"stop_reason": stop_reason(output, tokenizer.eos_ids), **verdict(output)}
+            choices.append(choice | ended)
+        return head | {"choices": choices, "usage": usage(outputs, requests)}
+
+    return await service.reply(outputs, whole)
 
 
 async def _prepare(
@@ -72,12 +70,14 @@ async def _prepare(
     for prompt in prompts:
         service.engine.check_length(len(prompt))
     constraint, sampling = await service.constraints.of(body), body.sampling()
-    requests = [
-        await service.engine.prepare(
-            prompt, constraint.grammar, sampling, raw=True, priority=body.priority or 0
+    requests, priority = [], body.priority or 0
+    for prompt in prompts:
+        requests.append(
+            await service.engine.prepare(
+                prompt, constraint.grammar, sampling, raw=True, priority=priority
+            )
         )
-        for prompt in prompts
-    ]
+        await asyncio.sleep(0)
     return requests, constraint.field
 
 

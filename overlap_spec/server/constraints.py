@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +25,9 @@ from overlap_spec.server.protocol.text import CompletionBody
 from overlap_spec.server.settings import ServerSettings
 
 # Sources longer than this are read in another process, in bytes: reading them would block the loop.
-LONG_SOURCE = 4096
+LONG_SOURCE = 512
+# Of what was read there, the latest are kept, in bytes of their sources.
+KEPT_BYTES = 4 * 2**20
 
 
 class ResolvedConstraint(NamedTuple):
@@ -47,6 +51,8 @@ class Constraints:
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.reader = GrammarReader()
+        self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
+        self._kept_bytes = 0
 
     async def of(self, body: Constraint) -> ResolvedConstraint:
         """The grammar that a body asks for.
@@ -105,7 +111,7 @@ class Constraints:
             )
         try:
             if size > LONG_SOURCE:
-                grammar = await self.reader.read(make)
+                grammar = await self._read_elsewhere(make)
             else:
                 grammar = make()
             grammar.source.encode()
@@ -118,6 +124,21 @@ class Constraints:
             inside = error.param or ""
             param = inside if inside.startswith(("tools", "tool_choice")) else name
             raise GrammarError(str(error), param) from None
+
+    async def _read_elsewhere(self, make: Callable[[], Grammar]) -> Grammar:
+        call = pickle.dumps(make)
+        grammar = self._kept.get(call)
+        if grammar is not None:
+            self._kept.move_to_end(call)
+            return grammar
+        grammar = await self.reader.read(call)
+        if call not in self._kept:
+            self._kept[call] = grammar
+            self._kept_bytes += len(call)
+            while self._kept_bytes > KEPT_BYTES:
+                oldest, _ = self._kept.popitem(last=False)
+                self._kept_bytes -= len(oldest)
+        return grammar
 
     def _candidates(self, body: Constraint) -> list[ConstraintCandidate]:
         settings = self.settings

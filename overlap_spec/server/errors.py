@@ -17,7 +17,7 @@ RETRY_AFTER_S = 1
 # Messages quote what was sent, which may be megabytes.
 LONGEST_MESSAGE, LONGEST_PARAM = 2000, 200
 # Errors of a running request that its own grammar causes; any other is the server's.
-GRAMMAR_ERRORS = ("RequestFailed",)
+GRAMMAR_ERRORS = ("RequestFailed", "GrammarFailed")
 
 
 class ApiError(OverlapSpecError):
@@ -80,7 +80,7 @@ def as_api_error(error: Exception) -> ApiError:
 def _compile_failure(error: CompileFailure) -> ApiError:
     if error.kind == "busy":
         return ApiError(429, str(error), code="queue_full", kind="rate_limit_error")
-    if error.kind == "closed":
+    if error.kind in ("closed", "unavailable"):
         return ApiError(503, str(error), code="engine_unavailable", kind="service_unavailable")
     # Over a limit, or too much for a backend: the grammar is at fault.
     return ApiError(400, str(error), error.param, code=f"grammar_{error.kind}")

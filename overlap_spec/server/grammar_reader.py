@@ -13,7 +13,6 @@ import pickle
 import resource
 import struct
 import sys
-from collections.abc import Callable
 from typing import BinaryIO
 
 from overlap_spec.errors import GrammarError, QueueFull
@@ -27,8 +26,7 @@ MOST_WAITING = 64
 MOST_IDLE = 2
 MEMORY_BYTES = 2**30
 LENGTH = struct.Struct("<Q")
-
-Make = Callable[[], Grammar]
+READY = b"!"
 
 
 class GrammarReader:
@@ -40,31 +38,36 @@ class GrammarReader:
         self._idle: list[asyncio.subprocess.Process] = []
         self._waiting = 0
 
-    async def read(self, make: Make) -> Grammar:
-        """The grammar that ``make`` returns; cancelling it ends the process.
+    async def warm(self) -> None:
+        """Start a process for the first call, which would wait for it."""
+        if not self._idle:
+            self._idle.append(await _start())
+
+    async def read(self, call: bytes) -> Grammar:
+        """The grammar that a call makes; cancelling it ends the process.
 
         Args:
-            make: Picklable.
+            call: Pickled; takes no arguments and returns a grammar.
 
         Raises:
-            GrammarError: as ``make``, or it took too long or too much memory.
+            GrammarError: as the call, or it took too long or too much memory.
             QueueFull: too many are being read.
         """
         if self._waiting >= MOST_WAITING:
             raise QueueFull("too many long grammars are being read: try again later")
         self._waiting += 1
         try:
-            return await self._read(make)
+            return await self._read(call)
         finally:
             self._waiting -= 1
 
-    async def _read(self, make: Make) -> Grammar:
+    async def _read(self, call: bytes) -> Grammar:
         process: asyncio.subprocess.Process | None = None
         answer: asyncio.Task[Grammar | Exception] | None = None
         try:
             async with self._quick:
                 process = self._take_idle() or await _start()
-                answer = asyncio.create_task(_call(process, make))
+                answer = asyncio.create_task(_call(process, call))
                 await asyncio.wait({answer}, timeout=QUICK_S)
             if not answer.done():
                 if self._slow.locked():
@@ -108,7 +111,7 @@ async def _start() -> asyncio.subprocess.Process:
     # No more than it needs: the environment may hold secrets.
     needed = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
     environment = {name: os.environ[name] for name in needed if name in os.environ}
-    return await asyncio.create_subprocess_exec(
+    process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", __name__),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -116,6 +119,14 @@ async def _start() -> asyncio.subprocess.Process:
         # Ctrl-C reaches only the server, which drains before it ends.
         start_new_session=True,
     )
+    try:
+        # What it imports is no grammar's time.
+        assert process.stdout is not None
+        await process.stdout.readexactly(len(READY))
+    except BaseException:
+        await _end(process)
+        raise
+    return process
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -124,10 +135,9 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
-async def _call(process: asyncio.subprocess.Process, make: Make) -> Grammar | Exception:
+async def _call(process: asyncio.subprocess.Process, call: bytes) -> Grammar | Exception:
     assert process.stdin is not None
     assert process.stdout is not None
-    call = pickle.dumps(make)
     process.stdin.write(LENGTH.pack(len(call)) + call)
     await process.stdin.drain()
     (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
@@ -162,6 +172,8 @@ def main() -> None:
     """Answer calls from standard input until it closes."""
     os.nice(5)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
     _frames(sys.stdin.buffer, sys.stdout.buffer)
 
 

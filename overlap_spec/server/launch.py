@@ -19,7 +19,7 @@ EMBEDDED_CALLS = "embedded"
 
 def launch(
     *,
-    chat_template: Path | None,
+    chat_template: str | None,
     stall_timeout_s: float,
     log_level: str,
     cors_origin: list[str] | None,
@@ -51,19 +51,10 @@ def launch(
         allowed_hosts=tuple(allowed_host or ()),
     )
     engine = AsyncEngine(
-        chat_template=_read(chat_template),
+        chat_template=chat_template,
         max_queued_requests=settings.max_queued_requests,
         stall_timeout_s=stall_timeout_s,
         mask_deadline_ms=mask_deadline_ms or None,
         **{name: value for name, value in flags.items() if name in known},
     )
     serve(engine, settings, log_level)
-
-
-def _read(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text()
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--chat-template {path}: {error}") from None

@@ -49,24 +49,28 @@ def text_logprobs(
     }
 
 
-def sglang_logprobs(
-    tokenizer: Tokenizer,
-    ids: Sequence[int],
-    logprobs: Sequence[TokenLogprobs],
-    with_text: bool,
-) -> dict[str, Any]:
-    """The fields of ``meta_info``; each entry is (logprob, token id, text or None)."""
+class SGLangLogprobs:
+    """The log-probabilities of ``meta_info``, made of each token once; each entry is (logprob,
+    token id, text or None)."""
 
-    def entry(token: int, value: float) -> tuple[float, int, str | None]:
-        return _finite(value), token, tokenizer.decode([token]) if with_text else None
+    def __init__(self, tokenizer: Tokenizer, with_text: bool) -> None:
+        self._tokenizer, self._with_text = tokenizer, with_text
+        self._own: list[Any] = []
+        self._top: list[Any] = []
 
-    pairs = list(zip(ids, logprobs, strict=False))
-    return {
-        "output_token_logprobs": [entry(token, each.logprob) for token, each in pairs],
-        "output_top_logprobs": [
-            [entry(other, value) for other, value in each.top] for _, each in pairs
-        ],
-    }
+    def push(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        """Add the next tokens."""
+        for token, each in zip(ids, logprobs, strict=False):
+            self._own.append(self._entry(token, each.logprob))
+            self._top.append([self._entry(other, value) for other, value in each.top])
+
+    def fields(self) -> dict[str, Any]:
+        """Those of all tokens so far."""
+        return {"output_token_logprobs": self._own, "output_top_logprobs": self._top}
+
+    def _entry(self, token: int, value: float) -> tuple[float, int, str | None]:
+        text = self._tokenizer.decode([token]) if self._with_text else None
+        return _finite(value), token, text
 
 
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:

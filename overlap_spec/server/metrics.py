@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from overlap_spec.async_engine import AsyncRequestHandle
+from overlap_spec.server.buckets import Buckets
+from overlap_spec.server.loop_turns import TurnTimes
 
 PREFIX = "overlap_spec:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -33,18 +41,17 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.turns = TurnTimes()
+        self.itl, self.lengths = Buckets(SECONDS), Buckets(LENGTHS)
         self.engine = EngineCollector()
         self._verified_tokens = self._verifies = 0
         self.registry.register(self.engine)
+        self.registry.register(FrontCollector(self))
         self.ttft = self._histogram("time_to_first_token_seconds", "Until the first token.")
-        self.itl = self._histogram("inter_token_latency_seconds", "Between runs of tokens.")
         self.tpot = self._histogram("time_per_output_token_seconds", "After the first token.")
         self.whole = self._histogram("e2e_request_latency_seconds", "Until the last token.")
         self.compiling = self._histogram(
             "grammar_compile_seconds", "Until a request's grammar was compiled."
-        )
-        self.lengths = self._histogram(
-            "spec_accept_length", "Tokens that a verify emitted, bonus included.", LENGTHS
         )
         self.prompt = self._counter("prompt_tokens", "Tokens of prompts.")
         self.cached = self._counter("cached_tokens", "Tokens of prompts found in the cache.")
@@ -54,6 +61,9 @@ class Metrics:
         self.verifies = self._counter("spec_verifies", "Verify passes, counted for each request.")
         self.requests = self._counter("requests", "Ended requests.", ("finish_reason",))
         self.rejected = self._counter("requests_rejected", "Rejected HTTP requests.", ("status",))
+        self.refused = self._counter(
+            "connections_refused", "Connections closed because too many were open."
+        )
         self.gone = self._counter("client_disconnects", "Clients that disconnected before the end.")
 
     @property
@@ -84,11 +94,9 @@ class Metrics:
             self.whole.observe(stats.end_to_end_ms / 1e3)
         if stats.output_tokens > 1:
             self.tpot.observe(stats.tpot_ms / 1e3)
-        for gap_ms in stats.itl_ms:
-            self.itl.observe(gap_ms / 1e3)
+        self.itl.add_all([gap_ms / 1e3 for gap_ms in stats.itl_ms])
         for drafts, count in enumerate(stats.accept_histogram):
-            for _ in range(count):
-                self.lengths.observe(drafts + 1)
+            self.lengths.add(drafts + 1, count)
 
     def render(self, snapshot: dict[str, Any] | None, front: FrontState) -> bytes:
         """The text that Prometheus reads; ``snapshot`` is None while there is no engine."""
@@ -153,6 +161,34 @@ class EngineCollector(Collector):
         yield _count("drafter_faults", "How often the drafter was paused.", drafter["faults"])
         yield from _compiles(state["compiler"])
         yield from _tiers(state["speculation"])
+
+
+class FrontCollector(Collector):
+    """Figures of this process that are counted outside prometheus_client, which would take a
+    microsecond for each of a request's thousands of values."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """See prometheus_client."""
+        metrics, turns = self._metrics, self._metrics.turns
+        yield _buckets("inter_token_latency_seconds", "Between runs of tokens.", metrics.itl)
+        about = "Tokens that a verify emitted, bonus included."
+        yield _buckets("spec_accept_length", about, metrics.lengths)
+        about = "Processor time of the event loop's turns."
+        yield _buckets("front_turn_seconds", about, turns.took)
+        about = "Processor time of the longest turn of the event loop."
+        yield _gauge("front_turn_worst_seconds", about, turns.worst_s)
+        about = "Wall-clock time of the longest turn of the event loop."
+        yield _gauge("front_turn_worst_wall_seconds", about, turns.worst_wall_s)
+
+
+def _buckets(name: str, about: str, found: Buckets) -> Metric:
+    ends = [*(str(float(end)) for end in found.ends), "+Inf"]
+    family = HistogramMetricFamily(PREFIX + name, about)
+    family.add_metric([], list(zip(ends, accumulate(found.counts), strict=True)), found.sum)
+    return family
 
 
 def _compiles(compiler: dict[str, Any]) -> Iterable[Metric]:

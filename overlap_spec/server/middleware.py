@@ -3,47 +3,61 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import ipaddress
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from overlap_spec.server.body import MOST_VALUES, count_values
+from overlap_spec.server.body import LARGE_BODY, MOST_VALUES, OWN_TURN, count_values
+from overlap_spec.server.ceiling import MemoryCeiling
 from overlap_spec.server.errors import ApiError, error_response
+from overlap_spec.server.keys import Keys
+from overlap_spec.server.loop_turns import Turnstile
 from overlap_spec.server.settings import ServerSettings
 
 # Health probes carry no key, and the playground's page asks its user for it.
+# Keys of a request's scope: who asks, and whether as administrator.
+OWNER, IS_ADMIN = "overlap_spec.owner", "overlap_spec.is_admin"
 OPEN_PATHS = ("/", "/health")
-BODY_TIMEOUT_S = 30.0
 
 
 class GuardMiddleware:
     """ASGI middleware that rejects requests, and reports all error statuses.
 
     Args:
+        keys: That clients may have; who a client is goes into the request's scope (`OWNER`).
         rejected: Called with the status of every response of 400 and above.
     """
 
     def __init__(
-        self, app: ASGIApp, settings: ServerSettings, rejected: Callable[[int], None]
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        keys: Keys,
+        rejected: Callable[[int], None],
     ) -> None:
         self.app, self._rejected = app, rejected
         self._limit, self._most_bodies = settings.max_body_bytes, settings.max_bodies_bytes
+        self._body_timeout_s = settings.body_timeout_s
+        self._own_turn = Turnstile()
         # Bytes of the bodies whose requests have not been answered yet.
         self._held = 0
+        self._ceiling = MemoryCeiling(settings.max_front_bytes)
+        # Requests under way that may hold memory.
+        self._under_way = 0
         self._names = _allowed_names(settings)
-        key = settings.api_key
-        self._expected = f"Bearer {key}".encode() if key is not None else None
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         body = HeldBody(self)
+        self._under_way += 1
         try:
             await self._pass(scope, receive, self._counted(send, body), body)
         finally:
+            self._under_way -= 1
             body.release()
 
     def _counted(self, send: Send, body: HeldBody) -> Send:
@@ -64,23 +78,32 @@ class GuardMiddleware:
             await error_response(error)(scope, receive, send)
             return
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await self._read(receive, held)
+            async with asyncio.timeout(self._body_timeout_s):
+                chunks = await self._read(receive, held)
         except TimeoutError:
-            body = ApiError(408, f"the body did not come in {BODY_TIMEOUT_S:g} s")
-        if body is None:
+            text = f"the body did not come in {self._body_timeout_s:g} s (body_timeout_s)"
+            chunks = ApiError(408, text)
+        if chunks is None:
             return
-        if isinstance(body, ApiError):
-            await error_response(body)(scope, receive, send)
+        if isinstance(chunks, ApiError):
+            await error_response(chunks)(scope, receive, send)
             return
+        if held.size > LARGE_BODY:
+            await self._own_turn()
+        body = b"".join(chunks)
+        del chunks
         if count_values(body) > MOST_VALUES:
             error = ApiError(413, f"the body has more than {MOST_VALUES} values")
             await error_response(error)(scope, receive, send)
             return
+        scope[OWN_TURN] = self._own_turn
+        address = scope["client"][0] if scope.get("client") else ""
+        given = headers.get(b"authorization", b"")
+        scope[OWNER], scope[IS_ADMIN] = self._keys.owner(given, address), self._keys.is_admin(given)
         await self.app(scope, _replay(body, receive), send)
 
-    async def _read(self, receive: Receive, held: HeldBody) -> bytes | ApiError | None:
-        """The whole body; None if the client has gone."""
+    async def _read(self, receive: Receive, held: HeldBody) -> list[bytes] | ApiError | None:
+        """The whole body in pieces; None if the client has gone."""
         chunks: list[bytes] = []
         while True:
             message = await receive()
@@ -94,7 +117,7 @@ class GuardMiddleware:
                 text = f"all bodies in flight exceed {self._most_bodies} bytes (max_bodies_bytes)"
                 return ApiError(429, text, code="queue_full", kind="rate_limit_error")
             if not message.get("more_body", False):
-                return b"".join(chunks)
+                return chunks
 
     def hold(self, size: int) -> None:
         """Count bytes of bodies in flight; negative when they go."""
@@ -108,13 +131,20 @@ class GuardMiddleware:
         if self._names is not None and not _is_local(name := _name(host), self._names):
             message = f"this server is not called {name!r}: start it with --allowed-host {name}"
             return ApiError(403, message, code="host_not_allowed")
-        if self._expected is None or path in OPEN_PATHS or method == "OPTIONS":
+        if path not in OPEN_PATHS and method == "POST" and self._is_full():
+            most = self._ceiling.most_bytes
+            text = f"the server's front has over {most} bytes of memory (max_front_bytes)"
+            return ApiError(503, text, code="out_of_memory", kind="service_unavailable")
+        if not self._keys.are_asked_for or path in OPEN_PATHS or method == "OPTIONS":
             return None
-        given = headers.get(b"authorization", b"")
-        if hmac.compare_digest(given, self._expected):
+        if self._keys.owner(headers.get(b"authorization", b""), "") is not None:
             return None
         message = "no or a wrong API key: send `Authorization: Bearer KEY`"
         return ApiError(401, message, code="invalid_api_key")
+
+    def _is_full(self) -> bool:
+        # Without others under way, nothing would be freed by waiting.
+        return self._under_way > 1 and self._ceiling.is_reached()
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is over {self._limit} bytes (max_body_bytes)")

@@ -26,13 +26,13 @@ ERROR = {
 STATUSES = {
     "400": "The request is invalid; `param` names the field.",
     "401": "The API key is missing or wrong.",
-    "403": "The server must not be called by this name (`Host`).",
+    "403": "The server must not be called by this name (`Host`), or this needs the admin's key.",
     "404": "No such route or model.",
     "408": "The body did not come in time.",
     "413": "The body is too large.",
     "429": "Too many requests wait; `Retry-After` says when to try again.",
     "500": "Internal error.",
-    "503": "The engine is not available; `Retry-After` says when to try again.",
+    "503": "The engine is not available, or memory is short; `Retry-After` says when to try again.",
     "504": "The request took too long.",
 }
 

@@ -4,70 +4,154 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
+import socket
 from collections.abc import Generator
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 
 from overlap_spec.async_engine import AsyncEngine
+from overlap_spec.errors import ConfigError
+from overlap_spec.grammar.spec import Grammar
 from overlap_spec.server.app import create_app
-from overlap_spec.server.grammar_reader import GrammarReader
+from overlap_spec.server.connections import (
+    LONGEST_HEAD_BYTES,
+    Connection,
+    raise_descriptor_limit,
+)
+from overlap_spec.server.loop_turns import timed_loop
+from overlap_spec.server.service import Service
 from overlap_spec.server.settings import ServerSettings
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# Connections that are taken in one turn of the loop, and that wait for it in the system.
+TAKEN_AT_ONCE, WAITING = 64, 2048
+# For the last events of streams that are ended.
+LAST_EVENTS_S = 2.0
 log = logging.getLogger("overlap_spec")
 
 
 def serve(engine: AsyncEngine, settings: ServerSettings, log_level: str = "info") -> None:
     """Serve until SIGTERM or SIGINT; then reject new requests, wait at most ``drain_timeout_s``
-    for the open ones, and close the engine.
+    for the open ones, end those with an error, and close the engine.
 
     Raises:
+        ConfigError: the address cannot be used.
         ConfigError, CheckpointError: the engine cannot be started.
     """
     logging.basicConfig(format=LOG_FORMAT, level=log_level.upper())
+    raise_descriptor_limit(settings)
     app = create_app(engine, settings)
+    service: Service = app.state.service
     config = uvicorn.Config(
         app,
-        host=settings.host,
-        port=settings.port,
         log_level=log_level,
         log_config=None,
         access_log=log_level == "debug",
         server_header=False,
         lifespan="off",
-        timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
-        timeout_keep_alive=30,
+        backlog=TAKEN_AT_ONCE,
+        # Whole seconds by their types, but not by what they do.
+        timeout_graceful_shutdown=cast("int", settings.drain_timeout_s + LAST_EVENTS_S),
+        timeout_keep_alive=cast("int", settings.idle_timeout_s),
+        http=cast("Any", partial(Connection, settings, service.metrics.refused.inc)),
+        h11_max_incomplete_event_size=LONGEST_HEAD_BYTES,
     )
+    # Kept by the application: its first reader would hold the loop.
+    app.openapi()
+    # Before the engine loads, which takes long for nothing if the port is taken.
+    sockets = bind(settings.host, settings.port)
     # A signal while the engine loads cancels the task: there is nothing to drain.
-    with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(_serve(engine, Server(config), app.state.service.constraints.reader))
+    with (
+        contextlib.suppress(asyncio.CancelledError),
+        asyncio.Runner(loop_factory=timed_loop(service.metrics.turns)) as runner,
+    ):
+        runner.run(_serve(service, Server(config, service), sockets))
 
 
-async def _serve(engine: AsyncEngine, server: Server, reader: GrammarReader) -> None:
+async def _serve(service: Service, server: Server, sockets: list[socket.socket]) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    reader = service.constraints.reader
     try:
-        async with engine:
-            await server.serve()
+        async with service.engine:
+            await reader.warm()
+            # Imports what the first request would.
+            Grammar.json_schema("{}")
+            # What is here stays: the collector of reference cycles need not look at it again.
+            gc.collect()
+            gc.freeze()
+            await server.serve(sockets)
             log.info("drained; closing the engine")
     finally:
         await reader.close()
 
 
-class Server(uvicorn.Server):
-    """Logs its address, which a port of 0 leaves open; does not raise its signal again."""
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Sockets for all addresses of a name, which do not listen yet.
 
-    async def startup(self, sockets: Any = None) -> None:
+    Raises:
+        ConfigError: there is no such address, or the port is taken.
+    """
+    bound: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        ):
+            bound.append(socket.socket(family, kind, protocol))
+            bound[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                bound[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            bound[-1].bind(address)
+    except OSError as error:
+        for each in bound:
+            each.close()
+        raise _unusable(host, port, error) from None
+    return bound
+
+
+def _unusable(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(f"port: cannot listen on {host}:{port}: {error.strerror or error}")
+
+
+class Server(uvicorn.Server):
+    """Logs its address, which a port of 0 leaves open; ends what still runs after the drain; does
+    not raise its signal again."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
-        await super().startup(sockets)
-        for server in self.servers if self.started else ():
-            for socket in server.sockets:
-                host, port = socket.getsockname()[:2]
-                log.info("serving on http://%s:%s", f"[{host}]" if ":" in host else host, port)
+        settings = self._service.settings
+        try:
+            await super().startup(sockets)
+            for each in sockets or []:
+                # Uvicorn has them listen for no more than it takes at once.
+                each.listen(WAITING)
+        except OSError as error:
+            # Two servers can be bound alike until one listens.
+            raise _unusable(settings.host, settings.port, error) from None
+        self._service.metrics.turns.reset()
+        for each in sockets or []:
+            host, port = each.getsockname()[:2]
+            log.info("serving on http://%s:%s", f"[{host}]" if ":" in host else host, port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        settings, loop = self._service.settings, asyncio.get_running_loop()
+        reason = f"the server ends, and the request did not in {settings.drain_timeout_s:g} s"
+        end = loop.call_later(settings.drain_timeout_s, self._service.engine.end_open, reason)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            end.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from overlap_spec.async_engine import AsyncEngine, AsyncRequestHandle
 from overlap_spec.errors import GrammarError, InvalidRequest
 from overlap_spec.server.constraints import Constraints
-from overlap_spec.server.errors import GRAMMAR_ERRORS, ApiError, as_api_error
+from overlap_spec.server.errors import GRAMMAR_ERRORS, ApiError, Json, as_api_error
 from overlap_spec.server.metrics import Metrics
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Output, Request
@@ -32,17 +32,27 @@ class RequestGroup:
         label: Its id for the client.
         requests: One for each output.
         field: The field of the body that their grammars come from.
+        owner: Who may abort them.
     """
 
     label: str
     requests: Sequence[Request]
     field: str | None = None
+    owner: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Names the group among all."""
+        return self.owner, self.label
 
 
 # What the requests of one stream may hold for a client that reads slowly.
 STREAM_BUFFER_BYTES = 2 * 2**20
 # How long one write may wait for a client that does not read.
 WRITE_TIMEOUT_S = 30.0
+
+# A reply with more tokens and log-probabilities is made beside the loop.
+LARGE_REPLY = 4096
 
 DONE = b"data: [DONE]\n\n"
 
@@ -60,8 +70,8 @@ class Service:
     metrics: Metrics
     constraints: Constraints
     created: int = field(default_factory=lambda: int(time.time()))
-    # Open requests by their group's label.
-    by_label: dict[str, list[AsyncRequestHandle]] = field(default_factory=dict)
+    # Open requests by their group's owner and label.
+    by_label: dict[tuple[str, str], list[AsyncRequestHandle]] = field(default_factory=dict)
 
     def check_model(self, model: str | None) -> str:
         """The served model's name; ApiError 404 if ``model`` is another."""
@@ -90,25 +100,27 @@ class Service:
         Raises:
             InvalidRequest, QueueFull, EngineUnavailable: as :meth:`AsyncEngine.submit`.
         """
-        handles: list[AsyncRequestHandle] = []
+        if group.key in self.by_label:
+            raise InvalidRequest(f"{group.label!r} is the id of a request under way", "rid")
+        handles = self.by_label[group.key] = list[AsyncRequestHandle]()
         try:
             for request in group.requests:
                 handles.append(self.engine.send(request))
+                await asyncio.sleep(0)
             for handle in handles:
                 await handle.queued()
         except BaseException as error:
+            del self.by_label[group.key]
             for handle in handles:
                 handle.abort()
             if isinstance(error, GrammarError) and group.field is not None:
                 error.param = group.field
             raise
-        self.by_label[group.label] = handles
         return handles
 
-    def finish(self, handles: Sequence[AsyncRequestHandle], label: str) -> None:
-        """Abort requests that still run, and count all of them in the metrics."""
-        if self.by_label.get(label) is handles:
-            del self.by_label[label]
+    def finish(self, group: RequestGroup) -> None:
+        """Abort a group's requests that still run, and count all of them in the metrics."""
+        handles = self.by_label.pop(group.key)
         for handle in handles:
             handle.abort()
             self.metrics.observe(handle)
@@ -130,7 +142,26 @@ class Service:
                 check_output(handle)
             return outputs
         finally:
-            self.finish(handles, group.label)
+            self.finish(group)
+
+    async def reply(self, outputs: list[Output], make: Callable[[], Any]) -> Response:
+        """A reply of plain data, made of ``outputs``, which are then dropped; in a thread where
+        that takes long."""
+        size = sum(
+            len(output.token_ids) + sum(1 + len(entry.top) for entry in output.logprobs)
+            for output in outputs
+        )
+        if size <= LARGE_REPLY:
+            return Json(make())
+
+        def work() -> Json:
+            reply = Json(make())
+            # Freeing hundreds of thousands of objects takes long as well.
+            while outputs:
+                outputs.pop()
+            return reply
+
+        return await asyncio.to_thread(work)
 
     async def run_until_disconnect(self, http: HttpRequest, work: Coroutine[Any, Any, Any]) -> Any:
         """The result of ``work``, which is cancelled if the client disconnects or time runs out.
@@ -189,7 +220,7 @@ class Service:
             yield DONE
 
         def end(whole: bool) -> None:
-            self.finish(handles, group.label)
+            self.finish(group)
             if not whole:
                 self.metrics.gone.inc()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from overlap_spec.config import Help
@@ -20,6 +21,15 @@ class ServerSettings:
     api_key: Annotated[
         str | None, Help("Bearer token that clients must send; by default none is needed.")
     ] = None
+    api_key_file: Annotated[
+        Path | None,
+        Help("File of such tokens, one a line; unlike a flag, no other process sees them."),
+    ] = None
+    admin_api_key: Annotated[
+        str | None,
+        Help("Bearer token for what reaches all clients' requests; without one, nobody may."),
+    ] = None
+    admin_api_key_file: Annotated[Path | None, Help("File of such tokens, one a line.")] = None
     served_model_name: Annotated[
         str, Help("Name that /v1/models lists and that `model` must be.")
     ] = "overlap-spec"
@@ -53,10 +63,33 @@ class ServerSettings:
     drain_timeout_s: Annotated[
         float, Help("Time that open requests have to end after SIGTERM, in seconds.")
     ] = 30.0
+    max_connections: Annotated[
+        int,
+        Help(
+            "Most open connections; one more closes one that waits for a request, or is refused "
+            "with status 503."
+        ),
+    ] = 1024
+    header_timeout_s: Annotated[
+        float, Help("Time that the head of a request has to come, in seconds.")
+    ] = 10.0
+    body_timeout_s: Annotated[
+        float, Help("Time that the body of a request has to come, in seconds.")
+    ] = 30.0
+    idle_timeout_s: Annotated[
+        float, Help("Time after which a connection without a request is closed, in seconds.")
+    ] = 30.0
     max_body_bytes: Annotated[int, Help("Largest body of a request, in bytes.")] = 8 * 2**20
     max_bodies_bytes: Annotated[
         int, Help("Most bytes of all bodies in flight; more are refused with status 429.")
-    ] = 128 * 2**20
+    ] = 64 * 2**20
+    max_front_bytes: Annotated[
+        int,
+        Help(
+            "Resident memory of the HTTP process above which it refuses requests with status 503, "
+            "unless it has no other."
+        ),
+    ] = 2**30
     max_schema_bytes: Annotated[int, Help("Largest schema, pattern or grammar, in bytes.")] = (
         512 * 2**10
     )
@@ -76,14 +109,20 @@ class ServerSettings:
         """Raise ConfigError that names the first invalid setting."""
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be between 0 and 65535: {self.port}")
-        if self.api_key == "":
-            raise ConfigError("api_key is empty: leave it out, or set one")
+        for name in ("api_key", "admin_api_key"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name} is empty: leave it out, or set one")
         least = {
             "max_queued_requests": 0,
             "max_body_bytes": 1024,
             "max_bodies_bytes": 1024,
+            "max_front_bytes": 1,
             "max_schema_bytes": 64,
             "max_choices": 1,
+            "max_connections": 1,
+            "header_timeout_s": 0.1,
+            "body_timeout_s": 0.1,
+            "idle_timeout_s": 0.1,
             "request_timeout_s": 0.1,
             "drain_timeout_s": 0,
         }

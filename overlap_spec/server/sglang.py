@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,13 +12,14 @@ from starlette.responses import Response
 
 from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.server.errors import Json
-from overlap_spec.server.logprobs import sglang_logprobs
+from overlap_spec.server.errors import ApiError, Json
+from overlap_spec.server.logprobs import SGLangLogprobs
+from overlap_spec.server.middleware import IS_ADMIN, OWNER
 from overlap_spec.server.protocol.text import AbortBody, GenerateBody, SGLangSampling
 from overlap_spec.server.service import RequestGroup, Service, fan_out, interleaved, new_id, verdict
 from overlap_spec.stats import RequestStats
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import Delta, Output, Request, TokenLogprobs
+from overlap_spec.types import Delta, Output, Request
 
 # Above this (characters, tokens and log-probabilities together), an event has to add this part.
 SMALL_OUTPUT = 8192
@@ -35,13 +37,12 @@ async def generate(service: Service, body: GenerateBody, http: HttpRequest) -> R
     requests, source = await service.run_until_disconnect(http, prepared)
     single = single and len(requests) == 1
     label = body.rid if isinstance(body.rid, str) else rids[0] or new_id("gen")
-    group = RequestGroup(label, requests, source)
+    group = RequestGroup(label, requests, source, http.scope[OWNER])
     formatter = SGLangFormatter(service.engine.tokenizer, body, label)
     if body.stream:
         return await service.stream(http, group, lambda handles: formatter.events(handles, single))
     outputs = await service.outputs(http, group)
-    results = [formatter.result(output, index) for index, output in enumerate(outputs)]
-    return Json(results[0] if single else results)
+    return await service.reply(outputs, lambda: formatter.results(outputs, single))
 
 
 async def _prepare(
@@ -61,6 +62,7 @@ async def _prepare(
         grammar, name = await service.constraints.of(given)
         source = source or (f"sampling_params.{name}" if name else None)
         request = await service.engine.prepare(prompt, grammar, given.sampling(top), raw=True)
+        await asyncio.sleep(0)
         requests += fan_out([request], given.n or 1)
     return requests, source
 
@@ -71,7 +73,7 @@ class OutputSoFar:
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: SGLangLogprobs | None = None
     size: int = 0
     sent: int = 0
 
@@ -79,7 +81,8 @@ class OutputSoFar:
         """Add a piece."""
         self.text += delta.text
         self.ids += delta.token_ids
-        self.logprobs += delta.logprobs
+        if self.logprobs is not None:
+            self.logprobs.push(delta.token_ids, delta.logprobs)
         entries = sum(1 + len(entry.top) for entry in delta.logprobs)
         self.size += len(delta.text) + len(delta.token_ids) + entries
 
@@ -97,14 +100,25 @@ class SGLangFormatter:
     def __init__(self, tokenizer: Tokenizer, body: GenerateBody, label: str) -> None:
         self.tokenizer, self.body, self.label = tokenizer, body, label
 
-    def result(self, output: Output, index: int) -> dict[str, Any]:
-        """A finished output."""
+    def results(self, outputs: Sequence[Output], single: bool) -> Any:
+        """Finished outputs, or the one."""
+        made = []
+        for index, output in enumerate(outputs):
+            logprobs = self._logprobs()
+            if logprobs is not None:
+                logprobs.push(output.token_ids, output.logprobs)
+            made.append(self._result(output, index, logprobs))
+        return made[0] if single else made
+
+    def _result(
+        self, output: Output, index: int, logprobs: SGLangLogprobs | None
+    ) -> dict[str, Any]:
         reason: dict[str, Any] = {"type": output.finish_reason}
         if output.finish_reason == "stop" and output.stop_match is not None:
             reason["matched"] = output.stop_match
         if output.finish_reason == "length":
             reason["length"] = output.stats.output_tokens
-        meta = self._meta(index, reason, output)
+        meta = self._meta(index, reason, output) | (logprobs.fields() if logprobs else {})
         return {"text": output.text, "output_ids": list(output.token_ids), "meta_info": meta}
 
     async def events(
@@ -112,14 +126,15 @@ class SGLangFormatter:
     ) -> AsyncIterator[Any]:
         """The whole output so far, after each piece while it is small; then after each piece that
         makes it larger by a part of itself, so that all events together stay in proportion."""
-        seen = [OutputSoFar() for _ in handles]
+        seen = [OutputSoFar(logprobs=self._logprobs()) for _ in handles]
         async for index, delta in interleaved(handles):
             so_far = seen[index]
             so_far.push(delta)
             if delta.finish_reason == "error":
                 continue
             if delta.finish_reason is not None:
-                event = self.result(await handles[index].finish(), index)
+                output = await handles[index].finish()
+                event = self._result(output, index, so_far.logprobs)
             elif so_far.is_due():
                 event = self._so_far(so_far, index, handles[index].request)
             else:
@@ -133,7 +148,7 @@ class SGLangFormatter:
             "prompt_tokens": len(request.prompt_ids),
             "completion_tokens": len(so_far.ids),
         }
-        meta |= self._logprobs(so_far.ids, so_far.logprobs)
+        meta |= so_far.logprobs.fields() if so_far.logprobs else {}
         return {"text": so_far.text, "output_ids": so_far.ids, "meta_info": meta}
 
     def _meta(self, index: int, reason: dict[str, Any], output: Output) -> dict[str, Any]:
@@ -152,14 +167,12 @@ class SGLangFormatter:
             "exposed_ms": stats.exposed_ms,
             "idle_ms": stats.idle_ms,
             **verdict(output),
-            **self._logprobs(output.token_ids, output.logprobs),
         }
 
-    def _logprobs(self, ids: Sequence[int], logprobs: Any) -> dict[str, Any]:
+    def _logprobs(self) -> SGLangLogprobs | None:
         if not self.body.return_logprob:
-            return {}
-        with_text = self.body.return_text_in_logprobs is True
-        return sglang_logprobs(self.tokenizer, ids, logprobs, with_text)
+            return None
+        return SGLangLogprobs(self.tokenizer, self.body.return_text_in_logprobs is True)
 
     def _id(self, index: int) -> str:
         rid = self.body.rid
@@ -178,16 +191,21 @@ def speculation(stats: RequestStats) -> dict[str, Any]:
     }
 
 
-async def abort_request(service: Service, body: AbortBody) -> Response:
-    """Abort the requests of an id, or all; the reply says how many were running."""
-    if body.abort_all:
-        labels = list(service.by_label)
-    elif body.rid is not None:
-        labels = [body.rid] if body.rid in service.by_label else []
-    else:
+async def abort_request(service: Service, body: AbortBody, http: HttpRequest) -> Response:
+    """Abort the client's own requests of an id, or, for the administrator, all or anybody's; the
+    reply says how many were running."""
+    is_admin = http.scope[IS_ADMIN]
+    if body.abort_all and not is_admin:
+        message = "abort_all reaches other clients' requests: send the key of --admin-api-key"
+        raise ApiError(403, message, "abort_all", code="not_admin")
+    if not body.abort_all and body.rid is None:
         raise InvalidRequest("send rid, or abort_all: true", "rid")
     found = [
-        handle for label in labels for handle in service.by_label[label] if handle.output is None
+        handle
+        for (owner, label), handles in service.by_label.items()
+        if (is_admin or owner == http.scope[OWNER]) and (body.abort_all or label == body.rid)
+        for handle in handles
+        if handle.output is None
     ]
     for handle in found:
         handle.abort()

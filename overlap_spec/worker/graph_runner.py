@@ -223,7 +223,7 @@ class GraphRunner:
         tables, drafter = self._passes.tables, self._passes.drafter
         if drafter is None:
             return True
-        state = _own_buffers(drafter)
+        state = _own_buffers(drafter, len(tables.roots))
         tables.roots[-1:], tables.committed[-1:] = 3, 2
         tables.temperature[-1:], tables.seed[-1:] = 1.0, 7
         outcomes = []
@@ -256,6 +256,7 @@ class GraphRunner:
         return torch.cuda.memory_reserved(self._passes.device) if self._cuda else 0
 
 
-def _own_buffers(drafter: Drafter) -> list[Tensor]:
-    """What a drafter keeps for each row."""
-    return [b for b in drafter.buffers(recurse=False) if b.dim() and not b.is_mkldnn]
+def _own_buffers(drafter: Drafter, rows: int) -> list[Tensor]:
+    """What a drafter keeps for each of ``rows``, and not its constants."""
+    own = [b for b in drafter.buffers(recurse=False) if b.dim() and not b.is_mkldnn]
+    return [b for b in own if len(b) == rows]

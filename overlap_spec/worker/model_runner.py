@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap_spec.drafters.base import Committed, Draft, DraftCache, Drafter, Roots
+from overlap_spec.drafters.sound import sound
 from overlap_spec.kernels import (
     KeySpan,
     Odds,
@@ -157,9 +158,11 @@ class ModelRunner(nn.Module):
     Attributes:
         extends: Whether the drafter takes in what was committed.
         fault: What the drafter raised, while it is not used for that.
+        refused: int64 ``()``: drafted nodes that broke the contract; a built drafter has none.
     """
 
     page_features: Tensor
+    refused: Tensor
 
     def __init__(
         self,
@@ -180,6 +183,9 @@ class ModelRunner(nn.Module):
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
         self.extends = drafter is not None and type(drafter).extend is not Drafter.extend
         self.fault: Exception | None = None
+        built = drafter is None or type(drafter).__module__.startswith("overlap_spec.drafters.")
+        self.checked = not built
+        self.register_buffer("refused", torch.zeros((), dtype=torch.int64, device=self.device))
         self.graphs = GraphRunner(self, record)
         if self.feature_layers:
             # One feature a page, so that a prefix can be reused with the drafter's cache.
@@ -199,9 +205,12 @@ class ModelRunner(nn.Module):
     def release(self) -> None:
         """Let go of weights, caches, tables and recordings, for who keeps a closed engine."""
         self.graphs.clear()
+        refused = self.refused.cpu().clone()
         for module in self.modules():
             module._parameters.clear()
             module._buffers.clear()
+        # A closed engine still has its figures.
+        self.refused = refused
 
     # Draft
 
@@ -259,10 +268,11 @@ class ModelRunner(nn.Module):
             draft = Draft(padded(tokens, len(rows)), above, padded(scores, len(rows)))
             if missing:
                 draft.scores[-missing:] = -torch.inf
+            draft = self._sound(roots, draft, tier)
         elif self.drafter.host:
             draft = _no_draft(roots, tier.nodes - 1)
         elif self.graphs.recording:
-            draft = self.drafter.draft(roots, tier)
+            draft = self._sound(roots, self.drafter.draft(roots, tier), tier)
         else:
             draft = self._draft_or_none(roots, tier)
         linked = roots.tokens, roots.positions, *_link(roots.tokens, draft, tier.steps)
@@ -279,8 +289,16 @@ class ModelRunner(nn.Module):
         assert self.drafter is not None
         if self.fault is None:
             with self.guard_drafter():
-                return self.drafter.draft(roots, tier)
+                return self._sound(roots, self.drafter.draft(roots, tier), tier)
         return _no_draft(roots, tier.nodes - 1)
+
+    def _sound(self, roots: Roots, draft: Draft, tier: Tier) -> Draft:
+        """The draft; of a drafter that is not built in, its sound nodes alone."""
+        if not self.checked:
+            return draft
+        draft, refused = sound(draft, tier, self.tables.vocab_size)
+        self.refused += torch.where(roots.rows == self.tables.padding_row, 0, refused).sum()
+        return draft
 
     def _select(self, batch: Batch, drafted: Drafted) -> Drafted:
         """Keep the best nodes of the whole batch, as many as the budget says."""

@@ -95,6 +95,11 @@ class Worker:
         """What the drafter raised, while it is not used for that."""
         return self.runner.fault
 
+    @property
+    def refused_nodes(self) -> int:
+        """Drafted nodes that broke the drafters' contract, so far."""
+        return int(self.runner.refused)
+
     def retry_drafter(self) -> None:
         """Use the drafter again."""
         self.runner.fault = None

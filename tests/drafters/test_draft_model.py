@@ -1,4 +1,4 @@
-"""A draft model: drafts what it would say itself, on any context, and only in one vocabulary."""
+"""A draft model: drafts what it would say itself, on any context, in its own vocabulary."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from overlap_spec.drafters.draft_model import same_vocabulary, token_texts
 from overlap_spec.engine import Engine
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.models.vocabulary import map_vocabulary, token_texts
 from overlap_spec.types import Output
 from tests.support import checkpoints
 
@@ -119,42 +121,88 @@ def test_it_needs_a_folder(tiny: dict[str, Any]) -> None:
         Engine(model=tiny["model"], algorithm="draft_model")
 
 
-def other_vocabulary(source: str, folder: Path, change: Any) -> Path:
+def renumber(source: str, folder: Path, kept: list[int], stand_in: str = "") -> None:
+    """A copy of a model with the tokens ``kept`` alone, in that order.
+
+    ``stand_in``: begins the texts of unknown tokens, which fill the vocabulary up.
+    """
     shutil.copytree(source, folder)
     data = json.loads((folder / "tokenizer.json").read_text())
-    change(data)
+    texts = token_texts(folder / "tokenizer.json")
+    new = {texts[number]: place for place, number in enumerate(kept)}
+    if stand_in:
+        new |= {f"{stand_in}{n}": n for n in range(len(kept), len(texts))}
+    data["model"]["vocab"], data["added_tokens"] = new, []
     (folder / "tokenizer.json").write_text(json.dumps(data))
-    return folder
+    weights = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = torch.randn(len(new), weights[name].shape[1])
+        rows[: len(kept)] = weights[name][kept]
+        weights[name] = rows
+    save_file(weights, folder / "model.safetensors")
+    hf = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**hf, "vocab_size": len(new)}))
 
 
-def swap(data: dict[str, Any]) -> None:
-    vocabulary = data["model"]["vocab"]
-    by_id = {number: text for text, number in vocabulary.items()}
-    vocabulary[by_id[17]], vocabulary[by_id[40]] = 40, 17
-
-
-def rename(data: dict[str, Any]) -> None:
-    data["added_tokens"][-1]["content"] = "<stop>"
-
-
-def shorten(data: dict[str, Any]) -> None:
-    del data["added_tokens"][-1]
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (swap, "token 17 is '.', and the target's is '.'"),
-        (rename, "token 259 is '<stop>', and the target's is '<end>'"),
-        (shorten, "token 259 is absent, and the target's is '<end>'"),
-    ],
-)
-def test_the_first_difference_between_vocabularies_is_named(
-    tiny: dict[str, Any], models: dict[str, str], tmp_path: Path, change: Any, said: str
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+def test_the_targets_copy_with_other_numbers_is_always_right(
+    models: dict[str, str], tmp_path: Path, shape: dict[str, Any]
 ) -> None:
-    folder = other_vocabulary(models["small"], tmp_path / "other", change)
+    """All tokens are there, each under another id: every draft is still the target's own."""
+    order = torch.randperm(260, generator=torch.Generator().manual_seed(2)).tolist()
+    renumber(models["sure"], tmp_path / "other", order)
+    own = {"model": models["sure"], "grammar_isolated": False}
+    plain, _ = ask(own, algorithm="none", overlap="none")
+    settings = {**shape, "algorithm": "draft_model", "draft": str(tmp_path / "other")}
+    outputs, state = ask(own, **settings)
+    assert ids(outputs) == ids(plain)
+    assert state["faults"] == 0
+    for output, grammar in zip(outputs, GRAMMARS, strict=True):
+        if grammar is None:
+            assert output.stats.verifies == -(-39 // (shape["num_steps"] + 1))
+
+
+@pytest.mark.parametrize("overlap", ["none", "once-sync"])
+def test_a_part_of_the_vocabulary_drafts_what_it_has(
+    tiny: dict[str, Any], plain: list[Output], tmp_path: Path, overlap: str
+) -> None:
+    """The target's own copy without its tokens of an odd number over 127."""
+    kept = [n for n in range(260) if n < 128 or n % 2 == 0]
+    renumber(tiny["model"], tmp_path / "part", kept[::-1], "unknown ")
+    settings = {"algorithm": "draft_model", "draft": str(tmp_path / "part"), "overlap": overlap}
+    with Engine(**{**tiny, "context_length": 256, "adaptive": "static", **settings}) as engine:
+        outputs = engine.generate(PROMPTS, GRAMMARS, ASKED)
+        assert engine.snapshot()["drafter"]["faults"] == 0
+        drafter = engine.core.worker.runner.drafter
+        every = torch.arange(drafter.vocab_size) + drafter.offsets
+        assert sorted(every.tolist()) == kept
+    assert ids(outputs) == ids(plain)
+    assert sum(output.stats.accepted_drafts for output in outputs) > 0
+
+
+def test_an_unknown_token_is_read_by_its_end(tmp_path: Path) -> None:
+    wanted = {"a": 0, "b": 1, "ab": 2, "xab": 3, "xy": 4}
+    own = {"b": 0, "ab": 1, "a": 2, "q": 3}
+    for name, vocabulary in (("draft", own), ("target", wanted)):
+        (tmp_path / name).mkdir()
+        data = {"model": {"vocab": vocabulary}}
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(data))
+    # Both are padded; a token without a known end keeps its number.
+    found = map_vocabulary(tmp_path / "draft", tmp_path / "target", 4, 7)
+    assert found.read.tolist() == [2, 0, 1, 1, 3, 3, 3]
+    assert found.drafted is not None
+    assert found.offsets is not None
+    assert found.drafted.tolist() == [0, 1, 2]
+    assert (found.offsets + torch.arange(3)).tolist() == [1, 2, 0]
+    assert found.share == pytest.approx(3 / 5)
+
+
+def test_too_little_in_common_is_an_error(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """It names the share, and the first difference."""
+    renumber(tiny["model"], tmp_path / "little", [*range(10), *range(12, 122)], "unknown ")
+    said = r"50% of it, and has 46\.2%; the first difference is token 10, '-' here and '\+' in the"
     with pytest.raises(CheckpointError, match=said):
-        Engine(**{**tiny, "draft": str(folder)}, algorithm="draft_model")
+        Engine(**{**tiny, "draft": str(tmp_path / "little")}, algorithm="draft_model")
 
 
 def test_a_missing_tokenizer_is_named(
@@ -174,6 +222,7 @@ def test_vocabularies_that_are_lists(tmp_path: Path) -> None:
         data = {"model": {"vocab": [["<unk>", 0.0], [text, -1.5]]}, "added_tokens": []}
         (tmp_path / name / "tokenizer.json").write_text(json.dumps(data))
     assert token_texts(tmp_path / "a" / "tokenizer.json") == {0: "<unk>", 1: "one"}
-    same_vocabulary(tmp_path / "a", tmp_path / "a")
-    with pytest.raises(CheckpointError, match="token 1 is 'one', and the target's is 'other'"):
-        same_vocabulary(tmp_path / "a", tmp_path / "b")
+    assert map_vocabulary(tmp_path / "a", tmp_path / "a", 2, 2).drafted is None
+    found = map_vocabulary(tmp_path / "a", tmp_path / "b", 2, 2)
+    assert found.drafted is not None
+    assert found.drafted.tolist() == [0]

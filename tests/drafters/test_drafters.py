@@ -70,6 +70,9 @@ def test_a_users_own_drafter_changes_no_text(
 ) -> None:
     outputs, state = ask(tiny, algorithm=OWN + kind, adaptive="static", overlap=overlap, **tree)
     same(outputs, plain)
+    refused = state["drafter"].pop("refused_nodes")
+    # Its trees are no chains.
+    assert (refused > 0) == (kind == "Garbage" and not tree)
     assert state["drafter"] == {
         "name": OWN + kind, "paused": False, "faults": 0, "last_error": None,
     }  # fmt: skip
@@ -115,6 +118,7 @@ def test_a_drafter_that_hangs_is_waited_for(tiny: dict[str, Any], plain: list[Ou
 
 class FakeWorker:
     drafter_fault: Exception | None = None
+    refused_nodes = 0
 
     def retry_drafter(self) -> None:
         self.drafter_fault = None

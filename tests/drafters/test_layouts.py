@@ -16,13 +16,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional as F
 
 from overlap_spec.engine import Engine
 from overlap_spec.errors import CheckpointError
 from tests.support.checkpoints import SHAPE
+from tests.support.plain_layers import Tensors, attention, block, linear, mlp, rms
 
-Tensors = dict[str, Tensor]
 HIDDEN, INNER, VOCABULARY = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["vocab_size"]
 HEADS, KV_HEADS = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
 DRAFT_VOCABULARY = 96
@@ -34,7 +33,9 @@ class Layout:
     """A published layout: config, and names of tensors.
 
     ``prefix``: before all names. ``layer``: name of EAGLE-3's layer. ``file``: as it is saved.
-    ``features``: layers of the target whose inputs are read, of EAGLE-3.
+    ``features``: layers of the target whose inputs are read, of EAGLE-3. ``later_norm``: name of
+    the first norm of EAGLE-3's layers after the first. ``fc_norm``: names of the norms over each
+    feature. ``shape``: fields beside the target's.
     """
 
     algorithm: str
@@ -50,7 +51,16 @@ class Layout:
     head_dim: int = HIDDEN // HEADS
     features: tuple[int, ...] = (1, 2, 3)
     residual_normed: bool = False
-    extra: dict[str, Any] = field(default_factory=dict)
+    later_norm: str = "input_layernorm"
+    input_norm: bool = False
+    fc_norm: tuple[str, ...] = ()
+    norm_output: bool = False
+    qk_norm: bool = False
+    attention_bias: bool = False
+    own_head: bool = True
+    inner: int = INNER
+    window: int | None = None
+    shape: dict[str, Any] = field(default_factory=dict)
 
 
 IDS = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
@@ -93,38 +103,128 @@ LAYOUTS: dict[str, Layout] = {
         embedding=True,
         residual_normed=True,
     ),
+    "speculators, norm_before_fc, norm_output": Layout(
+        "eagle3",
+        {
+            "architectures": ["Eagle3DraftModel"],
+            "norm_before_residual": True,
+            "norm_before_fc": True,
+            "norm_output": True,
+            "fc_norm": False,
+            **INPUTS,
+        },
+        layer="layers.0",
+        residual_normed=True,
+        input_norm=True,
+        norm_output=True,
+    ),
+    "speculators, sliding window": Layout(
+        "eagle3",
+        {"architectures": ["Eagle3DraftModel"], "norm_before_residual": False, **INPUTS},
+        layer="layers.0",
+        window=9,
+        shape={
+            "layer_types": ["sliding_attention"],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    ),
+    "speculators of Qwen3, q_norm and k_norm": Layout(
+        "eagle3",
+        {"architectures": ["Eagle3Speculator"], "norm_before_residual": False, **INPUTS},
+        layer="layers.0",
+        embedding=True,
+        head_dim=16,
+        qk_norm=True,
+        shape={"model_type": "qwen3"},
+    ),
+    "speculators, two layers": Layout(
+        "eagle3",
+        {"architectures": ["Eagle3Speculator"], "norm_before_residual": False, **INPUTS},
+        layer="layers.0",
+        layers=2,
+    ),
+    "EAGLE-3.1, fc_norm and norm_output": Layout(
+        "eagle3",
+        {**EAGLE3, "fc_norm": True, "norm_output": True},
+        prefix="model.",
+        layer="layers.0",
+        fc_norm=("fc_norm.0", "fc_norm.1", "fc_norm.2"),
+        norm_output=True,
+    ),
+    "EAGLE-3, aux_norm_low, _mid and _high": Layout(
+        "eagle3",
+        {**EAGLE3, "use_aux_norm": True},
+        fc_norm=("aux_norm_low", "aux_norm_mid", "aux_norm_high"),
+    ),
+    "EAGLE-3, three layers": Layout(
+        "eagle3", EAGLE3, layer="layers.0", layers=3, later_norm="hidden_norm"
+    ),
+    "EAGLE-3, two features": Layout(
+        "eagle3",
+        {**EAGLE3, "eagle_aux_hidden_state_layer_ids": [0, 2]},
+        features=(1, 3),
+    ),
+    "EAGLE-3, eagle_config": Layout(
+        "eagle3",
+        {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_config": {**IDS, "norm_before_fc": True},
+        },
+        input_norm=True,
+    ),
+    "EAGLE-3, biases": Layout("eagle3", EAGLE3, bias=True, attention_bias=True),
+    "EAGLE-3, the target's head": Layout(
+        "eagle3", EAGLE3, maps=(), vocabulary=VOCABULARY, own_head=False
+    ),
+    "EAGLE-3 of Llama 4": Layout(
+        "eagle3",
+        EAGLE3,
+        inner=72,
+        shape={"model_type": "llama4_text", "intermediate_size_mlp": 72},
+    ),
 }
 
 
 def shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
     """Every tensor of a layout's file."""
-    eagle3 = layout.algorithm == "eagle3"
-    read = 2 * HIDDEN if eagle3 else HIDDEN
-    found: dict[str, tuple[int, ...]] = {
-        "fc.weight": (HIDDEN, 3 * HIDDEN if eagle3 else 2 * HIDDEN)
-    }
+    eagle3, dim = layout.algorithm == "eagle3", layout.head_dim
+    width = HIDDEN * (len(layout.features) if eagle3 else 2)
+    found: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, width)}
     if layout.bias:
         found["fc.bias"] = (HIDDEN,)
     if layout.embedding:
         found["embed_tokens.weight"] = (VOCABULARY, HIDDEN)
+    if layout.input_norm:
+        found["input_norm.weight"] = (width,)
+    found |= {f"{name}.weight": (HIDDEN,) for name in layout.fc_norm}
     for number in range(layout.layers):
-        layer = layout.layer if eagle3 else f"layers.{number}"
+        first = eagle3 and not number
+        layer, read = (layout.layer, 2 * HIDDEN) if first else (f"layers.{number}", HIDDEN)
+        outputs = {"q": HEADS * dim, "k": KV_HEADS * dim, "v": KV_HEADS * dim}
+        found |= {f"{layer}.self_attn.{n}_proj.weight": (x, read) for n, x in outputs.items()}
         found |= {
-            f"{layer}.self_attn.q_proj.weight": (HEADS * layout.head_dim, read),
-            f"{layer}.self_attn.k_proj.weight": (KV_HEADS * layout.head_dim, read),
-            f"{layer}.self_attn.v_proj.weight": (KV_HEADS * layout.head_dim, read),
-            f"{layer}.self_attn.o_proj.weight": (HIDDEN, HEADS * layout.head_dim),
-            f"{layer}.mlp.gate_proj.weight": (INNER, HIDDEN),
-            f"{layer}.mlp.up_proj.weight": (INNER, HIDDEN),
-            f"{layer}.mlp.down_proj.weight": (HIDDEN, INNER),
+            f"{layer}.self_attn.o_proj.weight": (HIDDEN, HEADS * dim),
+            f"{layer}.mlp.gate_proj.weight": (layout.inner, HIDDEN),
+            f"{layer}.mlp.up_proj.weight": (layout.inner, HIDDEN),
+            f"{layer}.mlp.down_proj.weight": (HIDDEN, layout.inner),
             f"{layer}.post_attention_layernorm.weight": (HIDDEN,),
         }
-        if eagle3 or number:
-            found[f"{layer}.input_layernorm.weight"] = (HIDDEN,)
+        if layout.attention_bias:
+            found |= {f"{layer}.self_attn.{n}_proj.bias": (x,) for n, x in outputs.items()}
+            found[f"{layer}.self_attn.o_proj.bias"] = (HIDDEN,)
+        if layout.qk_norm:
+            found |= {f"{layer}.self_attn.{n}_norm.weight": (dim,) for n in "qk"}
+        if first:
+            found[f"{layer}.hidden_norm.weight"] = (HIDDEN,)
+        if first or number:
+            found[f"{layer}.{layout.later_norm if number else 'input_layernorm'}.weight"] = (
+                HIDDEN,
+            )
     if eagle3:
-        found[f"{layout.layer}.hidden_norm.weight"] = (HIDDEN,)
         found["norm.weight"] = (HIDDEN,)
-        found["lm_head.weight"] = (layout.vocabulary, HIDDEN)
+        if layout.own_head:
+            found["lm_head.weight"] = (layout.vocabulary, HIDDEN)
     return found
 
 
@@ -135,16 +235,24 @@ def write(folder: Path, layout: Layout) -> Tensors:
     for name, shape in shapes(layout).items():
         values = torch.randn(shape, generator=generator)
         weights[name] = values / shape[1] ** 0.5 if len(shape) > 1 else 1 + 0.3 * values
+        if name.endswith(".bias"):
+            weights[name] = 0.3 * values
     if layout.algorithm == "eagle3" and layout.maps:
         ids = torch.randperm(VOCABULARY, generator=generator)[: layout.vocabulary].sort().values
         maps = {"d2t": ids - torch.arange(len(ids)), "t2d": torch.zeros(VOCABULARY).bool()}
         maps["t2d"][ids] = True
         weights |= {name: maps[name] for name in layout.maps}
     folder.mkdir()
-    shape = {**SHAPE, "num_hidden_layers": layout.layers, "head_dim": layout.head_dim}
+    shape = {
+        **SHAPE,
+        "model_type": "llama",
+        "num_hidden_layers": layout.layers,
+        "head_dim": layout.head_dim,
+        **layout.shape,
+    }
     hf = {"draft_vocab_size": layout.vocabulary, **layout.config}
-    if hf["architectures"] == ["Eagle3Speculator"]:
-        hf["transformer_layer_config"] = {"model_type": "llama", **shape}
+    if hf["architectures"][0] in ("Eagle3Speculator", "Eagle3DraftModel"):
+        hf["transformer_layer_config"] = shape
     else:
         hf |= shape
     (folder / "config.json").write_text(json.dumps(hf))
@@ -156,58 +264,34 @@ def write(folder: Path, layout: Layout) -> Tensors:
     return weights
 
 
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + SHAPE["rms_norm_eps"]).sqrt() * weight
-
-
-def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """``(T, heads, D)``, by halves."""
-    half = x.shape[-1] // 2
-    speed = 10000.0 ** (-torch.arange(half) / half)
-    angle = (positions[:, None] * speed)[:, None]
-    first, second = x[..., :half], x[..., half:]
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-def attention(weights: Tensors, layer: str, x: Tensor, positions: Tensor, dim: int) -> Tensor:
-    q, k, v = (
-        (x @ weights[f"{layer}.self_attn.{n}_proj.weight"].T).view(len(x), -1, dim) for n in "qkv"
-    )
-    q, k = rotate(q, positions), rotate(k, positions)
-    k, v = (y.repeat_interleave(HEADS // KV_HEADS, 1) for y in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) / dim**0.5
-    seen = torch.ones(len(x), len(x)).tril().bool()
-    out = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
-    return out.flatten(1) @ weights[f"{layer}.self_attn.o_proj.weight"].T
-
-
-def mlp(weights: Tensors, layer: str, x: Tensor) -> Tensor:
-    gate, up = (x @ weights[f"{layer}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-    return (F.silu(gate) * up) @ weights[f"{layer}.mlp.down_proj.weight"].T
-
-
 def oracle(
     layout: Layout, weights: Tensors, embeds: Tensor, features: Tensor, positions: Tensor
 ) -> Tensor:
     """The head's output at every token, ``features`` being of the position before."""
+    dim = layout.head_dim
     if layout.algorithm == "eagle3":
-        layer = layout.layer
-        feature = features @ weights["fc.weight"].T
+        if layout.input_norm:
+            features = rms(features, weights["input_norm.weight"])
+        if layout.fc_norm:
+            each = zip(features.chunk(len(layout.fc_norm), -1), layout.fc_norm, strict=True)
+            features = torch.cat([rms(x, weights[f"{name}.weight"]) for x, name in each], -1)
+        layer, feature = layout.layer, linear(weights, "fc", features)
         hidden = rms(feature, weights[f"{layer}.hidden_norm.weight"])
         own = rms(embeds, weights[f"{layer}.input_layernorm.weight"])
         x = hidden if layout.residual_normed else feature
         both = torch.cat([own, hidden], -1)
-        x = x + attention(weights, layer, both, positions, layout.head_dim)
-        normed = rms(x, weights[f"{layer}.post_attention_layernorm.weight"])
-        return x + mlp(weights, layer, normed)
-    x = torch.cat([embeds, features], -1) @ weights["fc.weight"].T + weights.get("fc.bias", 0)
+        x = x + attention(weights, layer, both, positions, dim, layout.window)
+        x = x + mlp(weights, layer, rms(x, weights[f"{layer}.post_attention_layernorm.weight"]))
+        for number in range(1, layout.layers):
+            layer = f"layers.{number}"
+            normed = rms(x, weights[f"{layer}.{layout.later_norm}.weight"])
+            x = block(weights, layer, x, normed, positions, dim)
+        return rms(x, weights["norm.weight"]) if layout.norm_output else x
+    x = linear(weights, "fc", torch.cat([embeds, features], -1))
     for number in range(layout.layers):
         layer = f"layers.{number}"
         normed = rms(x, weights[f"{layer}.input_layernorm.weight"]) if number else x
-        x = x + attention(weights, layer, normed, positions, layout.head_dim)
-        normed = rms(x, weights[f"{layer}.post_attention_layernorm.weight"])
-        x = x + mlp(weights, layer, normed)
+        x = block(weights, layer, x, normed, positions, dim)
     return x
 
 
@@ -258,7 +342,8 @@ def test_a_published_layout_computes_what_it_should(
         logits = reference.lm_head(want)
         ids = torch.arange(VOCABULARY)
     else:
-        logits = rms(want, weights["norm.weight"]) @ weights["lm_head.weight"].T
+        normed = want if layout.norm_output else rms(want, weights["norm.weight"])
+        logits = normed @ weights.get("lm_head.weight", reference.lm_head.weight).T
         ids = torch.arange(layout.vocabulary)
         ids = ids + weights["d2t"] if "d2t" in weights else ids
     best = logits.log_softmax(-1).topk(4)
@@ -267,7 +352,9 @@ def test_a_published_layout_computes_what_it_should(
 
 
 @pytest.mark.parametrize("tree", [{}, {"eagle_topk": 3, "num_draft_tokens": 12}])
-@pytest.mark.parametrize("name", ["EAGLE-1/2, two layers", "speculators, norm_before_residual"])
+@pytest.mark.parametrize(
+    "name", ["EAGLE-1/2, two layers", "EAGLE-3, three layers", "EAGLE-3.1, fc_norm and norm_output"]
+)
 def test_a_head_changes_no_text(
     tiny: dict[str, Any], tmp_path: Path, name: str, tree: dict[str, Any]
 ) -> None:
@@ -310,6 +397,14 @@ def numbers(folder: Path) -> None:
     torch.save({"fc.weight": 3}, folder / "pytorch_model.bin")
 
 
+def two_norms(folder: Path) -> None:
+    """A later layer with both of the names of its first norm."""
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    for name in ("hidden_norm", "input_layernorm"):
+        state[f"layers.1.{name}.weight"] = torch.ones(HIDDEN)
+    torch.save(state, folder / "pytorch_model.bin")
+
+
 def changed(**fields: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         hf = json.loads((folder / "config.json").read_text())
@@ -326,7 +421,12 @@ def changed(**fields: Any) -> Callable[[Path], None]:
         (broken, "cannot be read"),
         (code, "cannot be read"),
         (numbers, "something else than tensors"),
-        (changed(fc_norm=True), "'fc_norm' are not supported"),
+        (changed(fc_norm=True), "missing weights: fc_norm.0.weight"),
+        (changed(norm_before_fc=True), "missing weights: input_norm.weight"),
+        (changed(num_hidden_layers=2), "missing weights: layers.1.input_layernorm.weight"),
+        (changed(eagle_aux_hidden_state_layer_ids=[0, 0, 1]), "must be distinct"),
+        (changed(model_type="llama4_text"), "no 'intermediate_size_mlp'"),
+        (two_norms, "twice, under two of their names"),
         (changed(architectures=["Eagle4"]), "'Eagle4' is no EAGLE-3 head"),
         (
             changed(architectures=["Eagle3Speculator"], transformer_layer_config=SHAPE),

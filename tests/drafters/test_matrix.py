@@ -1,4 +1,4 @@
-"""Every drafter against plain decoding: shapes of drafts, grammars, sampling, overlap, at once."""
+"""Every drafter against plain decoding: shapes of drafts, grammars, sampling, overlap, company."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from overlap_spec.config import drafter_names
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output
+from tests.drafters.test_draft_model import renumber
 from tests.drafters.test_layouts import LAYOUTS, write
+from tests.drafters.test_mtp import write_module
 from tests.support import checkpoints
 from tests.support.policies import share_nodes
 from tests.worker import test_overlap
@@ -19,7 +21,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_steps": 4},
     "tree": {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 12},
     "ragged": {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 12},
+    # From a file; drafters on the host have none.
+    "fixed": {},
 }
+# How the requests come, and how grammar work overlaps.
+WAYS = [("mixed", "none"), ("mixed", "once-sync"), ("alone", "none"), ("alone", "once-sync")]
 GRAMMARS = [None, Grammar.json_schema(test_overlap.PERSON), Grammar.regex(r"([a-f]{3}-\d{1,4}){9}")]
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -38,25 +44,51 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
     write(folder / "eagle", LAYOUTS["EAGLE-1/2, fc.bias, pytorch_model.bin"])
     shape = {"hidden_size": 16, "num_hidden_layers": 2}
     checkpoints.write_target(folder / "small", seed=5, **shape)
+    write(folder / "layers", LAYOUTS["EAGLE-3, three layers"])
+    kept = [n for n in range(260) if n < 128 or n % 2 == 0]
+    renumber(tiny["model"], folder / "other", kept[::-1], "unknown ")
+    (folder / "tree.json").write_text("[0, 0, 0, 1, 1, 4, 2, 6, 6, 8]")
     return {
         "eagle": str(folder / "eagle"),
         "eagle3": tiny["draft"],
+        "eagle3 of three layers": str(folder / "layers"),
         "draft_model": str(folder / "small"),
         # Its own copy, all of whose chains are accepted but for the grammars' and the coins'.
         "draft_model of the target": tiny["model"],
+        # The same without some of its tokens, the others under other numbers.
+        "draft_model of another vocabulary": str(folder / "other"),
+        "mtp": str(write_module(folder / "mtp")),
         "ngram": tiny["draft"],
+        "suffix": tiny["draft"],
+        "tree": str(folder / "tree.json"),
     }
 
 
-KINDS = ("eagle", "eagle3", "draft_model", "draft_model of the target", "ngram")
+KINDS = (
+    "eagle",
+    "eagle3",
+    "eagle3 of three layers",
+    "draft_model",
+    "draft_model of the target",
+    "draft_model of another vocabulary",
+    "mtp",
+    "ngram",
+    "suffix",
+)
+ON_HOST = ("ngram", "suffix")
+ACCEPTED = ("draft_model of the target", "draft_model of another vocabulary", *ON_HOST)
 
 
 def settings_of(tiny: dict[str, Any], folders: dict[str, str], kind: str) -> dict[str, Any]:
     return {**tiny, "algorithm": kind.split()[0], "draft": folders[kind]}
 
 
-def answer(engine: Engine) -> list[Output]:
-    return engine.generate(PROMPTS, [g for g, _ in BATCH], [s for _, s in BATCH])
+def answer(engine: Engine, company: str = "mixed") -> list[Output]:
+    """Nine requests, in one batch or one by one."""
+    if company == "mixed":
+        return engine.generate(PROMPTS, [g for g, _ in BATCH], [s for _, s in BATCH])
+    every = zip(PROMPTS, BATCH, strict=True)
+    return [engine.generate(prompt, grammar, how) for prompt, (grammar, how) in every]
 
 
 @pytest.fixture(scope="module")
@@ -66,23 +98,23 @@ def plain(tiny: dict[str, Any]) -> list[Output]:
 
 
 def cases() -> list[Any]:
-    """Half of the matrix always, the other half with the slow tests."""
+    """Of each drafter in each shape one way always, the others with the slow tests."""
     found = []
     for number, kind in enumerate(KINDS):
-        for shape in SHAPES:
-            for overlap in ("none", "once-sync"):
-                late = (number + list(SHAPES).index(shape) + (overlap == "none")) % 2
-                marks = [pytest.mark.slow] if late else []
-                found.append(pytest.param(kind, shape, overlap, marks=marks))
+        for place, shape in enumerate(SHAPES):
+            for way, (company, overlap) in enumerate(WAYS):
+                if kind not in ON_HOST or shape != "fixed":
+                    marks = [] if way == (number + place) % len(WAYS) else [pytest.mark.slow]
+                    found.append(pytest.param(kind, shape, company, overlap, marks=marks))
     return found
 
 
 def test_no_drafter_is_left_out(folders: dict[str, str]) -> None:
     assert {kind.split()[0] for kind in KINDS} == set(drafter_names())
-    assert set(folders) == set(KINDS)
+    assert set(folders) == {*KINDS, "tree"}
 
 
-@pytest.mark.parametrize(("kind", "shape", "overlap"), cases())
+@pytest.mark.parametrize(("kind", "shape", "company", "overlap"), cases())
 def test_drafts_change_nothing(
     tiny: dict[str, Any],
     folders: dict[str, str],
@@ -90,14 +122,17 @@ def test_drafts_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     shape: str,
+    company: str,
     overlap: str,
 ) -> None:
-    """Nine requests at once: text, end and log-probabilities are plain decoding's."""
+    """Text, end and log-probabilities of nine requests are plain decoding's."""
     settings = {**settings_of(tiny, folders, kind), **SHAPES[shape], "overlap": overlap}
+    if shape == "fixed":
+        settings["tree"] = folders["tree"]
     with Engine(**settings, adaptive="static", context_length=256) as engine:
         if shape == "ragged":
             share_nodes(monkeypatch, engine, lambda batch, _: 5 * batch)
-        outputs = answer(engine)
+        outputs = answer(engine, company)
         assert engine.snapshot()["drafter"]["faults"] == 0
         assert engine.core.scheduler.allocator.in_use == 0
     for mine, its in zip(outputs, plain, strict=True):
@@ -107,7 +142,7 @@ def test_drafts_change_nothing(
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
             assert [t for t, _ in a.top] == [t for t, _ in b.top]
     assert sum(output.stats.drafted_tokens for output in outputs) > 0
-    if kind in ("draft_model of the target", "ngram"):
+    if kind in ACCEPTED:
         assert sum(output.stats.accepted_drafts for output in outputs) > 0
 
 
@@ -117,7 +152,11 @@ def test_drafts_change_nothing(
         "ngram",
         "draft_model",
         pytest.param("eagle", marks=pytest.mark.slow),
+        pytest.param("eagle3 of three layers", marks=pytest.mark.slow),
         pytest.param("draft_model of the target", marks=pytest.mark.slow),
+        pytest.param("draft_model of another vocabulary", marks=pytest.mark.slow),
+        pytest.param("mtp", marks=pytest.mark.slow),
+        pytest.param("suffix", marks=pytest.mark.slow),
     ],
 )
 def test_chaos_with_each_drafter(

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.drafters.ngram import END, TOKENS_A_STEP, NgramDrafter, draft_of
+from overlap_spec.drafters.ngram import NgramDrafter, draft_of
+from overlap_spec.drafters.text_pool import END, TOKENS_A_STEP
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import History, Tier

@@ -13,6 +13,7 @@ import pytest
 from overlap_spec.config import EMBEDDED, EngineConfig, drafter_names
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
+from tests.drafters import test_mtp
 from tests.drafters.test_layouts import LAYOUTS
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,10 @@ def test_every_drafter_has_a_row() -> None:
 def test_every_layout_of_the_tests_has_a_row() -> None:
     table = {row[0]: row[1].strip("`") for row in rows("layout")}
     assert table == {name: case.config["architectures"][0] for name, case in LAYOUTS.items()}
+
+
+def test_every_layout_of_next_token_modules_has_a_row() -> None:
+    assert [row[0] for row in rows("names")] == list(test_mtp.LAYOUTS)
 
 
 def test_every_option_of_ngram_has_a_row() -> None:

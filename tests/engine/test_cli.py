@@ -31,4 +31,4 @@ def test_flags_are_fields_with_their_defaults() -> None:
     assert served["num_steps"][0] == ["--speculative-num-steps"]
     assert served["draft"][0] == ["--speculative-draft-model-path", "--draft"]
     assert served["max_total_tokens"][0] == ["--max-total-tokens"]
-    assert flags("doctor").keys() == {"model", "draft"}
+    assert flags("doctor").keys() == {"model", "draft", "algorithm"}

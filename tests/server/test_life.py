@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -216,6 +217,71 @@ def test_sigterm_lets_what_runs_end(server: Server) -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert len(set(Path(tempfile.gettempdir()).glob("overlap-spec-*")) & folders) < len(folders)
+
+
+def test_sigterm_ends_long_streams_with_an_error() -> None:
+    made = Server("--drain-timeout-s", "1")
+    body = ENDLESS | {"stream": True}
+    replies: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: replies.append(made.post(CHAT, ENDLESS)))
+    with contextlib.ExitStack() as stack:
+        stack.callback(made.kill)
+        streamed = [
+            stack.enter_context(httpx.stream("POST", made.url + CHAT, json=body, timeout=60))
+            for _ in range(3)
+        ]
+        lines = [(line for line in reply.iter_lines() if line) for reply in streamed]
+        for each in lines:
+            next(each)
+        thread.start()
+        wait_for(lambda: made.state()["running"] == 4, 20)
+        made.process.send_signal(signal.SIGTERM)
+        for each in lines:
+            rest = list(each)
+            assert "the server ends" in rest[-2]
+            assert json.loads(rest[-2][6:])["error"]["code"] == "engine_unavailable"
+            assert rest[-1] == "data: [DONE]"
+        thread.join(20)
+        assert replies[0].status_code == 503
+        assert made.process.wait(20) == 0
+
+
+def test_two_servers_want_one_port() -> None:
+    first = Server()
+    port = first.url.rsplit(":")[-1]
+    try:
+        command = [sys.executable, "-m", "overlap_spec", "serve", "--port", port]
+        start = time.monotonic()
+        second = subprocess.run(command, capture_output=True, timeout=60, check=False)
+        assert second.returncode == 2
+        (line,) = second.stderr.decode().splitlines()
+        assert line.startswith(f"error: port: cannot listen on 127.0.0.1:{port}: ")
+        assert time.monotonic() - start < 30
+        # Two on one machine do not meet.
+        other = Server()
+        try:
+            for server in (first, other, first):
+                assert server.post(CHAT, {"messages": HI, "max_tokens": 2}).status_code == 200
+        finally:
+            assert other.terminate() == 0
+        assert first.get("/health").status_code == 200
+    finally:
+        assert first.terminate() == 0
+
+
+def test_a_grammars_own_fault_is_a_400() -> None:
+    pattern = "x0" + r"[\s\S\w\W]{0,4000}" * 100
+    made = Server()
+    try:
+        for name in ("/v1/completions", CHAT):
+            prompt = {"messages": HI} if name == CHAT else {"prompt": "hi"}
+            reply = made.post(name, prompt | {"regex": pattern, "max_tokens": 2000})
+            assert reply.status_code == 400, reply.text
+            assert reply.json()["error"]["code"] == "grammar_failed"
+            assert "simplify" in reply.json()["error"]["message"]
+        assert made.post(CHAT, {"messages": HI, "max_tokens": 2}).status_code == 200
+    finally:
+        made.kill()
 
 
 def test_sigterm_while_the_engine_loads() -> None:

@@ -45,6 +45,7 @@ class Echo(Drafter):
     def draft(self, roots: Roots, tier: Tier) -> Draft:
         tokens = roots.tokens[:, None].expand(-1, tier.nodes - 1)
         scores = torch.full_like(tokens, -0.1, dtype=torch.float32).cumsum(1)
+        scores[:, tier.steps :] = -torch.inf
         return Draft(tokens, None, scores)
 
     def extend(self, committed: Committed) -> None:
@@ -56,7 +57,7 @@ class Frozen(Echo):
 
     def draft(self, roots: Roots, tier: Tier) -> Draft:
         tokens = torch.tensor(roots.tokens.tolist())[:, None].expand(-1, tier.nodes - 1)
-        return Draft(tokens, None, torch.zeros(tokens.shape))
+        return super().draft(roots, tier)._replace(tokens=tokens)
 
 
 class FrozenSize(Echo):
@@ -111,6 +112,97 @@ class Garbage(Echo):
         return Draft(tokens, parents, torch.where(alive, scores, -torch.inf))
 
 
+class Forbidden(Echo):
+    """Drafts what no grammar of these tests allows: control characters."""
+
+    def draft(self, roots: Roots, tier: Tier) -> Draft:
+        index = torch.arange(tier.nodes - 1, device=roots.tokens.device)
+        tokens = (index + 188).expand_as(roots.tokens[:, None] + index)
+        parents = index // 3 if tier.top_k > 1 else index
+        scores = -0.1 * (index + 1.0)
+        return Draft(tokens, parents.expand_as(tokens), scores.expand(tokens.shape))
+
+
+class Broken(Echo):
+    """Breaks the contract in one of its clauses at every node but the first two, which are good."""
+
+    def draft(self, roots: Roots, tier: Tier) -> Draft:
+        index = torch.arange(tier.nodes - 1, device=roots.tokens.device)
+        tokens = (roots.tokens[:, None] + index) % 256
+        parents = (index if tier.top_k == 1 else index.clamp(max=1)).expand(tokens.shape)
+        scores = (-0.1 * (index + 1.0)).expand(tokens.shape)
+        return self.spoil(Draft(tokens, parents, scores), index >= 2)
+
+    def spoil(self, draft: Draft, here: Tensor) -> Draft:
+        raise NotImplementedError
+
+
+class TooLarge(Broken):
+    """Tokens beyond the vocabulary."""
+
+    def spoil(self, draft: Draft, here: Tensor) -> Draft:
+        return draft._replace(tokens=torch.where(here, 10**9, draft.tokens))
+
+
+class Negative(Broken):
+    """Tokens below 0."""
+
+    def spoil(self, draft: Draft, here: Tensor) -> Draft:
+        return draft._replace(tokens=torch.where(here, -7, draft.tokens))
+
+
+class Twins(Broken):
+    """The same token again and again, under the same parent."""
+
+    def spoil(self, draft: Draft, here: Tensor) -> Draft:
+        tokens = torch.where(here, draft.tokens[:, :1], draft.tokens)
+        return draft._replace(tokens=tokens, parents=torch.where(here, 0, draft.parents))
+
+
+class Circles(Broken):
+    """Parents that come later."""
+
+    def spoil(self, draft: Draft, here: Tensor) -> Draft:
+        assert draft.parents is not None
+        return draft._replace(parents=torch.where(here, draft.parents.shape[1], draft.parents))
+
+
+class NoNumbers(Broken):
+    """Scores that are no numbers."""
+
+    def spoil(self, draft: Draft, here: Tensor) -> Draft:
+        return draft._replace(scores=torch.where(here, torch.nan, draft.scores))
+
+
+class Orphans(Broken):
+    """Living nodes under a dead one, better than it was."""
+
+    def spoil(self, draft: Draft, here: Tensor) -> Draft:
+        assert draft.parents is not None
+        dead = here & (here.cumsum(-1) == 1)
+        scores = torch.where(here, 0.0, draft.scores).masked_fill(dead, -torch.inf)
+        below = torch.arange(len(here), device=here.device)
+        return draft._replace(
+            scores=scores, parents=torch.where(here & ~dead, below, draft.parents)
+        )
+
+
+class WrongShape(Echo):
+    """One node too many."""
+
+    def draft(self, roots: Roots, tier: Tier) -> Draft:
+        tokens = roots.tokens[:, None].expand(-1, tier.nodes)
+        return Draft(tokens, None, torch.zeros(tokens.shape))
+
+
+class WrongType(Echo):
+    """Tokens that are no integers."""
+
+    def draft(self, roots: Roots, tier: Tier) -> Draft:
+        draft = super().draft(roots, tier)
+        return draft._replace(tokens=draft.tokens.float())
+
+
 class Sleeps(Echo):
     """Takes its time, once."""
 
@@ -140,7 +232,7 @@ class OnHost(Drafter):
         for history in histories:
             tokens = history.tokens(0, len(history))
             before = [i for i, token in enumerate(tokens[:-1]) if token == tokens[-1]]
-            found = tokens[before[-1] + 1 :][: tier.nodes - 1] if before else []
+            found = tokens[before[-1] + 1 :][: min(tier.steps, tier.nodes - 1)] if before else []
             scores = np.linspace(-0.1, -1.0, len(found), dtype=np.float32)
             drafts.append(HostDraft(np.array(found, np.int64), None, scores))
         return drafts

@@ -1,0 +1,86 @@
+"""The event loop's turns: what is done in one of them holds up everybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import time
+from collections.abc import Callable
+from typing import Any
+
+from overlap_spec.server.buckets import Buckets
+
+# Upper ends of the buckets of all turns, in seconds.
+ENDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class Turnstile:
+    """Gives each of those who call it a turn of the loop that they share with no other of them.
+
+    For pieces of work that are short alone and long together, such as reading large bodies.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def __call__(self) -> None:
+        """Wait for a turn; the caller then does its piece of work before it waits again."""
+        async with self._lock:
+            await asyncio.sleep(0)
+
+
+class TurnTimes:
+    """How long the loop's turns took: everything between two waits for events.
+
+    A turn's processor time is that of the loop's own thread, so that a busy machine, which slows
+    everything, does not count as a loop that is held.
+
+    Attributes:
+        worst_s: Processor time of the longest turn so far.
+        worst_wall_s: Wall-clock time of the longest turn so far.
+        took: Turns by their processor time.
+    """
+
+    def __init__(self) -> None:
+        self._began: tuple[float, float] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was, such as the server's start, and the turn under way."""
+        self.worst_s = self.worst_wall_s = 0.0
+        self.took, self._began = Buckets(ENDS_S), None
+
+    def begin(self) -> None:
+        """The loop has events to handle."""
+        self._began = time.thread_time(), time.perf_counter()
+
+    def end(self) -> None:
+        """The loop waits for events again."""
+        if self._began is None:
+            return
+        cpu_s, wall_s = self._began
+        took_s = time.thread_time() - cpu_s
+        self.took.add(took_s)
+        self.worst_s = max(self.worst_s, took_s)
+        self.worst_wall_s = max(self.worst_wall_s, time.perf_counter() - wall_s)
+
+
+class TimedSelector(selectors.DefaultSelector):
+    """A selector that tells when a wait for events begins and ends."""
+
+    def __init__(self, turns: TurnTimes) -> None:
+        super().__init__()
+        self._turns = turns
+
+    def select(self, timeout: float | None = None) -> Any:
+        """See :mod:`selectors`."""
+        self._turns.end()
+        try:
+            return super().select(timeout)
+        finally:
+            self._turns.begin()
+
+
+def timed_loop(turns: TurnTimes) -> Callable[[], asyncio.AbstractEventLoop]:
+    """A factory of event loops whose turns are entered in ``turns``."""
+    return lambda: asyncio.SelectorEventLoop(TimedSelector(turns))

@@ -1,0 +1,215 @@
+"""Connections cost a bounded time and number, whatever their clients do or leave out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from overlap_spec.config import EMBEDDED
+from overlap_spec.errors import ConfigError
+from overlap_spec.server.run import bind
+from tests.support.serving import Server, wait_for
+
+LIMIT = 24
+pytestmark = pytest.mark.skipif(
+    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    flags = {
+        "--max-connections": str(LIMIT), "--header-timeout-s": "1", "--body-timeout-s": "1.5",
+        "--idle-timeout-s": "1",
+    }  # fmt: skip
+    made = Server(*(word for pair in flags.items() for word in pair))
+    yield made
+    made.kill()
+
+
+@contextlib.contextmanager
+def raw(server: Server, said: bytes = b"") -> Iterator[socket.socket]:
+    """A connection that has said something."""
+    where = urlsplit(server.url)
+    with socket.create_connection((where.hostname, where.port), timeout=20) as client:
+        client.sendall(said)
+        yield client
+
+
+def rest(client: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := client.recv(65536):
+            found += part
+    return found
+
+
+def head(path: str, *fields: str) -> bytes:
+    return "\r\n".join([f"POST {path} HTTP/1.1", "Host: localhost", *fields, "\r\n"]).encode()
+
+
+def took_s(client: socket.socket) -> tuple[bytes, float]:
+    start = time.monotonic()
+    found = rest(client)
+    return found, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: b"]
+)
+def test_a_head_that_does_not_come_is_closed(server: Server, said: bytes) -> None:
+    with raw(server, said) as client:
+        found, seconds = took_s(client)
+    assert found.startswith(b"HTTP/1.1 408")
+    assert b"header_timeout_s" in found
+    assert 0.5 < seconds < 5
+
+
+def test_a_head_in_drops_is_closed(server: Server) -> None:
+    start = time.monotonic()
+    with raw(server) as client, contextlib.suppress(ConnectionError):
+        for byte in b"GET /health HTTP/1.1\r\n" + b"X-Long: a\r\n" * 10:
+            client.sendall(bytes([byte]))
+            time.sleep(0.1)
+    assert time.monotonic() - start < 8
+
+
+def test_a_second_head_has_the_deadline_too(server: Server) -> None:
+    ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with raw(server, ask) as client:
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        client.sendall(b"GET /health HT")
+        found, seconds = took_s(client)
+    assert b"HTTP/1.1 408" in found
+    assert seconds < 5
+
+
+def test_a_body_that_does_not_come_is_closed(server: Server) -> None:
+    said = head("/generate", "Content-Type: application/json", "Content-Length: 100")
+    with raw(server, said + b'{"text"') as client:
+        found, seconds = took_s(client)
+    assert b"408" in found.splitlines()[0]
+    assert b"body_timeout_s" in found
+    assert 1 < seconds < 8
+
+
+def test_the_rest_of_a_refused_body_is_not_read_for_ever(server: Server) -> None:
+    said = head("/generate", "Transfer-Encoding: chunked").replace(b"localhost", b"evil.example")
+    start = time.monotonic()
+    with raw(server, said) as client, contextlib.suppress(ConnectionError):
+        while time.monotonic() - start < 15:
+            client.sendall(b"400\r\n" + b"x" * 1024 + b"\r\n")
+            time.sleep(0.05)
+    assert time.monotonic() - start < 10
+
+
+def test_an_early_answer_leaves_the_connection_open(server: Server) -> None:
+    body = json.dumps({"text": "hi"}).encode()
+    fields = f"Content-Length: {len(body)}"
+    evil = head("/generate", fields).replace(b"localhost", b"evil.example")
+    with raw(server, evil) as client:
+        found = b""
+        while not found.endswith(b"}}"):
+            found += client.recv(65536)
+        assert found.startswith(b"HTTP/1.1 403")
+        client.sendall(body + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_an_idle_connection_is_closed(server: Server) -> None:
+    with raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
+        found, seconds = took_s(client)
+    assert b"HTTP/1.1 200" in found
+    assert 0.5 < seconds < 5
+
+
+def test_a_body_in_chunks_of_a_byte_is_refused(server: Server) -> None:
+    with raw(server, head("/generate", "Transfer-Encoding: chunked")) as client:
+        with contextlib.suppress(OSError):
+            client.sendall(b"1\r\n[\r\n" * 100_000)
+        assert rest(client).startswith(b"HTTP/1.1 400")
+
+
+def test_a_body_in_ordinary_chunks_is_read(server: Server) -> None:
+    text = json.dumps({"prompt": "word " * 20_000}).encode()
+    parts = (text[at : at + 100] for at in range(0, len(text), 100))
+    json_type = {"Content-Type": "application/json"}
+    reply = httpx.post(server.url + "/tokenize", content=parts, headers=json_type, timeout=60)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["count"] > 1000
+
+
+def test_long_heads_are_refused(server: Server) -> None:
+    many = [f"X-{number}: {'a' * 100}" for number in range(1000)]
+    with raw(server) as client:
+        with contextlib.suppress(OSError):
+            client.sendall(head("/generate", *many))
+        assert rest(client).startswith(b"HTTP/1.1 4")
+
+
+def test_idle_connections_make_room_for_requests(server: Server) -> None:
+    with httpx.Client() as client, contextlib.ExitStack() as stack:
+        assert client.get(server.url + "/health").status_code == 200
+        for number in range(3 * LIMIT):
+            stack.enter_context(raw(server))
+            # A connection that is used is not the one that goes.
+            if number % 8 == 0:
+                assert client.get(server.url + "/health").status_code == 200
+    with contextlib.ExitStack() as stack:
+        for _ in range(3 * LIMIT):
+            stack.enter_context(raw(server))
+        ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        assert stack.enter_context(raw(server, ask)).recv(65536).startswith(b"HTTP/1.1 200")
+    refused = server.get("/metrics").text
+    mark = "overlap_spec:connections_refused_total "
+    count = next(float(x.removeprefix(mark)) for x in refused.splitlines() if x.startswith(mark))
+    assert count >= 2 * LIMIT
+
+
+def test_more_requests_than_connections_are_refused(server: Server) -> None:
+    said = head("/generate", "Content-Type: application/json", "Content-Length: 100") + b"{"
+    with contextlib.ExitStack() as stack:
+        for _ in range(LIMIT):
+            stack.enter_context(raw(server, said))
+        time.sleep(0.3)
+        with raw(server) as client:
+            found = rest(client)
+    assert found.startswith(b"HTTP/1.1 503")
+    assert b"too_many_connections" in found
+    wait_for(lambda: httpx.get(server.url + "/health").status_code == 200, 10)
+
+
+def test_the_descriptor_limit_is_raised() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2000:
+        pytest.skip("the system allows too few")
+    old = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        made = Server("--max-connections", "1000")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, old)
+    try:
+        with open(f"/proc/{made.process.pid}/limits") as file:
+            (line,) = (line for line in file if line.startswith("Max open files"))
+        assert int(line.split()[3]) >= 1000
+    finally:
+        made.kill()
+
+
+def test_a_taken_port_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port: cannot listen on 127.0.0.1:{port}: "):
+            bind("127.0.0.1", port)
+    with pytest.raises(ConfigError, match="nonexistent"):
+        bind("host.nonexistent.invalid", 1)

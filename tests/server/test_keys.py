@@ -1,0 +1,152 @@
+"""Who may do what: keys from files, one's own requests, administration, secrets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from overlap_spec.config import EMBEDDED
+from overlap_spec.errors import ConfigError
+from overlap_spec.grammar.isolation.environment import without_secrets
+from overlap_spec.server.keys import Keys
+from overlap_spec.server.settings import ServerSettings
+from tests.support.serving import Server, wait_for
+
+ANNA, BERT, ROOT = ({"Authorization": f"Bearer {key}"} for key in ("anna", "bert", "root"))
+ENDLESS = {"text": "go", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
+needs_weights = pytest.mark.skipif(
+    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("keys")
+    (folder / "keys").write_text("# clients\nanna\n\n  bert \n")
+    (folder / "admin").write_text("root\n")
+    os.environ["OVERLAP_SPEC_API_KEY"] = "hidden-from-children"
+    try:
+        made = Server(
+            "--api-key-file", str(folder / "keys"), "--admin-api-key-file", str(folder / "admin")
+        )
+    finally:
+        del os.environ["OVERLAP_SPEC_API_KEY"]
+    made.headers = ROOT
+    yield made
+    made.kill()
+
+
+@contextlib.contextmanager
+def under_way(server: Server, rid: str, who: dict[str, str]) -> Iterator[list[Any]]:
+    """A request that runs until somebody aborts it; its reply comes into the list."""
+    replies: list[Any] = []
+
+    def ask() -> None:
+        url = server.url + "/generate"
+        reply = httpx.post(url, json=ENDLESS | {"rid": rid}, headers=who, timeout=60)
+        replies.append(reply.json())
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_for(lambda: server.state()["running"] == 1, 20)
+    yield replies
+    abort(server, {"abort_all": True}, ROOT)
+    thread.join(20)
+    server.settle()
+    assert replies[0]["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def abort(server: Server, body: dict[str, Any], who: dict[str, str]) -> httpx.Response:
+    return httpx.post(server.url + "/abort_request", json=body, headers=who, timeout=20)
+
+
+@needs_weights
+def test_every_key_of_the_files_is_accepted(server: Server) -> None:
+    for who, status in ((ANNA, 200), (BERT, 200), (ROOT, 200), ({}, 401)):
+        assert httpx.get(server.url + "/v1/models", headers=who).status_code == status
+    wrong = {"Authorization": "Bearer # clients"}
+    assert httpx.get(server.url + "/v1/models", headers=wrong).status_code == 401
+
+
+@needs_weights
+def test_only_ones_own_requests_are_aborted(server: Server) -> None:
+    with under_way(server, "mine", ANNA) as replies:
+        assert abort(server, {"rid": "mine"}, BERT).json() == {"aborted": 0}
+        assert not replies
+        assert abort(server, {"rid": "mine"}, ANNA).json() == {"aborted": 1}
+
+
+@needs_weights
+def test_a_rid_in_use_is_not_taken_over(server: Server) -> None:
+    with under_way(server, "same", ANNA):
+        again = ENDLESS | {"rid": "same"}
+        reply = httpx.post(server.url + "/generate", json=again, headers=ANNA, timeout=20)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "rid")
+        # Another client's is another one.
+        short = {"text": "a", "rid": "same", "sampling_params": {"max_new_tokens": 1}}
+        reply = httpx.post(server.url + "/generate", json=short, headers=BERT, timeout=20)
+        assert reply.status_code == 200
+        assert abort(server, {"rid": "same"}, ANNA).json() == {"aborted": 1}
+    reply = httpx.post(server.url + "/generate", json=short, headers=ANNA, timeout=20)
+    assert reply.status_code == 200
+
+
+@needs_weights
+def test_administration_has_a_key_of_its_own(server: Server) -> None:
+    with under_way(server, "long", ANNA) as replies:
+        refused = abort(server, {"abort_all": True}, ANNA)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_admin")
+        assert not replies
+        assert abort(server, {"rid": "long"}, ROOT).json() == {"aborted": 1}
+
+
+@needs_weights
+def test_children_know_no_secret(server: Server) -> None:
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+    pids = children.read_text().split()
+    assert len(pids) >= 2
+    for pid in pids:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        assert b"PATH=" in environment
+        assert b"hidden-from-children" not in environment
+    info = server.get("/server_info").json()["server"]
+    assert info["api_key"] == "set"
+    assert info["admin_api_key"] is None
+    assert "hidden-from-children" not in server.get("/server_info").text
+
+
+def test_names_of_secrets() -> None:
+    given = {
+        "OVERLAP_SPEC_API_KEY": "x", "HF_TOKEN": "x", "AWS_SECRET_ACCESS_KEY": "x", "APIKEY": "x",
+        "DB_PASSWORD": "x", "PATH": "y", "TOKENIZERS_PARALLELISM": "y", "KEYBOARD": "y",
+        "OMP_NUM_THREADS": "y",
+    }  # fmt: skip
+    assert set(without_secrets(given).values()) == {"y"}
+    assert len(without_secrets(given)) == 4
+
+
+def test_without_keys_a_client_is_its_address() -> None:
+    keys = Keys(ServerSettings())
+    assert not keys.are_asked_for
+    assert keys.owner(b"", "10.0.0.1") != keys.owner(b"", "10.0.0.2")
+    assert keys.owner(b"Bearer any", "10.0.0.1") == keys.owner(b"", "10.0.0.1")
+    assert not keys.is_admin(b"Bearer any")
+
+
+def test_files_of_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    with pytest.raises(ConfigError, match=r"api_key_file .*No such file"):
+        Keys(ServerSettings(api_key_file=file))
+    file.write_text("# none\n\n")
+    with pytest.raises(ConfigError, match=r"admin_api_key_file .*has no key"):
+        Keys(ServerSettings(admin_api_key_file=file))
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="api_key_file"):
+        Keys(ServerSettings(api_key_file=file))

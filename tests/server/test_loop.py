@@ -1,0 +1,147 @@
+"""Nothing that a client sends holds the event loop, and what does would be seen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from overlap_spec.config import EMBEDDED
+from overlap_spec.ipc import messages as m
+from overlap_spec.ipc.server import MOST_VALUES, in_parts
+from overlap_spec.server.buckets import Buckets
+from overlap_spec.server.loop_turns import Turnstile, TurnTimes, timed_loop
+from overlap_spec.stats import RequestStats
+from overlap_spec.types import Delta, Output, TokenLogprobs
+from tests.support.serving import Server
+
+CHAT = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+MOST_TURN_S = 0.05
+LONG = "hello world, this is " * 250_000
+needs_weights = pytest.mark.skipif(
+    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
+)
+
+
+def test_a_turn_that_computes_is_seen_and_one_that_waits_is_not() -> None:
+    turns = TurnTimes()
+
+    async def work() -> None:
+        turns.reset()
+        await asyncio.sleep(0.2)
+        assert turns.worst_s < 0.05
+        end = time.thread_time() + 0.12
+        while time.thread_time() < end:
+            pass
+        await asyncio.sleep(0)
+        time.sleep(0.3)
+        await asyncio.sleep(0.01)
+
+    with asyncio.Runner(loop_factory=timed_loop(turns)) as runner:
+        runner.run(work())
+    assert 0.1 < turns.worst_s < 0.25
+    assert turns.worst_wall_s > 0.29
+    assert sum(turns.took.counts) > 3
+
+
+def test_large_pieces_of_work_share_no_turn() -> None:
+    turns = TurnTimes()
+
+    async def piece(turnstile: Turnstile) -> None:
+        await turnstile()
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+
+    async def work() -> None:
+        turnstile = Turnstile()
+        await asyncio.gather(*(piece(turnstile) for _ in range(10)))
+
+    with asyncio.Runner(loop_factory=timed_loop(turns)) as runner:
+        runner.run(work())
+    assert turns.worst_s < 0.04
+
+
+def test_buckets_count_many_as_one_by_one() -> None:
+    one_by_one, at_once = Buckets((1, 2, 4)), Buckets((1, 2, 4))
+    values = [0.5, 1, 1.5, 2, 3, 4, 5, 100]
+    for value in values:
+        one_by_one.add(value)
+    at_once.add_all(values)
+    at_once.add_all([])
+    assert at_once.counts == one_by_one.counts == [2, 2, 2, 2]
+    assert at_once.sum == one_by_one.sum == sum(values)
+    at_once.add(1.5, 3)
+    assert at_once.counts == [2, 5, 2, 2]
+
+
+def test_outputs_go_in_parts_and_in_order() -> None:
+    entry = TokenLogprobs(-1.0, ((1, -1.0),) * 20)
+    delta = Delta("a", (1,), (entry,))
+    outputs = m.EngineOutputs(queued=[1, 2])
+    outputs.deltas = [m.RequestDelta(number, delta) for number in range(1000)]
+    output = Output("a", (1,) * 500, "stop", RequestStats())
+    outputs.finished = [m.FinishedRequest(number, output, None) for number in range(20)]
+    parts = list(in_parts(outputs))
+    assert len(parts) > 5
+    assert parts[0].queued == [1, 2]
+    assert [each for part in parts for each in part.deltas] == outputs.deltas
+    assert [each for part in parts for each in part.finished] == outputs.finished
+    for part in parts:
+        values = sum(21 + 1 for _ in part.deltas) + 500 * len(part.finished)
+        assert values <= MOST_VALUES + 500
+    assert list(in_parts(m.EngineOutputs())) == []
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.kill()
+
+
+def _bodies() -> dict[str, tuple[str, Any, int]]:
+    """By name: the path, the body, and how many at once."""
+    user = [{"role": "user", "content": "hi"}]
+    call = {"name": "f", "arguments": json.dumps({"a": LONG})}
+    said = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]}
+    enum = [i if i % 2 else {"a": i} for i in range(450)]
+    schema = {"$schema": "http://json-schema.org/draft-04/schema#", "enum": enum}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    sampling = {"max_new_tokens": 300, "ignore_eos": True, "n": 8}
+    logprobs = {"text": "a", "sampling_params": sampling, "return_logprob": True}
+    logprobs |= {"top_logprobs_num": 20, "return_text_in_logprobs": True}
+    prompts = {"text": [LONG[:16_000]] * 64, "sampling_params": {"max_new_tokens": 1}}
+    return {
+        "large bodies": (CHAT, {"messages": [*user, said]}, 12),
+        "many fields": (CHAT, {"messages": user} | {f"x{i}": i for i in range(80_000)}, 2),
+        "a short slow schema": (CHAT, {"messages": user, "response_format": form}, 4),
+        "long prompts": ("/generate", prompts, 4),
+        "long replies": ("/generate", logprobs, 1),
+    }
+
+
+@needs_weights
+@pytest.mark.parametrize("name", _bodies())
+def test_no_request_holds_the_loop(server: Server, name: str) -> None:
+    path, body, at_once = _bodies()[name]
+    content = json.dumps(body)
+
+    def send(_: int) -> int:
+        url = server.url + path
+        return httpx.post(url, content=content, headers=JSON, timeout=60).status_code
+
+    with ThreadPoolExecutor(at_once) as pool:
+        statuses = set(pool.map(send, range(at_once)))
+    assert statuses <= {200, 400, 413, 429}
+    lines = server.get("/metrics").text.splitlines()
+    mark = "overlap_spec:front_turn_worst_seconds "
+    worst_s = next(float(line.removeprefix(mark)) for line in lines if line.startswith(mark))
+    assert worst_s < MOST_TURN_S
