@@ -1,21 +1,25 @@
-"""Adaptive draft lengths against every static one, over prompts that are easy, hard, and easy.
+"""Adaptive draft lengths against every fixed one, over text and batches that change.
 
-``python -m bench.adaptive [--quick] [--json PATH] [--seed S] [--batch N] [--model DIR --draft
-DIR]`` gives each policy an engine of its own, which lives through the three phases: the static
-tiers of 1, 3, 5 and 7 draft steps, the published ``default``, and ``guarded``. Every group of
-requests goes through all engines, each time beginning with another one, before the next group
-starts: what the machine does to one policy it does to all. Easy prompts ask for text that stands
-in the prompt; hard ones hold the output to a form that no draft foresees. Outputs must be the same
-under every policy: else the exit status is 1.
+``python -m bench.adaptive [--quick] [--json PATH] [--seed S] [--batch N] [--busy N] [--policies
+NAME,...] [--model DIR --draft DIR]`` gives each policy an engine of its own, which lives through
+all phases: no drafts, static chains of 1, 3, 5 and 7 steps, a static tree, the published
+``default``, ``guarded``, ``adaspec`` and ``auto``. Text is easy, hard, and easy; then the batch
+grows from N (1) to ``--busy`` (16) and falls back. Every group of requests goes through all
+engines, each time beginning with another one, before the next group starts: what the machine does
+to one policy it does to all. Easy prompts ask for text that stands in the prompt; hard ones hold
+the output to a form that no draft foresees. Outputs must be the same under every policy: else the
+exit status is 1.
 
 Fields of the last line, beside those of every record (``bench.common``):
-    phases: In their order: ``name``, ``best`` (the static tier of most tokens per second),
-        ``policies`` (name → ``tokens_per_second``, ``accept_length``, ``draft_length``,
-        ``seconds``, ``switches`` so far, ``of_best``, ``of_best_spread``): ``draft_length`` is
-        drafted tokens a verify, ``of_best`` the rate over the best static tier's in that phase,
-        and ``of_best_spread`` that of the groups one by one.
+    phases: In their order: ``name``, ``best`` (the fixed tier of most tokens per second),
+        ``policies`` (name → ``tokens_per_second``, ``tokens_per_cpu_second`` (the process's, on
+        all cores: steadier where other work has the processor), ``accept_length``,
+        ``draft_length``, ``seconds``, ``switches`` so far, ``of_best``, ``of_best_spread``):
+        ``draft_length`` is drafted tokens a verify, ``of_best`` the rate over the best fixed
+        tier's in that phase, and ``of_best_spread`` that of the groups one by one.
     worst_of_best: Adaptive policy → least ``of_best`` of all phases. The published promise of
         adaptive drafting is 0.97.
+    whole: Policy → tokens per second of all phases, as many tokens of each.
     equal: Outputs are the same under all policies.
 """
 
@@ -23,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -43,11 +48,22 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.training.data import held_out_cases
 
 STATIC = (1, 3, 5, 7)
-ADAPTIVE = ("default", "guarded")
-POLICIES: dict[str, dict[str, Any]] = {
-    f"static {n}": {"adaptive": "static", "num_steps": n} for n in STATIC
-} | {name: {"adaptive": name, "num_steps": 5} for name in ADAPTIVE}
-PHASES = ("easy", "hard", "easy again")
+TREE = {"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 16}
+FIXED: dict[str, dict[str, Any]] = {
+    "off": {"adaptive": "off"},
+    **{f"static {n}": {"adaptive": "static", "num_steps": n} for n in STATIC},
+    "static tree": {"adaptive": "static", **TREE},
+}
+ADAPTIVE = ("default", "guarded", "adaspec", "auto")
+POLICIES = FIXED | {name: {"adaptive": name, "num_steps": 5} for name in ADAPTIVE}
+# Name → whether its text is hard, and whether the batch is large.
+PHASES = {
+    "easy": (False, False),
+    "hard": (True, False),
+    "easy again": (False, False),
+    "busy": (False, True),
+    "alone again": (False, False),
+}
 LETTERS = "bcdfghjklmnpqrstvwxz"
 
 
@@ -76,12 +92,15 @@ def hard(rng: Random, tokens: int) -> Ask:
     return Ask("Write a code.", Grammar.regex(pattern), tokens)
 
 
-def phases(seed: int, size: Size, batch: int) -> dict[str, list[list[Ask]]]:
-    """Name → groups of ``batch`` requests."""
+def phases(seed: int, size: Size, batch: int, busy: int) -> dict[str, list[list[Ask]]]:
+    """Name → groups of ``batch`` requests, or of ``busy``."""
     made = {}
-    for name in PHASES:
-        rng, make = Random(f"{seed} {name}"), hard if name == "hard" else easy
-        made[name] = [[make(rng, size.tokens) for _ in range(batch)] for _ in range(size.groups)]
+    for name, (is_hard, is_busy) in PHASES.items():
+        rng, make = Random(f"{seed} {name}"), hard if is_hard else easy
+        count = busy if is_busy else batch
+        # As many tokens in all, as far as whole groups go.
+        groups = max(2, size.groups * batch // count)
+        made[name] = [[make(rng, size.tokens) for _ in range(count)] for _ in range(groups)]
     return made
 
 
@@ -98,10 +117,12 @@ def run_phases(
                 turn = number % len(names)
                 said = {}
                 for name in names[turn:] + names[:turn]:
+                    cpu_start = time.process_time()
                     result = measure(engines[name], asks)
+                    cpu_seconds = time.process_time() - cpu_start
                     said[name] = [output.token_ids for output in result.outputs]
                     state = engines[name].snapshot()["speculation"]
-                    raw = result.raw() | {"switches": state["switches"]}
+                    raw = result.raw() | {"switches": state["switches"], "cpu_seconds": cpu_seconds}
                     run.sample(phase=phase, policy=name, group=number, **raw)
                 first = names[0]
                 for name in names:
@@ -119,10 +140,13 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if sample["phase"] == phase:
                 rows.setdefault(sample["policy"], []).append(sample)
         rates = {name: _rate(row) for name, row in rows.items()}
-        best = max((name for name in rows if name.startswith("static")), key=rates.__getitem__)
+        best = max((name for name in rows if name in FIXED), key=rates.__getitem__)
         policies = {
             name: {
                 "tokens_per_second": rates[name],
+                "tokens_per_cpu_second": _rate(row, "cpu_seconds")
+                if "cpu_seconds" in row[0]
+                else None,
                 "accept_length": _per_verify(row, "verified_tokens"),
                 "draft_length": _per_verify(row, "drafted_tokens"),
                 "seconds": sum(s["seconds"] for s in row),
@@ -136,14 +160,22 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
             for name, row in rows.items()
         }
         found.append({"name": phase, "best": best, "policies": policies})
-    adaptive = [name for name in found[0]["policies"] if not name.startswith("static")]
-    worst = {name: min(p["policies"][name]["of_best"] for p in found) for name in adaptive}
-    return {"phases": found, "worst_of_best": worst}
+    names = list(found[0]["policies"])
+    worst = {
+        name: min(p["policies"][name]["of_best"] for p in found)
+        for name in names
+        if name not in FIXED
+    }
+    whole = {
+        name: len(found) / sum(1 / p["policies"][name]["tokens_per_second"] for p in found)
+        for name in names
+    }
+    return {"phases": found, "worst_of_best": worst, "whole": whole}
 
 
-def _rate(samples: Sequence[dict[str, Any]]) -> float:
+def _rate(samples: Sequence[dict[str, Any]], clock: str = "seconds") -> float:
     """Output tokens per second of several groups together."""
-    seconds = sum(sample["seconds"] for sample in samples)
+    seconds = sum(sample[clock] for sample in samples)
     return float(sum(sample["output_tokens"] for sample in samples) / seconds)
 
 
@@ -155,11 +187,12 @@ def _per_verify(samples: Sequence[dict[str, Any]], name: str) -> float:
 
 def print_table(record: dict[str, Any], console: Console) -> None:
     """What a reader sees: rate, share of the best static tier and accept length by phase."""
-    title = "Tokens per second (share of the best static tier), accept / draft length"
+    title = "Tokens per second (share of the best fixed tier), accept / draft length"
     table = Table(title=title, title_justify="left")
     table.add_column("policy")
     for phase in record["phases"]:
         table.add_column(phase["name"], justify="right")
+    table.add_column("whole", justify="right")
     for name in record["phases"][0]["policies"]:
         cells = []
         for phase in record["phases"]:
@@ -167,7 +200,7 @@ def print_table(record: dict[str, Any], console: Console) -> None:
             rate, share = figures["tokens_per_second"], figures["of_best"]
             lengths = f"{figures['accept_length']:.2f} / {figures['draft_length']:.2f}"
             cells.append(f"{rate:.1f} ({share:.3f}){mark} {lengths}")
-        table.add_row(name, *cells)
+        table.add_row(name, *cells, f"{record['whole'][name]:.1f}")
     console.print(table)
 
 
@@ -176,10 +209,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = flags("adaptive", "Adaptive draft lengths against static ones.")
     add_model_flags(parser)
     parser.add_argument("--batch", type=int, default=1, help="requests at once (default 1)")
+    parser.add_argument("--busy", type=int, default=16, help="of the busy phase (default 16)")
+    parser.add_argument(
+        "--policies", default=",".join(POLICIES), help="which, by name, with commas between"
+    )
     options = parser.parse_args(arguments)
+    options.policies = [name.strip() for name in options.policies.split(",")]
+    unknown = [name for name in options.policies if name not in POLICIES]
+    if unknown or not FIXED.keys() & set(options.policies):
+        parser.error(f"--policies: of {', '.join(POLICIES)}, and one of the first six at least")
     check_model_flags(parser, options)
-    if options.batch < 1:
-        parser.error("--batch must be at least 1")
+    if min(options.batch, options.busy) < 1:
+        parser.error("--batch and --busy must be at least 1")
     return options
 
 
@@ -199,21 +240,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with ExitStack() as stack:
             engines = {
                 name: stack.enter_context(
-                    Engine(max_running_requests=options.batch, **settings, **policy)
+                    Engine(
+                        max_running_requests=max(options.batch, options.busy),
+                        **settings,
+                        **POLICIES[name],
+                    )
                 )
-                for name, policy in POLICIES.items()
+                for name in options.policies
             }
             for engine in engines.values():
-                engine.compiler = engines["guarded"].compiler
+                engine.compiler = engines[options.policies[0]].compiler
                 measure(engine, [Ask("Warm up.", None, 8)])
-            work = phases(options.seed, size, options.batch)
+            work = phases(options.seed, size, options.batch, options.busy)
             wrong = list(run_phases(engines, work, run))
     except OverlapSpecError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     record = summary(run.samples)
-    print_table(record, Console(width=100))
-    run.finish(size.groups, **rounded(record), batch=options.batch, equal=not wrong)
+    print_table(record, Console(width=150))
+    run.finish(
+        size.groups, **rounded(record), batch=options.batch, busy=options.busy, equal=not wrong
+    )
     if wrong:
         fail("outputs are not the same under all policies:\n" + "\n".join(wrong[:10]))
 

@@ -1,4 +1,4 @@
-"""The command line: ``overlap-spec generate``, ``serve``, ``doctor`` and ``train``."""
+"""The command line: ``generate``, ``serve``, ``profile``, ``doctor`` and ``train``."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ ENGINE_FLAGS = (
     "num_draft_tokens",
     "tree",
     "adaptive",
+    "tpot_slo_ms",
     "acceptance",
     "threshold_single",
     "threshold_acc",
@@ -336,6 +337,38 @@ def read_template(path: Path | None) -> str | None:
         return None if path is None else path.read_text()
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--chat-template {path}: {error}") from None
+
+
+@app.command()
+@with_flags(
+    EngineConfig,
+    ("model", "draft", "algorithm", "dtype", "device", "threads", "max_running_requests"),
+)
+def profile(**engine_flags: Any) -> None:
+    """Measure what steps cost here, for the policies auto and adaspec; kept in the user's cache."""
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from overlap_spec.engine.cost_model import profile as measure
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("measuring")
+
+        def show_progress(done: tuple[int, int]) -> None:
+            bar.update(task, completed=done[0], total=done[1])
+
+        model, path = measure(EngineConfig.build(**engine_flags), show_progress)
+    table = Table("cost", "ms", title="overlap-spec profile")
+    for name, value in model.to_dict().items():
+        if isinstance(value, float) and "error" not in name:
+            table.add_row(name.replace("_", " "), f"{value:.5f}")
+    Console().print(table)
+    knee = f"from {model.knee_nodes} rows on" if model.knee_nodes else "none"
+    print(f"knee of verify: {knee}")
+    print(f"error of the fit: median {model.error or 0:.1%}, worst {model.worst_error or 0:.1%}")
+    print(f"saved as {path}")
 
 
 @app.command()

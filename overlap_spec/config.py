@@ -77,11 +77,19 @@ class EngineConfig:
     adaptive: Annotated[
         str,
         Help(
-            "Length policy: guarded, static (always num_steps), a published preset (default, "
-            "aggressive, with-off), or a JSON config file.",
+            "Length policy: guarded, auto (depth and width by survival and measured cost), "
+            "adaspec, static (always num_steps), off, threshold, specinfer, a published preset "
+            "(default, aggressive, with-off), or a JSON config file.",
             ("--speculative-adaptive-config", "--adaptive"),
         ),
     ] = "guarded"
+    tpot_slo_ms: Annotated[
+        float | None,
+        Help(
+            "Target of the time per output token, in ms, of requests that name none: adaspec and "
+            "auto plan no step that takes longer, where they can."
+        ),
+    ] = None
     acceptance: Annotated[
         str,
         Help(
@@ -286,7 +294,7 @@ class EngineConfig:
             self._check_tree()
         if self.chunked_prefill_size < self.page_size:
             raise ConfigError("chunked_prefill_size must hold at least one page (page_size)")
-        for name in ("mask_deadline_ms", "grammar_compile_timeout_s"):
+        for name in ("mask_deadline_ms", "grammar_compile_timeout_s", "tpot_slo_ms"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} must be over 0: {value!r}")

@@ -53,6 +53,8 @@ class SamplingParams:
         origins: Whether to tell of each output token how it came: an accepted draft, an accepted
             draft whose text the grammar had forced (grafted), the target's own choice behind these
             (bonus), or the only token that the mask allowed (forced).
+        tpot_slo_ms: Target of the time per output token, in milliseconds: adaspec and auto plan no
+            step that takes longer, where they can; None is the engine's.
     """
 
     temperature: float | None = None
@@ -72,6 +74,7 @@ class SamplingParams:
     logprobs: int | None = None
     speculate: bool = True
     origins: bool = False
+    tpot_slo_ms: float | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest that names the first field out of its range."""
@@ -92,6 +95,9 @@ class SamplingParams:
         if self.top_p == 0 or self.repetition_penalty == 0:
             name = "top_p" if self.top_p == 0 else "repetition_penalty"
             raise InvalidRequest(f"{name} must be over 0", name)
+        target = self.tpot_slo_ms
+        if target is not None and not (_is_number(target) and 0 < target < float("inf")):
+            raise InvalidRequest(f"tpot_slo_ms must be a number over 0: {target!r}", "tpot_slo_ms")
         minima = {"min_tokens": 0, "max_tokens": 1, "logprobs": 0}
         for name, least in minima.items():
             value = getattr(self, name)

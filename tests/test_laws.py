@@ -34,7 +34,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "timeline": set(),
     "engine.grammar_manager": {"grammar", "timeline"},
     "engine.drafter_guard": set(),
+    "engine.cost_model": {"speculation", "worker", "timeline"},
     "engine.core": {
+        "engine.cost_model",
         "scheduler",
         "speculation",
         "worker",
@@ -89,6 +91,7 @@ MAY_USE: dict[str, set[str] | None] = {
     "engine.grammar_manager": set(),
     "engine.core": set(),
     "engine.drafter_guard": set(),
+    "engine.cost_model": set(),
     "engine.input_processor": set(),
     "engine.request_handle": set(),
     "engine.output_processor": set(),

@@ -9,13 +9,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from overlap_spec.config import EngineConfig
+from overlap_spec.engine.cost_model import cost_model
 from overlap_spec.engine.drafter_guard import DrafterGuard
 from overlap_spec.engine.grammar_manager import GrammarManager, StepFigures
 from overlap_spec.errors import NumericFault
 from overlap_spec.grammar.matcher_pool import MatcherPool
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence
-from overlap_spec.speculation.policy import LengthPolicy
+from overlap_spec.speculation.fallback import FallbackPolicy
+from overlap_spec.speculation.observed import Observed
+from overlap_spec.speculation.policy import (
+    LengthPolicy,
+    RequestOutcome,
+    RequestView,
+    StepOutcome,
+    StepView,
+)
 from overlap_spec.speculation.presets import load_policy
 from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.speculation.tree_file import read_tree
@@ -66,7 +75,12 @@ class EngineCore:
         self._before: InFlightStep | None = None
         self._runs: list[Run] = []
         self._told: set[int] = set()
-        self.worker.prepare(self.policy.choose(1))
+        # What the steps under way were planned for, the newest last.
+        self._views: dict[int, StepView] = {}
+        self._observed = Observed()
+        if self.policy.weighs_cost:
+            self.policy.calibrate(*cost_model(config, self.worker, self.policy.tiers))
+        self.worker.prepare(self.policy.choose(StepView((RequestView(0, 1),))).tier)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -107,6 +121,7 @@ class EngineCore:
         if kept is not None and self.scheduler.ended_all(plan):
             self.worker.drop(step)
             self.scheduler.drop(plan)
+            self._views.pop(plan.index)
             self._accept(kept)
             self._before = None
             return True
@@ -149,6 +164,8 @@ class EngineCore:
         self._told.update(s.request.id for s in fresh)
         self._told.difference_update(s.request.id for s in retired)
         for sequence in fresh:
+            target = _target(sequence, self.config.tpot_slo_ms)
+            self._observed.add_request(sequence.stats.tpot_ms, target)
             self.grammar.drop(sequence.request.id)
             self.worker.forget(sequence.history)
         return StepOutputs([(s, run) for s, run in runs if run and s.finish_reason is None], fresh)
@@ -187,7 +204,7 @@ class EngineCore:
         allocator, figures = self.scheduler.allocator, self.figures
         return {
             "overlap": self.config.overlap,
-            "speculation": self.policy.snapshot(),
+            "speculation": self.policy.snapshot() | self._observed.snapshot(),
             "drafter": self.drafter.snapshot(),
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
@@ -203,16 +220,22 @@ class EngineCore:
             "hidden_fraction": figures.hidden_fraction,
         }
 
-    def _budget(self, trees: list[Sequence]) -> Budget:
-        """What a step over ``trees`` may draft and verify."""
-        batch = len(trees)
-        tier = self.drafter.allow(self.policy.choose(batch))
-        nodes = self.policy.nodes(batch, tier)
-        plain = [not s.request.sampling.speculate for s in trees]
-        if tier.nodes == 1 or (nodes is None and not any(plain)):
-            return Budget(tier)
-        most = tuple(1 if p else tier.nodes for p in plain)
-        return Budget(tier, min(nodes or sum(most), sum(most)), (1,) * batch, most)
+    def _budget(self, trees: list[Sequence], index: int, chunk_tokens: int) -> Budget:
+        """What step ``index`` over ``trees`` may draft and verify."""
+        target = self.config.tpot_slo_ms
+        view = StepView(tuple(_view(s, target) for s in trees), chunk_tokens)
+        self._views[index] = view
+        budget = self.policy.choose(view)
+        tier = self.drafter.allow(budget.tier)
+        if tier != budget.tier:
+            budget = Budget(tier)
+        plain = [not request.speculate for request in view.requests]
+        if tier.nodes == 1 or not any(plain):
+            return budget
+        most = budget.most or (tier.nodes,) * view.batch
+        most = tuple(1 if p else m for p, m in zip(plain, most, strict=True))
+        nodes = sum(most) if budget.nodes is None else min(budget.nodes, sum(most))
+        return Budget(tier, nodes, budget.least or (1,) * view.batch, most)
 
     def _histories(self, plan: StepPlan) -> list[History] | None:
         """Known tokens of the decode rows, where the drafter works on the host."""
@@ -292,13 +315,21 @@ class EngineCore:
 
     def _observe(self, result: StepResult, step: InFlightStep) -> None:
         """Tell the length policy what the step's trees got, and how long they took."""
-        plan, trees = result.plan, len(result.plan.decode_rows)
-        # Drafts of a request that takes none say nothing of acceptance.
-        told = [r for r in result.rows[:trees] if r.tokens and (r.drafted or not plan.tier.steps)]
-        self.policy.observe(trees, plan.tier, [r.accepted for r in told])
+        plan, view = result.plan, self._views[result.plan.index]
+        self._views = {i: v for i, v in self._views.items() if i > plan.index}
+        requests = [
+            RequestOutcome(
+                asked.request_id, r.accepted, r.drafted, asked.constrained, r.confidences
+            )
+            for asked, r in zip(view.requests, result.rows, strict=False)
+            # Drafts of a request that takes none say nothing of acceptance.
+            if r.tokens and (r.drafted or not plan.tier.steps)
+        ]
         before = self._right_before(step)
-        if before is not None and not plan.chunks:
-            self.policy.clock(trees, plan.tier, before.accepted.elapsed_ms(step.accepted))
+        step_ms = before.accepted.elapsed_ms(step.accepted) if before is not None else None
+        outcome = StepOutcome(view, plan.budget, requests, step_ms, result.verified_rows)
+        self.policy.observe(outcome)
+        self._observed.add(outcome)
 
     def _end_failed(self) -> None:
         """End the requests whose matcher failed."""
@@ -319,9 +350,33 @@ def _policy(config: EngineConfig) -> LengthPolicy:
         return StaticPolicy(static_tier(0, 1, None))
     if config.tree is not None:
         return StaticPolicy(read_tree(Path(config.tree)))
-    return load_policy(
-        config.adaptive, config.num_steps, config.eagle_topk, config.num_draft_tokens
+    steps, top_k = config.num_steps, config.eagle_topk
+    # What a drafter of one's own can draft, only its launch tier tells.
+    trees = ":" not in config.drafter
+    policy = load_policy(config.adaptive, steps, top_k, config.num_draft_tokens, trees)
+    if isinstance(policy, StaticPolicy):
+        return policy
+    nearest = min(policy.tiers, key=lambda t: (t.top_k != top_k, abs(t.steps - steps)))
+    return FallbackPolicy(policy, StaticPolicy(nearest, reason="the policy failed"))
+
+
+def _view(sequence: Sequence, tpot_slo_ms: float | None) -> RequestView:
+    """What the length policy sees of a request; the target is that of requests without one."""
+    sampling = sequence.request.sampling
+    return RequestView(
+        sequence.request.id,
+        sequence.total_tokens,
+        sequence.matcher is not None,
+        sampling.speculate,
+        _target(sequence, tpot_slo_ms),
+        sequence.confidences,
     )
+
+
+def _target(sequence: Sequence, default_ms: float | None) -> float | None:
+    """A request's TPOT target, its own or the engine's."""
+    own = sequence.request.sampling.tpot_slo_ms
+    return default_ms if own is None else own
 
 
 def reserve_tokens(window_tokens: int) -> int:

@@ -74,12 +74,13 @@ class Scheduler:
         """Queue a sequence that is at most :attr:`longest` when it ends."""
         insort(self.waiting, sequence, key=_rank)
 
-    def plan(self, choose: Callable[[list[Sequence]], Budget]) -> StepPlan | None:
+    def plan(self, choose: Callable[[list[Sequence], int, int], Budget]) -> StepPlan | None:
         """The next step; None when there is nothing to run, or nothing before the steps that are
         under way have been committed.
 
         Args:
-            choose: Budget of a step by the sequences that get its trees.
+            choose: Budget of a step by the sequences that get its trees, its index, and the prompt
+                tokens that it prefills.
         """
         for sequence in self._live():
             if sequence.row >= 0 and not sequence.prefilling:
@@ -110,7 +111,7 @@ class Scheduler:
         grants, self._grants = tuple(self._grants), []
         return StepPlan(
             index=self._steps,
-            budget=choose(trees),
+            budget=choose(trees, self._steps, self.chunk_tokens - budget),
             decode_rows=tuple(s.row for s in trees),
             chunks=tuple(c for _, c in chunks),
             request_ids=tuple(s.request.id for s in members),
@@ -132,7 +133,7 @@ class Scheduler:
         for (request_id, row, _), got in zip(plan.verified, result.rows, strict=True):
             sequence = by_id[request_id]
             if sequence.finish_reason is None:
-                sequence.tier = plan.tier
+                sequence.tier, sequence.confidences = plan.tier, got.confidences
                 kept.append((sequence, self._take(sequence, got, verified=row in trees)))
         return kept
 

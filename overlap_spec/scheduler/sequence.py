@@ -46,6 +46,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     tier: Tier | None = None
+    confidences: tuple[float, ...] = ()
     finish_reason: FinishReason | None = None
     stop_match: str | int | None = None
     error: Exception | None = None

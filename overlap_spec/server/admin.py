@@ -133,6 +133,8 @@ async def server_info(service: Service) -> Response:
         settings[name] = "set" if settings[name] is not None else None
     state = await _snapshot(service, STATE_TIMEOUT_S)
     config = dataclasses.asdict(engine.config)
+    speculation = state["speculation"] if state else {}
+    active = speculation.get("active", {})
     return Json(
         {
             "version": metadata.version("overlap-spec"),
@@ -142,9 +144,16 @@ async def server_info(service: Service) -> Response:
             "max_model_len": engine.context_length,
             "overlap": config["overlap"],
             "speculative_algorithm": engine.config.drafter,
-            "speculative_num_steps": config["num_steps"],
-            "speculative_eagle_topk": config["eagle_topk"],
-            "speculative_num_draft_tokens": config["num_draft_tokens"],
+            # The active ones: the launch settings are under `engine`.
+            "speculative_num_steps": active.get("steps", config["num_steps"]),
+            "speculative_policy": speculation.get("policy"),
+            "speculative_reason": active.get("reason"),
+            "speculative_estimated_accept_length": active.get("estimated_accept_length"),
+            "speculative_observed_accept_length": speculation.get("observed_accept_length"),
+            "speculative_estimated_step_ms": active.get("estimated_step_ms"),
+            "speculative_observed_step_ms": speculation.get("observed_step_ms"),
+            "speculative_eagle_topk": active.get("top_k", config["eagle_topk"]),
+            "speculative_num_draft_tokens": active.get("nodes", config["num_draft_tokens"]),
             "speculative_acceptance": config["acceptance"],
             "speculative_accept_threshold_single": config["threshold_single"],
             "speculative_accept_threshold_acc": config["threshold_acc"],

@@ -224,6 +224,24 @@ def _tiers(speculation: dict[str, Any]) -> Iterable[Metric]:
         steps.add_metric([str(slot["min_batch_size"])], float(slot["steps"]))
     yield steps
     yield _count("spec_tier_switches", "Changes of the draft length.", speculation["switches"])
+    active = speculation["active"]
+    yield _gauge("spec_active_num_steps", "Draft steps of the last batch size.", active["steps"])
+    yield _gauge("spec_active_nodes", "Nodes of a tree of the last batch size.", active["nodes"])
+    lengths = GaugeMetricFamily(
+        f"{PREFIX}spec_step_accept_length", "Tokens of a verify, bonus included.", labels=["kind"]
+    )
+    times = GaugeMetricFamily(f"{PREFIX}spec_step_seconds", "Time of a step.", labels=["kind"])
+    for kind, figures in (("estimated", active), ("observed", speculation)):
+        if figures[f"{kind}_accept_length"] is not None:
+            lengths.add_metric([kind], figures[f"{kind}_accept_length"])
+        if figures[f"{kind}_step_ms"] is not None:
+            times.add_metric([kind], figures[f"{kind}_step_ms"] / 1e3)
+    yield lengths
+    yield times
+    about = "Requests with a TPOT target that have ended."
+    yield _count("tpot_slo_requests", about, speculation["tpot_requests"])
+    about = "Of these, requests that kept it."
+    yield _count("tpot_slo_attained", about, speculation["tpot_attained"])
 
 
 def _gauge(name: str, about: str, value: float) -> Metric:

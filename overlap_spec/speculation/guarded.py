@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import exp, log
 from statistics import median
 
-from overlap_spec.speculation.policy import Slot
+from overlap_spec.speculation.slots import Slot
 
 # Share accepted of a depth that has not been drafted yet, in trials of weight one.
 PRIOR_RATE = 0.7

@@ -1,17 +1,110 @@
-"""The contract of length policies, and the slots of batch sizes that adaptive ones share.
+"""The contract of length policies.
 
-A policy is asked for a tier before a step drafts and told what its verify accepted. It belongs to
-the thread that plans steps, and takes no lock.
+A policy is asked for a budget before a step drafts and told what its verify accepted and how long
+the step took. It belongs to the thread that plans steps, and takes no lock.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from overlap_spec.types import Tier
+from overlap_spec.speculation.cost import CostModel
+from overlap_spec.types import Budget, Tier
+
+OFF = Tier(0, 1, 1)
+
+
+class RequestView(NamedTuple):
+    """One request that a step drafts for.
+
+    ``context_tokens``: prompt and output, as far as the host knows. ``speculate``: whether it
+    takes drafts. ``tpot_slo_ms``: its target of time per output token. ``confidences``: of the
+    drafts that its last verify reached, see :class:`overlap_spec.types.RowResult`.
+    """
+
+    request_id: int
+    context_tokens: int
+    constrained: bool = False
+    speculate: bool = True
+    tpot_slo_ms: float | None = None
+    confidences: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepView:
+    """What a step is planned for.
+
+    Attributes:
+        requests: Those that get a tree, in the order of the plan's decode rows.
+        chunk_tokens: Prompt tokens that the step computes beside the trees.
+    """
+
+    requests: tuple[RequestView, ...]
+    chunk_tokens: int = 0
+
+    @property
+    def batch(self) -> int:
+        """Trees of the step."""
+        return len(self.requests)
+
+    @cached_property
+    def context_tokens(self) -> int:
+        """Tokens of all requests together."""
+        return sum(request.context_tokens for request in self.requests)
+
+    @cached_property
+    def constrained(self) -> int:
+        """Requests that have a grammar."""
+        return sum(request.constrained for request in self.requests)
+
+    @cached_property
+    def tpot_slo_ms(self) -> float | None:
+        """The strictest target of all requests."""
+        targets = [r.tpot_slo_ms for r in self.requests if r.tpot_slo_ms is not None]
+        return min(targets, default=None)
+
+
+class RequestOutcome(NamedTuple):
+    """What a verify brought one request.
+
+    ``accepted``: drafts, the bonus not counted, stop rules not yet applied. ``drafted``: verified
+    drafts. ``confidences``: of the accepted drafts and of the one that was refused after them.
+    """
+
+    request_id: int
+    accepted: int
+    drafted: int
+    constrained: bool = False
+    confidences: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step brought.
+
+    Attributes:
+        view: What the policy was asked with for that step.
+        budget: What the step drafted and verified; where a drafter was paused, not the policy's.
+        requests: Those that are still there and took drafts.
+        step_ms: Time from the accept of the step before to this step's; None where the worker was
+            at rest in between.
+        verified_rows: Rows that the target computed for the trees.
+    """
+
+    view: StepView
+    budget: Budget
+    requests: Sequence[RequestOutcome]
+    step_ms: float | None = None
+    verified_rows: int = 0
+
+    @property
+    def accepted(self) -> list[int]:
+        """Accepted drafts of each request."""
+        return [request.accepted for request in self.requests]
 
 
 class LengthPolicy(ABC):
@@ -19,135 +112,58 @@ class LengthPolicy(ABC):
 
     Attributes:
         tiers: Every tier that it may choose, distinct, by steps: what buffers and graphs are for.
+        weighs_cost: Whether :meth:`calibrate` is to be called before the first step.
     """
 
     tiers: tuple[Tier, ...]
+    weighs_cost: bool = False
 
-    @abstractmethod
-    def choose(self, batch_size: int) -> Tier:
-        """Tier of the next step, whose trees belong to ``batch_size`` requests. Changes nothing."""
-
-    def nodes(self, batch_size: int, tier: Tier) -> int | None:  # noqa: ARG002
-        """Nodes of the whole batch that a step with ``tier`` verifies, roots included; None: all.
-
-        At least ``batch_size``. The device takes the best by score.
-        """
-        return None
-
-    @abstractmethod
-    def observe(self, batch_size: int, tier: Tier, accepted: Sequence[int]) -> None:
-        """Take in one verify.
-
-        Results come in the order of their steps, each once. They may come late: the tier chosen
-        for later steps may have been drafted with already, and ``tier`` may no longer be active.
+    def calibrate(self, model: CostModel, spread: float) -> None:  # noqa: B027
+        """Take in what was measured of the machine.
 
         Args:
-            batch_size: What ``choose`` was asked with for that step, though requests have ended
-                since.
-            tier: What that step drafted with. A tier that this batch size cannot be given was
-                someone else's choice, and the result is passed over.
-            accepted: Accepted drafts of each request that is still there: the bonus not counted,
-                stop rules not yet applied, at most ``tier.steps`` each. None at all: no batch.
+            spread: Standard deviation of the coefficients' logarithms.
         """
 
-    def clock(self, batch_size: int, tier: Tier, step_ms: float) -> None:  # noqa: ARG002
-        """Take in how long a whole step of trees alone took, in milliseconds.
+    @abstractmethod
+    def choose(self, view: StepView) -> Budget:
+        """Budget of the next step, whose tier is one of :attr:`tiers`."""
 
-        A policy that does not weigh time needs none of it.
+    @abstractmethod
+    def observe(self, outcome: StepOutcome) -> None:
+        """Take in one step.
+
+        Outcomes come in the order of their steps, each once. They may come late: the budget chosen
+        for later steps may have been drafted with already, and this one's may no longer be
+        active. A tier that the policy cannot choose was someone else's choice: what it accepted is
+        passed over. An outcome without requests is no verify; its time may still count.
         """
-        return
 
     @abstractmethod
     def snapshot(self) -> dict[str, Any]:
         """State as plain data, for ``/server_info``.
 
-        Keys: ``policy``, ``count`` (verifies observed), ``switches`` and ``slots``, a list of
-        ``min_batch_size``, ``steps``, ``top_k``, ``nodes``, ``candidate_steps``, ``ema``
-        (accepted drafts a verify; None where it is not tracked), ``count``, ``switches``.
+        Keys: ``policy``, ``count`` (verifies observed), ``switches``, ``active`` (of the batch
+        size seen last: ``steps``, ``top_k``, ``nodes``, ``reason``: of the last change, and
+        ``estimated_accept_length`` and ``estimated_step_ms``, None where the policy estimates
+        none) and ``slots``, a list of ``min_batch_size``, ``steps``, ``top_k``, ``nodes``,
+        ``candidate_steps``, ``ema`` (accepted drafts a verify; None where it is not tracked),
+        ``count``, ``switches``.
         """
 
 
-class Slot(ABC):
-    """One range of batch sizes: its candidate steps, the active one, and what it has seen.
-
-    Attributes:
-        candidates: Steps it may choose, ascending and distinct.
-        steps: The active ones. At first the launch steps, or the middle candidate where these are
-            no candidate (of an even number, the upper middle).
-        count: Verifies observed.
-        switches: Changes of ``steps``.
-    """
-
-    def __init__(self, candidate_steps: Sequence[int], launch_steps: int) -> None:
-        self.candidates = tuple(sorted(set(candidate_steps)))
-        middle = self.candidates[len(self.candidates) // 2]
-        self.steps = launch_steps if launch_steps in self.candidates else middle
-        self.count = 0
-        self.switches = 0
-
-    @property
-    @abstractmethod
-    def ema(self) -> float:
-        """Smoothed count of accepted drafts a verify, bonus not counted."""
-
-    @abstractmethod
-    def observe(self, steps: int, accepted: Sequence[int]) -> None:
-        """Take in a verify that drafted ``steps``, a candidate; ``accepted`` is not empty."""
-
-    def clock(self, steps: int, step_ms: float) -> None:  # noqa: ARG002
-        """Take in how long a step that drafted ``steps`` took, in milliseconds."""
-        return
-
-    def _switch(self, steps: int) -> None:
-        if steps != self.steps:
-            self.steps = steps
-            self.switches += 1
-
-
-class SlotPolicy(LengthPolicy):
-    """A policy with a slot for each range of batch sizes; no slot learns from another's batches.
-
-    Args:
-        name: What the policy is called in its snapshot.
-        slots: Least batch size of a slot → the slot. Batches below the first bound use the first.
-        tier_of: Tier of a number of steps.
-    """
-
-    def __init__(
-        self, name: str, slots: Mapping[int, Slot], tier_of: Callable[[int], Tier]
-    ) -> None:
-        self.name = name
-        self._bounds = sorted(slots)
-        self._slots = [slots[bound] for bound in self._bounds]
-        steps = sorted({s for slot in self._slots for s in slot.candidates})
-        self._tiers = {s: tier_of(s) for s in steps}
-        self.tiers = tuple(self._tiers.values())
-
-    def choose(self, batch_size: int) -> Tier:
-        return self._tiers[self._slot(batch_size).steps]
-
-    def observe(self, batch_size: int, tier: Tier, accepted: Sequence[int]) -> None:
-        slot = self._slot(batch_size)
-        ours = tier.steps in slot.candidates and tier == self._tiers[tier.steps]
-        if accepted and ours:
-            slot.observe(tier.steps, accepted)
-
-    def clock(self, batch_size: int, tier: Tier, step_ms: float) -> None:
-        slot = self._slot(batch_size)
-        if tier == self._tiers.get(tier.steps) and tier.steps in slot.candidates:
-            slot.clock(tier.steps, step_ms)
-
-    def snapshot(self) -> dict[str, Any]:
-        slots = [
-            slot_snapshot(bound, self._tiers[slot.steps], slot.candidates)
-            | {"ema": slot.ema, "count": slot.count, "switches": slot.switches}
-            for bound, slot in zip(self._bounds, self._slots, strict=True)
-        ]
-        totals = {key: sum(slot[key] for slot in slots) for key in ("count", "switches")}
-        return {"policy": self.name, **totals, "slots": slots}
-
-    def _slot(self, batch_size: int) -> Slot:
-        return self._slots[max(0, bisect_right(self._bounds, batch_size) - 1)]
+def active_snapshot(
+    tier: Tier, reason: str, accept_length: float | None = None, step_ms: float | None = None
+) -> dict[str, Any]:
+    """A snapshot's ``active``."""
+    return {
+        "steps": tier.steps,
+        "top_k": tier.top_k,
+        "nodes": tier.nodes,
+        "reason": reason,
+        "estimated_accept_length": accept_length,
+        "estimated_step_ms": step_ms,
+    }
 
 
 def slot_snapshot(bound: int, tier: Tier, candidates: Sequence[int]) -> dict[str, Any]:

@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from overlap_spec.errors import ConfigError
+from overlap_spec.speculation.adaspec import AdaSpecPolicy
+from overlap_spec.speculation.auto import AutoPolicy
+from overlap_spec.speculation.baselines import ThresholdPolicy
 from overlap_spec.speculation.guarded import GUARDED, GuardedSlot
-from overlap_spec.speculation.policy import LengthPolicy, SlotPolicy
+from overlap_spec.speculation.policy import OFF, LengthPolicy
+from overlap_spec.speculation.slots import SlotPolicy
 from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.speculation.tiers import EmaSlot, SlotSettings
 from overlap_spec.types import Tier
@@ -37,20 +41,30 @@ PRESETS: dict[str, dict[int, SlotSettings]] = {
     },
 }
 DEFAULT_POLICY = "guarded"
-POLICY_NAMES = ("static", "guarded", *PRESETS)
+POLICY_NAMES = (
+    "auto", "adaspec", "guarded", "static", "off", "threshold", "specinfer", *PRESETS
+)  # fmt: skip
+# Depths of chains that adaspec and the threshold choose from, and auto; auto's trees.
+CHAINS = (0, 1, 2, 3, 4, 5, 6, 7)
+AUTO_CHAINS = (0, 1, 2, 3, 5, 7)
+AUTO_TREES = (Tier(3, 4, 16), Tier(5, 4, 16))
+# SpecInfer's depth (ASPLOS 2024), at width 1: all of a chain is verified, whatever it costs.
+SPECINFER_STEPS = 8
 
 
-def load_policy(name_or_path: str, steps: int, top_k: int, nodes: int | None) -> LengthPolicy:
+def load_policy(
+    name_or_path: str, steps: int, top_k: int, nodes: int | None, trees: bool = True
+) -> LengthPolicy:
     """The policy of a name, or of a JSON file.
 
     Args:
-        name_or_path: ``static``, ``guarded``, ``default``, ``aggressive``, ``with-off`` (hyphen
-            and underscore are the same, case does not matter), or a file's path. A file of such
-            a name is reached as ``./default``.
+        name_or_path: One of :data:`POLICY_NAMES` (hyphen and underscore are the same, case does
+            not matter), or a file's path. A file of such a name is reached as ``./default``.
         steps: Launch steps: the static tier's, and where adaptive slots begin.
         top_k: Branches of a draft step; 1 is a chain.
         nodes: Launch draft tokens: the static tier's nodes and the most of any tree, root
             included; None as in ``static_tier``. Chains of adaptive tiers verify all they draft.
+        trees: Whether the drafter is known to draft trees, whatever ``top_k`` is.
 
     Raises:
         ConfigError: No such policy or file, or a broken file; names the key at fault.
@@ -58,6 +72,17 @@ def load_policy(name_or_path: str, steps: int, top_k: int, nodes: int | None) ->
     name = name_or_path.lower().replace("-", "_")
     if name == "static":
         return StaticPolicy(static_tier(steps, top_k, nodes))
+    if name == "off":
+        return StaticPolicy(OFF, name)
+    if name == "specinfer":
+        return StaticPolicy(static_tier(SPECINFER_STEPS, 1, None), name)
+    if name in ("adaspec", "threshold"):
+        chains = [static_tier(depth, 1, None) for depth in CHAINS]
+        return AdaSpecPolicy(chains) if name == "adaspec" else ThresholdPolicy(chains)
+    if name == "auto":
+        launch = static_tier(steps, top_k, nodes)
+        chains = [static_tier(depth, 1, None) for depth in AUTO_CHAINS]
+        return AutoPolicy(tuple(dict.fromkeys((*chains, *(AUTO_TREES if trees else ()), launch))))
     tier_of = partial(_tier_of, top_k=top_k, nodes=nodes)
     if name == "guarded":
         guarded = {bound: GuardedSlot(slot, steps) for bound, slot in GUARDED.items()}

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from overlap_spec.speculation.policy import LengthPolicy, slot_snapshot
-from overlap_spec.types import Tier
+from overlap_spec.speculation.policy import (
+    OFF,
+    LengthPolicy,
+    StepOutcome,
+    StepView,
+    active_snapshot,
+    slot_snapshot,
+)
+from overlap_spec.types import Budget, Tier
 
 
 def static_tier(steps: int, top_k: int, nodes: int | None) -> Tier:
@@ -18,7 +24,7 @@ def static_tier(steps: int, top_k: int, nodes: int | None) -> Tier:
     Nodes never exceed what can be drafted: steps + 1 in a chain, 1 + k + (steps - 1) k² in a tree.
     """
     if steps == 0:
-        return Tier(0, 1, 1)
+        return OFF
     most = steps + 1 if top_k == 1 else 1 + top_k + (steps - 1) * top_k * top_k
     if nodes is None:
         nodes = most if top_k == 1 else 16
@@ -26,19 +32,27 @@ def static_tier(steps: int, top_k: int, nodes: int | None) -> Tier:
 
 
 class StaticPolicy(LengthPolicy):
-    """One tier, whatever is accepted."""
+    """One tier, whatever is accepted.
 
-    def __init__(self, tier: Tier) -> None:
+    Args:
+        name: What the policy is called in its snapshot.
+        reason: Why that tier, for the snapshot.
+    """
+
+    def __init__(self, tier: Tier, name: str = "static", reason: str = "launch") -> None:
         self.tiers = (tier,)
+        self._name, self._reason = name, reason
+        self._budget = Budget(tier)
         self._count = 0
 
-    def choose(self, batch_size: int) -> Tier:  # noqa: ARG002
-        return self.tiers[0]
+    def choose(self, view: StepView) -> Budget:  # noqa: ARG002
+        return self._budget
 
-    def observe(self, batch_size: int, tier: Tier, accepted: Sequence[int]) -> None:  # noqa: ARG002
-        self._count += bool(accepted) and tier == self.tiers[0]
+    def observe(self, outcome: StepOutcome) -> None:
+        self._count += bool(outcome.requests) and outcome.budget.tier == self._budget.tier
 
     def snapshot(self) -> dict[str, Any]:
-        figures = {"count": self._count, "switches": 0}
-        slot = slot_snapshot(1, self.tiers[0], [self.tiers[0].steps]) | {"ema": None} | figures
-        return {"policy": "static", **figures, "slots": [slot]}
+        tier, figures = self._budget.tier, {"count": self._count, "switches": 0}
+        slot = slot_snapshot(1, tier, [tier.steps]) | {"ema": None} | figures
+        active = active_snapshot(tier, self._reason)
+        return {"policy": self._name, **figures, "active": active, "slots": [slot]}

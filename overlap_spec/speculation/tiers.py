@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from overlap_spec.speculation.policy import Slot
+from overlap_spec.speculation.slots import Slot
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+from typing import Any
 
 import torch
 
@@ -113,6 +115,32 @@ def count_threads(config: EngineConfig, device: torch.device) -> int:
     """Threads of torch for each stream of the CPU."""
     stored = torch.int8 if config.quantization else pick_dtype(config, device)
     return pick_threads(config.threads, weight_bytes(config, stored))
+
+
+def machine_key(config: EngineConfig) -> dict[str, Any]:
+    """What the time of a pass depends on, as plain data: model, drafter, device, dtype, threads."""
+    device = pick_device(config.device)
+    dtype = pick_dtype(config, device)
+    threads = 0
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        threads = count_threads(config, device)
+        name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        name += f", {physical_cores()} cores"
+    paths = {"model": config.target_path, "draft": config.draft_path}
+    shapes = {
+        what: read_json(path / "config.json") if path is not None else None
+        for what, path in paths.items()
+    }
+    return {
+        **shapes,
+        "drafter": config.drafter,
+        "device": name,
+        "dtype": config.quantization or str(dtype),
+        "threads": threads,
+        "graphs": config.graphs,
+    }
 
 
 def weight_bytes(config: EngineConfig, dtype: torch.dtype) -> int:

@@ -40,6 +40,7 @@ from overlap_spec.worker.model_runner import (
     ModelRunner,
 )
 from overlap_spec.worker.origins import token_origins
+from overlap_spec.worker.pass_times import PassTimes, Point, measure_passes
 from overlap_spec.worker.sampler import Masks, token_logprobs
 from overlap_spec.worker.streams import RecordSpan, Streams
 
@@ -124,6 +125,17 @@ class Worker:
     def prepare(self, tier: Tier) -> None:
         """Queue the recording of a tier's passes for a single request, ahead of its first step."""
         self.streams.compute.run("record", self.runner.graphs.find, tier, 1)
+
+    @torch.inference_mode()
+    def measure(self, points: Sequence[Point], deadline_s: float) -> list[PassTimes]:
+        """Time the passes of a step, before the first one: see :func:`measure_passes`."""
+        compute, passed = self.streams.compute, self.streams.event()
+        found = compute.run(
+            "measure", lambda: list(measure_passes(self.runner, points, deadline_s))
+        )
+        compute.record(passed)
+        passed.synchronize()
+        return found.get()
 
     @torch.inference_mode()
     def assign(self, row: int, request: Request, output_ids: list[int]) -> None:

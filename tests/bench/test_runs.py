@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import adaptive, overlap, soak
+from bench import adaptive, overlap, soak, traces
 from bench.common import (
     Run,
     flags,
@@ -301,8 +301,8 @@ def test_adaptive_ends_in_its_record(
     monkeypatch.setattr(adaptive, "QUICK", adaptive.Size(groups=2, tokens=6))
     path = tmp_path / "adaptive.json"
     adaptive.main(
-        ["--quick", "--model", tiny["model"], "--draft", tiny["draft"], "--batch", "2", "--json",
-         str(path)]
+        ["--quick", "--model", tiny["model"], "--draft", tiny["draft"], "--batch", "2", "--busy",
+         "3", "--json", str(path)]
     )  # fmt: skip
     record = last_line(capsys)
     assert record["equal"] is True
@@ -311,9 +311,10 @@ def test_adaptive_ends_in_its_record(
         assert phase["policies"].keys() == adaptive.POLICIES.keys()
         assert phase["policies"][phase["best"]]["of_best"] == 1
         assert phase["policies"]["static 7"]["switches"] == 0
-    assert record["worst_of_best"].keys() == {"default", "guarded"}
+    assert record["worst_of_best"].keys() == set(adaptive.ADAPTIVE)
+    assert record["whole"].keys() == adaptive.POLICIES.keys()
     raw = [json.loads(line) for line in samples_path(path).read_text().splitlines()]
-    assert len(raw) == record["samples"] == 3 * 2 * 6
+    assert len(raw) == record["samples"] == 5 * 2 * len(adaptive.POLICIES)
     again = rounded(adaptive.summary(raw))
     assert {name: record[name] for name in again} == again
 
@@ -321,8 +322,8 @@ def test_adaptive_ends_in_its_record(
 def test_shares_of_the_best_static_tier() -> None:
     def at(policy: str, seconds: float, group: int) -> dict[str, Any]:
         return {"phase": "easy", "policy": policy, "group": group, "seconds": seconds,
-                "output_tokens": 60, "verifies": 20, "verified_tokens": 50,
-                "drafted_tokens": 60, "switches": 3}  # fmt: skip
+                "cpu_seconds": 2 * seconds, "output_tokens": 60, "verifies": 20,
+                "verified_tokens": 50, "drafted_tokens": 60, "switches": 3}  # fmt: skip
 
     times = {"static 1": (3.0, 3.0), "static 3": (2.0, 2.0), "guarded": (1.0, 4.0)}
     rows = [at(name, pair[group], group) for group in (0, 1) for name, pair in times.items()]
@@ -330,11 +331,46 @@ def test_shares_of_the_best_static_tier() -> None:
     phase = found["phases"][0]
     assert phase["best"] == "static 3"
     assert phase["policies"]["guarded"]["tokens_per_second"] == pytest.approx(24)
+    assert phase["policies"]["guarded"]["tokens_per_cpu_second"] == pytest.approx(12)
+    assert found["whole"]["guarded"] == pytest.approx(24)
     assert phase["policies"]["guarded"]["of_best"] == pytest.approx(0.8)
     assert phase["policies"]["guarded"]["of_best_spread"]["max"] == pytest.approx(2)
     assert phase["policies"]["guarded"]["accept_length"] == pytest.approx(2.5)
     assert phase["policies"]["guarded"]["draft_length"] == pytest.approx(3)
     assert found["worst_of_best"] == {"guarded": pytest.approx(0.8)}
+
+
+def test_traces_end_in_their_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trace of 30 requests through all policies: every one is answered in full."""
+    played: list[traces.Served] = []
+    real = traces.serve
+
+    def serve(*args: Any) -> traces.Served:
+        played.append(real(*args))
+        return played[-1]
+
+    monkeypatch.setattr(traces, "serve", serve)
+    monkeypatch.setattr(traces, "BUSY", 4)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(f'{{"timestamp": {1000 * (n // 3)}}}\n' for n in range(30)))
+    seen = traces.cell("7B, 68M, A100", "mooncake", 30, 1, trace)
+    assert len(played) == 1 + len(traces.POLICIES) + 2 * len(traces.TARGETED)
+    for run in played:
+        assert len(run.requests) == 30
+        assert all(r.done >= r.output and r.end_ms > r.first_ms > r.arrival_ms - 1
+                   for r in run.requests if r.output > 1)  # fmt: skip
+    policies = seen["policies"]
+    assert policies["off"]["speedup"] == pytest.approx(1)
+    assert policies["off"]["attainment"][1] == pytest.approx(0.9, abs=0.05)
+    assert policies["static 5"]["draft_tokens"] == 5
+    assert policies["auto"]["speedup"] > policies["off"]["speedup"]
+    found = traces.summary([seen])
+    assert found["auto_over_adaspec"]["min"] == found["auto_over_adaspec"]["max"]
+    with pytest.raises(SystemExit):
+        traces.main(["--quick", "--mooncake", str(tmp_path / "none")])
+    assert "no such file" in capsys.readouterr().err
 
 
 def test_flags_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
@@ -345,6 +381,8 @@ def test_flags_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
         soak.main(["--requests", "0"])
     with pytest.raises(SystemExit):
         adaptive.main(["--batch", "0"])
+    with pytest.raises(SystemExit):
+        adaptive.main(["--policies", "auto,fastest"])
     assert "--requests" in capsys.readouterr().err
 
 

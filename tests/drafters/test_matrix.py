@@ -14,6 +14,7 @@ from tests.drafters.test_draft_model import renumber
 from tests.drafters.test_layouts import LAYOUTS, write
 from tests.drafters.test_mtp import write_module
 from tests.support import checkpoints
+from tests.support.policies import share_nodes
 from tests.worker import test_overlap
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -132,7 +133,7 @@ def test_drafts_change_nothing(
         settings["tree"] = folders["tree"]
     with Engine(**settings, adaptive="static", context_length=256) as engine:
         if shape == "ragged":
-            monkeypatch.setattr(engine.core.policy, "nodes", lambda batch, _: 5 * batch)
+            share_nodes(monkeypatch, engine, lambda batch, _: 5 * batch)
         outputs = answer(engine, company)
         assert engine.snapshot()["drafter"]["faults"] == 0
         assert engine.core.scheduler.allocator.in_use == 0

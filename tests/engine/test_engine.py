@@ -19,6 +19,8 @@ from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 
 from overlap_spec import Engine, Generator, Grammar, SamplingParams
+from overlap_spec.config import EngineConfig
+from overlap_spec.engine.cost_model import profile
 from overlap_spec.errors import (
     CheckpointError,
     ConfigError,
@@ -27,6 +29,7 @@ from overlap_spec.errors import (
     InvalidRequest,
 )
 from overlap_spec.grammar.contract import Matcher
+from overlap_spec.speculation.presets import POLICY_NAMES
 from tests.support import checkpoints
 
 DATE = Grammar.regex(r"\d{4}-\d\d-\d\d")
@@ -374,7 +377,7 @@ def test_trace_shows_every_lane(tiny: dict[str, str], tmp_path: Path) -> None:
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
-@pytest.mark.parametrize("name", ["static", "guarded", "default", "aggressive", "with-off"])
+@pytest.mark.parametrize("name", POLICY_NAMES)
 def test_greedy_text_is_the_same_under_every_policy(tiny: dict[str, str], name: str) -> None:
     sampling = SamplingParams(max_tokens=60)
     with Engine(**tiny, algorithm="none") as plain, Engine(**tiny, adaptive=name) as engine:
@@ -383,7 +386,58 @@ def test_greedy_text_is_the_same_under_every_policy(tiny: dict[str, str], name: 
         switches = engine.snapshot()["speculation"]["switches"]
     assert [g.token_ids for g in got] == [w.token_ids for w in want]
     # A random head is always wrong: every adaptive policy gives its long drafts up.
-    assert (switches > 0) == (name != "static")
+    assert (switches > 0) == (name not in ("static", "off", "specinfer"))
+
+
+def test_targets_are_asked_for_and_counted(tiny: dict[str, str]) -> None:
+    """One that nothing keeps, one that all do, and the engine's for who names none."""
+    samplings = [{"max_tokens": 8, "tpot_slo_ms": ms} for ms in (1e-6, 1e6)] + [{"max_tokens": 8}]
+    for default, attained in ((None, (2, 1)), (1e6, (3, 2))):
+        with Engine(**tiny, adaptive="adaspec", tpot_slo_ms=default) as engine:
+            outputs = engine.generate(["a", "b", "c"], None, samplings)
+            state = engine.snapshot()["speculation"]
+        assert all(output.finish_reason == "length" for output in outputs)
+        assert (state["tpot_requests"], state["tpot_attained"]) == attained
+        assert state["observed_accept_length"] >= 1
+        assert state["observed_step_ms"] > 0
+        assert state["active"]["estimated_step_ms"] > 0
+        # Nothing is drafted where a target cannot be kept anyway.
+        assert sum(output.stats.drafted_tokens for output in outputs) == 0
+
+
+@pytest.mark.parametrize("target", [0, -1.0, float("inf"), True, "5"])
+def test_a_target_that_is_none(target: Any) -> None:
+    with pytest.raises(InvalidRequest, match="tpot_slo_ms must be a number over 0"):
+        SamplingParams(tpot_slo_ms=target)
+
+
+def test_a_profile_is_used_where_there_is_one(
+    tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured, saved, and found by the next engine of the same settings, and by no other."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    seen = []
+    model, path = profile(EngineConfig.build(**tiny, max_running_requests=2), seen.append)
+    assert path.is_file()
+    assert len(seen) > 10
+    assert model.source == "profile"
+    assert model.verify > 0
+    assert model.draft > 0
+    for settings, source in (({}, "profile"), ({"graphs": False}, "start-up fit")):
+        with Engine(**tiny, adaptive="auto", **settings) as engine:
+            assert engine.snapshot()["speculation"]["cost"]["source"] == source
+            assert engine.generate("a", None, {"max_tokens": 8}).finish_reason == "length"
+
+
+def test_measuring_leaves_no_trace(tiny: dict[str, str]) -> None:
+    """Whoever was measured before its first step says the same, and holds no page."""
+    texts = []
+    for name in ("static", "auto"):
+        with Engine(**tiny, adaptive=name, page_size=4) as engine:
+            outputs = engine.generate(list("abcdef"), None, {"max_tokens": 20, "seed": 1})
+            texts.append([output.token_ids for output in outputs])
+            assert engine.core.scheduler.allocator.in_use == 0
+    assert texts[0] == texts[1]
 
 
 def test_prefix_reuse_is_as_good_with_speculation(tiny: dict[str, str]) -> None:
@@ -432,3 +486,25 @@ def test_an_engine_that_nobody_closed_lets_the_process_exit(tiny: dict[str, str]
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("policy", ["auto", "adaspec"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+@pytest.mark.parametrize("overlap", ["none", "double-sync"])
+def test_policies_that_weigh_cost_with_every_kind_of_drafter(
+    tiny: dict[str, str], policy: str, algorithm: str, overlap: str
+) -> None:
+    """Six requests, with a grammar and without, sampled and greedy: text is plain decoding's."""
+    prompts = ["one two one two one", "b", "c c c c c", "d", "e", "f"]
+    grammars = [None, Grammar.json_object(), None, Grammar.regex("[ab]{30}"), None, None]
+    samplings = [{"max_tokens": 30, "seed": n, "temperature": float(n % 2)} for n in range(6)]
+    with Engine(**tiny, algorithm="none", overlap="none") as plain:
+        want = plain.generate(prompts, grammars, samplings)
+    with Engine(**tiny, algorithm=algorithm, adaptive=policy, overlap=overlap) as engine:
+        got = engine.generate(prompts, grammars, samplings)
+        state = engine.snapshot()
+        assert engine.core.scheduler.allocator.in_use == 0
+    assert [g.token_ids for g in got] == [w.token_ids for w in want]
+    assert state["speculation"]["error"] is None
+    assert state["drafter"]["faults"] == 0
+    assert state["speculation"]["count"] > 5

@@ -93,7 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        plan = self.scheduler.plan(lambda _: BUDGET)
+        plan = self.scheduler.plan(lambda *_: BUDGET)
         if plan is None:
             assert self.flights or not self.live or self.scheduler.waiting
         else:
@@ -220,7 +220,7 @@ def starts(priorities: list[int]) -> list[int]:
         new = sequence(number, 3, 1)
         new.request = replace(new.request, priority=priority)
         scheduler.add(new)
-    while (plan := scheduler.plan(lambda _: BUDGET)) is not None:
+    while (plan := scheduler.plan(lambda *_: BUDGET)) is not None:
         rows = tuple(RowResult((1,), 0, 0) for _ in plan.verified)
         scheduler.commit(StepResult(plan, rows))
         scheduler.retire()
@@ -240,9 +240,9 @@ def test_a_step_is_not_planned_for_what_the_step_under_way_ends() -> None:
     scheduler = Scheduler(50, 4, 2, 64, RESERVE, lambda _: None)
     for number, max_tokens in enumerate((1, 3)):
         scheduler.add(sequence(number, 3, max_tokens))
-    flights = [scheduler.plan(lambda _: BUDGET)]
+    flights = [scheduler.plan(lambda *_: BUDGET)]
     verified = []
-    while (plan := scheduler.plan(lambda _: BUDGET)) is not None or flights:
+    while (plan := scheduler.plan(lambda *_: BUDGET)) is not None or flights:
         flights.append(plan)
         if (done := flights.pop(0)) is not None:
             verified.append([request_id for request_id, _, _ in done.verified])

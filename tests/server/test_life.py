@@ -64,6 +64,26 @@ def test_the_file_and_the_flags_are_both_heard(server: Server) -> None:
     assert server.post("/detokenize", {"tokens": tokens}).json()["text"] == "hi!"
 
 
+def test_the_active_length_is_told_and_targets_are_counted(server: Server) -> None:
+    body = {"messages": HI, "max_tokens": 24, "ignore_eos": True, "tpot_slo_ms": 1e6}
+    assert server.post(CHAT, body).status_code == 200
+    for wrong in (0, "fast"):
+        reply = server.post(CHAT, body | {"tpot_slo_ms": wrong})
+        assert reply.status_code == 400
+        assert "tpot_slo_ms" in reply.text
+    info, metrics = server.get("/server_info").json(), server.get("/metrics").text
+    active = info["state"]["speculation"]["active"]
+    assert info["speculative_num_steps"] == active["steps"]
+    assert info["speculative_policy"] == "guarded"
+    assert info["speculative_reason"] == active["reason"]
+    assert info["speculative_observed_accept_length"] >= 1
+    assert info["speculative_observed_step_ms"] > 0
+    assert "overlap_spec:tpot_slo_requests_total 1.0" in metrics
+    assert "overlap_spec:tpot_slo_attained_total 1.0" in metrics
+    assert 'overlap_spec:spec_step_accept_length{kind="observed"}' in metrics
+    assert f"overlap_spec:spec_active_num_steps {float(active['steps'])}" in metrics
+
+
 def test_an_answer_behind_thinking_keeps_to_its_grammar(server: Server) -> None:
     body = {"messages": HI, "structured_outputs": {"choice": ["left", "right"]}}
     (choice,) = server.post(CHAT, body).json()["choices"]

@@ -16,6 +16,7 @@ from overlap_spec.speculation.presets import POLICY_NAMES, PRESETS, load_policy,
 from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.speculation.tiers import EmaSlot, SlotSettings
 from overlap_spec.types import Tier
+from tests.support.policies import told, view
 
 OFF = Tier(0, 1, 1)
 
@@ -42,8 +43,8 @@ def walk(slot: EmaSlot, *accepted: Sequence[int]) -> list[int]:
 def feed(policy: LengthPolicy, batch: int, accepted: int, times: int) -> list[int]:
     steps = []
     for _ in range(times):
-        tier = policy.choose(batch)
-        policy.observe(batch, tier, [min(accepted, tier.steps)] * batch)
+        tier = policy.choose(view(batch)).tier
+        policy.observe(told(batch, tier, [min(accepted, tier.steps)] * batch))
         steps.append(tier.steps)
     return steps
 
@@ -166,7 +167,7 @@ def test_a_slot_that_starts_off_probes_with_a_neutral_ema() -> None:
 def test_a_slot_with_nothing_but_off_stays() -> None:
     policy = load_policy("with-off", 3, 1, None)
     assert set(feed(policy, 64, 0, 50)) == {0}
-    assert policy.choose(64) == OFF
+    assert policy.choose(view(64)).tier == OFF
 
 
 # Late results.
@@ -199,10 +200,10 @@ def test_late_result_of_off_is_only_a_batch_when_probing_by_now() -> None:
 def test_empty_and_foreign_results_are_passed_over() -> None:
     policy = load_policy("default", 3, 1, None)
     before = policy.snapshot()
-    policy.observe(1, chain(3), [])
-    policy.observe(1, OFF, [0])  # a step that the engine did not draft for
-    policy.observe(8, chain(7), [7] * 8)
-    policy.observe(1, Tier(3, 2, 4), [3])
+    policy.observe(told(1, chain(3), []))
+    policy.observe(told(1, OFF, [0]))  # a step that the engine did not draft for
+    policy.observe(told(8, chain(7), [7] * 8))
+    policy.observe(told(1, Tier(3, 2, 4), [3]))
     assert policy.snapshot() == before
 
 
@@ -212,7 +213,14 @@ def test_empty_and_foreign_results_are_passed_over() -> None:
 def test_slots_are_lower_bounds_and_independent() -> None:
     policy = load_policy("default", 7, 1, None)
     feed(policy, 7, 0, 100)
-    assert [policy.choose(size).steps for size in (1, 7, 8, 31, 32, 500)] == [1, 1, 3, 3, 1, 1]
+    assert [policy.choose(view(size)).tier.steps for size in (1, 7, 8, 31, 32, 500)] == [
+        1,
+        1,
+        3,
+        3,
+        1,
+        1,
+    ]
     counts = {bound: slot["count"] for bound, slot in slots_of(policy).items()}
     assert counts == {1: 100, 8: 0, 32: 0}
 
@@ -221,7 +229,7 @@ def test_batches_below_the_first_slot_use_it(tmp_path: Path) -> None:
     path = tmp_path / "late.json"
     path.write_text('{"4": {"candidate_steps": [2]}, "16": {"candidate_steps": [1]}}')
     policy = load_policy(str(path), 3, 1, None)
-    assert [policy.choose(size).steps for size in (1, 4, 15, 16)] == [2, 2, 2, 1]
+    assert [policy.choose(view(size)).tier.steps for size in (1, 4, 15, 16)] == [2, 2, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +246,7 @@ def test_presets(name: str, ladders: dict[int, list[int]]) -> None:
     slots = slots_of(policy)
     assert {bound: slot["candidate_steps"] for bound, slot in slots.items()} == ladders
     assert policy.tiers == tuple(chain(s) for s in sorted(set(itertools.chain(*ladders.values()))))
-    assert all(policy.choose(bound) in policy.tiers for bound in ladders)
+    assert all(policy.choose(view(bound)).tier in policy.tiers for bound in ladders)
 
 
 def test_preset_parameters() -> None:
@@ -264,11 +272,11 @@ def test_static() -> None:
     assert isinstance(policy, StaticPolicy)
     tier = Tier(5, 4, 16)
     assert policy.tiers == (tier,)
-    policy.observe(3, tier, [0, 0, 0])
-    assert policy.choose(3) == tier
+    policy.observe(told(3, tier, [0, 0, 0]))
+    assert policy.choose(view(3)).tier == tier
     assert policy.snapshot()["count"] == 1
-    assert load_policy("static", 5, 1, 4).choose(1) == Tier(5, 1, 4)
-    assert load_policy("static", 0, 1, None).choose(1) == OFF
+    assert load_policy("static", 5, 1, 4).choose(view(1)).tier == Tier(5, 1, 4)
+    assert load_policy("static", 0, 1, None).choose(view(1)).tier == OFF
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
@@ -277,7 +285,8 @@ def test_snapshot_is_plain_and_has_one_shape(name: str) -> None:
     feed(policy, 1, 2, 40)
     data = policy.snapshot()
     assert json.loads(json.dumps(data)) == data
-    assert set(data) == {"policy", "count", "switches", "slots"}
+    assert set(data) >= {"policy", "count", "switches", "active", "slots"}
+    assert {"steps", "top_k", "nodes", "reason"} <= set(data["active"])
     assert (data["policy"], data["count"]) == (name, 40)
     figures = ["ema", "count", "switches"]
     for slot in data["slots"]:

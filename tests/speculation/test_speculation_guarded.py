@@ -14,11 +14,13 @@ from dataclasses import replace
 import pytest
 
 from overlap_spec.speculation.guarded import GUARDED, GuardedSlot, StepClock, Survival
-from overlap_spec.speculation.policy import LengthPolicy, SlotPolicy
+from overlap_spec.speculation.policy import LengthPolicy
 from overlap_spec.speculation.presets import load_policy
+from overlap_spec.speculation.slots import SlotPolicy
 from overlap_spec.speculation.static import static_tier
 from overlap_spec.speculation.tiers import EmaSlot, SlotSettings
 from overlap_spec.types import Tier
+from tests.support.policies import told, view
 
 COST = 0.15
 LADDER = GUARDED[1].candidate_steps
@@ -51,7 +53,7 @@ def run(
     chosen: list[int] = []
     waiting: list[tuple[Tier, list[int]]] = []
     for rates in phases:
-        tier = policy.choose(batch)
+        tier = policy.choose(view(batch)).tier
         accepted = []
         for _ in range(batch):
             length = 0
@@ -61,7 +63,7 @@ def run(
         chosen.append(tier.steps)
         waiting.append((tier, accepted))
         if len(waiting) > late:
-            policy.observe(batch, *waiting.pop(0))
+            policy.observe(told(batch, *waiting.pop(0)))
     return chosen
 
 

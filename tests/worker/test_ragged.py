@@ -11,6 +11,7 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, StepResult
 from overlap_spec.worker.graphs import padded_size
 from overlap_spec.worker.worker import Worker
+from tests.support.policies import share_nodes
 from tests.worker import test_overlap
 
 TREE = {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 16, "adaptive": "static"}
@@ -61,10 +62,8 @@ def test_fewer_nodes_change_no_text(
 ) -> None:
     """T from a node a request to all that were drafted, of 16 requests with 16 nodes each."""
     with Engine(**tiny, **TREE, context_length=256, graphs=graphs) as engine:
-        monkeypatch.setattr(
-            engine.core.policy,
-            "nodes",
-            lambda batch, tier: batch + round(share * batch * (tier.nodes - 1)),
+        share_nodes(
+            monkeypatch, engine, lambda batch, tier: batch + round(share * batch * (tier.nodes - 1))
         )
         outputs = answer(engine, SAMPLING * 4)
         assert engine.core.scheduler.allocator.in_use == 0
@@ -93,7 +92,7 @@ def test_the_best_nodes_of_the_batch_are_verified(
 ) -> None:
     """Requests share what is verified: not every one gets as much."""
     with Engine(**tiny, **TREE, context_length=256) as engine:
-        monkeypatch.setattr(engine.core.policy, "nodes", lambda batch, _: 4 * batch)
+        share_nodes(monkeypatch, engine, lambda batch, _: 4 * batch)
         answer(engine, SAMPLING * 4)
     shares = {row.drafted for result in results for row in result.rows if row.drafted}
     assert len(shares) > 3
@@ -129,9 +128,9 @@ def test_chaos_with_ragged_verifies(
     test_overlap.chaos(monkeypatch, first + 500)
     with oracle, test_overlap.build(tiny, **settings) as engine:
         calls = iter(range(10**9))
-        monkeypatch.setattr(
-            engine.core.policy,
-            "nodes",
+        share_nodes(
+            monkeypatch,
+            engine,
             lambda batch, tier: batch + next(calls) * 7 % (batch * (tier.nodes - 1) + 1),
         )
         test_overlap.outputs_equal(oracle, engine, first + 500)

@@ -123,6 +123,9 @@ class Sampling(Strict):
     stop_token_ids: Annotated[Items[Count], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     speculate: bool | None = Field(None, description="False: take no drafts for this request.")
+    tpot_slo_ms: Number | None = Field(
+        None, description="Target of the time per output token, in milliseconds, over 0."
+    )
 
     def parameters(self, **more: Any) -> SamplingParams:
         """The fields as SamplingParams; None is the default."""

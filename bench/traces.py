@@ -1,0 +1,343 @@
+"""Draft lengths under arrivals as they are in production, on machines that are formulas.
+
+``python -m bench.traces [--quick] [--json PATH] [--seed S] [--mooncake FILE]`` plays traces against
+each policy on simulated machines (the model pairs and GPUs of AdaSpec, SoCC 2025, by their
+bandwidth and knee, not measured): ``bursty`` and ``periodic`` arrivals that are generated, and with
+``--mooncake`` the arrivals of a Mooncake trace (JSON lines with ``timestamp`` in milliseconds).
+Prompts and outputs have the lengths of the paper's mix, and each request its own acceptance; a
+draft of confidence c is accepted with probability c. No model runs.
+
+Fields of the last line, beside those of every record (``bench.common``):
+    cells: For each ``machine`` and ``trace``: ``requests``, ``batch`` (mean, without drafts),
+        ``slo_ms`` (P90 of TPOT without drafts) and ``policies``: name → ``speedup`` (of mean
+        end-to-end latency over no drafts), ``attainment`` (share of requests that keep 0.8, 1.0 and
+        1.2 of ``slo_ms``; policies that take a target are run once for each), ``draft_tokens``,
+        ``accepted`` (of a verify), ``acceptance``.
+    adaspec_over_static, auto_over_adaspec: Least and most over the cells: speedup over the best
+        static one's, and over AdaSpec's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.common import Run, flags, mean, percentile, rounded
+from bench.simulated import rates_of
+from overlap_spec.speculation.cost import PROFILE_SPREAD, CostModel, shape_of
+from overlap_spec.speculation.policy import (
+    LengthPolicy,
+    RequestOutcome,
+    RequestView,
+    StepOutcome,
+    StepView,
+)
+from overlap_spec.speculation.presets import load_policy
+from overlap_spec.types import Budget
+
+# Target and draft model, and GPUs: weights over bandwidth, and rows from which on compute counts.
+MACHINES: dict[str, CostModel] = {
+    "7B, 68M, L40": CostModel(
+        verify=18.0, verify_node=0.01, verify_context=7e-4, draft=1.1, draft_branch=0.002,
+        draft_context=2e-5, knee_nodes=110, knee_node=0.12, prefill=1.0, prefill_token=0.09,
+    ),
+    "7B, 68M, A100": CostModel(
+        verify=11.0, verify_node=0.006, verify_context=4e-4, draft=1.0, draft_branch=0.001,
+        draft_context=1e-5, knee_nodes=150, knee_node=0.06, prefill=1.0, prefill_token=0.05,
+    ),
+    "33B, 160M, 4xA100": CostModel(
+        verify=19.0, verify_node=0.02, verify_context=3e-4, draft=1.5, draft_branch=0.002,
+        draft_context=1e-5, knee_nodes=130, knee_node=0.09, prefill=1.5, prefill_token=0.08,
+    ),
+    "70B, 1B, 8xA100": CostModel(
+        verify=24.0, verify_node=0.03, verify_context=2e-4, draft=3.2, draft_branch=0.004,
+        draft_context=2e-5, knee_nodes=120, knee_node=0.1, prefill=2.0, prefill_token=0.1,
+    ),
+}  # fmt: skip
+STATIC = {f"static {n}": ("static", n) for n in (1, 3, 5)}
+POLICIES = {
+    "off": ("off", 5), **STATIC, "threshold": ("threshold", 5), "specinfer": ("specinfer", 5),
+    "adaspec": ("adaspec", 5), "auto": ("auto", 5),
+}  # fmt: skip
+TARGETED = ("adaspec", "auto")
+SCALES = (0.8, 1.0, 1.2)
+# Mean prompt and output, in tokens.
+PROMPT, OUTPUT = 420, 180
+# Mean acceptance of a draft, and how it differs between requests.
+ACCEPTANCE, ACCEPTANCE_SPREAD = 0.55, 0.18
+MOST_RUNNING, CHUNK = 256, 1024
+# Requests under way on average, without drafts, that arrivals are scaled to.
+BUSY = 14
+
+
+@dataclass
+class Asked:
+    """A request: when it comes, in milliseconds, its lengths, and how it is drafted."""
+
+    arrival_ms: float
+    prompt: int
+    output: int
+    acceptance: float
+    done: int = 0
+    prefilled: int = 0
+    first_ms: float = 0.0
+    end_ms: float = 0.0
+
+    @property
+    def tpot_ms(self) -> float:
+        """Mean time per output token after the first."""
+        return (self.end_ms - self.first_ms) / max(1, self.output - 1)
+
+
+def arrivals(kind: str, count: int, rng: Random, mooncake: Path | None) -> list[float]:
+    """When requests come, in units of the mean gap."""
+    if kind == "mooncake":
+        assert mooncake is not None
+        lines = mooncake.read_text().splitlines()[:count]
+        times = [float(json.loads(line)["timestamp"]) for line in lines]
+        gap = (times[-1] - times[0]) / (len(times) - 1) or 1.0
+        # The trace's clock is coarse: those of one tick come in its course.
+        tick = min((b - a for a, b in pairwise(times) if b > a), default=0.0)
+        return sorted((t - times[0] + rng.random() * tick) / gap for t in times)
+    now, times = 0.0, []
+    for n in range(count):
+        if kind == "bursty":
+            # Gamma gaps of shape 0.3, as BurstGPT has them, and slow tides.
+            tide = 1 + 0.7 * math.sin(2 * math.pi * n / 150)
+            now += rng.gammavariate(0.3, 1 / 0.3) / tide
+        else:
+            now += rng.expovariate(3.0) if n % 24 < 18 else 24 / 6 - 1
+        times.append(now)
+    return times
+
+
+def requests_of(
+    kind: str, machine: CostModel, count: int, seed: int, mooncake: Path | None
+) -> list[Asked]:
+    """A trace's requests, as many a second as keep :data:`BUSY` of them under way."""
+    rng = Random(f"{seed} {kind}")
+    shape = shape_of(Budget(load_policy("off", 1, 1, None).tiers[0]), BUSY, BUSY * PROMPT)
+    gap_ms = OUTPUT * machine.step_ms(shape) / BUSY
+    found = []
+    for at in arrivals(kind, count, rng, mooncake):
+        acceptance = min(max(rng.gauss(ACCEPTANCE, ACCEPTANCE_SPREAD), 0.1), 0.95)
+        prompt, output = (
+            max(8, round(rng.lognormvariate(math.log(length) - 0.32, 0.8)))
+            for length in (PROMPT, OUTPUT)
+        )
+        found.append(Asked(at * gap_ms, prompt, min(output, 1024), acceptance))
+    return found
+
+
+@dataclass
+class Served:
+    """What a trace came to under a policy."""
+
+    requests: list[Asked]
+    drafted: int = 0
+    accepted: int = 0
+    verifies: int = 0
+    batch_ms: float = 0.0
+    busy_ms: float = 0.0
+
+    @property
+    def latency_ms(self) -> float:
+        """Mean end-to-end latency."""
+        return mean(r.end_ms - r.arrival_ms for r in self.requests)
+
+    @property
+    def tpot_ms(self) -> list[float]:
+        """Of each request with more than a token."""
+        return [r.tpot_ms for r in self.requests if r.output > 1]
+
+
+def serve(
+    policy: LengthPolicy, machine: CostModel, asked: list[Asked], seed: int, target: float | None
+) -> Served:
+    """Play a trace: first come, first served, prompts in chunks beside the trees."""
+    rng, served = Random(seed), Served(asked)
+    waiting, running, now = list(asked), list[Asked](), 0.0
+    if policy.weighs_cost:
+        policy.calibrate(machine, PROFILE_SPREAD)
+    while waiting or running:
+        while waiting and waiting[0].arrival_ms <= now and len(running) < MOST_RUNNING:
+            running.append(waiting.pop(0))
+        if not running:
+            now = waiting[0].arrival_ms
+            continue
+        room, chunks = CHUNK, list[tuple[Asked, int]]()
+        for request in running:
+            if room and request.prefilled < request.prompt:
+                chunks.append((request, min(room, request.prompt - request.prefilled)))
+                room -= chunks[-1][1]
+        trees = [r for r in running if r.prefilled == r.prompt]
+        view = StepView(
+            tuple(
+                RequestView(id(r), r.prompt + r.done, tpot_slo_ms=target if target else None)
+                for r in trees
+            ),
+            CHUNK - room,
+        )
+        budget = policy.choose(view)
+        shape = shape_of(budget, len(trees), view.context_tokens, 0, view.chunk_tokens)
+        if not trees:
+            shape = shape._replace(nodes=0, steps=0)
+        step_ms = machine.step_ms(shape) * rng.lognormvariate(0.0, 0.03)
+        now += step_ms
+        served.batch_ms += len(trees) * step_ms
+        served.busy_ms += step_ms
+        outcomes = _verify(trees, budget, rng) if trees else []
+        served.verifies += len(trees)
+        for request, outcome in zip(trees, outcomes, strict=True):
+            served.drafted += outcome.drafted
+            served.accepted += outcome.accepted
+            request.done += 1 + outcome.accepted
+        for request, tokens in chunks:
+            request.prefilled += tokens
+            if request.prefilled == request.prompt:
+                request.done, request.first_ms = 1, now
+        for request in [r for r in running if r.done >= r.output]:
+            request.end_ms = now
+            running.remove(request)
+        policy.observe(StepOutcome(view, budget, outcomes, step_ms, shape.nodes))
+    return served
+
+
+def _verify(trees: list[Asked], budget: Budget, rng: Random) -> list[RequestOutcome]:
+    """Draft each tree's best path, keep the best nodes of the batch, and accept."""
+    tier, paths = budget.tier, []
+    for request in trees:
+        path = []
+        for rate in rates_of(request.acceptance, tier):
+            # Spread around the request's own rate, with a mean of it.
+            sure = 3.0
+            path.append(rng.betavariate(sure * rate + 1e-3, sure * (1 - rate) + 1e-3))
+        paths.append(path)
+    if budget.nodes is not None:
+        scores = []
+        for n, path in enumerate(paths):
+            score = 1.0
+            for depth, confidence in enumerate(path):
+                score *= confidence
+                scores.append((-score, n, depth))
+        kept = sorted(scores)[: budget.nodes - len(trees)]
+        lengths = [0] * len(trees)
+        for _, n, _ in kept:
+            lengths[n] += 1
+        paths = [path[:length] for path, length in zip(paths, lengths, strict=True)]
+    outcomes = []
+    for request, path in zip(trees, paths, strict=True):
+        accepted = 0
+        while accepted < len(path) and rng.random() < path[accepted]:
+            accepted += 1
+        drafted = len(path) if tier.top_k == 1 else tier.nodes - 1
+        seen = tuple(path[: accepted + 1])
+        outcomes.append(RequestOutcome(id(request), accepted, drafted, False, seen))
+    return outcomes
+
+
+def cell(machine: str, kind: str, count: int, seed: int, mooncake: Path | None) -> dict[str, Any]:
+    """All policies on one machine and trace."""
+
+    def play(name: str, target: float | None) -> Served:
+        policy = load_policy(*POLICIES[name], 1, None)
+        asked = requests_of(kind, MACHINES[machine], count, seed, mooncake)
+        return serve(policy, MACHINES[machine], asked, seed, target)
+
+    off = play("off", None)
+    slo_ms = percentile(off.tpot_ms, 90)
+    policies = {}
+    for name in POLICIES:
+        runs = {s: play(name, s * slo_ms) for s in (SCALES if name in TARGETED else (1.0,))}
+        one = runs[1.0]
+        policies[name] = {
+            "speedup": off.latency_ms / one.latency_ms,
+            "attainment": [
+                mean(ms <= s * slo_ms for ms in runs.get(s, one).tpot_ms) for s in SCALES
+            ],
+            "draft_tokens": one.drafted / one.verifies,
+            "accepted": one.accepted / one.verifies,
+            "acceptance": one.accepted / one.drafted if one.drafted else 0.0,
+        }
+    return {
+        "machine": machine,
+        "trace": kind,
+        "requests": count,
+        "batch": off.batch_ms / off.busy_ms,
+        "slo_ms": slo_ms,
+        "policies": policies,
+    }
+
+
+def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The record's own fields."""
+    over_static, over_adaspec = [], []
+    for found in cells:
+        speedups = {name: figures["speedup"] for name, figures in found["policies"].items()}
+        best = max(speedups[name] for name in STATIC)
+        over_static.append(speedups["adaspec"] / best)
+        over_adaspec.append(speedups["auto"] / speedups["adaspec"])
+    return {
+        "cells": list(cells),
+        "adaspec_over_static": {"min": min(over_static), "max": max(over_static)},
+        "auto_over_adaspec": {"min": min(over_adaspec), "max": max(over_adaspec)},
+    }
+
+
+def print_table(record: dict[str, Any], console: Console) -> None:
+    """The paper's Table 2, and its attainment, for each cell."""
+    for found in record["cells"]:
+        title = f"{found['machine']}, {found['trace']}: batch {found['batch']:.1f}"
+        table = Table(title=f"{title}, TPOT target {found['slo_ms']:.1f} ms", title_justify="left")
+        for column in ("method", "draft tokens", "accepted", "acceptance", "speedup"):
+            table.add_column(column, justify="left" if column == "method" else "right")
+        for scale in SCALES:
+            table.add_column(f"kept at {scale}", justify="right")
+        for name, figures in found["policies"].items():
+            table.add_row(
+                name,
+                *(f"{figures[key]:.2f}" for key in ("draft_tokens", "accepted", "acceptance")),
+                f"{figures['speedup']:.3f}",
+                *(f"{share:.2f}" for share in figures["attainment"]),
+            )
+        console.print(table)
+    for name in ("adaspec_over_static", "auto_over_adaspec"):
+        figures = record[name]
+        console.print(f"{name.replace('_', ' ')}: {figures['min']:.3f} to {figures['max']:.3f}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; ends in one JSON line."""
+    parser = flags("traces", "Draft lengths under production arrivals, simulated.")
+    parser.add_argument("--mooncake", type=Path, help="JSON lines of a Mooncake trace")
+    options = parser.parse_args(arguments)
+    if options.mooncake is not None and not options.mooncake.is_file():
+        print(f"error: --mooncake {options.mooncake}: no such file", file=sys.stderr)
+        sys.exit(2)
+    run = Run("traces", options, arguments)
+    machines = ["7B, 68M, A100"] if options.quick else list(MACHINES)
+    kinds = ["bursty", "periodic", *(["mooncake"] if options.mooncake else [])]
+    count = 120 if options.quick else 600
+    with run.progress() as progress:
+        task = progress.add_task("cells", total=len(machines) * len(kinds))
+        for machine in machines:
+            for kind in kinds:
+                run.sample(**cell(machine, kind, count, options.seed, options.mooncake))
+                progress.advance(task)
+    record = summary(run.samples)
+    print_table(record, Console(width=110))
+    run.finish(count, **rounded(record))
+
+
+if __name__ == "__main__":
+    main()

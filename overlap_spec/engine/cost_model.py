@@ -1,0 +1,143 @@
+"""What a step costs on this machine: the user's profile, or a quick fit at start-up."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.speculation.cost import (
+    ASSUMED,
+    ASSUMED_SPREAD,
+    PROFILE_SPREAD,
+    STARTUP_SPREAD,
+    CostModel,
+    DraftTime,
+    VerifyTime,
+    fit,
+    scaled,
+)
+from overlap_spec.speculation.presets import load_policy
+from overlap_spec.speculation.profiles import load_profile, save_profile
+from overlap_spec.timeline import Timeline
+from overlap_spec.types import Tier
+from overlap_spec.worker.build import build_streams, build_worker, machine_key
+from overlap_spec.worker.pass_times import PassTimes, Point
+from overlap_spec.worker.worker import Worker
+
+log = logging.getLogger(__name__)
+
+STARTUP_S = 2.0
+ENOUGH_POINTS = 4
+# What a profile measures; as far as the engine's limits go.
+PROFILE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+PROFILE_CONTEXTS = (0, 1024, 4096)
+
+
+def cost_model(
+    config: EngineConfig, worker: Worker, tiers: Sequence[Tier]
+) -> tuple[CostModel, float]:
+    """The cost model to start with, and the standard deviation of its coefficients' logarithms."""
+    known = load_profile(machine_key(config))
+    if known is not None:
+        return known, max(PROFILE_SPREAD, known.error or 0.0)
+    try:
+        points = startup_points(tiers, config.max_running_requests)
+        # Again: what a machine does besides lasts, and should slow no point more than another.
+        times = _least(worker.measure(points * 2, STARTUP_S))
+        return startup_fit(times)
+    except Exception as error:  # the drafter's own, or no room for it
+        log.warning("no start-up fit, costs are assumed: %s", error, exc_info=error)
+        return ASSUMED, ASSUMED_SPREAD
+
+
+def startup_fit(times: Sequence[PassTimes]) -> tuple[CostModel, float]:
+    """The cost model of a few points, as :func:`cost_model` returns it.
+
+    Of fewer than :data:`ENOUGH_POINTS`, which a busy machine measures in its time, only the unit
+    is taken.
+    """
+    if len(times) < ENOUGH_POINTS:
+        first = times[0].verify_ms / ASSUMED.verify_ms(1, 0)
+        return scaled(ASSUMED, first), ASSUMED_SPREAD
+    model = fit_times(times, "start-up fit")
+    return model, max(STARTUP_SPREAD, 2 * (model.error or 0.0))
+
+
+def _least(times: Sequence[PassTimes]) -> list[PassTimes]:
+    """Of each point the least times."""
+    found: dict[Point, PassTimes] = {}
+    for point, draft_ms, verify_ms in times:
+        before = found.get(point, PassTimes(point, math.inf, math.inf))
+        found[point] = PassTimes(
+            point, min(draft_ms, before.draft_ms), min(verify_ms, before.verify_ms)
+        )
+    return list(found.values())
+
+
+def startup_points(tiers: Sequence[Tier], rows: int) -> list[Point]:
+    """A few points of a few tiers, the least work first: each tier is recorded for them."""
+    off = min(tiers, key=lambda t: t.steps)
+    chain = max((t for t in tiers if t.top_k == 1), key=lambda t: t.steps)
+    trees = [t for t in tiers if t.top_k > 1]
+    points = [Point(off, 1), Point(chain, 1)]
+    points += [Point(max(trees, key=lambda t: t.steps), 1)] if trees else []
+    points += [Point(off, batch) for batch in (4, 16) if batch <= rows]
+    points += [Point(chain, batch) for batch in (2, 4, 12) if batch <= rows]
+    return points
+
+
+def profile_points(tiers: Sequence[Tier], rows: int, longest: int) -> Iterator[Point]:
+    """Batch × context × nodes, as far as an engine of ``rows`` requests goes."""
+    for context in PROFILE_CONTEXTS:
+        if context and context + 64 > longest:
+            return
+        for tier in tiers:
+            for batch in PROFILE_BATCHES:
+                # Away from an empty context, few are enough for a slope.
+                if batch <= rows and (not context or batch in (1, 8, 32)):
+                    yield Point(tier, batch, context)
+
+
+def profile(
+    config: EngineConfig, progress: Callable[[tuple[int, int]], object]
+) -> tuple[CostModel, Path]:
+    """Measure this machine at every tier, batch and context, and save the fit.
+
+    Args:
+        progress: Told (points measured, points in all).
+
+    Returns:
+        The cost model, and the file that later engines of these settings find it in.
+
+    Raises:
+        ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
+        OSError: the file cannot be written.
+    """
+    record = Timeline().record
+    tiers = load_policy("auto", config.num_steps, config.eagle_topk, config.num_draft_tokens).tiers
+    reserve = 2 * max(tier.window_tokens for tier in tiers) + 1
+    worker = build_worker(config, reserve, build_streams(config, record), record)
+    try:
+        rows = config.max_running_requests
+        points = list(profile_points(tiers, rows, worker.context_length))
+        times: list[PassTimes] = []
+        for number, point in enumerate(points, 1):
+            times += worker.measure([point], math.inf)
+            progress((number, len(points)))
+    finally:
+        worker.close()
+    model = fit_times(times, "profile")
+    return model, save_profile(machine_key(config), model)
+
+
+def fit_times(times: Sequence[PassTimes], source: str) -> CostModel:
+    """The cost model of measured passes."""
+    verifies, drafts = [], []
+    for (tier, batch, context), draft_ms, verify_ms in times:
+        verifies.append(VerifyTime(batch * tier.nodes, batch * context, verify_ms))
+        if draft_ms:
+            drafts.append(DraftTime(batch, batch * context, tier.steps, tier.top_k, draft_ms))
+    return fit(verifies, drafts, source)

@@ -1,0 +1,157 @@
+"""How many drafts will be accepted: observed survival by depth, and calibrated confidence.
+
+AdaSpec (SoCC 2025), Eq. 6 and 7: a draft is accepted if all before it are, so its chance is the
+product of theirs; the bonus token counts one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log
+from typing import Any
+
+# Share accepted of a depth that has not been drafted yet.
+PRIOR_RATE = 0.7
+# Trials that the rate of the depth before is worth, and those of what a chain says of a tree.
+DEPTH_TRIALS, FAMILY_TRIALS = 4.0, 4.0
+# A tree's children are accepted as often as this many independent children would be, until known.
+TREE_CHILDREN = 1.6
+BINS = 10
+BIN_TRIALS = 4.0
+BIN_KEPT = 0.995
+
+
+class DepthCounts:
+    """Decayed counts of one family of tiers: how often each depth was reached, and passed.
+
+    A run of a accepted drafts out of s tried depths 1 … min(a + 1, s) and passed 1 … a. Depths
+    that it did not try say nothing, so the run's own limit biases none.
+
+    Args:
+        depths: The deepest draft.
+        keep: Weight that older verifies keep at a new one.
+    """
+
+    def __init__(self, depths: int, keep: float) -> None:
+        self.keep = keep
+        self.tried = [0.0] * depths
+        self.passed = [0.0] * depths
+
+    def fade(self) -> None:
+        """Let older verifies weigh less."""
+        self.scale(self.keep)
+
+    def add(self, steps: int, accepted: int) -> None:
+        """Take in one run."""
+        for depth in range(min(accepted + 1, steps)):
+            self.tried[depth] += 1
+            self.passed[depth] += accepted > depth
+
+    def scale(self, weight: float) -> None:
+        """Let all that was seen weigh ``weight`` times as much."""
+        self.tried = [tried * weight for tried in self.tried]
+        self.passed = [passed * weight for passed in self.passed]
+
+    def restart(self, other: DepthCounts) -> None:
+        """Begin anew from what another saw."""
+        self.tried, self.passed = list(other.tried), list(other.passed)
+
+    def rates(
+        self, steps: int, lean: Sequence[float] | None = None
+    ) -> tuple[list[float], list[float]]:
+        """Conditional acceptance of each depth, and how many trials each is worth.
+
+        Args:
+            lean: Rates that another family foretells; None: each depth leans on the one before.
+        """
+        rates, trials, before = [], [], PRIOR_RATE
+        prior = DEPTH_TRIALS if lean is None else FAMILY_TRIALS
+        for depth in range(steps):
+            guess = before if lean is None else lean[depth]
+            tried = self.tried[depth]
+            before = (self.passed[depth] + prior * guess) / (tried + prior)
+            rates.append(before)
+            trials.append(tried + prior)
+        return rates, trials
+
+
+def expected(rates: Sequence[float]) -> float:
+    """Accepted drafts of a run, by each depth's rate given that the one before it was accepted."""
+    share, accepted = 1.0, 0.0
+    for rate in rates:
+        share *= rate
+        accepted += share
+    return accepted
+
+
+def slopes(rates: Sequence[float]) -> list[float]:
+    """Derivatives of :func:`expected` by each rate."""
+    shares, share = [], 1.0
+    for rate in rates:
+        share *= rate
+        shares.append(share)
+    found, behind = [], 0.0
+    for rate, share in zip(reversed(rates), reversed(shares), strict=True):
+        behind += share
+        found.append(behind / max(rate, 1e-6))
+    return found[::-1]
+
+
+def variance(rate: float, trials: float) -> float:
+    """Of a rate that is known from ``trials``; never 0, however one-sided they were."""
+    smooth = (rate * trials + 0.5) / (trials + 1)
+    return smooth * (1 - smooth) / (trials + 1)
+
+
+def tree_rate(rate: float, children: float) -> float:
+    """Chance that one of a node's children is accepted, where its best is at ``rate``."""
+    return float(1 - (1 - min(rate, 0.999)) ** children)
+
+
+def children(tree: float, chain: float) -> float:
+    """What :func:`tree_rate` was asked with, in credible bounds."""
+    most = log(1 - min(max(tree, 0.001), 0.999)) / log(1 - min(max(chain, 0.001), 0.999))
+    return min(max(most, 1.0), 3.0)
+
+
+class Calibration:
+    """The drafter's confidence → how often a draft of that confidence is accepted.
+
+    Equal bins, interpolated between their means; a bin starts with trials that take the
+    confidence at its word.
+    """
+
+    def __init__(self) -> None:
+        self._mass = [BIN_TRIALS * (n + 0.5) / BINS for n in range(BINS)]
+        self._passed = list(self._mass)
+        self._tried = [BIN_TRIALS] * BINS
+        self.count = 0
+
+    def add(self, confidence: float, accepted: bool) -> None:
+        """Take in one draft that was reached."""
+        n = min(BINS - 1, int(confidence * BINS))
+        self._mass[n] = self._mass[n] * BIN_KEPT + confidence
+        self._passed[n] = self._passed[n] * BIN_KEPT + accepted
+        self._tried[n] = self._tried[n] * BIN_KEPT + 1
+        self.count += 1
+
+    def add_run(self, confidences: Sequence[float], accepted: int) -> None:
+        """Take in one verify: ``accepted`` confidences that were, and the next, which was not."""
+        for n, confidence in enumerate(confidences[: accepted + 1]):
+            self.add(confidence, n < accepted)
+
+    def rate(self, confidence: float) -> float:
+        """How often drafts of ``confidence`` are accepted."""
+        at = min(max(confidence, 0.0), 1.0) * BINS - 0.5
+        low = min(max(int(at), 0), BINS - 2)
+        share = min(max(at - low, 0.0), 1.0)
+        left, right = (self._passed[n] / self._tried[n] for n in (low, low + 1))
+        return left + share * (right - left)
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Each bin that saw drafts: mean ``confidence``, ``accepted`` share, ``trials``."""
+        return [
+            {"confidence": m / t, "accepted": p / t, "trials": t - BIN_TRIALS}
+            for m, p, t in zip(self._mass, self._passed, self._tried, strict=True)
+            if t > BIN_TRIALS
+        ]

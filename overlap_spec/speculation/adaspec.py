@@ -1,0 +1,241 @@
+"""AdaSpec (SoCC 2025): length by the drafter's own confidence and a fitted cost model.
+
+Algorithm 1 grows the length while the estimated goodput grows: here it predicts alone, since on an
+overlapped step the host plans before the draft's confidences are there. Algorithm 2 then removes
+the drafts of least acceptance from the whole batch while the goodput grows: here it finds how many
+stay, and the device keeps that many, by the scores that it has drafted by then. Algorithm 3 makes a
+plan that takes longer than a TPOT target worth -1. The bonus counts as in Eq. 6 (Algorithm 3 as
+printed forgets it, and could never turn speculation off).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from overlap_spec.speculation.acceptance import PRIOR_RATE, Calibration
+from overlap_spec.speculation.cost import (
+    ASSUMED,
+    ASSUMED_SPREAD,
+    CostModel,
+    StepShape,
+    shape_of,
+)
+from overlap_spec.speculation.online_cost import OnlineCost
+from overlap_spec.speculation.policy import (
+    LengthPolicy,
+    StepOutcome,
+    StepView,
+    active_snapshot,
+    slot_snapshot,
+)
+from overlap_spec.types import Budget, Tier
+
+# Weight of a request's last verify in what is expected of its next one.
+ALPHA = 0.2
+# A ragged verify must gain this much, being a recording of its own.
+RAGGED_GAIN = 0.02
+# Verifies without drafts after which one drafts, since nothing else tells that drafts pay again.
+PROBE_EVERY = 128
+
+
+class Confidences:
+    """What each request's next draft will be accepted with, given that the one before it was.
+
+    A smoothed mean of its own confidences, calibrated against what was accepted, for constrained
+    and free text apart. A drafter that tells no confidences is known by what was accepted. A
+    request without a verify gets the mean of all.
+    """
+
+    def __init__(self, alpha: float = ALPHA) -> None:
+        self._alpha = alpha
+        self.calibrations = {False: Calibration(), True: Calibration()}
+        self._requests: dict[int, float] = {}
+        self._mean = {False: PRIOR_RATE, True: PRIOR_RATE}
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Take in one verify."""
+        tier = outcome.budget.tier
+        if tier.steps:
+            for request in outcome.requests:
+                kind, seen = request.constrained, request.confidences
+                calibration = self.calibrations[kind]
+                if seen:
+                    if tier.top_k == 1:
+                        calibration.add_run(seen, request.accepted)
+                    now = sum(calibration.rate(c) for c in seen) / len(seen)
+                elif request.drafted:
+                    now = request.accepted / min(request.accepted + 1, tier.steps)
+                else:
+                    continue
+                before = self._requests.get(request.request_id, self._mean[kind])
+                self._requests[request.request_id] = before + self._alpha * (now - before)
+                self._mean[kind] += self._alpha / len(outcome.requests) * (now - self._mean[kind])
+        if len(self._requests) > 2 * outcome.view.batch + 64:
+            alive = {request.request_id for request in outcome.view.requests}
+            self._requests = {i: c for i, c in self._requests.items() if i in alive}
+
+    def of(self, view: StepView) -> list[float]:
+        """Of each request; 0 of those that take no drafts."""
+        return [
+            self._requests.get(r.request_id, self._mean[r.constrained]) if r.speculate else 0.0
+            for r in view.requests
+        ]
+
+
+def goodput(tokens: float, step_ms: float, tpot_slo_ms: float | None) -> float:
+    """Algorithm 3: tokens per millisecond, -1 where the step breaks the target."""
+    if tpot_slo_ms is not None and step_ms > tpot_slo_ms:
+        return -1.0
+    return tokens / step_ms
+
+
+def predicted_steps(
+    confidences: Sequence[float],
+    costs: Mapping[int, float],
+    tpot_slo_ms: float | None,
+) -> int:
+    """Algorithm 1: the length at which the goodput stops to grow.
+
+    Args:
+        costs: Steps → milliseconds of a step that drafts and verifies as many, ascending from 0.
+    """
+    shares = [1.0] * len(confidences)
+    tokens = float(len(confidences))
+    steps = list(costs)
+    best, best_steps = goodput(tokens, costs[steps[0]], tpot_slo_ms), steps[0]
+    for depth in range(1, steps[-1] + 1):
+        shares = [s * c for s, c in zip(shares, confidences, strict=True)]
+        tokens += sum(shares)
+        if depth not in costs:
+            continue
+        found = goodput(tokens, costs[depth], tpot_slo_ms)
+        if found <= best:
+            break
+        best, best_steps = found, depth
+    return best_steps
+
+
+def kept_nodes(
+    confidences: Sequence[float],
+    steps: int,
+    step_ms: Any,
+    tpot_slo_ms: float | None,
+) -> tuple[int, float]:
+    """Algorithm 2: how many nodes of the batch are worth verifying, roots included.
+
+    Args:
+        step_ms: Milliseconds of the step, by how many nodes it verifies.
+
+    Returns:
+        The number, and the goodput over that of verifying all.
+    """
+    rates = sorted(c ** (d + 1) for c in confidences for d in range(steps))
+    nodes = len(confidences) + len(rates)
+    tokens = len(confidences) + sum(rates)
+    full = best = goodput(tokens, step_ms(nodes), tpot_slo_ms)
+    for rate in rates:
+        tokens -= rate
+        found = goodput(tokens, step_ms(nodes - 1), tpot_slo_ms)
+        if found <= best and best >= 0:
+            break
+        best, nodes = found, nodes - 1
+    return nodes, best / full if full > 0 else float("inf")
+
+
+class AdaSpecPolicy(LengthPolicy):
+    """AdaSpec over chains.
+
+    Args:
+        tiers: Chains, and off.
+        cost: What is known of their time; None: nothing yet.
+        verifier: Whether drafts are removed before the verify (Algorithm 2).
+    """
+
+    weighs_cost = True
+
+    def __init__(
+        self, tiers: Sequence[Tier], cost: OnlineCost | None = None, verifier: bool = True
+    ) -> None:
+        self.tiers = tuple(sorted(tiers, key=lambda t: t.steps))
+        self._by_steps = {tier.steps: tier for tier in self.tiers}
+        self._budgets = {tier: Budget(tier) for tier in self.tiers}
+        self.cost = cost or OnlineCost(ASSUMED, ASSUMED_SPREAD)
+        self.verifier = verifier
+        self.confidences = Confidences()
+        self._active, self._last = self.tiers[0], StepView(())
+        self.count = self.switches = self._off = 0
+
+    def calibrate(self, model: CostModel, spread: float) -> None:
+        self.cost = OnlineCost(model, spread)
+
+    def choose(self, view: StepView) -> Budget:
+        if not view.batch:
+            return self._budgets[self.tiers[0]]
+        confidences, target = self.confidences.of(view), view.tpot_slo_ms
+        costs = {s: self._ms(view, s, view.batch * (s + 1)) for s in self._by_steps}
+        steps = predicted_steps(confidences, costs, target)
+        if not steps and self._off >= PROBE_EVERY and goodput(1, costs[self._least], target) > 0:
+            # What is not drafted is not seen either.
+            steps = self._least
+        tier = self._by_steps[steps]
+        if not self.verifier or not steps or view.batch == 1:
+            return self._budgets[tier]
+        nodes, gain = kept_nodes(
+            confidences, steps, lambda nodes: self._ms(view, steps, nodes), target
+        )
+        if gain < 1 + RAGGED_GAIN or nodes == view.batch:
+            return self._budgets[tier]
+        return Budget(tier, nodes, (1,) * view.batch, (tier.nodes,) * view.batch)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        view, tier = outcome.view, outcome.budget.tier
+        if not view.batch or tier not in self._budgets:
+            return
+        if outcome.step_ms is not None:
+            self.cost.observe(self._shape(view, outcome.budget), outcome.budget, outcome.step_ms)
+        if not outcome.requests:
+            return
+        self._last = view
+        self.count += 1
+        self.switches += tier != self._active
+        self._active = tier
+        self._off = 0 if tier.steps else self._off + 1
+        self.confidences.observe(outcome)
+
+    def snapshot(self) -> dict[str, Any]:
+        tier, view = self._active, self._last
+        figures = {"count": self.count, "switches": self.switches}
+        ema = accept_length = step_ms = None
+        if view.batch:
+            confidences = self.confidences.of(view)
+            ema = sum(c ** (d + 1) for c in confidences for d in range(tier.steps)) / view.batch
+            accept_length, step_ms = 1 + ema, self._ms(view, tier.steps, view.batch * tier.nodes)
+        slot = slot_snapshot(1, tier, list(self._by_steps)) | {"ema": ema} | figures
+        reason = "greatest estimated goodput" if self.count else "nothing has run yet"
+        return {
+            "policy": "adaspec",
+            **figures,
+            "active": active_snapshot(tier, reason, accept_length, step_ms),
+            "slots": [slot],
+            "cost": self.cost.model().to_dict(),
+            "calibration": {
+                "constrained" if kind else "free": calibration.snapshot()
+                for kind, calibration in self.confidences.calibrations.items()
+            },
+        }
+
+    @property
+    def _least(self) -> int:
+        return next(s for s in self._by_steps if s)
+
+    def _shape(self, view: StepView, budget: Budget) -> StepShape:
+        return shape_of(
+            budget, view.batch, view.context_tokens, view.constrained, view.chunk_tokens
+        )
+
+    def _ms(self, view: StepView, steps: int, nodes: int) -> float:
+        tier = self._by_steps[steps]
+        ragged = nodes != view.batch * tier.nodes
+        shape = self._shape(view, self._budgets[tier])._replace(nodes=nodes)
+        return self.cost.step_ms(shape, Budget(tier, nodes) if ragged else self._budgets[tier])

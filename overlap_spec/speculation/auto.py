@@ -1,0 +1,324 @@
+"""The policy that nobody tunes: each tier's expected tokens over its measured time.
+
+    rate(tier) = (batch + Σ E[accepted of a request | tier]) / T(tier, batch, contexts)
+
+E comes from observed survival (``memory``), T from the cost model that learns from every step
+(``online_cost``). Both are known to some precision, and a tier's gain over the active one has a
+standard error. A gain that clears it is taken; one that may be there is probed, where a probe costs
+little; what is neither is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, log
+from typing import Any
+
+from overlap_spec.speculation.cost import ASSUMED, ASSUMED_SPREAD, CostModel, StepShape, shape_of
+from overlap_spec.speculation.memory import Estimate, Memory
+from overlap_spec.speculation.online_cost import OnlineCost
+from overlap_spec.speculation.policy import (
+    LengthPolicy,
+    StepOutcome,
+    StepView,
+    active_snapshot,
+    slot_snapshot,
+)
+from overlap_spec.types import Budget, Tier
+
+# Weight that a verify keeps at the next one, in what decides and in what sees a change.
+SLOW_KEPT, QUICK_KEPT = 0.995, 0.92
+# Gain that a move needs beyond its standard error, and how much each move since the last change
+# of the world adds.
+MARGIN, MARGIN_GROWTH = 0.01, 1.4
+# Gain that a probe must promise at this many standard errors.
+PROMISE, HOPE = 0.02, 1.3
+# Share of all time that probes may cost.
+PROBE_SHARE = 0.01
+# Verifies before a probe: at first, and the factor after one that failed and one that did not.
+HOLD, HOLD_GROWTH, HOLD_KEPT_GROWTH, HOLD_MOST = 50, 3, 2, 4096
+# Runs that a probe, and the dwell in a tier, are good for; and their least verifies.
+PROBE_RUNS, PROBE_LEAST = 24, 6
+# Each probe after one that failed is twice as long, up to this factor.
+PROBE_MOST = 8
+DWELL_RUNS, DWELL_LEAST = 8, 2
+# Verifies between decisions, after the dwell.
+DECIDE_EVERY = 4
+# The same where nothing has changed for so many verifies.
+SETTLED, SETTLED_EVERY = 64, 16
+# Standard deviations by which quick and slow memory differ where the world has changed.
+CHANGED = 4.0
+
+
+@dataclass
+class Place:
+    """What is active at one range of batch sizes, and how it got there."""
+
+    tier: Tier
+    reason: str
+    since: int = 0
+    rested: int = 0
+    hold: int = HOLD
+    moves: int = 0
+    probes: int = 1
+    due: bool = False
+    from_tier: Tier | None = None
+    count: int = 0
+    switches: int = 0
+
+
+class AutoPolicy(LengthPolicy):
+    """Depth and width by survival and measured cost; off where drafts do not pay.
+
+    - Memory: two of them for each kind of text. The slow one decides. Where the quick one differs
+      from it by :data:`CHANGED` standard deviations, the world has changed, and the slow one
+      begins anew from it.
+    - Move: to the tier of the best rate, where its gain is over a margin and its standard error.
+      Each move widens the margin until the world changes: near ties end in one of them.
+    - Probe: of the tier that promises most, when the hold is over and the time that probes have
+      cost stays under :data:`PROBE_SHARE`. A probe that fails triples the hold.
+    - Places: one for each range of batch sizes, a power of two. Survival is shared by all.
+    - Target: among the tiers whose step keeps the strictest TPOT target, if there are any.
+
+    Args:
+        tiers: Those to choose from; one of them is off.
+        cost: What is known of their time; None: nothing yet.
+    """
+
+    weighs_cost = True
+
+    def __init__(self, tiers: Sequence[Tier], cost: OnlineCost | None = None) -> None:
+        self.tiers = tuple(sorted(tiers, key=lambda t: (t.steps, t.top_k)))
+        self.cost = cost or OnlineCost(ASSUMED, ASSUMED_SPREAD)
+        self._slow = {kind: Memory(tiers, SLOW_KEPT) for kind in (False, True)}
+        self._quick = {kind: Memory(tiers, QUICK_KEPT) for kind in (False, True)}
+        self._budgets = {tier: Budget(tier) for tier in tiers}
+        self._places: dict[int, Place] = {}
+        self._last = StepView(())
+        self._all_ms = self._probes_ms = 0.0
+        self.count = 0
+
+    def calibrate(self, model: CostModel, spread: float) -> None:
+        self.cost = OnlineCost(model, spread)
+
+    def choose(self, view: StepView) -> Budget:
+        if not view.batch:
+            return self._budgets[self.tiers[0]]
+        place = self._place(view)
+        target = view.tpot_slo_ms
+        if target is None:
+            return self._budgets[place.tier]
+        if self._step_ms(view, place.tier) <= target:
+            return self._budgets[place.tier]
+        fitting = [t for t in self.tiers if self._step_ms(view, t) <= target]
+        best = max(fitting or self.tiers, key=lambda t: self._rate(view, t))
+        return self._budgets[best]
+
+    def observe(self, outcome: StepOutcome) -> None:
+        view, budget = outcome.view, outcome.budget
+        tier = budget.tier
+        if not view.batch or tier not in self._budgets:
+            return
+        place = self._place(view)
+        if outcome.step_ms is not None:
+            self._clock(view, budget, outcome.step_ms, place)
+        if not outcome.requests:
+            return
+        self._last = view
+        self.count += 1
+        place.count += 1
+        place.rested += 1
+        place.since += tier == place.tier
+        for kind in (False, True):
+            runs = [r.accepted for r in outcome.requests if r.constrained == kind]
+            for memory in (self._slow[kind], self._quick[kind]):
+                if tier.steps and runs:
+                    memory.add(tier, runs)
+                elif runs:
+                    memory.rest()
+            if tier.steps and runs and self.count % 2 and self._changed(kind, tier):
+                self._slow[kind].restart(tier, self._quick[kind])
+                for other in self._places.values():
+                    other.moves, other.hold, other.probes, other.due = 0, HOLD, 1, True
+        if tier == place.tier:
+            self._decide(view, place)
+
+    def snapshot(self) -> dict[str, Any]:
+        slots = []
+        for bound, place in sorted(self._places.items()):
+            figures = {"count": place.count, "switches": place.switches}
+            ema = self._accepted(self._last, place.tier) if self._last.batch else None
+            steps = [tier.steps for tier in self.tiers]
+            slots.append(slot_snapshot(bound, place.tier, steps) | {"ema": ema} | figures)
+        active = active_snapshot(self.tiers[0], "nothing has run yet")
+        if self._last.batch:
+            place = self._place(self._last)
+            accepted = self._accepted(self._last, place.tier)
+            step_ms = self._step_ms(self._last, place.tier)
+            active = active_snapshot(place.tier, place.reason, 1 + accepted, step_ms)
+        return {
+            "policy": "auto",
+            "count": self.count,
+            "switches": sum(place.switches for place in self._places.values()),
+            "active": active,
+            "slots": slots,
+            "cost": self.cost.model().to_dict(),
+            "probe_share": self._probes_ms / self._all_ms if self._all_ms else 0.0,
+        }
+
+    # Estimates
+
+    def _place(self, view: StepView) -> Place:
+        bound = 1 << max(0, view.batch.bit_length() - 1)
+        place = self._places.get(bound)
+        if place is None:
+            best = max(self.tiers, key=lambda tier: self._rate(view, tier))
+            place = self._places[bound] = Place(best, f"best estimate at batch {view.batch}")
+        return place
+
+    def _shape(self, view: StepView, tier: Tier) -> StepShape:
+        return shape_of(
+            self._budgets[tier],
+            view.batch,
+            view.context_tokens,
+            view.constrained,
+            view.chunk_tokens,
+        )
+
+    def _step_ms(self, view: StepView, tier: Tier) -> float:
+        return self.cost.step_ms(self._shape(view, tier), self._budgets[tier])
+
+    def _accepted(self, view: StepView, tier: Tier) -> float:
+        """Mean accepted drafts of a request."""
+        return sum(share * e.accepted for share, e in self._estimates(view, tier))
+
+    def _estimates(self, view: StepView, tier: Tier) -> list[tuple[float, Estimate]]:
+        """Each kind's share of the batch, and what it accepts."""
+        constrained = view.constrained / view.batch
+        shares = {False: 1 - constrained, True: constrained}
+        return [(s, self._slow[kind].estimate(tier)) for kind, s in shares.items() if s]
+
+    def _rate(self, view: StepView, tier: Tier) -> float:
+        return (1 + self._accepted(view, tier)) / self._step_ms(view, tier)
+
+    def _gains(self, view: StepView, place: Place) -> dict[Tier, tuple[float, float]]:
+        """Each other tier's gain over the active one, a logarithm, and its standard error."""
+        here = self._estimates(view, place.tier)
+        tokens = 1 + sum(share * e.accepted for share, e in here)
+        shape, budget = self._shape(view, place.tier), self._budgets[place.tier]
+        found = {}
+        for tier in self.tiers:
+            if tier == place.tier:
+                continue
+            there = self._estimates(view, tier)
+            others = 1 + sum(share * e.accepted for share, e in there)
+            slower, spread = self.cost.compare(
+                self._shape(view, tier), self._budgets[tier], shape, budget
+            )
+            same = tier.top_k == place.tier.top_k
+            for (share, mine), (_, its) in zip(here, there, strict=True):
+                spread += _difference(mine, its, share / tokens, share / others, same)
+            found[tier] = log(others / tokens) - slower, spread**0.5
+        return found
+
+    def _changed(self, kind: bool, tier: Tier) -> bool:
+        """Whether the quick memory contradicts the slow one."""
+        slow, quick = self._slow[kind], self._quick[kind]
+        if quick.trials(tier) < 4:
+            return False
+        before, now = slow.estimate(tier), quick.estimate(tier)
+        spread = sum(
+            s * s * v for e in (before, now) for s, v in zip(e.slopes, e.variances, strict=True)
+        )
+        return (before.accepted - now.accepted) ** 2 > CHANGED**2 * spread
+
+    # Decisions
+
+    def _clock(self, view: StepView, budget: Budget, step_ms: float, place: Place) -> None:
+        shape = shape_of(
+            budget, view.batch, view.context_tokens, view.constrained, view.chunk_tokens
+        )
+        self.cost.observe(shape, budget, step_ms)
+        self._all_ms += step_ms
+        if place.from_tier is not None and budget.tier == place.tier:
+            lost = 1 - self._rate(view, place.tier) / self._rate(view, place.from_tier)
+            self._probes_ms += max(0.0, lost) * step_ms
+
+    def _decide(self, view: StepView, place: Place) -> None:
+        """Move, probe, or end a probe; at most every second verify."""
+        probing = place.from_tier is not None
+        probe = _verifies(view, PROBE_RUNS, PROBE_LEAST) * place.probes
+        dwell = probe if probing else _verifies(view, DWELL_RUNS, DWELL_LEAST)
+        every = DECIDE_EVERY if probing or place.rested < SETTLED else SETTLED_EVERY
+        if place.since < dwell or (place.count % every and not place.due):
+            return
+        place.due = False
+        gains = self._gains(view, place)
+        best = max(gains, key=lambda tier: gains[tier][0])
+        gain, error = gains[best]
+        if probing:
+            longest = PROBE_MOST * _verifies(view, PROBE_RUNS, PROBE_LEAST)
+            paid = self._probes_ms > PROBE_SHARE * self._all_ms or place.since >= longest
+            # While it is neither better nor clearly worse, it goes on.
+            if gain <= 0 or gain > error or paid:
+                self._end_probe(place, best, gain)
+            return
+        margin = MARGIN * MARGIN_GROWTH**place.moves
+        if gain > margin + error:
+            place.moves += 1
+            self._move(place, best, f"gains {gain:.1%} over {_name(place.tier)}")
+            return
+        hopeful = max(gains, key=lambda tier: gains[tier][0] + HOPE * gains[tier][1])
+        gain, error = gains[hopeful]
+        if place.rested < place.hold or gain + HOPE * error < PROMISE:
+            return
+        costs = max(0.0, -gain) * probe * self._step_ms(view, hopeful)
+        if self._probes_ms + costs <= PROBE_SHARE * self._all_ms:
+            before = place.tier
+            self._move(place, hopeful, f"probe: may gain up to {gain + HOPE * error:.1%}")
+            place.from_tier = before
+
+    def _end_probe(self, place: Place, best: Tier, gain: float) -> None:
+        for memory in self._slow.values():
+            for width in {tier.top_k for tier in self.tiers if tier.top_k > 1}:
+                memory.learn_children(width)
+        before, place.from_tier = place.from_tier, None
+        place.rested = 0
+        if gain <= 0:
+            place.hold = min(HOLD_MOST, place.hold * HOLD_KEPT_GROWTH)
+            place.reason = f"probe of {_name(place.tier)} from {_name(before)} succeeded"
+            return
+        place.hold = min(HOLD_MOST, place.hold * HOLD_GROWTH)
+        place.probes = min(PROBE_MOST, place.probes * 2)
+        self._move(place, best, f"probe of {_name(place.tier)} failed: {gain:.1%} below")
+
+    def _move(self, place: Place, tier: Tier, reason: str) -> None:
+        place.tier, place.reason = tier, reason
+        place.since = place.rested = 0
+        place.switches += 1
+
+
+def _verifies(view: StepView, runs: int, least: int) -> int:
+    return max(least, ceil(runs / view.batch))
+
+
+def _difference(mine: Estimate, its: Estimate, here: float, there: float, same: bool) -> float:
+    """Variance of the difference of two logarithms of tokens, of which ``here`` and ``there`` are
+    the derivatives by accepted drafts; tiers of the ``same`` family share their rates."""
+    a = [here * s for s in mine.slopes]
+    b = [there * s for s in its.slopes]
+    if not same:
+        return sum(s * s * v for s, v in zip(a, mine.variances, strict=True)) + sum(
+            s * s * v for s, v in zip(b, its.variances, strict=True)
+        )
+    longer = mine.variances if len(a) > len(b) else its.variances
+    a += [0.0] * (len(longer) - len(a))
+    b += [0.0] * (len(longer) - len(b))
+    return sum((x - y) ** 2 * v for x, y, v in zip(a, b, longer, strict=True))
+
+
+def _name(tier: Tier | None) -> str:
+    if tier is None or not tier.steps:
+        return "off"
+    return f"{tier.steps} steps" + (f", top-k {tier.top_k}" if tier.top_k > 1 else "")

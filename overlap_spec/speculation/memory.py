@@ -1,0 +1,92 @@
+"""What ``auto`` remembers of acceptance, and what it makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from overlap_spec.speculation.acceptance import (
+    TREE_CHILDREN,
+    DepthCounts,
+    children,
+    expected,
+    slopes,
+    tree_rate,
+    variance,
+)
+from overlap_spec.types import Tier
+
+# Weight that all keep at a verify that drafted nothing, and the families that are not drafted where
+# the world has changed.
+OFF_KEPT, STALE = 0.998, 0.1
+# A tree's depth-1 runs that say how many children it is worth.
+LEARNT_RUNS = 12.0
+
+
+class Estimate(NamedTuple):
+    """Accepted drafts of a request, and the derivatives and variances of the rates behind it."""
+
+    accepted: float
+    slopes: list[float]
+    variances: list[float]
+
+
+class Memory:
+    """Survival of one kind of text (constrained or free) under every family of tiers.
+
+    A family is all tiers of one width: a shorter run is a prefix of a longer one. The family with
+    the most runs is the reference, and what it foretells of the others is where these begin. What
+    is known of a family that is not drafted stays, until the world changes.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], keep: float) -> None:
+        depths = max(tier.steps for tier in tiers)
+        widths = sorted({tier.top_k for tier in tiers if tier.steps})
+        self._counts = {width: DepthCounts(depths, keep) for width in widths}
+        self._children = {width: TREE_CHILDREN if width > 1 else 1.0 for width in widths}
+
+    def add(self, tier: Tier, runs: Sequence[int]) -> None:
+        """Take in one verify."""
+        counts = self._counts[tier.top_k]
+        counts.fade()
+        for accepted in runs:
+            counts.add(tier.steps, min(accepted, tier.steps))
+
+    def rest(self) -> None:
+        """Take in a verify that drafted nothing: all that is known is a little older."""
+        for counts in self._counts.values():
+            counts.scale(OFF_KEPT)
+
+    def trials(self, tier: Tier) -> float:
+        """Runs that are remembered of a tier's family."""
+        return self._counts[tier.top_k].tried[0]
+
+    def restart(self, tier: Tier, other: Memory) -> None:
+        """Begin anew from what another saw lately of ``tier``'s family."""
+        for width, counts in self._counts.items():
+            if width == tier.top_k:
+                counts.restart(other._counts[width])
+            else:
+                counts.scale(STALE)
+
+    def learn_children(self, width: int) -> None:
+        """Compare the trees of a width with the chains drafted beside them."""
+        own, chain = self._counts[width], self._counts.get(1)
+        if chain is None or min(own.tried[0], chain.tried[0]) < LEARNT_RUNS:
+            return
+        rates = ((c.passed[0] + 1) / (c.tried[0] + 2) for c in (own, chain))
+        self._children[width] = children(*rates)
+
+    def estimate(self, tier: Tier) -> Estimate:
+        """What a run of ``tier`` accepts."""
+        if not tier.steps:
+            return Estimate(0.0, [], [])
+        reference = max(self._counts, key=lambda width: self._counts[width].tried[0])
+        lean = None
+        if tier.top_k != reference:
+            lean, _ = self._counts[reference].rates(tier.steps)
+            factor = self._children[tier.top_k] / self._children[reference]
+            lean = [tree_rate(rate, factor) for rate in lean]
+        rates, trials = self._counts[tier.top_k].rates(tier.steps, lean)
+        variances = [variance(r, n) for r, n in zip(rates, trials, strict=True)]
+        return Estimate(expected(rates), slopes(rates), variances)

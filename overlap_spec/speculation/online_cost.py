@@ -1,0 +1,202 @@
+"""A cost model that goes on learning while steps run."""
+
+from __future__ import annotations
+
+from math import exp, log
+from statistics import median
+
+import numpy as np
+
+from overlap_spec.speculation.cost import CostModel, StepShape, Vector
+from overlap_spec.types import Budget, Tier
+
+# Steps of one kind whose median time is one observation.
+BLOCK_STEPS = 4
+# Standard deviations of natural logarithms, at least: a block's time around the model's, the
+# machine's load from one block to the next, and each coefficient's own change meanwhile.
+BLOCK_SPREAD, LOAD_SPREAD, DRIFT_SPREAD = 0.04, 0.02, 0.002
+# The load's at first, since what was measured was measured under another one; and of a tier's own
+# deviation from one block to the next, so that what was found once is looked at again.
+FIRST_LOAD_SPREAD, OFFSET_DRIFT_SPREAD = 0.5, 0.005
+# The same as a share of that of the steps within blocks, where these vary more.
+BLOCK_SHARE = 0.6
+# Weight of a block in what is known of that and of the load; a mean absolute deviation's factor to
+# a standard one.
+SCATTER_ALPHA, TO_STANDARD = 0.1, 1.25
+# The load's at first, since what was measured was measured under another one; and of a tier's own
+# deviation from one block to the next, so that what was found once is looked at again.
+FIRST_LOAD_SPREAD, OFFSET_DRIFT_SPREAD = 0.5, 0.005
+# The same as shares of that of the steps within blocks, on a machine where these vary more.
+BLOCK_SHARE, LOAD_SHARE = 0.6, 0.3
+# Weight of a block in what is known of that; a mean absolute deviation's factor to a standard one.
+SCATTER_ALPHA, TO_STANDARD = 0.1, 1.25
+# A tier's own deviation from the straight lines, as a share of the coefficients' at first, and at
+# most.
+OFFSET_SHARE, OFFSET_MOST = 0.6, 0.15
+# What is added to that by the logarithm of how far a step is beyond all that was measured.
+BEYOND_SPREAD = 0.2
+# An observation more deviations away than this tells mostly of the machine's load.
+CREDIBLE = 2.5
+# A coefficient that a fit found to be 0 still takes this share of a pass's time, so that it can
+# be learnt.
+FLOOR = 1e-3
+
+
+class OnlineCost:
+    """A cost model that goes on learning from the times of whole steps.
+
+    An extended Kalman filter over the logarithms of the coefficients, so that none turns negative,
+    and of each tier's own deviation from the straight lines, at each power of 2 of the batch. A
+    machine's load multiplies all coefficients alike: that is where the process noise lies, so a
+    slower machine says little of what one tier costs over another, and a switch between them a
+    lot. Observations are medians of blocks of steps. How much the load changes is learnt from
+    blocks of one kind that follow each other; what no deviation explains is mostly the load's.
+
+    Args:
+        model: Where to start.
+        spread: Standard deviation of each coefficient's logarithm at first.
+    """
+
+    def __init__(self, model: CostModel, spread: float) -> None:
+        self.start = model
+        self._knee = model.knee_nodes
+        reference = model.step_ms(StepShape(1, 256, 0, 1, 1)) or 1.0
+        least = FLOOR * reference
+        self._log = np.array(
+            [
+                log(max(model.verify, least)),
+                log(max(model.verify_node, least / 4)),
+                log(max(model.knee_node, least / 4)),
+                log(max(model.verify_context, least / 256)),
+                log(max(model.draft, least)),
+                log(max(model.draft_branch, least / 4)),
+                log(max(model.draft_context, least / 256)),
+                log(max(model.grammar_node, least / 4)),
+                log(max(model.prefill, least)),
+                log(max(model.prefill_token, least / 4)),
+            ]
+        )
+        self._first_offset = count = len(self._log)
+        self._offset_spread = min(OFFSET_SHARE * spread, OFFSET_MOST)
+        self._most_nodes = model.most_nodes
+        self._offsets: dict[tuple[Tier, bool, int], int] = {}
+        # Contexts, masks and prefill are not measured at the start.
+        vague = [0.0, 0.0, 0.0, 0.7, 0.0, 0.0, 0.7, 1.5, 1.5, 1.5]
+        self._spread = np.diag((np.array(vague) + spread) ** 2)
+        self._spread += FIRST_LOAD_SPREAD**2
+        self._noise = np.full((count, count), LOAD_SPREAD**2)
+        self._noise += np.diag([DRIFT_SPREAD**2] * count)
+        self._scatter, self._load, self._wanders = 0.0, LOAD_SPREAD, False
+        self._block: list[float] = []
+        self._block_key: tuple[Tier, bool, int] | None = None
+        self.blocks = 0
+
+    def step_ms(self, shape: StepShape, budget: Budget) -> float:
+        """A step's time as it is known now."""
+        return float(exp(self._gradient(shape, budget)[0]))
+
+    def compare(
+        self, shape: StepShape, budget: Budget, other: StepShape, other_budget: Budget
+    ) -> tuple[float, float]:
+        """The logarithm of a step's time over another's, and its variance."""
+        for known, asked in ((shape, budget), (other, other_budget)):
+            self._offset(known, asked)
+        mine, at = self._gradient(shape, budget)
+        its, other_at = self._gradient(other, other_budget)
+        difference = at - other_at
+        return mine - its, float(difference @ self._spread @ difference)
+
+    def observe(self, shape: StepShape, budget: Budget, step_ms: float) -> None:
+        """Take in one step that came right after another."""
+        key = budget.tier, budget.nodes is not None, shape.batch
+        if key != self._block_key:
+            # The first step of a kind may have been recorded, and overlaps with another kind's.
+            self._block_key, self._block, self._wanders = key, [], False
+            return
+        self._block.append(log(step_ms) - self._gradient(shape, budget)[0])
+        if len(self._block) == BLOCK_STEPS:
+            seen = median(self._block)
+            apart = sum(abs(log_ms - seen) for log_ms in self._block) / BLOCK_STEPS
+            # One slow step in a block is what the median is for, and no sign of a noisy machine.
+            self._scatter += SCATTER_ALPHA * (min(apart, 1.0) * TO_STANDARD - self._scatter)
+            self._block = []
+            if self._wanders:
+                moved = min(abs(seen), 1.0) * TO_STANDARD
+                self._load += SCATTER_ALPHA * (moved - self._load)
+            self._wanders = True
+            self._update(self._gradient(shape, budget)[1], seen)
+
+    def model(self) -> CostModel:
+        """The coefficients as they are known now."""
+        numbers = np.exp(self._log[: self._first_offset]).tolist()
+        return CostModel(
+            verify=numbers[0],
+            verify_node=numbers[1],
+            knee_nodes=self._knee,
+            knee_node=numbers[2] if self._knee else 0.0,
+            verify_context=numbers[3],
+            draft=numbers[4],
+            draft_branch=numbers[5],
+            draft_context=numbers[6],
+            grammar_node=numbers[7],
+            prefill=numbers[8],
+            prefill_token=numbers[9],
+            most_nodes=self.start.most_nodes,
+            source=self.start.source + (", refitted" if self.blocks else ""),
+            error=self.start.error,
+            worst_error=self.start.worst_error,
+        )
+
+    def _update(self, at: Vector, seen: float) -> None:
+        self._spread += self._noise
+        first = self._first_offset
+        self._spread[:first, :first] += max(0.0, self._load**2 - LOAD_SPREAD**2)
+        block = max(BLOCK_SPREAD, BLOCK_SHARE * self._scatter)
+        toward = self._spread @ at
+        variance = float(at @ toward) + block**2
+        if seen**2 > CREDIBLE**2 * variance:
+            # The coefficients' shares of a step add up to one: they take it all together.
+            self._spread[:first, :first] += seen**2
+            toward = self._spread @ at
+            variance += seen**2
+        self._log += toward * (seen / variance)
+        self._spread -= np.outer(toward, toward) / variance
+        self.blocks += 1
+
+    def _gradient(self, shape: StepShape, budget: Budget) -> tuple[float, Vector]:
+        """Logarithm of a step's time, and its derivatives."""
+        batch, context, steps, branches, nodes, masks, chunk = shape
+        beyond = max(0, nodes - self._knee) if self._knee else 0
+        counts = (
+            1.0,
+            nodes,
+            beyond,
+            context,
+            steps,
+            steps * batch * branches,
+            steps * context,
+            masks,
+            float(chunk > 0),
+            chunk,
+        )
+        first, offset = self._first_offset, self._offset(shape, budget)
+        parts = np.exp(self._log[:first]) * counts
+        total = float(parts.sum())
+        at = np.zeros(len(self._log))
+        at[:first] = parts / total
+        at[offset] = 1.0
+        return log(total) + float(self._log[offset]), at
+
+    def _offset(self, shape: StepShape, budget: Budget) -> int:
+        """Where a tier's own deviation stands; it is entered when it is first asked for."""
+        key = budget.tier, budget.nodes is not None, shape.batch.bit_length()
+        found = self._offsets.get(key)
+        if found is None:
+            found = self._offsets[key] = len(self._log)
+            self._log = np.append(self._log, 0.0)
+            self._spread = np.pad(self._spread, (0, 1))
+            beyond = max(1.0, shape.nodes / self._most_nodes) if self._most_nodes else 1.0
+            self._spread[-1, -1] = (self._offset_spread + BEYOND_SPREAD * log(beyond)) ** 2
+            self._noise = np.pad(self._noise, (0, 1))
+            self._noise[-1, -1] = OFFSET_DRIFT_SPREAD**2
+        return found

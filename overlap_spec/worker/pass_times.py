@@ -1,0 +1,119 @@
+"""How long the passes of a step take, measured over rows that belong to no request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from overlap_spec.kernels import Tree
+from overlap_spec.types import Tier
+from overlap_spec.worker.model_runner import ModelRunner
+
+# Times a pass is run at most, after once that is not counted; the least counts, since what else
+# the machine does only adds.
+RUNS = 4
+# Share of the time after which no other point is begun.
+BEGIN_SHARE = 0.6
+# Times the deadline that it may take where other work has the processor.
+BUSY_FACTOR = 2.0
+
+
+class Point(NamedTuple):
+    """Trees of a tier, each behind ``context`` tokens."""
+
+    tier: Tier
+    batch: int
+    context: int = 0
+
+
+class PassTimes(NamedTuple):
+    """Milliseconds of a point; ``draft_ms`` is 0 where nothing is drafted on the device."""
+
+    point: Point
+    draft_ms: float
+    verify_ms: float
+
+
+def measure_passes(
+    runner: ModelRunner, points: Sequence[Point], deadline_s: float
+) -> Iterator[PassTimes]:
+    """Run the recorded passes of each point; the rest is left out when the time is over.
+
+    No request may be running: the caches' pages are written.
+
+    Args:
+        deadline_s: Seconds for all points, of a machine that does nothing else. The one that is
+            under way is finished.
+    """
+    tables, pool = runner.tables, runner.pool
+    start, worked = time.perf_counter(), time.process_time()
+    used = 1
+    row = tables.padding_row
+    kept = tables.pages[row].clone()
+    try:
+        for point in points:
+            # On a machine that is busy with other work, what was worked counts.
+            passed = time.perf_counter() - start, time.process_time() - worked
+            if min(passed) > BEGIN_SHARE * deadline_s or passed[0] > BUSY_FACTOR * deadline_s:
+                return
+            tier, batch, context = point
+            pages_needed = -(-(context + tier.window_tokens + 1) // pool.page_size)
+            pages_needed = min(pages_needed, tables.pages.shape[1], pool.k.shape[1] - 1)
+            used = max(used, pages_needed + 1)
+            tables.pages[row, :pages_needed] = torch.arange(
+                1, pages_needed + 1, device=tables.device
+            )
+            tables.committed[row] = min(context, runner.last_position - tier.window_tokens)
+            rows = torch.full((batch,), row, device=tables.device)
+            columns = tables.pages.shape[1] if rows.is_cuda else pages_needed
+            yield PassTimes(point, *_times(runner, tier, rows, tables.pages[rows, :columns]))
+    finally:
+        tables.pages[row] = kept
+        tables.committed[row] = 0
+        for cache in (pool, *runner.draft_pools):
+            cache.clear(tuple(range(used)))
+
+
+def _times(runner: ModelRunner, tier: Tier, rows: Tensor, pages: Tensor) -> tuple[float, float]:
+    graphs = runner.graphs.find(tier, len(rows))
+    drafted = graphs.draft is not None and tier.steps > 0
+
+    def draft() -> tuple[Tensor, ...]:
+        if graphs.draft is not None:
+            return graphs.draft(rows, pages)
+        if runner.drafter is not None and runner.drafter.host:
+            return runner.dead_trees(tier, rows, pages)
+        return runner.draft_trees(tier, False, rows, pages)
+
+    draft_ms, (_, positions, _, *rest) = _least_ms(draft, rows)
+    tree = Tree(*rest[: len(Tree._fields)])
+    inputs = pages, positions, tree.tokens, tree.depths, tree.ancestors
+    verify_ms, _ = _least_ms(lambda: graphs.verify(*inputs), rows)
+    on_device = drafted or (runner.drafter is not None and not runner.drafter.host)
+    return draft_ms if on_device and tier.steps else 0.0, verify_ms
+
+
+def _least_ms(
+    run: Callable[[], tuple[Tensor, ...]], rows: Tensor
+) -> tuple[float, tuple[Tensor, ...]]:
+    outputs = run()
+    took = []
+    for _ in range(RUNS):
+        _wait(rows)
+        start = time.perf_counter()
+        outputs = run()
+        _wait(rows)
+        took.append((time.perf_counter() - start) * 1e3)
+        # Long passes vary little.
+        if sum(took) > 100.0 and len(took) > 1:
+            break
+    return min(took), outputs
+
+
+def _wait(rows: Tensor) -> None:
+    if rows.is_cuda:
+        torch.cuda.current_stream().synchronize()

@@ -1,0 +1,250 @@
+"""AdaSpec's algorithms by hand, its policy, and the baselines that it is compared with."""
+
+from __future__ import annotations
+
+import pytest
+
+from overlap_spec.speculation.acceptance import (
+    Calibration,
+    DepthCounts,
+    children,
+    expected,
+    slopes,
+    tree_rate,
+)
+from overlap_spec.speculation.adaspec import (
+    AdaSpecPolicy,
+    Confidences,
+    goodput,
+    kept_nodes,
+    predicted_steps,
+)
+from overlap_spec.speculation.baselines import ThresholdPolicy
+from overlap_spec.speculation.cost import CostModel
+from overlap_spec.speculation.online_cost import OnlineCost
+from overlap_spec.speculation.policy import (
+    OFF,
+    RequestOutcome,
+    RequestView,
+    StepOutcome,
+    StepView,
+)
+from overlap_spec.speculation.presets import CHAINS, load_policy
+from overlap_spec.speculation.static import static_tier
+from overlap_spec.types import Budget, Tier
+from tests.support.policies import told, view
+
+TIERS = [static_tier(steps, 1, None) for steps in CHAINS]
+# 10 ms a verify, 1 ms a node, 1 ms a draft step.
+FLAT = CostModel(
+    verify=10.0, verify_node=1.0, verify_context=0.0,
+    draft=1.0, draft_branch=0.0, draft_context=0.0,
+)  # fmt: skip
+
+
+def outcome(
+    accepted: int,
+    confidences: tuple[float, ...],
+    tier: Tier = TIERS[3],
+    constrained: bool = False,
+    request: int = 0,
+) -> StepOutcome:
+    asked = StepView((RequestView(request, 10, constrained),))
+    got = RequestOutcome(request, accepted, tier.steps, constrained, confidences)
+    return StepOutcome(asked, Budget(tier), [got])
+
+
+# Algorithm 3
+
+
+def test_goodput_by_hand() -> None:
+    assert goodput(3.0, 12.0, None) == 0.25
+    assert goodput(3.0, 12.0, 12.0) == 0.25
+    assert goodput(3.0, 12.0, 11.9) == -1.0
+
+
+# Algorithm 1
+
+
+def test_length_by_hand() -> None:
+    """Confidence 0.5, 10 ms and 2 ms a step: 1/10, 1.5/12, 1.75/14 = 0.125, no more."""
+    costs = {steps: 10.0 + 2 * steps for steps in range(8)}
+    assert predicted_steps([0.5], costs, None) == 1
+    # 1/10, 1.9/12 = .158, 2.71/14 = .194, 3.44/16 = .215, 4.10/18 = .228, 4.69/20 = .234,
+    # 5.22/22 = .237, 5.70/24 = .237 again, and a little more.
+    assert predicted_steps([0.9], costs, None) == 7
+    # 1.1/12 is below 1/10.
+    assert predicted_steps([0.1], costs, None) == 0
+    # (2 + 1.1)/13 = .238 over 2/10; (2 + 1.1 + .91)/16 = .251; + .7381 /19 = .25.
+    both = {steps: 10.0 + 3 * steps for steps in range(8)}
+    assert predicted_steps([0.9, 0.2], both, None) == 2
+
+
+def test_length_keeps_the_target() -> None:
+    costs = {steps: 10.0 + 2 * steps for steps in range(8)}
+    assert predicted_steps([0.9], costs, 16.5) == 3
+    # Nothing keeps it: off is the least of all steps.
+    assert predicted_steps([0.9], costs, 5.0) == 0
+
+
+def test_length_counts_depths_that_are_no_tier() -> None:
+    """Tiers 0, 1, 3: the third's tokens include the second depth's."""
+    assert predicted_steps([0.9], {0: 10.0, 1: 12.0, 3: 16.0}, None) == 3
+
+
+# Algorithm 2
+
+
+def test_elimination_by_hand() -> None:
+    """Two requests, three deep, at 0.9 and 0.2, 10 ms and 1 ms a node.
+
+    All 8 nodes: 2 + .9 + .81 + .729 + .2 + .04 + .008 = 4.687 over 18. Without .008: 4.679/17;
+    without .04: 4.639/16 = .290; without .2: 4.439/15 = .296; without .729: 3.71/14 = .265.
+    """
+    nodes, gain = kept_nodes([0.9, 0.2], 3, lambda n: 10.0 + n, None)
+    assert nodes == 5
+    assert gain == pytest.approx((4.439 / 15) / (4.687 / 18))
+
+
+def test_elimination_until_the_target_is_kept() -> None:
+    """15.5 ms allow 5 nodes, where free choice keeps 7; and the roots stay whatever is asked."""
+    assert kept_nodes([0.9, 0.8], 3, lambda n: 10.0 + n, 15.5)[0] == 5
+    assert kept_nodes([0.9, 0.8], 3, lambda n: 10.0 + n, 1.0)[0] == 2
+
+
+# What confidences are worth
+
+
+def test_calibration_begins_at_its_word_and_learns() -> None:
+    calibration = Calibration()
+    assert calibration.rate(0.35) == pytest.approx(0.35)
+    assert calibration.snapshot() == []
+    for n in range(400):
+        calibration.add(0.85, n % 2 == 0)
+    assert calibration.rate(0.85) == pytest.approx(0.5, abs=0.02)
+    assert calibration.rate(0.25) == pytest.approx(0.25)
+    (row,) = calibration.snapshot()
+    assert row["confidence"] == pytest.approx(0.85, abs=0.01)
+
+
+def test_calibration_takes_the_refused_draft_and_no_deeper_one() -> None:
+    calibration = Calibration()
+    calibration.add_run((0.9, 0.8, 0.7, 0.6), 1)
+    assert calibration.count == 2
+
+
+def test_kinds_of_text_are_calibrated_apart() -> None:
+    confidences = Confidences()
+    for n in range(60):
+        confidences.observe(outcome(3, (0.55, 0.55, 0.55), constrained=True, request=n))
+        confidences.observe(outcome(0, (0.55,), request=1000 + n))
+    free, bound = (StepView((RequestView(9999, 1, kind),)) for kind in (False, True))
+    assert confidences.of(bound)[0] > 0.8
+    assert confidences.of(free)[0] < 0.2
+
+
+def test_requests_have_their_own_confidence() -> None:
+    confidences = Confidences()
+    for _ in range(20):
+        confidences.observe(outcome(3, (0.95, 0.95, 0.95), request=1))
+        confidences.observe(outcome(0, (0.1,), request=2))
+    sure, unsure, silent = confidences.of(
+        StepView((RequestView(1, 1), RequestView(2, 1), RequestView(1, 1, speculate=False)))
+    )
+    assert sure > 0.9
+    assert unsure < 0.15
+    assert silent == 0.0
+
+
+def test_a_drafter_without_confidences_is_known_by_what_was_accepted() -> None:
+    confidences = Confidences()
+    for _ in range(30):
+        confidences.observe(outcome(1, ()))
+    assert confidences.of(StepView((RequestView(0, 1),)))[0] == pytest.approx(0.5, abs=0.01)
+
+
+def test_depth_counts_by_hand() -> None:
+    """Depth 1: 2 of 3; depth 2: 1 of 2; each leans on the depth before with 4 trials."""
+    counts = DepthCounts(3, 0.5)
+    for accepted in (0, 1, 2):
+        counts.add(2, accepted)
+    assert (counts.tried, counts.passed) == ([3, 2, 0], [2, 1, 0])
+    first = (2 + 4 * 0.7) / 7
+    second = (1 + 4 * first) / 6
+    rates, trials = counts.rates(3)
+    assert rates == pytest.approx([first, second, second])
+    assert trials == [7, 6, 4]
+    counts.fade()
+    assert counts.tried == [1.5, 1, 0]
+    assert expected([0.5, 0.5]) == 0.75
+    assert slopes([0.5, 0.5]) == [1.5, 0.5]
+    assert tree_rate(0.5, 2.0) == 0.75
+    assert children(0.75, 0.5) == pytest.approx(2.0)
+
+
+# The policy
+
+
+def test_adaspec_shortens_as_the_batch_grows() -> None:
+    policy = AdaSpecPolicy(TIERS, OnlineCost(FLAT, 0.01))
+    steps = [policy.choose(view(batch)).tier.steps for batch in (1, 4, 16, 64)]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] > steps[-1]
+
+
+def test_adaspec_verifies_the_best_of_the_batch() -> None:
+    policy = AdaSpecPolicy(TIERS, OnlineCost(FLAT, 0.01))
+    for _ in range(30):
+        policy.observe(outcome(7, (0.99,) * 7, TIERS[7], request=1))
+        policy.observe(outcome(0, (0.05,), TIERS[7], request=2))
+    budget = policy.choose(StepView((RequestView(1, 10), RequestView(2, 10))))
+    assert budget.tier.steps > 2
+    # The sure request's drafts and both roots, or a little more.
+    assert budget.nodes is not None
+    assert budget.tier.steps + 2 <= budget.nodes < 2 * budget.tier.nodes - 2
+    assert (budget.least, budget.most) == ((1, 1), (budget.tier.nodes,) * 2)
+    assert (
+        AdaSpecPolicy(TIERS, OnlineCost(FLAT, 0.01), verifier=False).choose(view(2)).nodes is None
+    )
+
+
+def test_adaspec_keeps_the_strictest_target() -> None:
+    policy = AdaSpecPolicy(TIERS, OnlineCost(FLAT, 0.01))
+    assert policy.choose(view(1)).tier.steps >= 3
+    asked = StepView((RequestView(1, 10, tpot_slo_ms=100.0), RequestView(2, 10, tpot_slo_ms=15.6)))
+    budget = policy.choose(asked)
+    assert FLAT.verify + budget.tier.steps + (budget.nodes or 2 * budget.tier.nodes) <= 15.6
+    assert budget.tier.steps == 1
+
+
+def test_adaspec_is_off_where_drafts_fail_and_looks_again() -> None:
+    policy = AdaSpecPolicy(TIERS, OnlineCost(FLAT, 0.01))
+    for _ in range(60):
+        tier = policy.choose(view(1)).tier
+        policy.observe(told(1, tier, [0]))
+    chosen = []
+    for _ in range(300):
+        chosen.append(policy.choose(view(1)).tier)
+        policy.observe(told(1, chosen[-1], [0]))
+    assert 1 <= sum(tier != OFF for tier in chosen) <= 4
+
+
+def test_threshold_by_hand() -> None:
+    """What nobody has seen is 0.7: 0.7² = 0.49 and 0.7³ = 0.34, two steps at the threshold 0.4."""
+    policy = ThresholdPolicy(TIERS)
+    assert policy.choose(view(3)).tier.steps == 2
+    assert ThresholdPolicy(TIERS, threshold=0.2).choose(view(1)).tier.steps == 4
+    # The least that it drafts, whatever it costs.
+    for _ in range(40):
+        policy.observe(outcome(0, (0.02,), policy.choose(view(1)).tier))
+    assert policy.choose(StepView((RequestView(0, 1),))).tier.steps == 1
+    for _ in range(80):
+        tier = policy.choose(StepView((RequestView(0, 1),))).tier
+        policy.observe(outcome(tier.steps, (0.99,) * tier.steps, tier))
+    assert policy.choose(StepView((RequestView(0, 1),))).tier.steps == 7
+
+
+def test_off_and_specinfer_never_change() -> None:
+    assert load_policy("off", 5, 4, 16).tiers == (OFF,)
+    (tier,) = load_policy("specinfer", 5, 4, 16).tiers
+    assert tier == Tier(8, 1, 9)

@@ -1,0 +1,201 @@
+"""``auto`` on simulated machines: as good as the best static tier, and seldom on the move."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from bench.simulated import MACHINES, best_static, profiled, quick, run
+from overlap_spec.speculation.auto import AutoPolicy
+from overlap_spec.speculation.cost import (
+    PROFILE_SPREAD,
+    STARTUP_SPREAD,
+    CostModel,
+    shape_of,
+)
+from overlap_spec.speculation.fallback import FallbackPolicy
+from overlap_spec.speculation.online_cost import OnlineCost
+from overlap_spec.speculation.policy import OFF, RequestView, StepOutcome, StepView
+from overlap_spec.speculation.presets import AUTO_CHAINS, AUTO_TREES, load_policy
+from overlap_spec.speculation.static import StaticPolicy, static_tier
+from overlap_spec.types import Budget, Tier
+from tests.support.policies import told, view
+
+TIERS = (*(static_tier(steps, 1, None) for steps in AUTO_CHAINS), *AUTO_TREES)
+RATES = (0.1, 0.3, 0.5, 0.7, 0.85, 0.95)
+BATCHES = (1, 4, 16, 128)
+VERIFIES = 2000
+
+
+def make(machine: CostModel, seed: int = 1) -> AutoPolicy:
+    return AutoPolicy(TIERS, OnlineCost(profiled(machine, seed), PROFILE_SPREAD))
+
+
+def shares(name: str, rates: tuple[float, ...], batches: tuple[int, ...]) -> list[float]:
+    """Of the best static tier's rate, in each cell; no cell may switch often."""
+    found = []
+    for acceptance, batch in itertools.product(rates, batches):
+        ran = run(make(MACHINES[name]), MACHINES[name], [(acceptance, batch, VERIFIES)], batch)
+        assert ran.switches() <= 10, (acceptance, batch)
+        found.append(ran.rate / best_static(TIERS, MACHINES[name], acceptance, batch)[1])
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_near_the_best_static_tier(name: str) -> None:
+    found = shares(name, (0.1, 0.5, 0.85), (1, 16))
+    assert min(found) > 0.96
+    assert sum(found) / len(found) > 0.98
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_near_the_best_static_tier_everywhere(name: str) -> None:
+    found = shares(name, RATES, BATCHES)
+    assert min(found) > 0.96
+    assert sum(share < 0.98 for share in found) <= 2
+    assert sum(found) / len(found) > 0.99
+
+
+@pytest.mark.parametrize("acceptance", [0.5, 0.8])
+def test_a_tree_at_small_batch_on_a_cpu(acceptance: float) -> None:
+    """Of 0.75B-like costs, from the fit at start-up: top-k 4 and 16 nodes beat every chain."""
+    machine = MACHINES["cpu"]
+    best, rate = best_static(TIERS, machine, acceptance, 1)
+    assert best.top_k == 4
+    policy = AutoPolicy(TIERS, OnlineCost(quick(machine, 2), STARTUP_SPREAD))
+    ran = run(policy, machine, [(acceptance, 1, 1000)], 5)
+    assert ran.rate > 0.95 * rate
+    assert sum(tier.top_k == 4 for tier in ran.tiers) > 900
+
+
+def test_off_where_drafts_do_not_pay() -> None:
+    machine = MACHINES["cpu"]
+    assert best_static(TIERS, machine, 0.1, 16)[0] == OFF
+    policy = make(machine)
+    ran = run(policy, machine, [(0.1, 16, 1000)], 1)
+    assert sum(tier == OFF for tier in ran.tiers) > 900
+    assert policy.snapshot()["probe_share"] < 0.02
+
+
+def test_follows_text_and_batch() -> None:
+    """Easy, hard, easy, each at batch 1, 16 and 1, as many tokens of each."""
+    machine = MACHINES["cpu"]
+    phases = [(a, b, 250) for a in (0.9, 0.2, 0.9) for b in (1, 16, 1)]
+    took = sum(run(make(machine), machine, phases, 3).phase_ms)
+    for tier in TIERS:
+        assert took < 0.95 * sum(run(StaticPolicy(tier), machine, phases, 3).phase_ms)
+    ideal = sum(1e3 / best_static(TIERS, machine, a, b)[1] for a, b, _ in phases)
+    assert took < 1.08 * ideal
+
+
+def test_a_machine_whose_load_changes() -> None:
+    """Twice as slow and back, in waves: no reason to switch."""
+    machine = MACHINES["a100"]
+    ran = run(
+        make(machine), machine, [(0.7, 1, VERIFIES)], 4,
+        load=lambda n: 1.5 + 0.5 * math.sin(n / 40),
+    )  # fmt: skip
+    assert ran.switches() <= 10
+    assert ran.rate > 0.95 * best_static(TIERS, machine, 0.7, 1)[1]
+
+
+def test_probes_cost_little() -> None:
+    for name, machine in MACHINES.items():
+        for acceptance in (0.2, 0.6, 0.9):
+            policy = make(machine)
+            run(policy, machine, [(acceptance, 4, VERIFIES)], 7)
+            assert policy.snapshot()["probe_share"] <= 0.02, name
+
+
+def test_a_target_is_kept_where_it_can_be() -> None:
+    machine = MACHINES["cpu"]
+    policy = make(machine)
+    free = policy.choose(view(1))
+    step_ms = [machine.step_ms(shape_of(b, 1, 100)) for b in (free, Budget(OFF))]
+    asked = StepView((RequestView(0, 100, tpot_slo_ms=sum(step_ms) / 2),))
+    kept = policy.choose(asked)
+    assert machine.step_ms(shape_of(kept, 1, 100)) < 1.1 * sum(step_ms) / 2 < step_ms[0]
+    assert kept.tier.steps > 0
+    # None keeps a millisecond: the best of all, then.
+    hopeless = StepView((RequestView(0, 100, tpot_slo_ms=1.0),))
+    assert policy.choose(hopeless).tier == free.tier
+
+
+def test_constrained_and_free_text_are_apart() -> None:
+    machine = MACHINES["a100"]
+    policy = make(machine)
+    for _ in range(300):
+        for constrained, accepted in ((True, 99), (False, 0)):
+            asked = StepView((RequestView(0, 100, constrained),))
+            tier = policy.choose(asked).tier
+            took = machine.step_ms(shape_of(Budget(tier), 1, 100))
+            seen = told(1, tier, [min(accepted, tier.steps)], took)
+            requests = [seen.requests[0]._replace(constrained=constrained)]
+            policy.observe(StepOutcome(asked, seen.budget, requests, took, tier.nodes))
+    bound, free = (policy._slow[kind].estimate(Tier(5, 1, 6)).accepted for kind in (True, False))
+    assert bound > 4
+    assert free < 0.5
+
+
+def test_its_snapshot_tells_what_it_expects_and_why() -> None:
+    machine = MACHINES["h100"]
+    policy = make(machine)
+    assert policy.snapshot()["active"]["reason"] == "nothing has run yet"
+    run(policy, machine, [(0.6, 2, 300)], 1)
+    data = policy.snapshot()
+    active, slot = data["active"], data["slots"][0]
+    assert active["steps"] == slot["steps"]
+    assert slot["min_batch_size"] == 2
+    assert 1 < active["estimated_accept_length"] < active["steps"] + 1
+    tier = Tier(active["steps"], active["top_k"], active["nodes"])
+    wanted = machine.step_ms(shape_of(Budget(tier), 2, 1024))
+    assert active["estimated_step_ms"] == pytest.approx(wanted, rel=0.1)
+    assert active["reason"]
+    assert data["cost"]["source"] == "profile, refitted"
+
+
+# A policy that raises
+
+
+class Broken(StaticPolicy):
+    """Raises from its third verify on."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__(static_tier(3, 1, None))
+        self._method, self._left = method, 2
+
+    def choose(self, view: StepView) -> Budget:
+        self._fail("choose")
+        return super().choose(view)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        self._left -= 1
+        self._fail("observe")
+        super().observe(outcome)
+
+    def _fail(self, method: str) -> None:
+        if self._left <= 0 and method == self._method:
+            raise ZeroDivisionError("no such rate")
+
+
+@pytest.mark.parametrize("method", ["choose", "observe"])
+def test_a_policy_that_raises_gives_way(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    static = StaticPolicy(static_tier(1, 1, None), reason="the policy failed")
+    policy = FallbackPolicy(Broken(method), static)
+    chosen = []
+    for _ in range(5):
+        chosen.append(policy.choose(view(2)).tier.steps)
+        policy.observe(told(2, Tier(chosen[-1], 1, chosen[-1] + 1), [0, 1]))
+    assert chosen == [3, 3, 1, 1, 1]
+    assert caplog.text.count("static from now on: ZeroDivisionError: no such rate") == 1
+    data = policy.snapshot()
+    assert data["error"] == "ZeroDivisionError: no such rate"
+    assert data["active"]["reason"] == "the policy failed"
+
+
+def test_auto_has_the_launch_tier_too() -> None:
+    assert Tier(4, 2, 8) in load_policy("auto", 4, 2, 8).tiers
+    assert all(tier.top_k == 1 for tier in load_policy("auto", 5, 1, None, trees=False).tiers)

@@ -1,0 +1,231 @@
+"""The cost model: its formula by hand, its fit, and what it learns from whole steps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.simulated import MACHINES, profiled
+from overlap_spec.engine.cost_model import startup_fit
+from overlap_spec.speculation.cost import (
+    ASSUMED,
+    ASSUMED_SPREAD,
+    STARTUP_SPREAD,
+    CostModel,
+    DraftTime,
+    VerifyTime,
+    fit,
+    nonnegative,
+    shape_of,
+)
+from overlap_spec.speculation.online_cost import OnlineCost
+from overlap_spec.speculation.profiles import load_profile, profile_path, save_profile
+from overlap_spec.types import Budget, Tier
+from overlap_spec.worker.pass_times import PassTimes, Point
+
+MODEL = CostModel(
+    verify=10.0, verify_node=0.5, verify_context=0.01,
+    draft=2.0, draft_branch=0.1, draft_context=0.001,
+    knee_nodes=8, knee_node=1.0, grammar_node=0.25, prefill=3.0, prefill_token=0.2,
+)  # fmt: skip
+OFF, CHAIN, TREE = Budget(Tier(0, 1, 1)), Budget(Tier(3, 1, 4)), Budget(Tier(3, 4, 16))
+
+
+def test_step_time_by_hand() -> None:
+    """Two trees of 16 nodes after 100 tokens each, one with a grammar, beside a chunk of 10."""
+    shape = shape_of(TREE, 2, 200, constrained=1, chunk_tokens=10)
+    assert (shape.nodes, shape.grammar_nodes) == (32, 16)
+    verify = 10 + 0.5 * 32 + 1.0 * (32 - 8) + 0.01 * 200
+    draft = 3 * (2.0 + 0.1 * 2 * 4 + 0.001 * 200)
+    assert MODEL.step_ms(shape) == pytest.approx(verify + draft + 0.25 * 16 + 3 + 0.2 * 10)
+    assert MODEL.step_ms(shape_of(OFF, 1, 0)) == pytest.approx(10.5)
+    ragged = Budget(TREE.tier, 5, (1, 1), (16, 16))
+    assert shape_of(ragged, 2, 0).nodes == 5
+
+
+def test_nonnegative_least_squares() -> None:
+    rows = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    assert nonnegative(rows, np.array([3.0, 5.0, 7.0])) == pytest.approx([1.0, 2.0])
+    # The best line falls: with slopes >= 0 that is the mean.
+    assert nonnegative(rows, np.array([3.0, 2.0, 1.0])) == pytest.approx([2.0, 0.0], abs=1e-9)
+    # A column of zeros stays out.
+    assert nonnegative(np.array([[2.0, 0.0]]), np.array([4.0])) == pytest.approx([2.0, 0.0])
+
+
+def test_fit_finds_the_lines_and_the_knee() -> None:
+    verifies = [
+        VerifyTime(n, c, MODEL.verify_ms(n, c)) for n in (1, 2, 4, 8, 16, 32) for c in (0, 500)
+    ]
+    drafts = [
+        DraftTime(b, c, s, k, MODEL.draft_ms(b, s, k, c))
+        for b in (1, 4) for s in (1, 3) for k in (1, 4) for c in (0, 500)
+    ]  # fmt: skip
+    found = fit(verifies, drafts, "here")
+    assert (found.knee_nodes, found.source, found.most_nodes) == (8, "here", 32)
+    for name in ("verify", "verify_node", "knee_node", "verify_context", "draft"):
+        assert getattr(found, name) == pytest.approx(getattr(MODEL, name), rel=1e-6)
+    assert found.worst_error == pytest.approx(0, abs=1e-9)
+
+
+def test_fit_of_a_straight_line_has_no_knee() -> None:
+    rng = random.Random(1)
+    verifies = [VerifyTime(n, 0, (5 + n) * rng.lognormvariate(0, 0.02)) for n in range(1, 64, 3)]
+    found = fit(verifies, [], "x")
+    assert found.knee_nodes == 0
+    assert found.verify_node == pytest.approx(1, rel=0.05)
+    assert 0.003 < (found.error or 0) < 0.03
+
+
+def test_fit_of_a_single_pass() -> None:
+    """What it cannot tell is as assumed, in its unit."""
+    found = fit([VerifyTime(4, 0, 8.0)], [], "x")
+    assert found.verify_ms(4, 0) == pytest.approx(8.0)
+    unit = 8.0 / ASSUMED.verify_ms(1, 0)
+    assert found.verify_node == pytest.approx(unit * ASSUMED.verify_node)
+    assert found.verify_context == pytest.approx(unit * ASSUMED.verify_context)
+    assert found.draft == pytest.approx(unit * ASSUMED.draft)
+
+
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_a_profile_foretells_steps(name: str) -> None:
+    machine = MACHINES[name]
+    found = profiled(machine, 3)
+    for batch in (1, 8, 64):
+        for budget in (OFF, CHAIN, TREE):
+            shape = shape_of(budget, batch, 512 * batch)
+            assert found.step_ms(shape) == pytest.approx(machine.step_ms(shape), rel=0.1)
+
+
+# Online
+
+
+def feed(cost: OnlineCost, budget: Budget, step_ms: float, steps: int = 30) -> None:
+    for _ in range(steps):
+        cost.observe(shape_of(budget, 1, 100), budget, step_ms)
+
+
+def ratio(cost: OnlineCost, budget: Budget, other: Budget) -> float:
+    shapes = [shape_of(b, 1, 100) for b in (budget, other)]
+    return cost.step_ms(shapes[0], budget) / cost.step_ms(shapes[1], other)
+
+
+def test_a_busier_machine_changes_no_tier_over_another() -> None:
+    cost = OnlineCost(MODEL, 0.1)
+    before = ratio(cost, CHAIN, OFF)
+    feed(cost, CHAIN, 3 * MODEL.step_ms(shape_of(CHAIN, 1, 100)), 200)
+    assert cost.step_ms(shape_of(OFF, 1, 100), OFF) == pytest.approx(
+        3 * MODEL.step_ms(shape_of(OFF, 1, 100)), rel=0.15
+    )
+    assert ratio(cost, CHAIN, OFF) == pytest.approx(before, rel=0.1)
+
+
+def test_a_switch_tells_what_a_tier_costs() -> None:
+    """Chains take 1.15 times what the fit says of them, the rest what it says."""
+    cost = OnlineCost(MODEL, 0.1)
+    for _ in range(4):
+        feed(cost, OFF, MODEL.step_ms(shape_of(OFF, 1, 100)))
+        feed(cost, CHAIN, 1.15 * MODEL.step_ms(shape_of(CHAIN, 1, 100)))
+    wanted = 1.15 * MODEL.step_ms(shape_of(CHAIN, 1, 100)) / MODEL.step_ms(shape_of(OFF, 1, 100))
+    assert ratio(cost, CHAIN, OFF) == pytest.approx(wanted, rel=0.06)
+
+
+def test_a_ratio_that_nothing_explains_is_the_load() -> None:
+    """Five times as slow, right at a switch: what chains cost over nothing hardly moves."""
+    cost = OnlineCost(MODEL, 0.1)
+    feed(cost, OFF, MODEL.step_ms(shape_of(OFF, 1, 100)))
+    before = ratio(cost, CHAIN, OFF)
+    feed(cost, CHAIN, 5 * MODEL.step_ms(shape_of(CHAIN, 1, 100)))
+    assert ratio(cost, CHAIN, OFF) == pytest.approx(before, rel=0.1)
+
+
+def test_single_slow_steps_and_the_first_of_a_kind_do_not_count() -> None:
+    cost, plain = OnlineCost(MODEL, 0.1), MODEL.step_ms(shape_of(CHAIN, 1, 100))
+    cost.observe(shape_of(CHAIN, 1, 100), CHAIN, 50 * plain)
+    for n in range(40):
+        cost.observe(shape_of(CHAIN, 1, 100), CHAIN, plain * (20 if n % 4 == 1 else 1))
+    assert cost.step_ms(shape_of(CHAIN, 1, 100), CHAIN) == pytest.approx(plain, rel=0.03)
+
+
+def test_nothing_known_is_learnt() -> None:
+    """From coefficients in no unit to a machine's, out of three tiers at two batches."""
+    machine, rng = MACHINES["cpu"], random.Random(2)
+    cost = OnlineCost(CostModel(0.9, 0.02, 2e-5, 0.08, 0.005, 2e-6), 0.7)
+    for _ in range(10):
+        for budget in (OFF, CHAIN, TREE):
+            for batch in (1, 8):
+                shape = shape_of(budget, batch, 100 * batch)
+                for _ in range(9):
+                    step_ms = machine.step_ms(shape) * rng.lognormvariate(0, 0.05)
+                    cost.observe(shape, budget, step_ms)
+    for budget in (OFF, CHAIN, TREE):
+        for batch in (1, 8):
+            shape = shape_of(budget, batch, 100 * batch)
+            assert cost.step_ms(shape, budget) == pytest.approx(machine.step_ms(shape), rel=0.06)
+
+
+def test_the_error_of_a_comparison_shrinks_as_it_is_seen() -> None:
+    cost = OnlineCost(MODEL, 0.3)
+    chain, off = (shape_of(b, 1, 100) for b in (CHAIN, OFF))
+    before = cost.compare(chain, CHAIN, off, OFF)[1]
+    for _ in range(3):
+        feed(cost, OFF, MODEL.step_ms(off))
+        feed(cost, CHAIN, MODEL.step_ms(chain))
+    gain, after = cost.compare(chain, CHAIN, off, OFF)
+    assert after < before / 4
+    assert gain == pytest.approx(np.log(MODEL.step_ms(chain) / MODEL.step_ms(off)), abs=0.03)
+
+
+# Profiles
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_profile_is_found_again_by_its_key_alone(cache: Path) -> None:
+    key = {"model": {"hidden_size": 8}, "threads": 2}
+    assert load_profile(key) is None
+    path = save_profile(key, MODEL)
+    assert path.is_relative_to(cache)
+    assert load_profile(key) == MODEL
+    assert load_profile(key | {"threads": 1}) is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"cost": {"verify": 1}}', '{"cost": {"nodes": 2}}'])
+@pytest.mark.usefixtures("cache")
+def test_a_broken_profile_is_passed_over(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    path = profile_path({})
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert load_profile({}) is None
+    assert "run overlap-spec profile again" in caplog.text
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_negative_coefficient_is_no_profile() -> None:
+    path = save_profile({}, MODEL)
+    path.write_text(path.read_text().replace('"verify": 10.0', '"verify": -1.0'))
+    assert load_profile({}) is None
+
+
+def test_too_few_points_at_start_tell_the_unit_alone() -> None:
+    point = PassTimes(Point(Tier(0, 1, 1), 1), 0.0, 46.0)
+    model, spread = startup_fit([point])
+    assert spread == ASSUMED_SPREAD
+    assert model.verify_ms(1, 0) == pytest.approx(46.0)
+    assert model.draft / model.verify == pytest.approx(ASSUMED.draft / ASSUMED.verify)
+    times = [
+        PassTimes(
+            Point(tier, batch), MODEL.draft_ms(batch, tier.steps, tier.top_k, 0),
+            MODEL.verify_ms(batch * tier.nodes, 0),
+        )
+        for tier in (OFF.tier, CHAIN.tier, TREE.tier) for batch in (1, 2, 4)
+    ]  # fmt: skip
+    model, spread = startup_fit(times)
+    assert spread == STARTUP_SPREAD
+    assert model.draft == pytest.approx(MODEL.draft, rel=0.01)
