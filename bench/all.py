@@ -20,7 +20,7 @@ from bench import report
 from bench.common import ROOT, fail
 
 USUAL = ("overlap", "adaptive", "gsm8k", "json_schema", "peers", "maskbench", "soak")
-OTHERS = ("arrivals", "embedded", "compile", "kernels", "serving", "scaling", "drafters")
+OTHERS = ("arrivals", "embedded", "compile", "forced", "kernels", "serving", "scaling", "drafters")
 
 
 def command(name: str, options: argparse.Namespace) -> list[str]:
@@ -33,7 +33,8 @@ def command(name: str, options: argparse.Namespace) -> list[str]:
         words += ["--data", str(options.gsm8k)]
     if options.gsm8k is not None and name == "drafters":
         words += ["--gsm8k", str(options.gsm8k)]
-    if options.schemas is not None and name in ("overlap", "json_schema", "maskbench", "compile"):
+    takes_schemas = ("overlap", "json_schema", "maskbench", "compile", "forced")
+    if options.schemas is not None and name in takes_schemas:
         words += ["--data", str(options.schemas)]
     return words
 

@@ -30,6 +30,7 @@ is a fault of the backend, and the matcher may not be used again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +74,17 @@ class Matcher(ABC):
             next_sibling: int64 `(n,)`, a later node or -1.
             rows: int32 `(n, words)`, C-contiguous, completely overwritten.
         """
+
+    def forced_bytes(self, path: Sequence[int] = ()) -> bytes:  # noqa: ARG002
+        """Bytes with which every text goes on after the tokens of `path`.
+
+        For drafts alone: it may be shorter than the truth, as this default is, and may end inside
+        a character. The matcher is left unchanged.
+
+        Args:
+            path: Tokens that are legal one after the other, none of them a stop token.
+        """
+        return b""
 
     @property
     @abstractmethod

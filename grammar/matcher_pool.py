@@ -21,6 +21,8 @@ import numpy as np
 
 from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.contract import Links, Matcher, Row
+from overlap_spec.grammar.forced import NO_OPENINGS, ForcedRuns
+from overlap_spec.grammar.guesses import Guesses
 
 STARVED_DEADLINES = 4
 
@@ -36,7 +38,11 @@ class AcceptItem:
 
 @dataclass(frozen=True, eq=False)
 class FillItem:
-    """Fill the mask rows of a request's tree; arrays as in `Matcher.fill_tree`."""
+    """Fill the mask rows of a request's tree, and the runs behind its nodes.
+
+    Arrays are those of `Matcher.fill_tree`, and of `ForcedRuns.fill`: all -1 where the pool has no
+    :attr:`MatcherPool.forced`.
+    """
 
     request_id: int
     matcher: Matcher
@@ -44,6 +50,7 @@ class FillItem:
     first_child: Links
     next_sibling: Links
     rows: Row
+    runs: Row
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class PoolResult:
         start_ns: `time.perf_counter_ns` when the item's work started.
         end_ns: The same when it ended or was abandoned.
         root_only: The deadline passed, and only the root's row is filled.
+        refused: Drafts of the tree that the grammar forbids, or whose path it does.
     """
 
     request_id: int
@@ -66,6 +74,7 @@ class PoolResult:
     start_ns: int
     end_ns: int
     root_only: bool = False
+    refused: int = 0
 
 
 class _MatcherCall(ABC):
@@ -73,7 +82,7 @@ class _MatcherCall(ABC):
 
     def __init__(self, item: AcceptItem | FillItem, after: _MatcherCall | None) -> None:
         self.request_id, self.matcher, self.after = item.request_id, item.matcher, after
-        self.accepted = 0
+        self.accepted, self.openings = 0, NO_OPENINGS
         self.started = self.root_ready = self.returned = self.abandoned = False
         self.error: Exception | None = None
         self.runner: threading.Thread | None = None
@@ -108,6 +117,7 @@ class _MatcherCall(ABC):
             self.start_ns,
             self.end_ns,
             self.abandoned and self.root_ready,
+            0 if self.abandoned else self.openings.refused,
         )
 
 
@@ -129,24 +139,42 @@ class _AcceptCall(_MatcherCall):
 class _FillCall(_MatcherCall):
     """Fills rows of its own first, since an abandoned call may write at any time.
 
-    ``scratch``: int32 ``(1 + nodes, words)``, the root's row by itself, then the tree's.
+    ``scratch``: int32 ``(1 + nodes, words)``, the root's row by itself, then the tree's. ``runs``:
+    likewise, its runs.
     """
 
     def __init__(
-        self, item: FillItem, after: _MatcherCall | None, scratch: Row, root_first: bool
+        self,
+        item: FillItem,
+        after: _MatcherCall | None,
+        scratch: Row,
+        root_first: bool,
+        forced: ForcedRuns | None,
+        guesses: Guesses,
     ) -> None:
         super().__init__(item, after)
         self.item, self.scratch, self.root_first = item, scratch, root_first
+        self.forced, self.guesses = forced, guesses
+        self.runs: Row | None = None
 
     def work(self) -> None:
         item = self.item
         if self.root_first and len(item.tokens) > 1:
             self.matcher.fill(self.scratch[0])
             self.root_ready = True
-        self.matcher.fill_tree(item.tokens, item.first_child, item.next_sibling, self.scratch[1:])
+        tree = item.tokens, item.first_child, item.next_sibling, self.scratch[1:]
+        self.matcher.fill_tree(*tree)
+        if self.forced is not None:
+            runs = np.empty_like(item.runs)
+            self.openings = self.forced.fill(self.matcher, *tree, runs, self.guesses)
+            self.runs = runs
 
     def publish(self) -> None:
-        rows = self.item.rows
+        rows, runs = self.item.rows, self.item.runs
+        if self.runs is not None and not self.abandoned:
+            runs[:] = self.runs
+        else:
+            runs.fill(-1)
         if self.error is not None:
             rows.fill(0)
         elif self.abandoned:
@@ -163,17 +191,22 @@ class MatcherPool:
         threads: Number of threads; 0 runs items in the caller's thread, without deadlines.
         deadline_ms: Time limit of one item, or None. Counts the thread's CPU time, or
             :data:`STARVED_DEADLINES` times as much wall-clock time.
+
+    Attributes:
+        forced: Tells the runs behind the nodes of trees; None where nobody asks for them.
     """
 
     def __init__(self, threads: int = 0, deadline_ms: float | None = None) -> None:
         if threads < 0:
             raise ValueError(f"threads must be 0 or more, got {threads}")
         self.threads = threads
+        self.forced: ForcedRuns | None = None
         self._deadline_ns = None if deadline_ms is None else int(deadline_ms * 1e6)
         self._lock = threading.Condition()
         self._queue: deque[_MatcherCall] = deque()
         self._latest: dict[int, _MatcherCall] = {}
         self._scratch: dict[int, Row] = {}
+        self._guesses: dict[int, Guesses] = {}
         self._closed = False
         self._runners: set[threading.Thread] = set()
         self._stuck: set[threading.Thread] = set()
@@ -181,7 +214,16 @@ class MatcherPool:
             self._start_runner()
 
     def accept_batch(self, items: Sequence[AcceptItem]) -> list[PoolResult]:
-        """Accept each item's tokens until one is rejected; results in the items' order."""
+        """Accept each item's tokens until one is rejected; results in the items' order.
+
+        They follow the root of the request's last tree: where text was forced, that is learned.
+        """
+        if self.forced is not None:
+            for item in items:
+                filled = self._latest.get(item.request_id)
+                if filled is not None and filled.returned and not filled.abandoned:
+                    guesses = self.guesses(item.request_id)
+                    self.forced.learn(filled.openings, item.tokens, guesses)
         return self._run([_AcceptCall(item, self._latest.get(item.request_id)) for item in items])
 
     def fill_batch(self, items: Sequence[FillItem]) -> list[PoolResult]:
@@ -189,13 +231,25 @@ class MatcherPool:
         # A separate root row is worth its time only under a deadline.
         root_first = self.threads > 0 and self._deadline_ns is not None
         calls = [
-            _FillCall(item, self._latest.get(item.request_id), self._rows_for(item), root_first)
+            _FillCall(
+                item,
+                self._latest.get(item.request_id),
+                self._rows_for(item),
+                root_first,
+                self.forced,
+                self.guesses(item.request_id),
+            )
             for item in items
         ]
         return self._run(calls)
 
+    def guesses(self, request_id: int) -> Guesses:
+        """How well a request's forced text is guessed."""
+        return self._guesses.setdefault(request_id, Guesses())
+
     def forget(self, request_id: int) -> None:
         """Drop the state of a request that has ended."""
+        self._guesses.pop(request_id, None)
         self._latest.pop(request_id, None)
         self._scratch.pop(request_id, None)
 

@@ -12,6 +12,7 @@ be whole characters.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -211,6 +212,10 @@ class ReasoningMatcher(Matcher):
                     self._compiled.think[state].apply(rows[node])
                 return
         walk.fill_tree(self, tokens, first_child, next_sibling, rows)
+
+    def forced_bytes(self, path: Sequence[int] = ()) -> bytes:
+        """The inner grammar's, once it has begun; the text before it is free."""
+        return b"" if self._inner is None else self._inner.forced_bytes(path)
 
     @property
     def is_terminated(self) -> bool:

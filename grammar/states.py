@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Generic, TypeVar
+
+import numpy as np
 
 from overlap_spec.grammar import walk
 from overlap_spec.grammar.contract import Links, Matcher, Row
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 State = TypeVar("State")
+LONGEST_FORCED = 256
 
 
 class Automaton(ABC, Generic[State]):
@@ -29,6 +33,23 @@ class Automaton(ABC, Generic[State]):
     @abstractmethod
     def row(self, state: State) -> Row:
         """The mask row of a state without stop tokens; callers must not write to it."""
+
+    def forced(self, state: State) -> bytes:
+        """Bytes with which every text goes on after a state; none where the vocabulary lacks the
+        token of some byte."""
+        found = bytearray()
+        tokens = self.vocabulary.byte_tokens
+        if (tokens < 0).any():
+            return b""
+        while len(found) < LONGEST_FORCED and not self.is_final(state):
+            words = self.row(state)[tokens >> 5]
+            (ahead,) = np.nonzero((words >> (tokens & 31)) & 1)
+            after = self.after(state, int(tokens[ahead[0]])) if len(ahead) == 1 else None
+            if after is None:
+                break
+            found.append(int(ahead[0]))
+            state = after
+        return bytes(found)
 
 
 class StateMatcher(Matcher, Generic[State]):
@@ -73,6 +94,12 @@ class StateMatcher(Matcher, Generic[State]):
 
     def fill_tree(self, tokens: Links, first_child: Links, next_sibling: Links, rows: Row) -> None:
         walk.fill_tree(self, tokens, first_child, next_sibling, rows)
+
+    def forced_bytes(self, path: Sequence[int] = ()) -> bytes:
+        here = self._path[-1]
+        for token in path:
+            here = None if here is None else self._automaton.after(here, token)
+        return b"" if here is None else self._automaton.forced(here)
 
     @property
     def is_terminated(self) -> bool:

@@ -78,6 +78,15 @@ class Vocabulary:
         return _row(self.stop_ids, self.words)
 
     @cached_property
+    def byte_tokens(self) -> npt.NDArray[np.int64]:
+        """int64 `(256,)`: a token whose text is that one byte, the first of them; -1 if none."""
+        found = np.full(256, -1, np.int64)
+        for token in reversed(range(len(self.tokens))):
+            if len(self.text[token]) == 1:
+                found[self.text[token][0]] = token
+        return found
+
+    @cached_property
     def fingerprint(self) -> str:
         """Hexadecimal sha256 of everything that affects masks."""
         digest = hashlib.sha256(f"{self.size};{sorted(set(self.stop_ids))};".encode())

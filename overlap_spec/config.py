@@ -49,7 +49,7 @@ class EngineConfig:
     algorithm: Annotated[
         str | None,
         Help(
-            "Drafter: eagle, eagle3, draft_model, mtp, ngram, suffix, none, or "
+            "Drafter: eagle, eagle3, draft_model, mtp, ngram, suffix, grammar, none, or "
             "package.module:Class of your own; by default eagle3 if there is a draft head.",
             ("--speculative-algorithm",),
         ),
@@ -359,7 +359,8 @@ class EngineConfig:
 
 def drafter_names() -> tuple[str, ...]:
     """The drafters that have a file."""
-    support = {"__init__", "base", "fixed_tree", "registry", "sound", "text_pool", "tree_drafter"}
+    support = {"__init__", "base", "fixed_tree", "grafts", "registry", "sound"}
+    support |= {"text_pool", "tree_drafter"}
     return tuple(sorted(f.stem for f in DRAFTERS.glob("*.py") if f.stem not in support))
 
 

@@ -10,6 +10,9 @@ from typing import Any
 class RequestStats:
     """Measured on one request. Times in milliseconds, rates over what was really drafted.
 
+    ``grafted_tokens``: drafts that the grammar forced. ``illegal_drafts``: drafts that it forbade,
+    or whose path it did.
+
     ``grammar_ms``: its matcher's time. ``exposed_ms``: its share of the time that compute waited
     for masks, by grammar time. ``idle_ms``: its share of all time that compute stood idle in its
     steps, in equal parts. ``acceptance``: which drafts it accepted; ``lossy``: whether that rule
@@ -24,6 +27,9 @@ class RequestStats:
     verified_tokens: int = 0
     drafted_tokens: int = 0
     accepted_drafts: int = 0
+    grafted_tokens: int = 0
+    accepted_grafts: int = 0
+    illegal_drafts: int = 0
     accept_histogram: list[int] = field(default_factory=list)
     ttft_ms: float = 0.0
     end_to_end_ms: float = 0.0
@@ -48,6 +54,11 @@ class RequestStats:
         return self.accepted_drafts / self.drafted_tokens if self.drafted_tokens else 0.0
 
     @property
+    def graft_accept_rate(self) -> float:
+        """Share of grafted tokens that were accepted."""
+        return self.accepted_grafts / self.grafted_tokens if self.grafted_tokens else 0.0
+
+    @property
     def tpot_ms(self) -> float:
         """Mean time per output token after the first."""
         rest = self.output_tokens - 1
@@ -56,5 +67,5 @@ class RequestStats:
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain data."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
-        rates = ("accept_length", "accept_rate", "tpot_ms")
+        rates = ("accept_length", "accept_rate", "graft_accept_rate", "tpot_ms")
         return data | {name: getattr(self, name) for name in rates}

@@ -18,7 +18,9 @@ from overlap_spec.errors import InvalidRequest
 from overlap_spec.stats import RequestStats
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
-Origin = Literal["drafted", "bonus", "forced"]
+# Tokens of a run that a grammar forces, as far as it is drafted; the first is what was chosen last.
+RUN_TOKENS = 16
+Origin = Literal["grafted", "drafted", "bonus", "forced"]
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -48,8 +50,9 @@ class SamplingParams:
             probable ones, after mask and penalties and before temperature.
         speculate: Whether drafts may be accepted; the text is the same either way, under the exact
             rule of acceptance.
-        origins: Whether to tell of each output token how it came: an accepted draft, the target's
-            own choice behind these (bonus), or the only token that the mask allowed (forced).
+        origins: Whether to tell of each output token how it came: an accepted draft, an accepted
+            draft whose text the grammar had forced (grafted), the target's own choice behind these
+            (bonus), or the only token that the mask allowed (forced).
         tpot_slo_ms: Target of the time per output token, in milliseconds: adaspec and auto plan no
             step that takes longer, where they can; None is the engine's.
     """
@@ -172,12 +175,14 @@ class Request:
 class History:
     """A request's known tokens: its prompt and its output so far, neither copied.
 
-    The output grows while the request runs.
+    The output grows while the request runs. ``forced``: the likely tokens of what the grammar
+    forces behind the known ones.
     """
 
     request_id: int
     prompt: Sequence[int]
     output: Sequence[int]
+    forced: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)
@@ -328,6 +333,8 @@ class RowResult:
         error: Why the request must end, if it must.
         limited: The masks were late: only the root's row was used.
         origins: One entry a token, if asked for.
+        grafts: How many of the verified drafts the grammar had forced.
+        grafted: How many of these are among the accepted ones, which they begin.
     """
 
     tokens: tuple[int, ...]
@@ -338,6 +345,8 @@ class RowResult:
     limited: bool = False
     origins: tuple[Origin, ...] = ()
     confidences: tuple[float, ...] = ()
+    grafts: int = 0
+    grafted: int = 0
 
 
 @dataclass(frozen=True)

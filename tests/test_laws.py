@@ -212,7 +212,15 @@ GRAMMAR_FILES: dict[str, set[str]] = {
         "tool_stream",
         "tools",
     },
-    "contract": {"contract", "import_stubs", "states", "vocabulary", "walk"},
+    "contract": {
+        "contract",
+        "forced",
+        "guesses",
+        "import_stubs",
+        "states",
+        "vocabulary",
+        "walk",
+    },
     "compile": {"__init__", "compile", "matcher_pool", "reasoning_matcher", "reasoning_tables"},
 }
 

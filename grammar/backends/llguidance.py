@@ -11,6 +11,7 @@ mask forbids, and errors are checked after each call.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -182,6 +183,17 @@ class _LLGuidanceMatcher(Matcher):
                 raise RuntimeError(f"token {token} is allowed by its mask row but was rejected")
             self._mask(own, rows[node])
             open_nodes.append((child[node], node, own))
+
+    def forced_bytes(self, path: Sequence[int] = ()) -> bytes:
+        if self._terminated:
+            return b""
+        library = self._library
+        if path:
+            library = library.deep_copy()
+            if library.try_consume_tokens(list(path)) != len(path):
+                raise RuntimeError(f"llguidance rejected legal tokens: {list(path)}")
+        forced: bytes = library.compute_ff_bytes()
+        return forced
 
     @property
     def is_terminated(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -159,6 +160,20 @@ class _XGrammarMatcher(Matcher):
             self._replay()
             raise
         rows &= self.vocabulary.text_row
+
+    def forced_bytes(self, path: Sequence[int] = ()) -> bytes:
+        if self.is_terminated:
+            return b""
+        accepted = 0
+        try:
+            for token in path:
+                if not self._library.accept_token(token):
+                    raise RuntimeError(f"xgrammar rejected the legal token {token}")
+                accepted += 1
+            return str(self._library.find_jump_forward_string()).encode()
+        finally:
+            if accepted:
+                self._library.rollback(accepted)
 
     @property
     def is_terminated(self) -> bool:

@@ -68,7 +68,8 @@ class Tables(Protocol):
 
 class Roots(NamedTuple):
     """The trees' roots, int64: ``rows (B,)`` and their ``pages (B, P)``, last committed
-    ``tokens (B,)`` and their ``positions (B,)``.
+    ``tokens (B,)`` and their ``positions (B,)``, and ``forced (B, L)``: the likely tokens of what
+    the grammar forces behind each root, -1 behind their end.
 
     ``temperature`` float32 ``(B,)``, 0 where a row is greedy, and ``seeds`` int64 ``(B,)``: with
     them :meth:`noise` is that of the target's choices. None where all rows are greedy. ``support``:
@@ -79,6 +80,7 @@ class Roots(NamedTuple):
     pages: Tensor
     tokens: Tensor
     positions: Tensor
+    forced: Tensor
     temperature: Tensor | None = None
     seeds: Tensor | None = None
     support: int = 0
@@ -194,7 +196,8 @@ class Drafter(nn.Module, ABC):
 
         Args:
             histories: Each request's known tokens; its root is the last. They are live: what is to
-                be kept of them is copied.
+                be kept of them is copied. What a draft lacks of their ``forced`` tokens, the
+                worker puts into it.
         """
         raise NotImplementedError(f"{type(self).__name__} must have propose")
 

@@ -11,6 +11,7 @@ import math
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -172,16 +173,30 @@ class NgramDrafter(LookupDrafter[NgramIndex]):
         )
 
     def look_up(self, history: History, pool: TextPool[NgramIndex], tier: Tier) -> HostDraft:
-        return draft_of(self._matches(history, pool, tier), tier)
+        # What is forced goes in front of what may follow it.
+        known = min(len(history.forced), tier.steps)
+        rest = replace(tier, steps=tier.steps - known, nodes=tier.nodes - known)
+        draft = draft_of(self._matches(history, pool, rest), rest)
+        if not known:
+            return draft
+        assert draft.parents is not None
+        return HostDraft(
+            np.concatenate([np.array(history.forced[:known], np.int64), draft.tokens]),
+            np.concatenate([np.arange(known), draft.parents + known]),
+            np.concatenate([np.zeros(known, np.float32), draft.scores]),
+        )
 
     def _matches(self, history: History, pool: TextPool[NgramIndex], tier: Tier) -> list[Match]:
-        """What followed the request's last tokens before: after longer n-grams first."""
+        """What followed the request's last tokens, forced ones included, where they stood before:
+        after longer n-grams first."""
         total, oldest = len(history), self.config.ngram_use_oldest
-        every = [(i, last and pool.added == total) for i, last in pool.indexes(oldest)]
+        at_end = pool.added == total and not history.forced
+        every = [(i, last and at_end) for i, last in pool.indexes(oldest)]
         if self.public is not None:
             every += [(i, False) for i, _ in self.public.indexes(oldest)]
         keys, base = [0], 1
-        for token in reversed(history.tokens(max(0, total - self.size), total)):
+        last = [*history.tokens(max(0, total - self.size), total), *history.forced]
+        for token in last[: -self.size - 1 : -1]:
             keys.append(keys[-1] + token * base)
             base *= self.vocab_size
         seen: list[set[int]] = [set() for _ in every]

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from overlap_spec.drafters.base import Committed, Draft, DraftCache, Drafter, Roots
 from overlap_spec.drafters.fixed_tree import Shape, shape_of
+from overlap_spec.drafters.grafts import Grafts
 from overlap_spec.kernels import Noise, Odds, grow, rerank
 from overlap_spec.models.decoder import Attend
 from overlap_spec.types import Tier
@@ -77,13 +78,15 @@ class TreeDrafter(Drafter):
         )
 
     def _chain(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
-        before = state[:, None]
+        before, grafts = state[:, None], Grafts(roots, tier.nodes - 1)
         score, token, *odds = self.candidates(state, 1, roots.noise(1, 1))
+        score, token = grafts.first(score, token, 0)
         scores, tokens, every = [score], [token], [odds]
         for step in range(1, tier.nodes - 1):
             # Everything before is an ancestor: plain causal attention.
             before = self._advance(roots, token, before, step, None)
             score, token, *odds = self.candidates(before.flatten(0, 1), 1, roots.noise(step + 1, 1))
+            score, token = grafts.first(score, token, step)
             scores.append(score)
             tokens.append(token)
             every.append(odds)
@@ -96,7 +99,9 @@ class TreeDrafter(Drafter):
 
     def _tree(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
         batch, k, device = roots.rows.shape[0], tier.top_k, roots.rows.device
+        grafts = Grafts(roots, tier.steps)
         score, token, *odds = self.candidates(state, k, roots.noise(1, 1))
+        score, token = grafts.first(score, token, 0)
         scores, tokens, draws = [score], [token], [odds]
         parents = [torch.full_like(token, -1)]
         number = torch.arange(k, device=device).expand(batch, k)
@@ -106,6 +111,10 @@ class TreeDrafter(Drafter):
         for step in range(1, tier.steps):
             out = self._advance(roots, token, before, step, mask)
             added, choices, *odds = self.candidates(out.flatten(0, 1), k, roots.noise(step + 1, k))
+            # A run goes on in the first branch: nothing outranks its score, nor comes before it.
+            added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0] = grafts.first(
+                added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0], step
+            )
             draws.append(odds)
             drawn_at.append(number)
             grown = grow(score, added, choices, mask)

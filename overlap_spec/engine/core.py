@@ -281,6 +281,9 @@ class EngineCore:
     def _commit(self, result: StepResult, step: InFlightStep) -> list[Run]:
         self._end_failed()
         kept = self.scheduler.commit(result)
+        for request_id, row in zip(result.plan.verified_ids, result.rows, strict=True):
+            if row.drafted and request_id in self.grammar.matchers:
+                self.grammar.judge(request_id, row, result.plan.tier.steps)
         self._observe(result, step)
         self._before = step
         return kept
@@ -305,9 +308,10 @@ class EngineCore:
         for sequence in self.scheduler.running:
             if sequence.request.id in verified:
                 sequence.stats.idle_ms += result.idle_ms / len(verified)
-            grammar_ms, exposed_ms = shares.get(sequence.request.id, (0.0, 0.0))
-            sequence.stats.grammar_ms += grammar_ms
-            sequence.stats.exposed_ms += exposed_ms
+            if (share := shares.get(sequence.request.id)) is not None:
+                sequence.stats.grammar_ms += share.grammar_ms
+                sequence.stats.exposed_ms += share.exposed_ms
+                sequence.stats.illegal_drafts += share.refused
 
     def _observe(self, result: StepResult, step: InFlightStep) -> None:
         """Tell the length policy what the step's trees got, and how long they took."""

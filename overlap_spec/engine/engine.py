@@ -29,13 +29,14 @@ from overlap_spec.errors import EngineUnavailable, RequestFailed
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.compile import GrammarCompiler
 from overlap_spec.grammar.contract import CompiledGrammar
+from overlap_spec.grammar.forced import ForcedRuns
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
 from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.timeline import Timeline
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import Delta, Output, Request
+from overlap_spec.types import RUN_TOKENS, Delta, Output, Request
 
 
 class Engine:
@@ -55,6 +56,11 @@ class Engine:
         self.core = EngineCore(self.config)
         self.context_length = self.core.context_length
         self.tokenizer = Tokenizer(self.config.target_path, self.core.vocab_size)
+        # Under the rule of rejection drafts must be draws, and a forced token is none.
+        if self.config.drafter != "none" and self.config.acceptance != "rejection":
+            self.core.grammar.pool.forced = ForcedRuns(
+                self.tokenizer.vocabulary, self.tokenizer.encode, RUN_TOKENS
+            )
         limits = Limits(self.context_length, self.core.longest)
         self.input_processor = InputProcessor(self.tokenizer, limits)
         backend = load(self.config.grammar_backend)

@@ -10,7 +10,7 @@ from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.matcher_pool import AcceptItem, FillItem, MatcherPool
 from overlap_spec.grammar.matcher_pool import PoolResult as LaneResult
 from overlap_spec.timeline import Span, hidden_fraction, union_ms
-from overlap_spec.types import HostTrees, Int32s, Int64s
+from overlap_spec.types import HostTrees, Int32s, Int64s, RowResult
 
 
 @dataclass
@@ -35,6 +35,19 @@ class StepFigures:
         return hidden_fraction([self.exposed_ms], [self.grammar_ms])
 
 
+@dataclass
+class GrammarShare:
+    """What one request's grammar did in a step.
+
+    ``grammar_ms``: its matcher's time; ``exposed_ms``: its share of the exposed wait; ``refused``:
+    drafts that it forbids, or whose path it does.
+    """
+
+    grammar_ms: float = 0.0
+    exposed_ms: float = 0.0
+    refused: int = 0
+
+
 class GrammarManager:
     """The matchers of one engine by request id, and the time that they take.
 
@@ -52,9 +65,14 @@ class GrammarManager:
         self._results: list[LaneResult] = []
 
     def fill(
-        self, request_ids: Sequence[int], trees: HostTrees, rows: Int32s, limits: Int64s
+        self,
+        request_ids: Sequence[int],
+        trees: HostTrees,
+        rows: Int32s,
+        limits: Int64s,
+        runs: Int32s,
     ) -> None:
-        """Write one mask row a node of each constrained request's tree.
+        """Write one mask row a node of each constrained request's tree, and the run behind it.
 
         Args:
             request_ids: Whose the trees are, in their order.
@@ -62,8 +80,11 @@ class GrammarManager:
                 does not reach, become zero.
             limits: ``(len(request_ids),)``: lowered to the depth down to which a request's rows
                 are good, if that is not the whole tree.
+            runs: ``(nodes, tokens)``: tokens that the grammar forces behind each node, -1 where
+                there are no more.
         """
         items, index_of = [], {}
+        runs.fill(-1)
         bounds = trees.offsets.tolist()
         for index, request_id in enumerate(request_ids):
             span = slice(bounds[index], bounds[index + 1])
@@ -79,6 +100,7 @@ class GrammarManager:
                     trees.first_child[span],
                     trees.next_sibling[span],
                     rows[span],
+                    runs[span],
                 )
             )
         for result in self._note("fill", self.pool.fill_batch(items)):
@@ -86,6 +108,17 @@ class GrammarManager:
                 self._fail(result.request_id, result.error)
             elif result.root_only:
                 limits[index_of[result.request_id]] = 0
+
+    def judge(self, request_id: int, row: RowResult, steps: int) -> None:
+        """Measure a request's drafter by itself: guesses of forced text are to be better.
+
+        Args:
+            row: What it got from a step that drafted.
+            steps: Depth of its draft.
+        """
+        # Where a path ends at a forced token, that was not the drafter's.
+        wrong = row.grafted == row.grafts and row.accepted < steps
+        self.pool.guesses(request_id).judge(row.accepted - row.grafted, int(wrong))
 
     def free(self, request_ids: Iterable[int]) -> list[bool]:
         """Whether each request is inside its model's thinking, after what it was last fed."""
@@ -111,7 +144,7 @@ class GrammarManager:
         """Wall-clock time of the grammar's work since the last :meth:`account`."""
         return union_ms(Span("lane", "", r.start_ns, r.end_ns, 0, {}) for r in self._results)
 
-    def account(self, exposed_ms: float, idle_ms: float) -> dict[int, tuple[float, float]]:
+    def account(self, exposed_ms: float, idle_ms: float) -> dict[int, GrammarShare]:
         """Close a step's books: what was done since the last call is what it cost.
 
         Args:
@@ -119,16 +152,19 @@ class GrammarManager:
             idle_ms: How long it stood idle for whatever reason.
 
         Returns:
-            Request id → its grammar time and its share of the exposed wait, in milliseconds.
+            Request id → its share.
         """
         self.figures.add(self.spent_ms, exposed_ms, idle_ms)
         results, self._results = self._results, []
-        taken: dict[int, float] = {}
+        shares: dict[int, GrammarShare] = {}
         for result in results:
-            spent = (result.end_ns - result.start_ns) / 1e6
-            taken[result.request_id] = taken.get(result.request_id, 0.0) + spent
-        total = sum(taken.values()) or 1.0
-        return {i: (ms, exposed_ms * ms / total) for i, ms in taken.items()}
+            share = shares.setdefault(result.request_id, GrammarShare())
+            share.grammar_ms += (result.end_ns - result.start_ns) / 1e6
+            share.refused += result.refused
+        total = sum(share.grammar_ms for share in shares.values()) or 1.0
+        for share in shares.values():
+            share.exposed_ms = exposed_ms * share.grammar_ms / total
+        return shares
 
     def _fail(self, request_id: int, error: Exception) -> None:
         # A matcher that failed is in no known state: it is not touched again.

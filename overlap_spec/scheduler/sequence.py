@@ -98,6 +98,8 @@ class Sequence:
             stats.limited_steps += row.limited
             drafts = min(row.accepted, kept)
             stats.accepted_drafts += drafts
+            stats.grafted_tokens += row.grafts
+            stats.accepted_grafts += min(row.grafted, kept)
             stats.accept_histogram += [0] * (drafts + 1 - len(stats.accept_histogram))
             stats.accept_histogram[drafts] += 1
         since = (now - self.request.arrival_ns) / 1e6

@@ -58,6 +58,15 @@ class Metrics:
         self.output = self._counter("generation_tokens", "Tokens generated.")
         self.drafted = self._counter("spec_draft_tokens", "Tokens drafted and verified.")
         self.accepted = self._counter("spec_accepted_tokens", "Drafted tokens accepted.")
+        self.grafted = self._counter(
+            "spec_grafted_tokens", "Drafted tokens that the grammar had forced."
+        )
+        self.right_grafts = self._counter(
+            "spec_accepted_grafted_tokens", "Drafted tokens that the grammar had forced, accepted."
+        )
+        self.illegal = self._counter(
+            "spec_illegal_draft_tokens", "Drafted tokens that the grammar forbade, or their path."
+        )
         self.verifies = self._counter("spec_verifies", "Verify passes, counted for each request.")
         self.requests = self._counter("requests", "Ended requests.", ("finish_reason",))
         self.rejected = self._counter("requests_rejected", "Rejected HTTP requests.", ("status",))
@@ -84,6 +93,9 @@ class Metrics:
         self.output.inc(stats.output_tokens)
         self.drafted.inc(stats.drafted_tokens)
         self.accepted.inc(stats.accepted_drafts)
+        self.grafted.inc(stats.grafted_tokens)
+        self.right_grafts.inc(stats.accepted_grafts)
+        self.illegal.inc(stats.illegal_drafts)
         self.verifies.inc(stats.verifies)
         self._verified_tokens += stats.verified_tokens
         self._verifies += stats.verifies

@@ -25,6 +25,7 @@ class Recordable(Protocol):
     device: torch.device
     fault: Exception | None
     draft_pools: Iterable[Any]
+    no_run: Tensor
 
     extends: bool
 
@@ -132,15 +133,17 @@ class GraphRunner:
         if drafter is None or tier.steps == 0 or (recorded and not drafter.host):
             draft = self._make_draft(tier, len(padding), len(others[0]), self._cuda)
         drafted = draft or Eager(partial(passes.dead_trees, tier))
-        _, positions, _, *tensors = drafted(padding, pages)
-        tree = Tree(*tensors)
+        _, positions, _, _, *tensors = drafted(padding, pages)
+        tree = Tree(*tensors[: len(Tree._fields)])
         inputs = pages, positions, tree.tokens, tree.depths, tree.ancestors
         verify_graph = self._make(partial(passes.verify_trees, tier), *inputs)
         _, *features = verify_graph(*inputs)
         every = padding.new_full((tree.tokens.numel(),), -1)
         limits = torch.full_like(padding, tier.steps)
+        runs = passes.no_run.repeat(len(every), 1)
+        chosen = *tree, every, limits, runs
         commit_graph = self._make(
-            partial(passes.commit_trees, tier), padding, pages, positions, *tree, every, limits
+            partial(passes.commit_trees, tier), padding, pages, positions, *chosen
         )
         if recorded and passes.extends:
             path, tokens = (padding.new_zeros(len(padding), tier.steps + 1) for _ in range(2))

@@ -26,7 +26,7 @@ from overlap_spec.kernels import (
     select_nodes,
 )
 from overlap_spec.models.decoder import Attend, Decoder
-from overlap_spec.types import StepPlan, Tier
+from overlap_spec.types import RUN_TOKENS, StepPlan, Tier
 from overlap_spec.worker.acceptance import AcceptanceRule
 from overlap_spec.worker.batch import Batch, Chunks
 from overlap_spec.worker.graph_runner import GraphRunner
@@ -84,7 +84,7 @@ class AcceptResult(NamedTuple):
     int64 ``(R, W)``: the accepted nodes. ``packed`` int64 ``(R, ...)``: what goes to the host: of
     trees the length, how many drafts lived, the tokens, and in units of 1 / :data:`SCORE_UNIT`
     the scores along the path and the best score of the last node's children; of chunks their
-    token.
+    token; of both, what is forced behind the new root.
     ``logprobs``: of each of ``tokens``, and the best ones and their ids: ``(R, W)``,
     ``(R, W, n)``, ``(R, W, n)``.
     """
@@ -101,6 +101,19 @@ class Accepted(NamedTuple):
 
     trees: AcceptResult | None
     chunks: AcceptResult | None
+
+
+class GrammarRows(NamedTuple):
+    """What the lane wrote of a step, on the device; nodes are the trees', then the final chunks'.
+
+    ``masks``: what each node may choose. ``limits`` int64 ``(S,)``: depth down to which each
+    tree's rows are good. ``runs`` int32 ``(nodes, RUN_TOKENS)``: what the grammar forces behind
+    each node, -1 behind its end.
+    """
+
+    masks: Masks
+    limits: Tensor
+    runs: Tensor
 
 
 class CommittedTokens(Committed):
@@ -162,6 +175,7 @@ class ModelRunner(nn.Module):
     """
 
     page_features: Tensor
+    no_run: Tensor
     refused: Tensor
 
     def __init__(
@@ -187,6 +201,8 @@ class ModelRunner(nn.Module):
         self.checked = not built
         self.register_buffer("refused", torch.zeros((), dtype=torch.int64, device=self.device))
         self.graphs = GraphRunner(self, record)
+        no_run = torch.full((1, RUN_TOKENS), -1, dtype=torch.int32, device=self.device)
+        self.register_buffer("no_run", no_run)
         if self.feature_layers:
             # One feature a page, so that a prefix can be reused with the drafter's cache.
             width = len(self.feature_layers) * target.config.hidden_size
@@ -239,9 +255,9 @@ class ModelRunner(nn.Module):
                 rows, pages = recorded.kept(rows, pages)
         if outputs is None:
             outputs = self.draft_trees(plan.tier, sampled, rows, pages, proposed)
-        tokens, positions, links, *rest = outputs
+        tokens, positions, forced, links, *rest = outputs
         tree, odds = Tree(*rest[: len(Tree._fields)]), rest[len(Tree._fields) :]
-        roots = Roots(rows, pages, tokens, positions)
+        roots = Roots(rows, pages, tokens, positions, forced)
         drafted = Drafted(roots, tree, links, None, Odds(*odds) if odds else None)
         return drafted if plan.budget.nodes is None else self._select(batch, drafted)
 
@@ -253,9 +269,8 @@ class ModelRunner(nn.Module):
         pages: Tensor,
         proposed: Draft | None = None,
     ) -> Tensors:
-        """The roots' tokens and positions, the links, and the tensors of the trees."""
-        tables = self.tables
-        roots = Roots(rows, pages, tables.roots[rows], tables.committed[rows])
+        """The roots' tokens, positions and runs, the links, and the tensors of the trees."""
+        tables, roots = self.tables, self._roots(rows, pages)
         if sampled and self.rule.coupled:
             noise = {"temperature": tables.temperature[rows], "seeds": tables.seed[rows]}
             roots = roots._replace(**noise, support=self.rule.support)
@@ -275,14 +290,20 @@ class ModelRunner(nn.Module):
             draft = self._sound(roots, self.drafter.draft(roots, tier), tier)
         else:
             draft = self._draft_or_none(roots, tier)
-        linked = roots.tokens, roots.positions, *_link(roots.tokens, draft, tier.steps)
+        known = roots.tokens, roots.positions, roots.forced
+        linked = *known, *_link(roots.tokens, draft, tier.steps)
         return linked if draft.odds is None else (*linked, *draft.odds)
 
     def dead_trees(self, tier: Tier, rows: Tensor, pages: Tensor) -> Tensors:
         """As :meth:`draft_trees`, where nothing is drafted: what a recording needs of a tree."""
-        roots = Roots(rows, pages, self.tables.roots[rows], self.tables.committed[rows])
+        roots = self._roots(rows, pages)
         draft = _no_draft(roots, tier.nodes - 1)
-        return roots.tokens, roots.positions, *_link(roots.tokens, draft, tier.steps)
+        known = roots.tokens, roots.positions, roots.forced
+        return *known, *_link(roots.tokens, draft, tier.steps)
+
+    def _roots(self, rows: Tensor, pages: Tensor) -> Roots:
+        tables = self.tables
+        return Roots(rows, pages, tables.roots[rows], tables.committed[rows], tables.forced[rows])
 
     def _draft_or_none(self, roots: Roots, tier: Tier) -> Draft:
         """The drafter's draft; dead nodes alone where it raises, or has lately."""
@@ -404,21 +425,20 @@ class ModelRunner(nn.Module):
         verified: Verified | None,
         prefilled: Prefilled | None,
         features: SamplingFeatures,
-        masks: tuple[Masks, Tensor] | None,
+        grammar: GrammarRows | None,
         free: Tensor | None = None,
     ) -> Accepted:
         """Mask, choose at every node, accept, and commit: the step's one decision.
 
         Args:
-            masks: What the nodes of the trees, then the final chunks, may choose, and the depth
-                limits int64 ``(S,)`` of the trees; None where no request has a grammar.
+            grammar: None where no request has one.
             free: bool ``(S,)``: whether each tree's root is inside the thinking; None: none is.
         """
         trees = chunks = None
         if drafted is not None and verified is not None:
-            trees = self._accept_trees(batch, drafted, verified, features, masks, free)
+            trees = self._accept_trees(batch, drafted, verified, features, grammar, free)
         if prefilled is not None:
-            chunks = self._accept_chunks(batch, prefilled, features, masks)
+            chunks = self._accept_chunks(batch, prefilled, features, grammar)
         return Accepted(trees, chunks)
 
     def _accept_trees(
@@ -427,17 +447,18 @@ class ModelRunner(nn.Module):
         drafted: Drafted,
         verified: Verified,
         features: SamplingFeatures,
-        masks: tuple[Masks, Tensor] | None,
+        grammar: GrammarRows | None,
         free: Tensor | None,
     ) -> AcceptResult:
         roots, tree, pack, logits = drafted.roots, drafted.tree, drafted.pack, verified.logits
         rows, nodes = tree.tokens.shape
         count = batch.trees * nodes
         limits = self.tables.depth_limit[roots.rows]
-        allowed = None
-        if masks is not None:
-            limits = torch.minimum(limits, masks[1])
-            allowed = masks[0].first(count) if pack is None else masks[0].packed(pack, count)
+        allowed, runs = None, self.no_run.expand(rows * nodes, -1)
+        if grammar is not None:
+            masks, runs = grammar.masks, grammar.runs[: rows * nodes]
+            limits = torch.minimum(limits, grammar.limits)
+            allowed = masks.first(count) if pack is None else masks.packed(pack, count)
         if pack is None:
             logits = logits[:count]
         ruled = self.rule.applies(features, free)
@@ -454,7 +475,7 @@ class ModelRunner(nn.Module):
         every = every.index_copy_(0, self._count(count) if pack is None else pack, choices)
         commit = self.graphs.find(batch.plan.tier, rows).commit
         lengths, tokens, path, packed = commit(
-            roots.rows, roots.pages, roots.positions, *tree, every, limits
+            roots.rows, roots.pages, roots.positions, *tree, every, limits, runs
         )
         accepted = AcceptResult(lengths, tokens, path, packed)
         count = batch.trees
@@ -479,10 +500,10 @@ class ModelRunner(nn.Module):
         """Follow the choices down the trees, and make what they accept the rows' new state.
 
         Args:
-            rest: The trees' tensors, the choice after every node int64 ``(S * N,)``, and the depth
-                limits int64 ``(S,)``.
+            rest: The trees' tensors, the choice after every node int64 ``(S * N,)``, the depth
+                limits int64 ``(S,)``, and the runs behind the nodes int32 ``(S * N, RUN_TOKENS)``.
         """
-        tables, tree, (choices, limits) = self.tables, Tree(*rest[:-2]), rest[-2:]
+        tables, tree, (choices, limits, runs) = self.tables, Tree(*rest[:-3]), rest[-3:]
         width = tier.steps + 1
         choices = choices.view_as(tree.tokens)
         accepted = accept_path(choices, tree, width, limits)
@@ -493,15 +514,18 @@ class ModelRunner(nn.Module):
             self.pool.move(pages, base + path, base + self._count(width))
         tables.committed[rows] = roots + lengths + 1
         tables.roots[rows] = accepted.bonus.clamp(min=0)
-        # Else the padding row would grow out of its pages.
-        tables.committed[-1:] = 0
         last = path.gather(1, lengths[:, None])
+        behind = runs[(self._count(rows.shape[0]) * tier.nodes)[:, None] + last].squeeze(1)
+        forced = _after(behind, accepted.bonus)
+        tables.forced[rows] = forced
+        # Else the padding row would grow out of its pages, and follow what nobody wrote.
+        tables.committed[-1:], tables.forced[-1:] = 0, -1
         refused = torch.where(tree.parents == last, tree.scores, -torch.inf).amax(1, keepdim=True)
         scores = torch.cat([tree.scores.gather(1, path), refused], 1)
         living = (tree.scores > -torch.inf).sum(1, keepdim=True) - 1
         # Fixed point, since they travel among integers; -inf is far below any score.
         fixed = (scores * SCORE_UNIT).clamp(min=DEAD_SCORE).long()
-        packed = torch.cat([lengths[:, None], living, tokens, fixed], 1)
+        packed = torch.cat([lengths[:, None], living, tokens, fixed, forced], 1)
         return lengths, tokens, path, packed
 
     def _accept_chunks(
@@ -509,7 +533,7 @@ class ModelRunner(nn.Module):
         batch: Batch,
         prefilled: Prefilled,
         features: SamplingFeatures,
-        masks: tuple[Masks, Tensor] | None,
+        grammar: GrammarRows | None,
     ) -> AcceptResult | None:
         chunks, logits = batch.chunks, prefilled.logits
         assert chunks is not None
@@ -517,13 +541,18 @@ class ModelRunner(nn.Module):
         if logits is None:
             return None
         rows, count = chunks.final_rows, len(chunks.final_rows)
-        allowed = masks[0].last(count) if masks is not None else None
+        allowed, runs = None, self.no_run.expand(count, -1)
+        if grammar is not None:
+            first = batch.trees * batch.plan.tier.nodes
+            allowed, runs = grammar.masks.last(count), grammar.runs[first : first + count]
         place = Nodes(rows, chunks.positions[chunks.last] + 1, None, None)
         logits = self.sampler.process(logits, place, features)
         tokens = self.sampler.choose(logits, place, features, allowed)
         self.tables.roots[rows] = tokens.clamp(min=0)
+        self.tables.forced[rows] = forced = _after(runs, tokens)
         lengths, tokens = torch.zeros_like(tokens), tokens[:, None]
-        accepted = AcceptResult(lengths, tokens, lengths[:, None], tokens)
+        packed = torch.cat([tokens, forced], 1)
+        accepted = AcceptResult(lengths, tokens, lengths[:, None], packed)
         if features.penalised:
             self.tables.count_output(rows, tokens, lengths)
         if features.top_logprobs is None:
@@ -658,6 +687,12 @@ class ModelRunner(nn.Module):
 
     def _count(self, end: int) -> Tensor:
         return torch.arange(end, device=self.device)
+
+
+def _after(runs: Tensor, chosen: Tensor) -> Tensor:
+    """What is left of runs ``(S, RUN_TOKENS)`` behind the tokens ``chosen (S,)``, int64; -1 of
+    those that do not begin with these."""
+    return torch.where(runs[:, :1] == chosen[:, None], runs[:, 1:], -1).long()
 
 
 def _no_draft(roots: Roots, nodes: int) -> Draft:

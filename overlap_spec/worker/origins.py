@@ -1,4 +1,4 @@
-"""How an output token came: drafted, chosen by the target, or forced by its mask."""
+"""How an output token came: drafted, grafted, chosen by the target, or forced by its mask."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from overlap_spec.types import Request
+from overlap_spec.types import RUN_TOKENS, Request
 
 # More drafts than a run can have.
 DEEPEST = 2**31
@@ -36,7 +36,8 @@ class RowTables(nn.Module):
     """Committed lengths, roots, page tables and sampling settings of ``max_rows`` rows.
 
     ``committed`` int64 ``(R,)``: tokens whose target keys are cached, which is the root's position.
-    ``roots`` int64 ``(R,)``: last committed tokens. ``pages`` int64 ``(R, P)``. What only some
+    ``roots`` int64 ``(R,)``: last committed tokens. ``forced`` int64 ``(R, L)``: tokens that the
+    grammar forces behind them, -1 behind their end. ``pages`` int64 ``(R, P)``. What only some
     requests need over the whole vocabulary (counts, bias, stop masks) is allocated on first use.
 
     R is ``max_rows + 1``: the last, :attr:`padding_row`, belongs to no request, and its pages are
@@ -45,6 +46,7 @@ class RowTables(nn.Module):
 
     committed: Tensor
     roots: Tensor
+    forced: Tensor
     pages: Tensor
     depth_limit: Tensor
     temperature: Tensor
@@ -58,6 +60,7 @@ class RowTables(nn.Module):
         self.device, self.vocab_size, self.padding_row = device, vocab_size, max_rows
         self.register_buffer("committed", table(torch.int64))
         self.register_buffer("roots", table(torch.int64))
+        self.register_buffer("forced", table(torch.int64, RUN_TOKENS - 1).fill_(-1))
         self.register_buffer("pages", table(torch.int64, max_pages))
         self.register_buffer("temperature", table(torch.float32))
         self.register_buffer("seed", table(torch.int64))

@@ -6,14 +6,17 @@ import gc
 import math
 import time
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, takewhile
 
 import torch
 from torch import Tensor
 
 from overlap_spec.drafters.base import Draft, host_draft
+from overlap_spec.drafters.grafts import graft
 from overlap_spec.errors import NumericFault
 from overlap_spec.types import (
+    RUN_TOKENS,
     History,
     HostTrees,
     Int32s,
@@ -28,7 +31,14 @@ from overlap_spec.types import (
 )
 from overlap_spec.worker.batch import Batch, PlanUpload
 from overlap_spec.worker.in_flight import Buffers, InFlightStep, TierState
-from overlap_spec.worker.model_runner import DEAD_SCORE, SCORE_UNIT, Accepted, Drafted, ModelRunner
+from overlap_spec.worker.model_runner import (
+    DEAD_SCORE,
+    SCORE_UNIT,
+    Accepted,
+    Drafted,
+    GrammarRows,
+    ModelRunner,
+)
 from overlap_spec.worker.origins import token_origins
 from overlap_spec.worker.pass_times import PassTimes, Point, measure_passes
 from overlap_spec.worker.sampler import Masks, token_logprobs
@@ -58,6 +68,8 @@ class Worker:
         self.runner, self.streams, self.overlap, self._rows = runner, streams, overlap, rows
         self._record, self._tables, self._device = record, runner.tables, runner.device
         self._states: dict[Tier, TierState] = {}
+        # Behind each row's root, as far as results have been read.
+        self._runs: dict[int, list[int]] = {}
         self._accepted = [streams.event() for _ in range(ACCEPTS)]
         columns = self._tables.pages.shape[1]
         self._upload = PlanUpload(
@@ -205,7 +217,12 @@ class Worker:
         start = time.perf_counter_ns()
         arrays = None
         with self.runner.guard_drafter():
-            arrays = host_draft(drafter.propose(histories, tier), tier)
+            known = [
+                replace(history, forced=self._runs[row])
+                for history, row in zip(histories, step.plan.decode_rows, strict=True)
+            ]
+            drafts = zip(drafter.propose(known, tier), known, strict=True)
+            arrays = host_draft([graft(d, h.forced, tier) for d, h in drafts], tier)
         self._record("host", "propose", start, time.perf_counter_ns(), step.plan.index)
         if arrays is None:
             return None
@@ -228,22 +245,23 @@ class Worker:
         if step.constrained and self.overlap == "none":
             step.events.verified.synchronize()
 
-    def trees(self, step: InFlightStep) -> tuple[HostTrees, Int32s, Int64s]:
-        """The drafted trees once they are on the host, and where their masks go.
+    def trees(self, step: InFlightStep) -> tuple[HostTrees, Int32s, Int64s, Int32s]:
+        """The drafted trees once they are on the host, and where their masks and runs go.
 
         Blocks until the trees are there: the step's one wait.
 
         Returns:
             The trees in the order of ``plan.verified``; int32 ``(nodes, words)``, a mask row for
             each node; int64 ``(requests,)``, to be lowered to the depth down to which a request's
-            rows are good.
+            rows are good; int32 ``(nodes, RUN_TOKENS)``, the run behind each node.
         """
         step.events.tree_on_host.synchronize()
         trees = step.host_trees()
         limits = step.buffers.limits.numpy()
         limits.fill(step.plan.tier.steps)
-        rows = step.buffers.mask_rows(int(trees.offsets[-1]))
-        return trees, rows, limits[: len(step.plan.verified)]
+        nodes = int(trees.offsets[-1])
+        rows, runs = step.buffers.mask_rows(nodes), step.buffers.runs[:nodes].numpy()
+        return trees, rows, limits[: len(step.plan.verified)], runs
 
     @torch.inference_mode()
     def accept(self, step: InFlightStep, free: Sequence[bool] = ()) -> None:
@@ -337,13 +355,16 @@ class Worker:
         rows = []
         if trees:
             numbers = step.results[0][:trees].numpy()
-            scores = (numbers[:, 3 + plan.tier.steps :] / SCORE_UNIT).tolist()
+            scored = slice(3 + plan.tier.steps, 1 - RUN_TOKENS)
+            scores = (numbers[:, scored] / SCORE_UNIT).tolist()
             rows += [
                 self._tree_result(step, index, *result)
                 for index, result in enumerate(zip(numbers.tolist(), scores, strict=True))
             ]
-        for index, (token,) in enumerate(step.results[-1].tolist() if plan.final_chunks else ()):
-            rows.append(self._row_result(step, trees + index, [token], 0, 0, False, ()))
+        chosen = step.results[-1].tolist() if plan.final_chunks else ()
+        for index, (token, *run) in enumerate(chosen):
+            self._set_run(step, trees + index, run)
+            rows.append(self._row_result(step, trees + index, [token], 0, 0, False, (), 0, 0))
         self.streams.note()
         if step.constrained:
             waited_ms = events.verified.elapsed_ms(events.masks_ready)
@@ -370,7 +391,20 @@ class Worker:
             math.exp(after - before) for before, after in pairwise(along) if after > NO_SCORE
         )
         tokens = numbers[2 : 3 + length]
-        return self._row_result(step, index, tokens, length, drafted, limited, confidences)
+        forced = self._runs[step.plan.verified[index][1]]
+        # Grafts come first: their scores are best. A tree of a fixed shape has none.
+        most = 0 if step.plan.tier.parents is not None else min(drafted, step.plan.tier.steps)
+        grafts = forced[:most]
+        agreed = zip(grafts, tokens[:length], strict=False)
+        grafted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], agreed))
+        self._set_run(step, index, numbers[1 - RUN_TOKENS :])
+        return self._row_result(
+            step, index, tokens, length, drafted, limited, confidences, len(grafts), grafted
+        )
+
+    def _set_run(self, step: InFlightStep, index: int, run: list[int]) -> None:
+        """Note what is forced behind a row's new root."""
+        self._runs[step.plan.verified[index][1]] = run[: run.index(-1)] if -1 in run else run
 
     def _row_result(
         self,
@@ -381,6 +415,8 @@ class Worker:
         drafted: int,
         limited: bool,
         confidences: tuple[float, ...],
+        grafts: int,
+        grafted: int,
     ) -> RowResult:
         _, row, constrained = step.plan.verified[index]
         error = None
@@ -398,19 +434,33 @@ class Worker:
             logprobs = token_logprobs(own, best, ids, asked.top_logprobs)
         origins: tuple[Origin, ...] = ()
         if asked.origins:
-            origins = self._origins(step, index, tokens, accepted, constrained)
+            plain: list[Origin] = ["grafted"] * grafted
+            plain += ["drafted"] * (accepted - grafted)
+            plain += ["bonus"] * (len(tokens) - accepted)
+            origins = self._origins(step, index, tokens, tuple(plain), constrained)
         return RowResult(
-            tuple(tokens), drafted, accepted, logprobs, error, limited, origins, confidences
+            tuple(tokens),
+            drafted,
+            accepted,
+            logprobs,
+            error,
+            limited,
+            origins,
+            confidences,
+            grafts,
+            grafted,
         )
 
     def _origins(
-        self, step: InFlightStep, index: int, tokens: list[int], accepted: int, constrained: bool
+        self,
+        step: InFlightStep,
+        index: int,
+        tokens: list[int],
+        plain: tuple[Origin, ...],
+        constrained: bool,
     ) -> tuple[Origin, ...]:
         """How each of a request's tokens came: its tree is walked again, along them."""
         trees, nodes = len(step.plan.decode_rows), step.plan.tier.nodes
-        plain: tuple[Origin, ...] = tuple(
-            "drafted" if at < accepted else "bonus" for at in range(len(tokens))
-        )
         if not constrained:
             return plain
         if index >= trees:
@@ -439,20 +489,23 @@ def _copy_tree(drafted: Drafted | None, buffers: Buffers) -> None:
         buffers.links[: len(links)].copy_(links, non_blocking=True)
 
 
-def _upload_masks(batch: Batch, buffers: Buffers) -> tuple[Masks, Tensor]:
-    """Mask rows, and the depth limits of the trees, on the device."""
+def _upload_masks(batch: Batch, buffers: Buffers) -> GrammarRows:
+    """What the lane wrote, on the device."""
     plan = batch.plan
     nodes, trees, final = plan.tier.nodes, batch.trees, len(plan.final_chunks)
     count, requests = trees * nodes + final, len(batch.rows)
     rows, limits = buffers.device_masks[:count], buffers.device_limits[:requests]
+    runs = buffers.device_runs[: max(count, requests * nodes)]
     if rows.is_cuda:
         rows.copy_(buffers.masks[:count], non_blocking=True)
         limits.copy_(buffers.limits[:requests], non_blocking=True)
+        runs.copy_(buffers.runs[: len(runs)], non_blocking=True)
     if all(grammar for _, _, grammar in plan.verified):
-        return Masks(rows, None), limits
+        return GrammarRows(Masks(rows, None), limits, runs)
     flags = batch.constrained > 0
     own = flags[:trees, None].expand(trees, nodes).flatten()
-    return Masks(rows, torch.cat([own, flags[trees:]]) if final else own), limits
+    masks = Masks(rows, torch.cat([own, flags[trees:]]) if final else own)
+    return GrammarRows(masks, limits, runs)
 
 
 def _copy_results(accepted: Accepted, step: InFlightStep) -> None:

@@ -58,6 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
         # The same without some of its tokens, the others under other numbers.
         "draft_model of another vocabulary": str(folder / "other"),
         "mtp": str(write_module(folder / "mtp")),
+        "grammar": tiny["draft"],
         "ngram": tiny["draft"],
         "suffix": tiny["draft"],
         "tree": str(folder / "tree.json"),
@@ -74,9 +75,10 @@ KINDS = (
     "mtp",
     "ngram",
     "suffix",
+    "grammar",
 )
 ON_HOST = ("ngram", "suffix")
-ACCEPTED = ("draft_model of the target", "draft_model of another vocabulary", *ON_HOST)
+ACCEPTED = ("draft_model of the target", "draft_model of another vocabulary", *ON_HOST, "grammar")
 
 
 def settings_of(tiny: dict[str, Any], folders: dict[str, str], kind: str) -> dict[str, Any]:
@@ -151,6 +153,7 @@ def test_drafts_change_nothing(
     [
         "ngram",
         "draft_model",
+        pytest.param("grammar", marks=pytest.mark.slow),
         pytest.param("eagle", marks=pytest.mark.slow),
         pytest.param("eagle3 of three layers", marks=pytest.mark.slow),
         pytest.param("draft_model of the target", marks=pytest.mark.slow),

@@ -138,6 +138,7 @@ def test_a_fault_in_one_request_stays_there(threads: int) -> None:
     bad.accept = bad.fill = bad.fill_tree = dies  # type: ignore[method-assign, assignment]
     one = np.array([0], np.int64), np.array([-1], np.int64), np.array([-1], np.int64)
     buffer = np.full((3, 1), -1, np.int32)
+    runs = np.zeros((1, 4), np.int32)
     with MatcherPool(threads) as pool:
         accepts = pool.accept_batch(
             [
@@ -146,7 +147,10 @@ def test_a_fault_in_one_request_stays_there(threads: int) -> None:
             ]
         )
         fills = pool.fill_batch(
-            [FillItem(i, m, *one, buffer[i : i + 1]) for i, m in enumerate((good, bad, short))]
+            [
+                FillItem(i, m, *one, buffer[i : i + 1], runs)
+                for i, m in enumerate((good, bad, short))
+            ]
         )
     assert [r.request_id for r in accepts] == [0, 1, 2]
     assert [r.accepted for r in accepts] == [2, 0, 1]
@@ -154,6 +158,7 @@ def test_a_fault_in_one_request_stays_there(threads: int) -> None:
         assert [r.error is not None for r in results] == [False, True, False]
         assert all(r.start_ns <= r.end_ns for r in results)
     assert buffer[:, 0].tolist() == [0b110, 0, 0b110]
+    assert (runs == -1).all()
 
 
 def test_a_gated_grammar_is_its_inner_one_behind_a_gate() -> None:

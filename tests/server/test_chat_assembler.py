@@ -209,7 +209,7 @@ def test_metrics_count_what_has_ended() -> None:
     stats = RequestStats(
         prompt_tokens=2, output_tokens=7, verifies=2, verified_tokens=6, drafted_tokens=10,
         accepted_drafts=4, accept_histogram=[0, 1, 0, 1], ttft_ms=20.0, end_to_end_ms=80.0,
-        itl_ms=[30.0, 30.0],
+        itl_ms=[30.0, 30.0], grafted_tokens=5, accepted_grafts=3, illegal_drafts=2,
     )  # fmt: skip
     handle.output = Output("text", (1,) * 7, "stop", stats)
     metrics.observe(handle)
@@ -221,6 +221,9 @@ def test_metrics_count_what_has_ended() -> None:
         'overlap_spec:requests_total{finish_reason="stop"} 1.0',
         "overlap_spec:generation_tokens_total 7.0",
         "overlap_spec:spec_accepted_tokens_total 4.0",
+        "overlap_spec:spec_grafted_tokens_total 5.0",
+        "overlap_spec:spec_accepted_grafted_tokens_total 3.0",
+        "overlap_spec:spec_illegal_draft_tokens_total 2.0",
         "overlap_spec:inter_token_latency_seconds_count 2.0",
         'overlap_spec:spec_accept_length_bucket{le="2.0"} 1.0',
         'overlap_spec:spec_accept_length_bucket{le="4.0"} 2.0',

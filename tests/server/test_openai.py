@@ -353,7 +353,7 @@ def test_a_stream_tells_how_tokens_came(server: Server, path: str) -> None:
     tokens = [token for step in told for token in step["tokens"]]
     assert "".join(token["text"] for token in tokens) in ("alphabet", "omega")
     assert tokens[-1] == {"text": "", "origin": "forced"}
-    assert {token["origin"] for token in tokens} <= {"drafted", "bonus", "forced"}
+    assert {token["origin"] for token in tokens} <= {"drafted", "grafted", "bonus", "forced"}
     assert all(step["tier"]["nodes"] >= 1 for step in told)
     del body["stream_options"]
     assert "overlap_spec" not in server.post(path, body).text

@@ -294,7 +294,7 @@ TIER = {"steps": 3, "top_k": 1, "nodes": 4}
 RUNS = [
     [token('{"', "forced")],
     [token("name", "forced"), token('":"', "forced"), token("An", "bonus")],
-    [token("na", "drafted"), token('"', "drafted"), token("}", "forced"), token("", "bonus")],
+    [token("na", "drafted"), token('"', "grafted"), token("}", "forced"), token("", "bonus")],
 ]
 SPANS = [
     ("host", "plan", 0, 1), ("compute", "draft", 1, 4), ("compute", "verify", 4, 9),
@@ -358,11 +358,12 @@ def test_tokens_are_coloured_by_how_they_came(page: Browser) -> None:
     assert page.evaluate(classes) == [f"token {one['origin']}" for run in RUNS for one in run]
     assert text(page, "output") == '{"name":"Anna"}'
     colours = page.evaluate(
-        "['drafted', 'bonus', 'forced'].map(n => getComputedStyle("
+        "['drafted', 'grafted', 'bonus', 'forced'].map(n => getComputedStyle("
         "document.querySelector('.token.' + n)).borderBottomColor)"
     )
-    assert len(set(colours)) == 3
-    assert "drafted and accepted (2)" in text(page, "origins")
+    assert len(set(colours)) == 4
+    assert "drafted and accepted (1)" in text(page, "origins")
+    assert "drafted by the grammar and accepted (1)" in text(page, "origins")
     assert "mask allowed (4)" in text(page, "origins")
     # The prefill's token is no verify's.
     assert text(page, "accept-note") == "3.50 on average"

@@ -63,6 +63,7 @@ def drawn(tables: RowTables, rule: AcceptanceRule, shape: tuple[int, int]) -> tu
         torch.zeros(COUNT, 1, dtype=torch.int64),
         torch.full((COUNT,), PROMPT[-1]),
         tables.committed[:COUNT],
+        tables.forced[:COUNT],
         tables.temperature[:COUNT],
         tables.seed[:COUNT],
         rule.support,

@@ -12,7 +12,7 @@ from torch import Tensor
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import Tree
-from overlap_spec.types import Tier
+from overlap_spec.types import RUN_TOKENS, Tier
 from overlap_spec.worker import model_runner as runner_module
 from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.graphs import Recorded, Tensors, padded, padded_size
@@ -63,6 +63,9 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             tables.pages[:batch, :8] = rows[:, None] * 8 + 1 + torch.arange(8, device=device)
             tables.committed[:batch] = torch.arange(batch, device=device) + 7
             tables.roots[:batch] = rows + 30
+            # The grammar forces no token, one, or more than the tier is deep.
+            tables.forced[:batch] = -1
+            tables.forced[1:batch:3, :1], tables.forced[2:batch:3, :7] = 40, 41
             tables.temperature[:batch] = torch.arange(batch, device=device) % 3 * 0.6
             size = padded_size(batch)
             rows = torch.cat([rows, rows.new_full((size - batch,), tables.padding_row)])
@@ -80,9 +83,9 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
                 assert recorded is not None
                 assert sampled or recorded is graphs.draft
                 got = recorded(rows, pages)
-                close([x[:batch] for x in got[3:]], [x[:batch] for x in want[3:]])
+                close([x[:batch] for x in got[4:]], [x[:batch] for x in want[4:]])
             # As a step does: a CUDA graph takes the one before's outputs where they are.
-            _, positions, _, *tensors = got
+            _, positions, _, _, *tensors = got
             tree = Tree(*tensors)
             rows, pages = graphs.draft.kept(rows, pages)
             inputs = pages, positions, tree.tokens, tree.depths, tree.ancestors
@@ -96,7 +99,9 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
 
             choices = tree.tokens.roll(-1, 1).flatten()
             limits = torch.full_like(positions, own.steps)
-            given = rows, pages, positions, *tree, choices, limits
+            runs = choices[:, None].repeat(1, RUN_TOKENS).int()
+            runs[::3], runs[:, 4:] = -1, -1
+            given = rows, pages, positions, *tree, choices, limits, runs
             before = [x.clone() for x in state(runner)]
             done = [x.clone() for x in runner.commit_trees(own, *given)]
             after = [x.clone() for x in state(runner)]

@@ -149,7 +149,8 @@ class StreamOptions(Strict):
     # OpenAI's padding against traffic analysis: accepted, and not added.
     include_obfuscation: bool | None = None
     include_token_origins: bool | None = Field(
-        None, description="The origin of each token (drafted, bonus or forced), in `overlap_spec`."
+        None,
+        description="Origin of each token (drafted, grafted, bonus, forced), in `overlap_spec`.",
     )
 
 

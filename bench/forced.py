@@ -1,0 +1,290 @@
+"""Drafts with and without what the grammar forces.
+
+``python -m bench.forced [--quick] [--json PATH] [--seed S] [--data FILE] [--batch N] [--model DIR
+--draft DIR]`` gives EAGLE-3 and n-gram an engine each, as a chain and as a tree, and lets every
+group of requests through it with grafts ``on`` and ``off``, by turns first.
+
+Workloads: ``unknown schema``, rows of ``--data`` (JSONSchemaBench's development split if it is at
+hand) for a prompt that says nothing of them; ``extraction``, held-out cases of the format that the
+embedded model was trained in; ``shuffled keys``, the same with the keys in an order that it never
+saw; ``hostile``, extraction with a tokenizer that cuts words into bytes.
+Outputs must be the same on both sides: else the exit status is 1.
+
+Fields of the last line, beside those of every record (``bench.common``):
+    workloads: Name → drafter → side → ``accept_length``, ``verifies_of_off`` (that many
+        verifies for the same text), ``tpot_of_off`` (paired by group),
+        ``grafted_tokens``, ``graft_accept_rate``, ``illegal_share`` (of drafted tokens),
+        ``lane_us`` (grammar time of a request's step, median of the groups) and ``lane_added_us``
+        (over ``off``'s).
+    equal: Outputs are the same on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.common import Run, fail, flags, median, paired, rounded
+from bench.measure import Measured, measure
+from bench.workloads import Ask, choose_samples, read_samples
+from overlap_spec.engine import Engine
+from overlap_spec.errors import ConfigError, OverlapSpecError
+from overlap_spec.grammar.forced import ForcedRuns
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.training.cases import Case
+from overlap_spec.training.data import held_out_cases
+from overlap_spec.types import RUN_TOKENS
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    f"{algorithm} {shape}": {"algorithm": algorithm, **settings}
+    for algorithm in ("eagle3", "ngram")
+    for shape, settings in (
+        ("chain", {"num_steps": 5}),
+        ("tree", {"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 16}),
+    )
+}
+SIDES = ("off", "on")
+WORKLOADS = ("unknown schema", "extraction", "shuffled keys", "hostile")
+PROMPT = "Write an example as JSON."
+
+
+@dataclass(frozen=True)
+class Size:
+    """Groups of requests a workload, and the most tokens of an output."""
+
+    groups: int
+    tokens: int
+
+
+FULL = Size(groups=24, tokens=128)
+QUICK = Size(groups=4, tokens=64)
+
+
+class HostileRuns(ForcedRuns):
+    """Runs that begin as the tokenizer's do, and have words as bytes by themselves."""
+
+    def canonical(self, text: bytes) -> list[int]:
+        found: list[int] = []
+        while text and len(found) < self._tokens:
+            if text[:1].isalnum():
+                found.append(self._text.index(text[:1]))
+            elif first := super().canonical(text)[:1]:
+                found += first
+            else:
+                break
+            text = text[len(self._text[found[-1]]) :]
+        return found
+
+
+def unknown_schemas(data: Path | None, engine: Engine, seed: int, count: int) -> list[Grammar]:
+    """Grammars of real schemas that compile."""
+
+    def accepts(grammar: Grammar) -> bool:
+        try:
+            engine.compile(grammar)
+        except OverlapSpecError:
+            return False
+        return True
+
+    samples = choose_samples(read_samples(data), count, seed, accepts)
+    return [Grammar.json_schema(sample.schema) for sample in samples]
+
+
+def shuffled(case: Case, rng: Random) -> Case:
+    """The case with the keys of its answer in another order."""
+    properties = list(case.schema["properties"].items())
+    before = list(properties)
+    while len(properties) > 1 and properties == before:
+        rng.shuffle(properties)
+    return replace(case, schema={**case.schema, "properties": dict(properties)})
+
+
+def groups_of(
+    workload: str, grammars: Sequence[Grammar], seed: int, size: Size, batch: int
+) -> list[list[Ask]]:
+    """The requests of a workload."""
+    if workload == "unknown schema":
+        asks = [Ask(PROMPT, grammar, size.tokens) for grammar in grammars]
+    else:
+        rng, cases = Random(seed), held_out_cases(seed, size.groups * batch)
+        if workload == "shuffled keys":
+            cases = [shuffled(case, rng) for case in cases]
+        asks = [Ask(c.prompt, Grammar.json_schema(c.schema), size.tokens) for c in cases]
+    return [asks[i : i + batch] for i in range(0, len(asks) - batch + 1, batch)]
+
+
+def run_all(
+    engines: dict[str, Engine], work: dict[str, list[list[Ask]]], run: Run
+) -> Iterator[str]:
+    """Run everything and keep the samples; what differs between sides, in words."""
+    total = sum(len(groups) for groups in work.values()) * len(engines)
+    tokenizer = next(iter(engines.values())).tokenizer
+    with run.progress() as progress:
+        task = progress.add_task("groups", total=total)
+        for workload, groups in work.items():
+            make = HostileRuns if workload == "hostile" else ForcedRuns
+            runs = make(tokenizer.vocabulary, tokenizer.encode, RUN_TOKENS)
+            for number, asks in enumerate(groups):
+                turn = number % len(SIDES)
+                for name, engine in engines.items():
+                    said = {}
+                    for side in SIDES[turn:] + SIDES[:turn]:
+                        engine.core.grammar.pool.forced = runs if side == "on" else None
+                        result = measure(engine, asks)
+                        said[side] = [output.token_ids for output in result.outputs]
+                        raw = result.raw() | figures(result)
+                        run.sample(workload=workload, drafter=name, side=side, group=number, **raw)
+                    if said["on"] != said["off"]:
+                        yield f"{workload}, {name}, group {number}: sides differ"
+                    progress.advance(task)
+
+
+def figures(result: Measured) -> dict[str, float]:
+    """What a workload's requests say of grafts, and the lane's time in a request's step."""
+    stats = [output.stats for output in result.outputs]
+    steps = sum(s.verifies + 1 for s in stats)
+    return {
+        "grafted_tokens": sum(s.grafted_tokens for s in stats),
+        "accepted_grafts": sum(s.accepted_grafts for s in stats),
+        "illegal_drafts": sum(s.illegal_drafts for s in stats),
+        "lane_us": sum(s.grammar_ms for s in stats) / steps * 1e3,
+    }
+
+
+def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The record's own fields, made of the samples."""
+    rows: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for sample in samples:
+        rows.setdefault((sample["workload"], sample["drafter"], sample["side"]), []).append(sample)
+    found: dict[str, Any] = {}
+    for (workload, drafter, side), mine in rows.items():
+        off = rows[workload, drafter, "off"]
+        total = {
+            name: sum(sample[name] for sample in mine)
+            for name in (
+                "verified_tokens",
+                "verifies",
+                "grafted_tokens",
+                "accepted_grafts",
+                "illegal_drafts",
+                "drafted_tokens",
+            )
+        }
+        added = [a["lane_us"] - b["lane_us"] for a, b in zip(mine, off, strict=True)]
+        tpot = [[sample["tpot_ms"] for sample in some] for some in (mine, off)]
+        found.setdefault(workload, {}).setdefault(drafter, {})[side] = {
+            "accept_length": total["verified_tokens"] / max(1, total["verifies"]),
+            "verifies_of_off": total["verifies"] / sum(sample["verifies"] for sample in off),
+            "tpot_of_off": paired(*tpot),
+            "grafted_tokens": total["grafted_tokens"],
+            "graft_accept_rate": total["accepted_grafts"] / max(1, total["grafted_tokens"]),
+            "illegal_share": total["illegal_drafts"] / max(1, total["drafted_tokens"]),
+            "lane_us": median(sample["lane_us"] for sample in mine),
+            "lane_added_us": median(added),
+        }
+    return {"workloads": found}
+
+
+def print_table(record: dict[str, Any], console: Console) -> None:
+    """What a reader sees: accept length, time and grafts by workload, drafter and side."""
+    table = Table(
+        title="Accept length, TPOT of off's, grafts accepted, lane time", title_justify="left"
+    )
+    for column in ("workload", "drafter", "side"):
+        table.add_column(column)
+    for column in (
+        "accept length",
+        "verifies of off",
+        "TPOT of off",
+        "accepted",
+        "illegal",
+        "lane",
+        "added",
+    ):
+        table.add_column(column, justify="right")
+    for workload, drafters in record["workloads"].items():
+        for drafter, sides in drafters.items():
+            for side, own in sides.items():
+                table.add_row(
+                    workload,
+                    drafter,
+                    side,
+                    f"{own['accept_length']:.2f}",
+                    f"{own['verifies_of_off']:.2f}",
+                    f"{own['tpot_of_off']['median']:.2f}",
+                    f"{own['graft_accept_rate']:.0%} of {own['grafted_tokens']}",
+                    f"{own['illegal_share']:.0%}",
+                    f"{own['lane_us']:.0f} µs",
+                    f"{own['lane_added_us']:+.0f} µs",
+                )
+    console.print(table)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = flags("forced", "Drafts with and without what the grammar forces.")
+    parser.add_argument("--model", type=Path, help="target; the embedded one if absent")
+    parser.add_argument("--draft", type=Path, help="its EAGLE-3 head")
+    parser.add_argument("--data", type=Path, help="rows of schemas, .jsonl")
+    parser.add_argument("--batch", type=int, default=4, help="requests at once (default 4)")
+    parser.add_argument("--only", nargs="+", choices=WORKLOADS, help="these workloads alone")
+    options = parser.parse_args(arguments)
+    if (options.model is None) != (options.draft is None):
+        parser.error("--model and --draft go together")
+    if options.batch < 1:
+        parser.error("--batch must be at least 1")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; ends in one JSON line."""
+    options = parse(arguments)
+    size = QUICK if options.quick else FULL
+    run = Run("forced", options, arguments)
+    torch.set_num_threads(1)
+    paths = {"model": options.model, "draft": options.draft}
+    settings: dict[str, Any] = {name: str(path) for name, path in paths.items() if path}
+    settings |= {"mask_deadline_ms": None, "prefix_cache": False, "context_length": 1024}
+    settings |= {"adaptive": "static", "max_running_requests": options.batch}
+    try:
+        with ExitStack() as stack:
+            engines = {
+                name: stack.enter_context(Engine(**settings, **drafter))
+                for name, drafter in DRAFTERS.items()
+            }
+            first = next(iter(engines.values()))
+            for engine in engines.values():
+                engine.compiler = first.compiler
+                measure(engine, [Ask("Warm up.", None, 8)] * options.batch)
+            grammars = unknown_schemas(
+                options.data, first, options.seed, size.groups * options.batch
+            )
+            if len(grammars) < options.batch:
+                raise ConfigError(f"{len(grammars)} schemas are fewer than --batch")
+            work = {
+                name: groups_of(name, grammars, options.seed, size, options.batch)
+                for name in options.only or WORKLOADS
+            }
+            wrong = list(run_all(engines, work, run))
+    except OverlapSpecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    record = summary(run.samples)
+    print_table(record, Console(width=140))
+    run.finish(size.groups, **rounded(record), batch=options.batch, equal=not wrong)
+    if wrong:
+        fail("outputs are not the same on both sides:\n" + "\n".join(wrong[:10]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Runs: the tokens of text that a grammar forces, for drafts.
+
+Where the bytes that come next can be nothing else, they are tokenised as the model's own tokenizer
+would: longest-match tokens are often not its. A run is a guess all the same: masks allow every cut
+of these bytes into tokens, and a model that writes what it would not have written by itself cuts
+them in its own way. So what it chose where it had the same bytes before (`guesses.py`) comes first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from overlap_spec.grammar.contract import Links, Matcher, Row
+from overlap_spec.grammar.guesses import Guesses
+from overlap_spec.grammar.vocabulary import Vocabulary
+
+# Texts whose tokens are kept, and bytes of the longest: some 5 MB.
+CACHED = 16384
+LONGEST_BYTES = 256
+# More than the bytes that may come next.
+MAY_END = 1000
+# Texts that may follow a run. Where one of them would change its last token, that is left out.
+FOLLOWING = ("a", "0", '"')
+# What is encoded in front of a run where a tokenizer puts a space before every text.
+FRONT = "\n"
+
+
+class Openings(NamedTuple):
+    """Where a tree's text was forced.
+
+    ``refused``: drafts that the grammar forbids, or whose path it does. ``texts``: the forced
+    bytes behind nodes. ``children``: of each node, by token; empty where no text is forced.
+    """
+
+    refused: int
+    texts: Mapping[int, bytes]
+    children: Mapping[int, Mapping[int, int]]
+
+
+NO_OPENINGS = Openings(0, {}, {})
+
+
+class ForcedRuns:
+    """Finds the runs behind the nodes of draft trees; safe to share between threads.
+
+    Args:
+        vocabulary: Of the matchers.
+        encode: Text → tokens, without special ones.
+        tokens: Most tokens of a run that are of interest.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]], tokens: int
+    ) -> None:
+        self._text, self._encode, self._tokens = vocabulary.text, encode, tokens
+        self._front = list(encode(FRONT))
+        self._stops = frozenset(vocabulary.stop_ids)
+        single = vocabulary.byte_tokens
+        self._all_bytes = bool((single >= 0).all())
+        words, bits = _by_words(single[single >= 0])
+        stop_words, stop_bits = _by_words(np.array(vocabulary.stop_ids, np.int64))
+        self._words = np.concatenate([words, stop_words])
+        self._bits = np.concatenate([bits, stop_bits])
+        self._weights = np.repeat([1, MAY_END], [len(words), len(stop_words)])
+        self._lock = threading.Lock()
+        self._known: dict[bytes, list[int]] = {}
+
+    def fill(
+        self,
+        matcher: Matcher,
+        tokens: Links,
+        first_child: Links,
+        next_sibling: Links,
+        rows: Row,
+        runs: Row,
+        guesses: Guesses,
+    ) -> Openings:
+        """Write the run behind each node of a tree; which nodes have one, their rows tell.
+
+        The bytes of a node inside the run of its parent are the rest of that, and cost nothing. A
+        node whose child is its run's first token has none: it is no accepted path's end if that
+        token is chosen.
+
+        Args:
+            matcher: As it was when it filled ``rows``, by `Matcher.fill_tree` with this tree.
+            runs: int32 ``(nodes, tokens)``, completely overwritten; -1 behind a run's end.
+            guesses: The request's.
+        """
+        runs.fill(-1)
+        counts = np.bitwise_count(rows.take(self._words, 1) & self._bits)
+        ahead: list[int] = counts.dot(self._weights).tolist()
+        # Where the vocabulary has a token for every byte, one of these is legal if any token is.
+        reached = ahead if self._all_bytes else [int(row.any()) for row in rows]
+        if not reached[0]:
+            return NO_OPENINGS
+        drafted, child, sibling = tokens.tolist(), first_child.tolist(), next_sibling.tolist()
+        # Nothing is reached behind a stop token, whether or not it is legal.
+        ends = self._stops
+        linked = sum(node >= 0 and drafted[node] not in ends for node in (*child, *sibling))
+        refused = max(0, linked + 1 - sum(map(bool, reached)))
+        forced = [node for node, count in enumerate(ahead) if count <= 1 and reached[node]]
+        if not forced:
+            return Openings(refused, {}, {})
+        children = _children(drafted, child, sibling)
+        texts = self._texts(matcher, forced, children)
+        for node, text in texts.items():
+            run = self.tokens(text, guesses)
+            if run and run[0] not in children.get(node, ()):
+                runs[node, : len(run)] = run
+        return Openings(refused, texts, children)
+
+    def learn(self, openings: Openings, chosen: Sequence[int], guesses: Guesses) -> None:
+        """Note what a request's model chose where text was forced.
+
+        Args:
+            openings: Of its tree.
+            chosen: The tokens that followed the root.
+        """
+        node: int | None = 0
+        for token in chosen:
+            if node is None:
+                return
+            text = openings.texts.get(node)
+            if text:
+                guesses.note(text, int(token), next(iter(self.canonical(text)), None))
+            node = openings.children.get(node, {}).get(int(token))
+
+    def tokens(self, text: bytes, guesses: Guesses) -> list[int]:
+        """The likely tokens of forced bytes, at most as many as are of interest.
+
+        They end where a guess would be worse than the drafter's own.
+        """
+        found: list[int] = []
+        canonical: list[int] | None = None
+        while text and len(found) < self._tokens:
+            token, kind = guesses.find(text)
+            if not guesses.trusts(kind):
+                break
+            if kind == 0:
+                canonical = self.canonical(text) if canonical is None else canonical
+                if not canonical:
+                    break
+                token, *canonical = canonical
+            elif canonical is not None:
+                canonical = canonical[1:] if canonical[:1] == [token] else None
+            found.append(token)
+            text = text[len(self._text[token]) :]
+        return found
+
+    def canonical(self, text: bytes) -> list[int]:
+        """The tokenizer's tokens of forced bytes, as far as what follows will not change them."""
+        text = text[: LONGEST_BYTES + 1]
+        known = self._known.get(text)
+        if known is None:
+            known = self._canonical(text)
+            with self._lock:
+                if len(self._known) >= CACHED and text not in self._known:
+                    del self._known[next(iter(self._known))]
+                self._known[text] = known
+        return known
+
+    def _texts(
+        self, matcher: Matcher, forced: list[int], children: dict[int, dict[int, int]]
+    ) -> dict[int, bytes]:
+        """The forced bytes behind nodes that have such, by node."""
+        above = {
+            child: (node, token) for node, own in children.items() for token, child in own.items()
+        }
+        texts: dict[int, bytes] = {}
+        for node in forced:
+            if node and node not in above:
+                continue
+            parent, token = above.get(node, (0, 0))
+            own, outer = self._text[token] if node else b"", texts.get(parent, b"")
+            if node and len(outer) > len(own) and outer.startswith(own):
+                texts[node] = outer[len(own) :]
+            else:
+                texts[node] = matcher.forced_bytes(_path(node, above))
+        return texts
+
+    def _canonical(self, forced: bytes) -> list[int]:
+        whole = len(forced) <= LONGEST_BYTES
+        text = _characters(forced[:LONGEST_BYTES])
+        found = self._encoded(text)
+        # What follows is free, and may be one token with the end of this.
+        merges = (self._encoded(text + more)[: len(found)] != found for more in FOLLOWING)
+        return found if whole and not any(merges) else found[:-1]
+
+    def _encoded(self, text: str) -> list[int]:
+        """The tokens of a text inside another; none if the tokenizer does not keep its bytes."""
+        found, wanted, front = list(self._encode(text)), text.encode(), self._front
+        if self._bytes(found) == wanted:
+            return found
+        found = list(self._encode(FRONT + text))
+        inside = found[len(front) :]
+        return inside if found[: len(front)] == front and self._bytes(inside) == wanted else []
+
+    def _bytes(self, tokens: Sequence[int]) -> bytes | None:
+        size = len(self._text)
+        if any(token >= size for token in tokens):
+            return None
+        return b"".join(self._text[token] for token in tokens)
+
+
+def _by_words(tokens: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], Row]:
+    """Which words of a mask row have the bits of ``tokens``, and these bits."""
+    words = np.unique(tokens >> 5)
+    bits = np.zeros(len(words), np.uint32)
+    np.bitwise_or.at(bits, np.searchsorted(words, tokens >> 5), np.uint32(1) << (tokens & 31))
+    return words, bits.view(np.int32)
+
+
+def _children(
+    tokens: list[int], first_child: list[int], next_sibling: list[int]
+) -> dict[int, dict[int, int]]:
+    """Of each node that has any: its children by token."""
+    found: dict[int, dict[int, int]] = {}
+    for node, child in enumerate(first_child):
+        while child >= 0:
+            found.setdefault(node, {})[tokens[child]] = child
+            child = next_sibling[child]
+    return found
+
+
+def _path(node: int, above: dict[int, tuple[int, int]]) -> list[int]:
+    """The tokens from the root's child down to a node."""
+    path = []
+    while node in above:
+        node, token = above[node]
+        path.append(token)
+    return path[::-1]
+
+
+def _characters(text: bytes) -> str:
+    """The whole characters at a text's start."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        return text[: error.start].decode()

@@ -1,0 +1,92 @@
+"""Grafts: drafted tokens that the grammar forces, in place of what a drafter would have guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from overlap_spec.drafters.base import HostDraft, Roots
+from overlap_spec.types import Tier
+
+
+class Grafts:
+    """The forced tokens behind each root, as the first candidates of the draft's steps.
+
+    Args:
+        steps: Depth of the draft.
+    """
+
+    def __init__(self, roots: Roots, steps: int) -> None:
+        self._tokens = roots.forced[:, :steps]
+        self._there = self._tokens >= 0
+
+    def first(self, scores: Tensor, tokens: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Candidates with the forced token first, where there is one.
+
+        It gets score 0, that of certainty. It is taken out of the others, or takes the place of
+        the last, so that all stay distinct.
+
+        Args:
+            scores, tokens: ``(B, k)``: log-probabilities and tokens, descending, of the children
+                of the node that ends what is forced in earlier steps.
+            step: Depth of that node.
+        """
+        if step >= self._tokens.shape[1]:
+            return scores, tokens
+        forced, there = self._tokens[:, step, None], self._there[:, step, None]
+        if tokens.shape[1] == 1:
+            return scores.masked_fill(there, 0.0), torch.where(there, forced, tokens)
+        # Candidate j moves back by one, up to the place from which the forced token came.
+        before = (tokens == forced).cumsum(1) == 0
+        moves = before[:, :-1] & there
+        scores = torch.cat(
+            [scores[:, :1].masked_fill(there, 0.0), scores[:, 1:].where(~moves, scores[:, :-1])], 1
+        )
+        tokens = torch.cat(
+            [
+                torch.where(there, forced, tokens[:, :1]),
+                torch.where(moves, tokens[:, :-1], tokens[:, 1:]),
+            ],
+            1,
+        )
+        return scores, tokens
+
+
+def graft(draft: HostDraft, forced: Sequence[int], tier: Tier) -> HostDraft:
+    """A draft with the path of forced tokens in it, as first children of their parents.
+
+    What it drafted behind these tokens stays there, as likely as it was after them. Of more nodes
+    than the tier has, the best are kept; a chain keeps what goes on from its end.
+    """
+    run = list(forced[: tier.steps])
+    if not run:
+        return draft
+    parents = range(len(draft.tokens)) if draft.parents is None else draft.parents.tolist()
+    # New number and old score of each old node that stays, by its old number.
+    place, cost = {0: 0}, {0: 0.0}
+    nodes = [(token, at, 0.0) for at, token in enumerate(run)]
+    drafted = zip(draft.tokens.tolist(), parents, draft.scores.tolist(), strict=True)
+    for number, (token, parent, score) in enumerate(drafted, 1):
+        above = place.get(parent)
+        if above is None:
+            continue
+        if above < len(run) and run[above] == token:
+            place[number], cost[number] = above + 1, score
+        elif tier.top_k > 1 or above == len(nodes):
+            nodes.append((token, above, score - cost[parent]))
+            place[number], cost[number] = len(nodes), cost[parent]
+    return _best(nodes, tier.nodes - 1)
+
+
+def _best(nodes: list[tuple[int, int, float]], count: int) -> HostDraft:
+    """The ``count`` best of nodes (token, parent, score), none before its parent."""
+    order = sorted(sorted(range(len(nodes)), key=lambda at: -nodes[at][2])[:count])
+    number = {0: 0} | {at + 1: new for new, at in enumerate(order, 1)}
+    return HostDraft(
+        np.array([nodes[at][0] for at in order], np.int64),
+        np.array([number[nodes[at][1]] for at in order], np.int64),
+        np.array([nodes[at][2] for at in order], np.float32),
+    )

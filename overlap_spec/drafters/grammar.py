@@ -1,0 +1,31 @@
+"""No guesses: what the grammar forces is drafted, and nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.drafters.base import Draft, Drafter, MakeCache, Roots, Tables
+from overlap_spec.models.decoder import Decoder
+from overlap_spec.types import Tier
+
+
+class GrammarDrafter(Drafter):
+    """A chain of forced tokens after each root; it needs no weights, and costs no time."""
+
+    @classmethod
+    def build(
+        cls,
+        config: EngineConfig,  # noqa: ARG003
+        target: Decoder,  # noqa: ARG003
+        tables: Tables,  # noqa: ARG003
+        make_cache: MakeCache,  # noqa: ARG003
+    ) -> GrammarDrafter:
+        return cls()
+
+    def draft(self, roots: Roots, tier: Tier) -> Draft:
+        tokens = roots.forced[:, : tier.steps]
+        tokens = F.pad(tokens, (0, tier.nodes - 1 - tokens.shape[1]), value=-1)
+        scores = torch.where(tokens >= 0, 0.0, -torch.inf)
+        return Draft(tokens.clamp(min=0), None, scores)

@@ -1,0 +1,66 @@
+"""``bench.forced``: its workloads are what they say, and its figures come from their samples."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from bench.forced import DRAFTERS, QUICK, HostileRuns, groups_of, shuffled, summary
+from overlap_spec.grammar.guesses import Guesses
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.training.data import held_out_cases
+from tests.grammar.test_forced import VOCABULARY, encode, ids
+
+
+def test_groups_are_whole() -> None:
+    grammars = [Grammar.choice([f"a{n}", "b"]) for n in range(5)]
+    groups = groups_of("unknown schema", grammars, 0, QUICK, 2)
+    assert [[ask.grammar for ask in group] for group in groups] == [grammars[:2], grammars[2:4]]
+    assert len({ask.prompt for group in groups for ask in group}) == 1
+    seen, other = (groups_of(name, [], 3, QUICK, 2) for name in ("extraction", "shuffled keys"))
+    assert [[ask.prompt for ask in group] for group in seen] == [
+        [ask.prompt for ask in group] for group in other
+    ]
+    assert len(seen) == QUICK.groups
+
+
+def test_shuffled_keys_are_the_same_keys_in_another_order() -> None:
+    for case in held_out_cases(1, 20):
+        before, after = (list(c.schema["properties"]) for c in (case, shuffled(case, Random(0))))
+        assert sorted(before) == sorted(after)
+        assert before != after or len(before) == 1
+
+
+def test_hostile_runs_have_words_in_bytes() -> None:
+    runs = HostileRuns(VOCABULARY, encode, 8)
+    assert runs.tokens(b'{"name":"x', Guesses()) == [
+        *ids('{"', "n", "a", "m", "e", '":"'),
+        ord("x"),
+    ]
+
+
+def sample(side: str, group: int, **fields: Any) -> dict[str, Any]:
+    counts = {"verified_tokens": 30, "verifies": 10, "drafted_tokens": 50, "illegal_drafts": 5}
+    grafts = {"grafted_tokens": 8, "accepted_grafts": 6}
+    head = {"workload": "extraction", "drafter": "eagle3 chain", "side": side, "group": group}
+    return {**head, **counts, **grafts, "tpot_ms": 4.0, "lane_us": 50.0, **fields}
+
+
+def test_figures_are_sums_and_pairs() -> None:
+    samples = [
+        sample("off", 0),
+        sample("on", 0, tpot_ms=2.0, lane_us=70.0, verifies=5),
+        sample("off", 1, tpot_ms=10.0),
+        sample("on", 1, tpot_ms=6.0, lane_us=60.0, accepted_grafts=2),
+    ]
+    found = summary(samples)["workloads"]["extraction"]["eagle3 chain"]
+    assert found["on"]["accept_length"] == 60 / 15
+    assert found["on"]["verifies_of_off"] == 0.75
+    assert found["on"]["tpot_of_off"] == {"median": 0.55, "min": 0.5, "max": 0.6, "n": 2}
+    assert found["on"]["graft_accept_rate"] == 0.5
+    assert found["on"]["illegal_share"] == 0.1
+    assert found["on"]["lane_added_us"] == pytest.approx(15.0)
+    assert found["off"]["tpot_of_off"]["median"] == 1.0
+    assert set(DRAFTERS) == {"eagle3 chain", "eagle3 tree", "ngram chain", "ngram tree"}

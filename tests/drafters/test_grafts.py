@@ -1,0 +1,232 @@
+"""Forced tokens in drafts: text stays plain decoding's, and drafts get longer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from overlap_spec.config import EMBEDDED
+from overlap_spec.drafters.base import HostDraft, Roots
+from overlap_spec.drafters.grafts import Grafts, graft
+from overlap_spec.engine import Engine
+from overlap_spec.engine.grammar_manager import GrammarManager
+from overlap_spec.grammar.forced import ForcedRuns
+from overlap_spec.grammar.guesses import Guesses
+from overlap_spec.grammar.matcher_pool import MatcherPool
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.types import RUN_TOKENS, Output, RowResult, Tier
+from tests.worker import test_overlap
+
+PERSON = Grammar.json_schema(
+    {
+        "type": "object",
+        "properties": {
+            "street_address": {"type": "string", "maxLength": 9},
+            "identification": {"type": "integer", "minimum": 0, "maximum": 99},
+            "subscriptions": {"enum": ["north-west", "south-east"]},
+        },
+        "required": ["street_address", "identification", "subscriptions"],
+        "additionalProperties": False,
+    }
+)
+PROMPTS = ["Who is it?", "abc", "A north-west flat, number 7"]
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"num_steps": 4},
+    "tree": {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 12},
+}
+SAMPLING = {"max_tokens": 96, "temperature": 0}
+
+
+def answer(engine: Engine, **sampling: Any) -> list[Output]:
+    return engine.generate(PROMPTS, PERSON, {**SAMPLING, **sampling})
+
+
+def key(outputs: list[Output]) -> list[tuple[Any, ...]]:
+    return [(o.token_ids, o.finish_reason, o.error) for o in outputs]
+
+
+def lengths(outputs: list[Output]) -> list[tuple[int, ...]]:
+    return [
+        (o.stats.verifies, o.stats.accepted_grafts, o.stats.grafted_tokens, o.stats.illegal_drafts)
+        for o in outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: dict[str, Any]) -> list[Output]:
+    with Engine(**tiny, algorithm="none", overlap="none", context_length=256) as engine:
+        return answer(engine)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "grammar"])
+def test_grafts_shorten_the_way_to_the_same_text(
+    tiny: dict[str, Any], plain: list[Output], algorithm: str, shape: str
+) -> None:
+    """The random head of this target guesses nothing: what is accepted is what was forced."""
+    settings = {**tiny, "algorithm": algorithm, **SHAPES[shape], "adaptive": "static"}
+    found = {}
+    for overlap in ("none", "double-sync", "once-sync"):
+        with Engine(**settings, overlap=overlap, context_length=256) as engine:
+            outputs = answer(engine)
+            assert key(outputs) == key(plain)
+            assert engine.snapshot()["drafter"]["faults"] == 0
+            found[overlap] = lengths(outputs)
+            if overlap == "once-sync":
+                engine.core.grammar.pool.forced = None
+                without = answer(engine)
+                assert key(without) == key(plain)
+    assert found["none"] == found["double-sync"] == found["once-sync"]
+    for on, off in zip(outputs, without, strict=True):
+        assert off.stats.grafted_tokens == 0
+        assert on.stats.accepted_grafts == on.stats.grafted_tokens > 20
+        assert on.stats.verifies < off.stats.verifies
+        assert on.stats.accept_histogram[-1] > 0
+
+
+def test_the_first_draft_has_the_run_behind_the_prompt(tiny: dict[str, Any]) -> None:
+    settings = {**tiny, "algorithm": "grammar", "num_steps": 12, "adaptive": "static"}
+    with Engine(**settings, context_length=256) as engine:
+        (output,) = engine.generate(PROMPTS[:1], PERSON, {**SAMPLING, "max_tokens": 14})
+    # A token of the prefill, then twelve forced ones and a bonus.
+    assert (output.stats.verifies, output.stats.accepted_grafts) == (1, 12)
+    assert output.text == '{"street_addre'
+
+
+def test_the_drafter_is_measured_by_itself() -> None:
+    """Of 24 right guesses and 8 wrong ones, 8 assumed included; grafts do not count."""
+    manager = GrammarManager(MatcherPool(), lambda *_, **__: None)
+    guesses = manager.pool.guesses(7)
+    for row in (
+        RowResult((0,) * 4, 5, 3, grafts=2, grafted=2),
+        RowResult((0,) * 2, 5, 1, grafts=2, grafted=1),
+        RowResult((0,) * 6, 5, 5),
+    ):
+        manager.judge(7, row, 5)
+    assert (guesses._own_right, guesses._own) == (4 + 6, 8 + 7)
+    manager.drop(7)
+    assert manager.pool.guesses(7) is not guesses
+
+
+def test_a_key_that_comes_again_is_cut_as_before() -> None:
+    """The embedded model cuts keys that it has not seen into tokens of its own."""
+    if not (EMBEDDED / "target" / "model.safetensors").exists():
+        pytest.skip("no embedded weights")
+    item = {
+        "type": "object",
+        "properties": {"identification": {"type": "boolean"}},
+        "required": ["identification"],
+        "additionalProperties": False,
+    }
+    rows = Grammar.json_schema({"type": "array", "items": item, "minItems": 5, "maxItems": 5})
+    with Engine(adaptive="static", grammar_isolated=False) as engine:
+        on, again = (engine.generate(PROMPTS[0], rows, SAMPLING) for _ in range(2))
+        engine.core.grammar.pool.forced = None
+        off = engine.generate(PROMPTS[0], rows, SAMPLING)
+    assert on.token_ids == again.token_ids == off.token_ids
+    assert on.stats.accept_length > 1.3 * off.stats.accept_length
+    # Nothing of one request is known in another.
+    assert lengths([on]) == lengths([again])
+
+
+def test_a_matcher_that_fails_at_it_ends_its_own_request(
+    tiny: dict[str, Any], plain: list[Output]
+) -> None:
+    with Engine(**tiny, adaptive="static", context_length=256) as engine:
+        handles = [engine.submit(p, PERSON, SAMPLING) for p in PROMPTS]
+        matcher = engine.core.matchers[handles[1].request.id]
+
+        def fail(path: object = ()) -> bytes:
+            raise RuntimeError(f"no bytes behind {path}")
+
+        matcher.forced_bytes = fail
+        while engine.step():
+            pass
+        outputs = [handle.output for handle in handles]
+    assert outputs[1] is not None
+    assert "no bytes behind" in str(outputs[1].error)
+    assert key([outputs[0], outputs[2]]) == key([plain[0], plain[2]])
+
+
+def test_chaos_with_runs_that_are_often_wrong(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = ForcedRuns.tokens
+
+    def corrupt(self: ForcedRuns, text: bytes, guesses: Guesses) -> list[int]:
+        run = right(self, text, guesses)
+        return [200 if at and (at + len(text)) % 3 == 0 else t for at, t in enumerate(run)]
+
+    first, settings = test_overlap.settings_of("tree", "crowded")
+    first += 4000
+    oracle = test_overlap.build(tiny, overlap="none", algorithm="none")
+    monkeypatch.setattr(ForcedRuns, "tokens", corrupt)
+    test_overlap.chaos(monkeypatch, first)
+    with oracle, test_overlap.build(tiny, **settings, adaptive="static") as engine:
+        test_overlap.outputs_equal(oracle, engine, first)
+        assert engine.snapshot()["drafter"]["faults"] == 0
+
+
+def roots_of(forced: list[list[int]]) -> Roots:
+    none = torch.zeros(len(forced), dtype=torch.int64)
+    rows = torch.full((len(forced), RUN_TOKENS - 1), -1)
+    for row, run in zip(rows, forced, strict=True):
+        row[: len(run)] = torch.tensor(run)
+    return Roots(none, none[:, None], none, none, rows)
+
+
+def test_candidates_get_the_forced_token_first_and_stay_distinct() -> None:
+    grafts = Grafts(roots_of([[7], [2], [1], [3], []]), 4)
+    tokens = torch.tensor([[1, 2, 3]] * 5)
+    scores = torch.tensor([[-0.1, -1.0, -2.0]] * 5)
+    scores, tokens = grafts.first(scores, tokens, 0)
+    assert tokens.tolist() == [[7, 1, 2], [2, 1, 3], [1, 2, 3], [3, 1, 2], [1, 2, 3]]
+    want = [[0, -0.1, -1], [0, -0.1, -2], [0, -1, -2], [0, -0.1, -1], [-0.1, -1, -2]]
+    assert torch.allclose(scores, torch.tensor(want))
+    again, same = grafts.first(scores, tokens, 1)
+    assert torch.equal(again, scores)
+    assert torch.equal(same, tokens)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "tokens", "parents", "want"),
+    [
+        # Nothing drafted; what agrees goes on behind the run; what does not is a sibling.
+        (3, [], [], [(7, 0), (8, 1)]),
+        (3, [7, 8, 9], [0, 1, 2], [(7, 0), (8, 1), (9, 2)]),
+        (3, [5, 6], [0, 1], [(7, 0), (8, 1), (5, 0), (6, 3)]),
+        (3, [7, 5, 8, 6], [0, 1, 1, 3], [(7, 0), (8, 1), (5, 1), (6, 2)]),
+        # A chain has no siblings.
+        (1, [7, 8, 9], [0, 1, 2], [(7, 0), (8, 1), (9, 2)]),
+        (1, [7, 5, 9], [0, 1, 2], [(7, 0), (8, 1)]),
+        # Room for four.
+        (3, [1, 2, 3, 4], [0, 0, 0, 0], [(7, 0), (8, 1), (1, 0), (2, 0)]),
+    ],
+)
+def test_a_host_draft_takes_the_run_in(
+    top_k: int, tokens: list[int], parents: list[int], want: list[tuple[int, int]]
+) -> None:
+    scores = -np.arange(1, len(tokens) + 1, dtype=np.float32)
+    draft = HostDraft(np.array(tokens, np.int64), np.array(parents, np.int64), scores)
+    got = graft(draft, [7, 8], Tier(4, top_k, 5))
+    assert got.parents is not None
+    assert list(zip(got.tokens.tolist(), got.parents.tolist(), strict=True)) == want
+    assert got.scores[:2].tolist() == [0, 0]
+    for score, parent in zip(got.scores.tolist(), got.parents.tolist(), strict=True):
+        assert score <= (got.scores[parent - 1] if parent else 0)
+    assert graft(draft, [], Tier(4, top_k, 5)) is draft
+
+
+@pytest.mark.skipif(
+    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
+)
+def test_origins_of_longer_tokens_tell_grafts() -> None:
+    """A token that could have been a shorter one was not forced, only its bytes were."""
+    with Engine(adaptive="static", grammar_isolated=False) as engine:
+        again = engine.generate(PROMPTS[0], PERSON, SAMPLING)
+        pieces = list(engine.stream(PROMPTS[0], PERSON, {**SAMPLING, "origins": True}))
+    origins = [origin for piece in pieces for origin in piece.origins]
+    assert 0 < origins.count("grafted") <= again.stats.accepted_grafts

@@ -1,0 +1,247 @@
+"""Runs behind the nodes of draft trees: forced bytes, and their canonical tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+
+from overlap_spec.config import EMBEDDED
+from overlap_spec.grammar import Grammar, Vocabulary, backends, walk
+from overlap_spec.grammar.contract import Matcher
+from overlap_spec.grammar.forced import ForcedRuns
+from overlap_spec.grammar.guesses import KINDS, Guesses
+from overlap_spec.grammar.reasoning_matcher import wrap
+
+STOP, SPECIAL, LONG = 256, 257, 258
+# Every byte, a stop and a special token, and some longer ones; "{" once more as a second token.
+TEXTS = [*(bytes([b]) for b in range(256)), b"", b"<s>", b'{"', b'":', b'":"', b"name", b"na", b"{"]
+VOCABULARY = Vocabulary(tuple(TEXTS), len(TEXTS), (STOP,), frozenset({SPECIAL}))
+PERSON = Grammar.json_schema(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "näh": {"enum": ["left", "less"]}},
+        "required": ["name", "näh"],
+        "additionalProperties": False,
+    }
+)
+GRAMMARS = {
+    "schema": PERSON,
+    "regex": Grammar.regex(r"ab(cd|ce)f*"),
+    "choice": Grammar.choice(["alpha", "alphabet", "alps"]),
+    "nested": Grammar.ebnf('root ::= "a(" root ")" | "b"'),
+}
+
+
+def encode(text: str) -> list[int]:
+    """Longest match, from the left."""
+    data, found = text.encode(), []
+    while data:
+        token = max(range(len(TEXTS)), key=lambda t: len(TEXTS[t]) * data.startswith(TEXTS[t]))
+        found.append(token)
+        data = data[len(TEXTS[token]) :]
+    return found
+
+
+@cache
+def matcher_of(name: str, grammar: str) -> Matcher:
+    if (name, grammar) == ("outlines", "nested"):
+        pytest.skip("the backend refuses this grammar")
+    return backends.load(name)(VOCABULARY).compile(GRAMMARS[grammar]).matcher()
+
+
+def legal(matcher: Matcher) -> list[int]:
+    row = np.zeros(VOCABULARY.words, np.int32)
+    matcher.fill(row)
+    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+
+
+@pytest.fixture(params=backends.names())
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS)
+def test_forced_bytes_are_those_that_the_masks_leave(name: str, grammar: str) -> None:
+    """On random walks: they are the bytes that single-byte tokens allow, one after the other."""
+    rng = random.Random(grammar)
+    for _ in range(12):
+        matcher = matcher_of(name, grammar).fork()
+        for _ in range(rng.randint(0, 14)):
+            before, path = matcher.accepted_tokens, []
+            fork = matcher.fork()
+            for _ in range(rng.randint(0, 3)):
+                choices = [t for t in legal(fork) if t != STOP]
+                if not choices:
+                    break
+                path.append(rng.choice(choices))
+                assert fork.accept(path[-1])
+            forced = matcher.forced_bytes(path)
+            assert matcher.accepted_tokens == before
+            for byte in forced:
+                assert [t for t in legal(fork) if len(VOCABULARY.text[t]) == 1 or t == STOP][
+                    :1
+                ] == [byte]
+                assert {VOCABULARY.text[t][:1] for t in legal(fork)} == {bytes([byte])}
+                assert fork.accept(byte)
+            ahead = {VOCABULARY.text[t][:1] for t in legal(fork)}
+            # A library may stop at the start of a character of several bytes.
+            assert len(ahead) != 1 or ahead == {b""} or max(ahead) >= b"\x80"
+            choices = [t for t in legal(matcher) if t != STOP]
+            if not choices:
+                break
+            assert matcher.accept(rng.choice(choices))
+
+
+def test_a_matcher_that_has_ended_forces_nothing(name: str) -> None:
+    matcher = matcher_of(name, "regex").fork()
+    for token in (*b"abcd", STOP):
+        assert matcher.accept(token)
+    assert matcher.forced_bytes() == b""
+
+
+def runs_of(matcher: Matcher, tree: tuple[list[int], ...], tokens: int = 8) -> tuple[list, int]:
+    runs = ForcedRuns(VOCABULARY, encode, tokens)
+    arrays = [np.array(part, np.int64) for part in tree]
+    rows = np.zeros((len(tree[0]), VOCABULARY.words), np.int32)
+    matcher.fill_tree(*arrays, rows)
+    found = np.full((len(rows), tokens), 5, np.int32)
+    openings = runs.fill(matcher, *arrays, rows, found, Guesses())
+    return [[t for t in run if t >= 0] for run in found.tolist()], openings.refused
+
+
+def ids(*texts: str) -> list[int]:
+    return [TEXTS.index(text.encode()) for text in texts]
+
+
+def test_each_node_has_its_own_run(name: str) -> None:
+    """Legal branches, inside the run of their parent; one that is not, and one behind that."""
+    tokens = [0, *ids("{", '"', "x", "n", '{"', "name")]
+    child = [1, 2, -1, -1, -1, 6, -1]
+    sibling = [-1, 5, 3, -1, -1, -1, -1]
+    runs, refused = runs_of(matcher_of(name, "schema").fork(), (tokens, child, sibling))
+    # The runs of nodes 0, 1 and 5 begin with a child of theirs.
+    assert runs[0] == runs[1] == runs[5] == []
+    assert runs[2] == ids("name", '":"')
+    assert runs[3] == runs[4] == []
+    assert runs[6] == ids('":"')
+    assert refused == 1
+
+
+def test_the_fill_asks_only_where_a_run_opens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher = matcher_of(name, "schema").fork()
+    asked = []
+    ask = type(matcher).forced_bytes
+
+    def note(own: Matcher, path: Sequence[int] = ()) -> bytes:
+        asked.append(list(path))
+        return ask(own, path)
+
+    monkeypatch.setattr(type(matcher), "forced_bytes", note)
+    chain = [0, *ids('{"', "name", '":"', "x")]
+    runs_of(matcher, (chain, [1, 2, 3, 4, -1], [-1] * 5))
+    assert asked == [[]]
+
+
+def test_a_run_ends_before_a_token_that_may_go_on(name: str) -> None:
+    """`le` of two values is one token with what follows; the quote after `alp` belongs to it."""
+    matcher = matcher_of(name, "choice").fork()
+    runs = ForcedRuns(VOCABULARY, encode, 8)
+    assert matcher.forced_bytes() == b"alp"
+    assert runs.tokens(b"alp", Guesses()) == ids("a", "l", "p")
+    # `":` and a quote would be one token.
+    assert runs.tokens(b'name":', Guesses()) == ids("name")
+    assert runs.tokens(b"\xc3", Guesses()) == []
+    assert runs.tokens(b"x" * 400, Guesses()) == [ord("x")] * 8
+
+
+def test_a_space_in_front_of_every_text_is_left_out() -> None:
+    """As SentencePiece's tokenizers encode: the run is taken from behind another text."""
+
+    def spaced(text: str) -> list[int]:
+        return encode(" " + text)
+
+    assert ForcedRuns(VOCABULARY, spaced, 8).tokens(b"name}", Guesses()) == ids("name", "}")
+
+
+def test_tokens_beyond_the_vocabulary_are_none() -> None:
+    runs = ForcedRuns(VOCABULARY, lambda text: [*encode(text), len(TEXTS) + 5], 8)
+    assert runs.tokens(b"name}", Guesses()) == []
+
+
+def test_what_was_chosen_before_comes_first(name: str) -> None:
+    """Each choice counts for the bytes that were to come, wherever they come again."""
+    matcher = matcher_of(name, "schema").fork()
+    runs, guesses = ForcedRuns(VOCABULARY, encode, 8), Guesses()
+    tree = [np.array(part, np.int64) for part in ([0, *ids("{", '"')], [1, 2, -1], [-1] * 3)]
+    rows = np.zeros((3, VOCABULARY.words), np.int32)
+    matcher.fill_tree(*tree, rows)
+    openings = runs.fill(matcher, *tree, rows, np.empty((3, 8), np.int32), guesses)
+    runs.learn(openings, ids("{", '"', "na"), guesses)
+    assert runs.tokens(b'{"name":"', guesses) == ids("{", '"', "na", "m", "e", '":"')
+    assert runs.tokens(b'name":"', guesses) == ids("na", "m", "e", '":"')
+    assert runs.tokens(b'{"names":"', guesses) == ids('{"', "name", "s", '":"')
+    # Off the tree nothing is known.
+    runs.learn(openings, ids('{"', "na"), guesses)
+    assert runs.tokens(b'{"name":"', guesses)[:3] == ids('{"', "na", "m")
+
+
+def test_each_kind_of_guess_is_judged_by_itself_and_against_the_drafter() -> None:
+    guesses = Guesses()
+    for number in range(12):
+        guesses.note(b"%d" % number, 1, 2)
+    assert [guesses.trusts(kind) for kind in range(KINDS)] == [False, True, True]
+    # A drafter that is always wrong is worse than that.
+    guesses.judge(0, 200)
+    assert [guesses.trusts(kind) for kind in range(KINDS)] == [True, True, True]
+    guesses.judge(8000, 0)
+    assert [guesses.trusts(kind) for kind in range(KINDS)] == [False, False, False]
+    for number in range(12):
+        guesses.note(b"%d" % number, 1, None)
+    assert [guesses.trusts(kind) for kind in range(KINDS)] == [False, True, False]
+    for number in range(12):
+        guesses.note(b"%d" % number, 1, None)
+    assert [guesses.trusts(kind) for kind in range(KINDS)] == [False, True, True]
+    for _ in range(3):
+        guesses.note(b"0", 5, None)
+    assert guesses.find(b"0") == (5, 2)
+    assert not guesses.trusts(1) or not guesses.trusts(2)
+
+
+def test_runs_of_what_terminates_are_none(name: str) -> None:
+    matcher = matcher_of(name, "regex").fork()
+    for token in b"abcd":
+        assert matcher.accept(token)
+    runs, refused = runs_of(matcher, ([0, STOP, ord("f")], [1, -1, -1], [-1, 2, -1]))
+    assert runs == [[], [], []]
+    assert refused == 0
+    assert matcher.accept(STOP)
+    runs, refused = runs_of(matcher, ([STOP, ord("f")], [1, -1], [-1, -1]))
+    assert (runs, refused) == ([[], []], 0)
+
+
+def test_text_before_the_end_of_thinking_is_free() -> None:
+    inner = backends.load("llguidance")(VOCABULARY).compile(PERSON)
+    matcher = wrap(inner, Grammar.after_thinking(PERSON, "</think>")).matcher()
+    assert matcher.forced_bytes() == b""
+    for token in b"x</think>":
+        assert matcher.accept(token)
+    assert matcher.forced_bytes() == b""
+    assert matcher.accept(ord("{"))
+    assert matcher.forced_bytes() == b'"name":"'
+
+
+def test_runs_of_a_real_tokenizer_are_its_own() -> None:
+    if not (EMBEDDED / "target" / "tokenizer.json").exists():
+        pytest.skip("no embedded tokenizer")
+    from overlap_spec.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(EMBEDDED / "target", 2048)
+    runs = ForcedRuns(tokenizer.vocabulary, tokenizer.encode, 16)
+    text = '{"title":{"value":"'
+    found = runs.tokens(text.encode(), Guesses())
+    assert found == tokenizer.encode(text)
+    assert walk.allowed(tokenizer.vocabulary.text_row, found[0])
