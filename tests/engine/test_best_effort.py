@@ -224,5 +224,6 @@ def test_over_http(path: str, stream: bool) -> None:
 def test_in_sglangs_shape() -> None:
     formatter = SGLangFormatter(cast("Any", None), GenerateBody(text="x"), "id")
     output = Output("", (), "stop", RequestStats(), verdict=Verdict(True))
-    assert formatter.result(output, 0)["meta_info"]["verdict"] == {"valid": True, "reason": None}
-    assert "verdict" not in formatter.result(replace(output, verdict=None), 0)["meta_info"]
+    told = formatter.results([output], True)["meta_info"]
+    assert told["verdict"] == {"valid": True, "reason": None}
+    assert "verdict" not in formatter.results([replace(output, verdict=None)], True)["meta_info"]
