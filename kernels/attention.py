@@ -26,6 +26,8 @@ from overlap_spec.kernels.elementwise import apply_rope, rms_norm
 # The CPU's products give a row the same bits, in bfloat16, at all multiples of these.
 ROWS = 4
 KEYS = 64
+# Keys of a layer that stay in a processor's caches.
+TOGETHER_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -289,15 +291,10 @@ def _attend(
     # The heads of a group share their keys: they become more queries of one kv head.
     grouped = span.rectangle(q).unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4)
     queries = grouped.flatten(2, 3)
-    rows, added = queries.shape[2], span.dense(page_size, window, group, q.dtype)
-    queries = F.pad(queries, (0, 0, 0, -rows % ROWS))
+    added = span.dense(page_size, window, group, q.dtype)
     pages, counts = span.own_pages(page_size)
-    if q.is_cuda:
-        mixed = _at_once(queries, k_cache, v_cache, pages, added)
-    else:
-        attend = _scripted() if is_tracing() else _by_request
-        mixed = attend(queries, k_cache, v_cache, pages, counts, added)
-    mixed = mixed[:, :, :rows]
+    attend = _scripted() if is_tracing() and not q.is_cuda else _by_request
+    mixed = attend(queries, k_cache, v_cache, pages, counts, added, TOGETHER_BYTES)
     mixed = mixed.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4)
     return span.flat(mixed.flatten(2))
 
@@ -311,21 +308,38 @@ def _scripted() -> Any:
 
 
 def _by_request(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, counts: Tensor, added: Tensor
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pages: Tensor,
+    counts: Tensor,
+    added: Tensor,
+    together_bytes: int,
 ) -> Tensor:
     """Attention of ``q (B, kv_heads, Q, D)`` over the first ``counts (B,)`` of ``pages (B, P)``.
 
-    The keys of one request at a time are copied out of their pages, as many as it has, whatever the
-    others have. A copy of all requests' keys would go to memory and back, and be taken from the
-    system and given back in each layer.
+    Keys are copied out of their pages. Those of all requests at once, where they take no more than
+    ``together_bytes``; else those of one request at a time, as many as it has, whatever the others
+    have: a copy of them all would go to memory and back, and be taken from the system and given
+    back in each layer. On CUDA always at once, as a graph cannot wait for a number of the device.
 
     Args:
-        added: To the scores ``(B, 1, Q, P * page_size)``.
+        added: To the scores ``(B, 1, Q', P * page_size)``, with rows of 0 from Q to Q'.
     """
-    page_size, kv_heads, dim = k_cache.size(1), k_cache.size(2), k_cache.size(3)
+    batch, kv_heads, rows, dim = q.size(0), q.size(1), q.size(2), q.size(3)
+    if added.size(2) > rows:
+        q = F.pad(q, [0, 0, 0, added.size(2) - rows])
+    page_bytes = k_cache[0].numel() * k_cache.element_size()
+    if q.is_cuda or pages.numel() * page_bytes <= together_bytes:
+        every = pages.flatten()
+        keys = k_cache.index_select(0, every).view(batch, -1, kv_heads, dim).transpose(1, 2)
+        values = v_cache.index_select(0, every).view(batch, -1, kv_heads, dim).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=added)
+        return mixed[:, :, :rows]
+    page_size = k_cache.size(1)
     out = torch.empty_like(q)
     own_counts: List[int] = counts.tolist()  # noqa: UP006
-    for b in range(q.size(0)):
+    for b in range(batch):
         # Whole pages are copied, which indexing by a matrix of them would do number by number.
         own = pages[b, : own_counts[b]]
         keys = k_cache.index_select(0, own).view(1, -1, kv_heads, dim).transpose(1, 2)
@@ -333,14 +347,4 @@ def _by_request(
         seen = added[b : b + 1, :, :, : own_counts[b] * page_size]
         one = q[b : b + 1]
         out[b : b + 1] = F.scaled_dot_product_attention(one, keys, values, attn_mask=seen)
-    return out
-
-
-def _at_once(q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, added: Tensor) -> Tensor:
-    """:func:`_by_request` without numbers of the device, which CUDA's graphs cannot wait for."""
-    kv_heads, dim = k_cache.shape[2:]
-    keys, values = (
-        cache.index_select(0, pages.flatten()).view(len(q), -1, kv_heads, dim).transpose(1, 2)
-        for cache in (k_cache, v_cache)
-    )
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=added)
+    return out[:, :, :rows]

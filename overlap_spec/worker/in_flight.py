@@ -51,7 +51,7 @@ class Buffers:
             the CPU are the same memory.
         runs: int32 ``(nodes, RUN_TOKENS)``: what the grammar forces behind each node;
             ``device_runs`` likewise.
-        results: int64, room for what :class:`overlap_spec.worker.model_runner.AcceptResult` packs.
+        results: int64, room for what :class:`overlap_spec.worker.passes.AcceptResult` packs.
         events: Recorded anew by each step that uses the buffers; ``events.free`` after its last
             use.
         keep: The step's tensors, which streams other than their own read until then.

@@ -89,7 +89,7 @@ def _times(runner: ModelRunner, tier: Tier, rows: Tensor, pages: Tensor) -> tupl
             return runner.dead_trees(tier, rows, pages)
         return runner.draft_trees(tier, False, rows, pages)
 
-    draft_ms, (_, positions, _, *rest) = _least_ms(draft, rows)
+    draft_ms, (_, positions, _, _, *rest) = _least_ms(draft, rows)
     tree = Tree(*rest[: len(Tree._fields)])
     inputs = pages, positions, tree.tokens, tree.depths, tree.ancestors
     verify_ms, _ = _least_ms(lambda: graphs.verify(*inputs), rows)

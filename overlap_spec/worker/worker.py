@@ -31,16 +31,10 @@ from overlap_spec.types import (
 )
 from overlap_spec.worker.batch import Batch, PlanUpload
 from overlap_spec.worker.in_flight import Buffers, InFlightStep, TierState
-from overlap_spec.worker.model_runner import (
-    DEAD_SCORE,
-    SCORE_UNIT,
-    Accepted,
-    Drafted,
-    GrammarRows,
-    ModelRunner,
-)
+from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.origins import token_origins
 from overlap_spec.worker.pass_times import PassTimes, Point, measure_passes
+from overlap_spec.worker.passes import DEAD_SCORE, SCORE_UNIT, Accepted, Drafted, GrammarRows
 from overlap_spec.worker.sampler import Masks, token_logprobs
 from overlap_spec.worker.streams import RecordSpan, Streams
 

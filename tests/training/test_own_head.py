@@ -290,5 +290,7 @@ def test_a_head_keeps_its_targets_rope_and_drops_its_biases(folder, tmp_path):
     loaded = load_eagle3(tmp_path, target, torch.float32)
     assert torch.equal(loaded.rope, head.rope)
     assert not torch.equal(loaded.rope, load_decoder(folder, torch.float32, CPU).rope)
-    layer = replace(head.config.layer, architecture="LlamaForCausalLMEagle3")
+    layer = replace(
+        head.config.layer, architecture="LlamaForCausalLMEagle3", sliding_windows=(None,)
+    )
     assert loaded.config.layer == layer

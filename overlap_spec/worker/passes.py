@@ -1,0 +1,118 @@
+"""What the passes of a step hand to each other, on the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from overlap_spec.drafters.base import Committed, DraftCache, Roots
+from overlap_spec.kernels import KeySpan, Odds, Tree
+from overlap_spec.models.decoder import Attend
+from overlap_spec.worker.kv_pool import KVPool, PagedAttend
+from overlap_spec.worker.sampler import Masks
+
+SCORE_UNIT = 2.0**20
+DEAD_SCORE = -(2.0**62)
+
+
+class Drafted(NamedTuple):
+    """Trees after the roots of ``batch.rows``; the last rows may be padding.
+
+    ``links`` int64 ``(3, S, N)``: the trees' tokens, first children and next siblings, for the
+    host. ``pack`` int64 ``(T,)``: the flat numbers of the nodes that are verified; None: all.
+    ``odds``: as in :class:`overlap_spec.drafters.base.Draft`.
+    """
+
+    roots: Roots
+    tree: Tree
+    links: Tensor
+    pack: Tensor | None
+    odds: Odds | None
+
+
+class Verified(NamedTuple):
+    """The target's answers to the trees.
+
+    ``logits``: of the verified nodes, ``(S * N, V)`` or ``(T, V)``; ``features``: the drafter's,
+    ``(S * N, F)``.
+    """
+
+    logits: Tensor
+    features: Tensor | None
+
+
+class Prefilled(NamedTuple):
+    """The target's answers to the chunks.
+
+    ``logits (F, V)``: of the final chunks' last tokens, None where there are none; ``features``:
+    the drafter's, of all chunks' tokens.
+    """
+
+    logits: Tensor | None
+    features: Tensor | None
+
+
+class AcceptResult(NamedTuple):
+    """What the trees of a step got, or its final chunks.
+
+    ``lengths`` int64 ``(R,)``: accepted drafts. ``tokens`` int64 ``(R, W)``: the target's choices
+    along the accepted path, of which ``lengths + 1`` count; the last may be negative. ``path``
+    int64 ``(R, W)``: the accepted nodes. ``packed`` int64 ``(R, ...)``: what goes to the host: of
+    trees the length, how many drafts lived, the tokens, and in units of 1 / :data:`SCORE_UNIT`
+    the scores along the path and the best score of the last node's children; of chunks their
+    token; of both, what is forced behind the new root.
+    ``logprobs``: of each of ``tokens``, and the best ones and their ids: ``(R, W)``,
+    ``(R, W, n)``, ``(R, W, n)``.
+    """
+
+    lengths: Tensor
+    tokens: Tensor
+    path: Tensor
+    packed: Tensor
+    logprobs: tuple[Tensor, Tensor, Tensor] | None = None
+
+
+class Accepted(NamedTuple):
+    """A step's decisions; None for what it did not have."""
+
+    trees: AcceptResult | None
+    chunks: AcceptResult | None
+
+
+class GrammarRows(NamedTuple):
+    """What the lane wrote of a step, on the device; nodes are the trees', then the final chunks'.
+
+    ``masks``: what each node may choose. ``limits`` int64 ``(S,)``: depth down to which each
+    tree's rows are good. ``runs`` int32 ``(nodes, RUN_TOKENS)``: what the grammar forces behind
+    each node, -1 behind its end.
+    """
+
+    masks: Masks
+    limits: Tensor
+    runs: Tensor
+
+
+class CommittedTokens(Committed):
+    """Committed tokens of one rectangle of trees, or of ragged chunks.
+
+    ``slots`` int64 ``(T,)``: physical slots, the same in every cache; ``span``: what they see.
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        features: Tensor | None,
+        rows: Tensor,
+        last: Tensor,
+        slots: Tensor,
+        span: KeySpan,
+    ) -> None:
+        self.tokens, self.positions, self.features = tokens, positions, features
+        self.rows, self.last, self._slots, self._span = rows, last, slots, span
+
+    def attend(self, cache: DraftCache) -> Attend:
+        assert isinstance(cache, KVPool)
+        return PagedAttend(cache, self._slots, replace(self._span, first=cache.first))
