@@ -19,9 +19,9 @@ with clients that leave, front or engine grow by over a tenth after the first fi
 Fields of the last line, beside those of every record (``bench.common``): ``good`` (requests, wrong,
 ``calm_p99_ms``, ``attacked_p99_ms``), ``health_worst_ms``, ``turn_worst_ms`` (processor time of the
 event loop's longest turn; ``turn_worst_wall_ms`` by the clock), ``front_peak_mib``, ``attacks``
-(statuses and time of each), ``left_over``. With ``--disconnects``, in place of ``attacks``:
-``disconnects`` (how many left at which stage) and ``memory`` (``early_mib`` and ``late_mib`` of
-front and engine).
+(statuses and time of each, and the good requests' p99 beside it), ``left_over``. With
+``--disconnects``, in place of ``attacks``: ``disconnects`` (how many left at which stage) and
+``memory`` (``early_mib`` and ``late_mib`` of front and engine).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ async def attack(run: Run, options: argparse.Namespace, served: Served) -> dict[
         await asyncio.sleep(CALM_S)
         calm, watch.times_ms = watch.times_ms, []
         make = _clients_that_leave if options.disconnects else _attacks
-        made = await make(run, options, served, client)
+        made = await make(run, options, served, client, watch)
         watch.end = True
         await asyncio.gather(*tasks)
         await asyncio.sleep(1)
@@ -122,7 +122,7 @@ async def attack(run: Run, options: argparse.Namespace, served: Served) -> dict[
 
 
 async def _attacks(
-    run: Run, options: argparse.Namespace, served: Served, client: httpx.AsyncClient
+    run: Run, options: argparse.Namespace, served: Served, client: httpx.AsyncClient, watch: Watch
 ) -> dict[str, Any]:
     made: dict[str, Any] = {}
     fuzzed = 0
@@ -130,22 +130,19 @@ async def _attacks(
     while not made or time.monotonic() < end:
         for name, one in attacks().items():
             statuses: Counter[str] = Counter()
-            start = time.monotonic()
+            start, asked = time.monotonic(), len(watch.times_ms)
             for _ in range(options.rounds):
                 statuses[str(await one(client, served.url))] += 1
-            took_s = time.monotonic() - start
-            run.sample(attack=name, statuses=dict(statuses), seconds=took_s)
-            _add(made, name, statuses, took_s)
-        start = time.monotonic()
+            _add(run, made, name, statuses, time.monotonic() - start, watch.times_ms[asked:])
+        start, asked = time.monotonic(), len(watch.times_ms)
         statuses = await fuzz(client, served.url, options.fuzz, options.seed + fuzzed)
         fuzzed += 1
-        run.sample(attack="fuzz", statuses=dict(statuses), seconds=time.monotonic() - start)
-        _add(made, "fuzz", statuses, time.monotonic() - start)
+        _add(run, made, "fuzz", statuses, time.monotonic() - start, watch.times_ms[asked:])
     return {"attacks": made}
 
 
 async def _clients_that_leave(
-    run: Run, options: argparse.Namespace, served: Served, client: httpx.AsyncClient
+    run: Run, options: argparse.Namespace, served: Served, client: httpx.AsyncClient, _: Watch
 ) -> dict[str, Any]:
     left: Counter[str] = Counter()
     memory: list[dict[str, float]] = []
@@ -164,10 +161,20 @@ async def _clients_that_leave(
     return {"disconnects": dict(left), "memory": grown}
 
 
-def _add(made: dict[str, Any], name: str, statuses: Counter[str], took_s: float) -> None:
-    entry = made.setdefault(name, {"statuses": {}, "seconds": 0.0})
+def _add(
+    run: Run,
+    made: dict[str, Any],
+    name: str,
+    statuses: Counter[str],
+    took_s: float,
+    good_ms: Sequence[float],
+) -> None:
+    good_p99_ms = percentile(good_ms)
+    run.sample(attack=name, statuses=dict(statuses), seconds=took_s, good_p99_ms=good_p99_ms)
+    entry = made.setdefault(name, {"statuses": {}, "seconds": 0.0, "good_p99_ms": 0.0})
     entry["statuses"] = dict(Counter(entry["statuses"]) + statuses)
     entry["seconds"] += took_s
+    entry["good_p99_ms"] = max(entry["good_p99_ms"], good_p99_ms)
 
 
 async def fuzz(client: httpx.AsyncClient, url: str, count: int, seed: int) -> Counter[str]:
