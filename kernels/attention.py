@@ -136,29 +136,14 @@ class KeySpan:
         return {}
 
     @cached_property
-    def _own_pages(self) -> dict[int, tuple[Tensor, Tensor]]:
+    def _own_pages(self) -> dict[int, Tensor]:
         return {}
 
-    def own_pages(self, page_size: int) -> tuple[Tensor, Tensor]:
-        """Pages of each request's keys alone, computed once for all layers.
-
-        Returns:
-            int64 ``(B, P')``, in which a request's last page stands for what is not its own, and
-            how many of them to read, int64 ``(B,)``: multiples of :func:`pages_together`.
-        """
+    def own_pages(self, page_size: int) -> Tensor:
+        """How many pages each request's keys are on, int64 ``(B,)``, made once for all layers."""
         if page_size not in self._own_pages:
-            if self.mask is None:
-                width = self.rectangle(self.positions).shape[1]
-            else:
-                width = self.mask.shape[1]
-            own = (self.prefix + (width + page_size - 1)) // page_size
-            step = pages_together(page_size)
-            columns = torch.arange(
-                self.pages.shape[1] + (-self.pages.shape[1] % step), device=own.device
-            )
-            last = own.clamp(max=self.pages.shape[1]) - 1
-            pages = self.pages.gather(1, torch.minimum(columns, last[:, None]))
-            self._own_pages[page_size] = pages, (last + step) // step * step
+            width = (self.rectangle(self.positions) if self.mask is None else self.mask).shape[1]
+            self._own_pages[page_size] = (self.prefix + (width + page_size - 1)) // page_size
         return self._own_pages[page_size]
 
     @cached_property
@@ -170,22 +155,24 @@ class KeySpan:
     def dense(self, page_size: int, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
         """:meth:`visible` repeated for ``group`` heads, as what is added to scores: 0 or -inf.
 
-        With rows of 0 up to a multiple of :data:`ROWS`, and columns of -inf for what
-        :meth:`own_pages` adds. Computed once for all layers.
+        In half precision with rows of 0 up to a multiple of :data:`ROWS`, and columns of -inf up to
+        one of :func:`pages_together`. Computed once for all layers.
         """
         key = (page_size, window, group, dtype)
         if key not in self._dense:
             seen = self.visible(page_size, window)
             added = torch.where(seen, 0.0, -torch.inf).to(dtype).repeat(1, group, 1)
-            missing = -self.pages.shape[1] % pages_together(page_size) * page_size
-            added = F.pad(added, (0, missing), value=-torch.inf)
-            self._dense[key] = F.pad(added, (0, 0, 0, -added.shape[1] % ROWS))[:, None]
+            if dtype != torch.float32:
+                missing = -self.pages.shape[1] % pages_together(page_size) * page_size
+                added = F.pad(added, (0, missing), value=-torch.inf)
+                added = F.pad(added, (0, 0, 0, -added.shape[1] % ROWS))
+            self._dense[key] = added[:, None]
         return self._dense[key]
 
 
-def pages_together(page_size: int) -> int:
-    """Pages that are read together: their keys are :data:`KEYS`, or one page has more."""
-    return max(1, KEYS // page_size)
+def pages_together(page_size: int, keys: int = KEYS) -> int:
+    """Pages that are read together: their keys are ``keys``, or one page has more."""
+    return max(1, keys // page_size)
 
 
 @operation
@@ -292,9 +279,9 @@ def _attend(
     grouped = span.rectangle(q).unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4)
     queries = grouped.flatten(2, 3)
     added = span.dense(page_size, window, group, q.dtype)
-    pages, counts = span.own_pages(page_size)
     attend = _scripted() if is_tracing() and not q.is_cuda else _by_request
-    mixed = attend(queries, k_cache, v_cache, pages, counts, added, TOGETHER_BYTES)
+    own = span.own_pages(page_size)
+    mixed = attend(queries, k_cache, v_cache, span.pages, own, added, TOGETHER_BYTES)
     mixed = mixed.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4)
     return span.flat(mixed.flatten(2))
 
@@ -312,11 +299,11 @@ def _by_request(
     k_cache: Tensor,
     v_cache: Tensor,
     pages: Tensor,
-    counts: Tensor,
+    own: Tensor,
     added: Tensor,
     together_bytes: int,
 ) -> Tensor:
-    """Attention of ``q (B, kv_heads, Q, D)`` over the first ``counts (B,)`` of ``pages (B, P)``.
+    """Attention of ``q (B, kv_heads, Q, D)`` over the first ``own (B,)`` of ``pages (B, P)``.
 
     Keys are copied out of their pages. Those of all requests at once, where they take no more than
     ``together_bytes``; else those of one request at a time, as many as it has, whatever the others
@@ -324,27 +311,35 @@ def _by_request(
     back in each layer. On CUDA always at once, as a graph cannot wait for a number of the device.
 
     Args:
-        added: To the scores ``(B, 1, Q', P * page_size)``, with rows of 0 from Q to Q'.
+        added: To the scores ``(B, 1, Q', K)``: rows of 0 from Q to Q'; from ``P * page_size`` to K,
+            -inf for keys that a last page stands in for.
     """
     batch, kv_heads, rows, dim = q.size(0), q.size(1), q.size(2), q.size(3)
+    page_size, columns = k_cache.size(1), pages.size(1)
     if added.size(2) > rows:
         q = F.pad(q, [0, 0, 0, added.size(2) - rows])
+    missing = added.size(3) // page_size - columns
+    if missing > 0:
+        pages = torch.cat([pages, pages[:, -1:].expand(-1, missing)], 1)
     page_bytes = k_cache[0].numel() * k_cache.element_size()
     if q.is_cuda or pages.numel() * page_bytes <= together_bytes:
         every = pages.flatten()
+        # Whole pages are copied, which indexing by a matrix of them would do number by number.
         keys = k_cache.index_select(0, every).view(batch, -1, kv_heads, dim).transpose(1, 2)
         values = v_cache.index_select(0, every).view(batch, -1, kv_heads, dim).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=added)
         return mixed[:, :, :rows]
-    page_size = k_cache.size(1)
     out = torch.empty_like(q)
-    own_counts: List[int] = counts.tolist()  # noqa: UP006
+    step = pages_together(page_size)
+    counts: List[int] = own.clamp(max=columns).tolist()  # noqa: UP006
     for b in range(batch):
-        # Whole pages are copied, which indexing by a matrix of them would do number by number.
-        own = pages[b, : own_counts[b]]
-        keys = k_cache.index_select(0, own).view(1, -1, kv_heads, dim).transpose(1, 2)
-        values = v_cache.index_select(0, own).view(1, -1, kv_heads, dim).transpose(1, 2)
-        seen = added[b : b + 1, :, :, : own_counts[b] * page_size]
+        count = min((counts[b] + step - 1) // step * step, pages.size(1))
+        # Past its own, a request's last page stands in: others' may hold anything.
+        place = torch.arange(count, device=pages.device).clamp(max=counts[b] - 1)
+        mine = pages[b].index_select(0, place)
+        keys = k_cache.index_select(0, mine).view(1, -1, kv_heads, dim).transpose(1, 2)
+        values = v_cache.index_select(0, mine).view(1, -1, kv_heads, dim).transpose(1, 2)
+        seen = added[b : b + 1, :, :, : count * page_size]
         one = q[b : b + 1]
         out[b : b + 1] = F.scaled_dot_product_attention(one, keys, values, attn_mask=seen)
     return out[:, :, :rows]

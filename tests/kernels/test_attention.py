@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from overlap_spec.kernels import KeySpan, tree_attention
+from overlap_spec.kernels import KeySpan, attention, tree_attention
 
 PAGE, DIM = 4, 6
 
@@ -117,8 +117,14 @@ def test_attention_of_chunks_reads_only_their_own_pages() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [True, False])
-def test_a_request_has_the_same_bits_beside_any_other(masked: bool, dtype: torch.dtype) -> None:
-    """Whatever the others' lengths, nothing but its own pages is read."""
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_request_has_the_same_bits_beside_any_other(
+    at_once: bool, masked: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the others' lengths; where keys are copied request by request, nothing but its own
+    pages is read."""
+    monkeypatch.setattr(attention, "TOGETHER_BYTES", 1 << 30 if at_once else 0)
+    other = 1e4 if at_once else torch.nan
     torch.manual_seed(0)
     size, prefixes, queries = 16, [700, 3, 1400, 37], 6
     columns = -(-(max(prefixes) + queries) // size)
@@ -134,7 +140,7 @@ def test_a_request_has_the_same_bits_beside_any_other(masked: bool, dtype: torch
         rest = torch.ones(len(k), dtype=torch.bool)
         rest[own] = False
         keys, values = (cache.clone() for cache in (k, v))
-        keys[rest] = values[rest] = torch.nan
+        keys[rest] = values[rest] = other
         here = slice(b * queries, (b + 1) * queries)
         span = KeySpan(
             own, prefix[b : b + 1], positions[here], None if mask is None else mask[here]
@@ -149,8 +155,12 @@ def test_a_request_has_the_same_bits_beside_any_other(masked: bool, dtype: torch
         assert torch.equal(got[:queries], together[here]), length
 
 
-def test_attention_of_trees_is_traced_without_its_numbers() -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_attention_of_trees_is_traced_without_its_numbers(
+    at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A recording of one batch is right for another one, of other sizes and other counts."""
+    monkeypatch.setattr(attention, "TOGETHER_BYTES", 1 << 30 if at_once else 0)
 
     def work(
         q: Tensor, k: Tensor, v: Tensor, pages: Tensor, prefix: Tensor, positions: Tensor,
