@@ -8,14 +8,20 @@ small chunks, more connections than there may be. Then comes a fuzz of ``--fuzz`
 them are what the server's own document forbids, half are valid ones with something changed, at
 sizes up to the limit. ``--seconds N`` repeats all of it until the time is over.
 
+``--disconnects N --minutes M`` sends clients that leave instead, N a minute, at every stage of a
+request: in its head or body, while its grammar compiles, before its answer or in its stream.
+
 It fails (exit status 1) where a good answer is wrong, an attack is answered with a 5xx, /health
 takes over half a second, a turn of the event loop over 50 ms of processor time, the good requests'
-p99 is over three times that without attack, the front has over 400 MiB, or something is left over.
+p99 is over three times that without attack, the front has over 400 MiB, something is left over, or,
+with clients that leave, front or engine grow by over a tenth after the first fifth of the time.
 
 Fields of the last line, beside those of every record (``bench.common``): ``good`` (requests, wrong,
 ``calm_p99_ms``, ``attacked_p99_ms``), ``health_worst_ms``, ``turn_worst_ms`` (processor time of the
 event loop's longest turn; ``turn_worst_wall_ms`` by the clock), ``front_peak_mib``, ``attacks``
-(statuses and time of each), ``left_over``.
+(statuses and time of each, and the good requests' p99 beside it), ``left_over``. With
+``--disconnects``, in place of ``attacks``: ``disconnects`` (how many left at which stage) and
+``memory`` (``early_mib`` and ``late_mib`` of front and engine).
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from bench.attack_disconnects import disconnects
 from bench.attack_fuzz import forbidden, mutations
 from bench.common import Run, fail, flags, rounded
 from bench.served import Served, read_metrics, rss_mib
@@ -49,6 +56,8 @@ FUZZ_AT_ONCE, PATIENCE_S = 8, 10.0
 LEFT_OVER = ("open", "running", "pages_in_use", "matchers")
 MOST_TURN_MS = 50.0
 MOST_HEALTH_MS, MOST_GROWTH, MOST_FRONT_MIB = 500.0, 3.0, 400.0
+# Of front and engine, after this part of the time in which clients leave.
+MOST_MEMORY, EARLY = 1.1, 0.2
 LONG_TEXT = "hello world, this is " * 250_000
 Answer = Awaitable[int]
 Attack = Callable[[httpx.AsyncClient, str], Answer]
@@ -60,6 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of each attack (default 3)")
     parser.add_argument("--fuzz", type=int, default=2000, help="bodies of the fuzz (default 2000)")
     parser.add_argument("--seconds", type=float, default=0.0, help="go on at least so long")
+    parser.add_argument(
+        "--disconnects", type=float, default=0.0, help="clients a minute that leave, for attacks"
+    )
+    parser.add_argument("--minutes", type=float, default=10.0, help="of --disconnects (default 10)")
     options = parser.parse_args(arguments)
     if options.quick:
         options.rounds, options.fuzz = 1, min(options.fuzz, 200)
@@ -78,29 +91,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 async def attack(run: Run, options: argparse.Namespace, served: Served) -> dict[str, Any]:
     """Make all attacks beside good requests; the figures."""
     watch = Watch(served)
-    fuzzed: list[int] = []
     async with httpx.AsyncClient(timeout=90, limits=httpx.Limits(max_connections=64)) as client:
         # The first one compiles its grammar.
         await client.post(served.url + CHAT, json=GOOD)
         tasks = [asyncio.create_task(work(client)) for work in (watch.ask, watch.probe)]
         await asyncio.sleep(CALM_S)
         calm, watch.times_ms = watch.times_ms, []
-        made: dict[str, Any] = {}
-        end = time.monotonic() + options.seconds
-        while not made or time.monotonic() < end:
-            for name, one in attacks().items():
-                statuses: Counter[str] = Counter()
-                start = time.monotonic()
-                for _ in range(options.rounds):
-                    statuses[str(await one(client, served.url))] += 1
-                took_s = time.monotonic() - start
-                run.sample(attack=name, statuses=dict(statuses), seconds=took_s)
-                _add(made, name, statuses, took_s)
-            start = time.monotonic()
-            statuses = await fuzz(client, served.url, options.fuzz, options.seed + len(fuzzed))
-            fuzzed.append(sum(statuses.values()))
-            run.sample(attack="fuzz", statuses=dict(statuses), seconds=time.monotonic() - start)
-            _add(made, "fuzz", statuses, time.monotonic() - start)
+        make = _clients_that_leave if options.disconnects else _attacks
+        made = await make(run, options, served, client, watch)
         watch.end = True
         await asyncio.gather(*tasks)
         await asyncio.sleep(1)
@@ -118,15 +116,65 @@ async def attack(run: Run, options: argparse.Namespace, served: Served) -> dict[
         "turn_worst_ms": 1e3 * figures["overlap_spec:front_turn_worst_seconds"],
         "turn_worst_wall_ms": 1e3 * figures["overlap_spec:front_turn_worst_wall_seconds"],
         "front_peak_mib": watch.front_peak_mib,
-        "attacks": made,
+        **made,
         "left_over": {name: state[name] for name in LEFT_OVER},
     }
 
 
-def _add(made: dict[str, Any], name: str, statuses: Counter[str], took_s: float) -> None:
-    entry = made.setdefault(name, {"statuses": {}, "seconds": 0.0})
+async def _attacks(
+    run: Run, options: argparse.Namespace, served: Served, client: httpx.AsyncClient, watch: Watch
+) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    fuzzed = 0
+    end = time.monotonic() + options.seconds
+    while not made or time.monotonic() < end:
+        for name, one in attacks().items():
+            statuses: Counter[str] = Counter()
+            start, asked = time.monotonic(), len(watch.times_ms)
+            for _ in range(options.rounds):
+                statuses[str(await one(client, served.url))] += 1
+            _add(run, made, name, statuses, time.monotonic() - start, watch.times_ms[asked:])
+        start, asked = time.monotonic(), len(watch.times_ms)
+        statuses = await fuzz(client, served.url, options.fuzz, options.seed + fuzzed)
+        fuzzed += 1
+        _add(run, made, "fuzz", statuses, time.monotonic() - start, watch.times_ms[asked:])
+    return {"attacks": made}
+
+
+async def _clients_that_leave(
+    run: Run, options: argparse.Namespace, served: Served, client: httpx.AsyncClient, _: Watch
+) -> dict[str, Any]:
+    left: Counter[str] = Counter()
+    memory: list[dict[str, float]] = []
+    for share in (EARLY, 1 - EARLY):
+        left += await disconnects(served.url, options.disconnects, 60 * options.minutes * share)
+        # The last ones have still to be seen.
+        await asyncio.sleep(1)
+        state = (await client.get(f"{served.url}/server_info")).json()["state"]
+        front_mib, engine_mib = rss_mib(served.process.pid), state["rss_bytes"] / 2**20
+        memory.append({"front": front_mib, "engine": engine_mib})
+        run.sample(left=dict(left), **memory[-1])
+    early, late = memory
+    grown = {
+        name: {"early_mib": early[name], "late_mib": late[name]} for name in ("front", "engine")
+    }
+    return {"disconnects": dict(left), "memory": grown}
+
+
+def _add(
+    run: Run,
+    made: dict[str, Any],
+    name: str,
+    statuses: Counter[str],
+    took_s: float,
+    good_ms: Sequence[float],
+) -> None:
+    good_p99_ms = percentile(good_ms)
+    run.sample(attack=name, statuses=dict(statuses), seconds=took_s, good_p99_ms=good_p99_ms)
+    entry = made.setdefault(name, {"statuses": {}, "seconds": 0.0, "good_p99_ms": 0.0})
     entry["statuses"] = dict(Counter(entry["statuses"]) + statuses)
     entry["seconds"] += took_s
+    entry["good_p99_ms"] = max(entry["good_p99_ms"], good_p99_ms)
 
 
 async def fuzz(client: httpx.AsyncClient, url: str, count: int, seed: int) -> Counter[str]:
@@ -200,6 +248,8 @@ def attacks() -> dict[str, Attack]:
     prompts = {"text": [LONG_TEXT[:16_000]] * 64, "sampling_params": {"max_new_tokens": 1}}
     length = {"max_new_tokens": 400, "ignore_eos": True, "n": 16}
     logprobs = {"text": "a", "return_logprob": True, "top_logprobs_num": 20}
+    streamed = {"sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}, "stream": True}
+    streamed |= logprobs
     logprobs |= {"return_text_in_logprobs": True, "sampling_params": length}
     many = {"text": ["a"] * 20_000, "sampling_params": {"n": 128}}
     return {
@@ -218,6 +268,7 @@ def attacks() -> dict[str, Attack]:
         "long_prompts": _post("/generate", json.dumps(prompts), 4),
         "short_slow_schema": _post(CHAT, json.dumps({"messages": HI, "response_format": short}), 8),
         "many_logprobs": _post("/generate", json.dumps(logprobs)),
+        "streamed_logprobs": _post("/generate", json.dumps(streamed)),
         "small_chunks": small_chunks,
         "idle_connections": idle_connections,
         "slow_heads": slow_heads,
@@ -337,7 +388,10 @@ def faults(record: dict[str, Any]) -> list[str]:
         found.append(f"the front had {record['front_peak_mib']} MiB")
     if any(record["left_over"].values()):
         found.append(f"left over: {record['left_over']}")
-    for name, made in record["attacks"].items():
+    for name, mib in record.get("memory", {}).items():
+        if mib["late_mib"] > MOST_MEMORY * mib["early_mib"]:
+            found.append(f"the memory of the {name} grew: {mib}")
+    for name, made in record.get("attacks", {}).items():
         if any(status.startswith("5") for status in made["statuses"]):
             found.append(f"{name}: {made['statuses']}")
     return found

@@ -1,7 +1,8 @@
-"""The environment of child processes."""
+"""The environment of child processes, and the limits that they set themselves."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
 
 # Words of a variable's name that mark a secret.
@@ -18,3 +19,15 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if not SECRET & set(name.lower().split("_"))
     }
+
+
+def limit_self(kind: int, most: int) -> None:
+    """Set a resource limit of this process, unless it was started under a lower one.
+
+    Args:
+        kind: Of module `resource`, as `RLIMIT_FSIZE`; in its unit.
+    """
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(kind, (most, most))

@@ -19,6 +19,7 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation.channel import read_body, receive, send, send_body
 from overlap_spec.grammar.isolation.check import violation
+from overlap_spec.grammar.isolation.environment import limit_self
 
 # Longest error message in a header, well under the header's own limit.
 MESSAGE_CHARACTERS = 8000
@@ -59,10 +60,9 @@ def private_bytes() -> int:
 def serve(end: socket.socket, backend: Backend, memory_bytes: int, result_bytes: int) -> None:
     """Serve until the other side closes, or this process has to be replaced."""
     baseline = private_bytes()
-    limit = baseline + memory_bytes
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (result_bytes, result_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_self(resource.RLIMIT_DATA, baseline + memory_bytes)
+    limit_self(resource.RLIMIT_FSIZE, result_bytes)
+    limit_self(resource.RLIMIT_CORE, 0)
     # If the machine runs out of memory, the kernel should kill this process, not the engine.
     Path("/proc/self/oom_score_adj").write_text("1000")
     while (message := receive(end)) is not None:

@@ -42,7 +42,8 @@ async def chat_completions(service: Service, body: ChatBody, http: HttpRequest) 
     chat = Chat(service, body, new_id("chatcmpl"), service.check_model(body.model))
     service.check_choices(body.n or 1)
     request, field = await service.run_until_disconnect(http, chat.prepare())
-    group = RequestGroup(chat.id, fan_out([request], body.n or 1), field, http.scope[OWNER])
+    made = fan_out([request], body.n or 1)
+    group = RequestGroup([chat.id] * len(made), made, field, http.scope[OWNER])
     with_usage = body.include_usage
     if body.stream:
         return await service.stream(http, group, lambda handles: chat.events(handles, with_usage))

@@ -40,7 +40,8 @@ async def completions(service: Service, body: CompletionBody, http: HttpRequest)
     echoes = [_echo(tokenizer, body, prompt) for prompt in prompts for _ in range(count)]
     head = {"id": label, "object": "text_completion", "created": int(time.time()), "model": model}
     with_usage = body.include_usage
-    group = RequestGroup(label, fan_out(requests, count), field, http.scope[OWNER])
+    made = fan_out(requests, count)
+    group = RequestGroup([label] * len(made), made, field, http.scope[OWNER])
     if body.stream:
 
         def events(handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Any]:

@@ -16,6 +16,7 @@ import sys
 from typing import BinaryIO
 
 from overlap_spec.errors import GrammarError, QueueFull
+from overlap_spec.grammar.isolation.environment import limit_self
 from overlap_spec.grammar.spec import Grammar
 
 # A source that takes longer than the first leaves its place to the next one, and may take up to
@@ -171,7 +172,7 @@ def _frames(stream: BinaryIO, out: BinaryIO) -> None:
 def main() -> None:
     """Answer calls from standard input until it closes."""
     os.nice(5)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    limit_self(resource.RLIMIT_AS, MEMORY_BYTES)
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     _frames(sys.stdin.buffer, sys.stdout.buffer)

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
+from overlap_spec.server.events import GrowingList
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import TokenLogprobs
 
 # Stands for -inf, which JSON does not have.
 LOWEST = -9999.0
+# Tokens that are encoded together; between them, other threads run.
+AT_ONCE = 64
 
 
 def chat_logprobs(
@@ -50,23 +55,30 @@ def text_logprobs(
 
 
 class SGLangLogprobs:
-    """The log-probabilities of ``meta_info``, made of each token once; each entry is (logprob,
+    """The log-probabilities of ``meta_info``, encoded once for each token; each entry is (logprob,
     token id, text or None)."""
 
     def __init__(self, tokenizer: Tokenizer, with_text: bool) -> None:
         self._tokenizer, self._with_text = tokenizer, with_text
-        self._own: list[Any] = []
-        self._top: list[Any] = []
+        self._own, self._top = GrowingList(), GrowingList()
 
     def push(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         """Add the next tokens."""
-        for token, each in zip(ids, logprobs, strict=False):
-            self._own.append(self._entry(token, each.logprob))
-            self._top.append([self._entry(other, value) for other, value in each.top])
+        for first in range(0, len(logprobs), AT_ONCE):
+            some = logprobs[first : first + AT_ONCE]
+            pairs = zip(ids[first:], some, strict=False)
+            self._own.push([self._entry(token, each.logprob) for token, each in pairs])
+            self._top.push([[self._entry(*one) for one in each.top] for each in some])
+
+    def parts(self) -> list[bytes]:
+        """The fields of all tokens so far, as JSON to follow another field."""
+        own, top = self._own.parts(), self._top.parts()
+        return [b',"output_token_logprobs":', *own, b',"output_top_logprobs":', *top]
 
     def fields(self) -> dict[str, Any]:
-        """Those of all tokens so far."""
-        return {"output_token_logprobs": self._own, "output_top_logprobs": self._top}
+        """Those of all tokens so far, for a reply as a whole."""
+        own, top = (msgspec.Raw(b"".join(each.parts())) for each in (self._own, self._top))
+        return {"output_token_logprobs": own, "output_top_logprobs": top}
 
     def _entry(self, token: int, value: float) -> tuple[float, int, str | None]:
         text = self._tokenizer.decode([token]) if self._with_text else None

@@ -10,15 +10,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import msgspec
 from fastapi import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
 from overlap_spec.async_engine import AsyncEngine, AsyncRequestHandle
 from overlap_spec.errors import GrammarError, InvalidRequest
 from overlap_spec.server.constraints import Constraints
 from overlap_spec.server.errors import GRAMMAR_ERRORS, ApiError, Json, as_api_error
+from overlap_spec.server.events import DONE, Events, written
 from overlap_spec.server.metrics import Metrics
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Output, Request
@@ -29,32 +28,28 @@ class RequestGroup:
     """The engine's requests of one HTTP request.
 
     Attributes:
-        label: Its id for the client.
+        labels: The id of each request for the client, who may abort all that share one.
         requests: One for each output.
         field: The field of the body that their grammars come from.
         owner: Who may abort them.
     """
 
-    label: str
+    labels: Sequence[str]
     requests: Sequence[Request]
     field: str | None = None
     owner: str = ""
 
     @property
-    def key(self) -> tuple[str, str]:
-        """Names the group among all."""
-        return self.owner, self.label
+    def keys(self) -> list[tuple[str, str]]:
+        """Each label once, as it is known among those of all clients."""
+        return [(self.owner, label) for label in dict.fromkeys(self.labels)]
 
 
 # What the requests of one stream may hold for a client that reads slowly.
 STREAM_BUFFER_BYTES = 2 * 2**20
-# How long one write may wait for a client that does not read.
-WRITE_TIMEOUT_S = 30.0
 
 # A reply with more tokens and log-probabilities is made beside the loop.
 LARGE_REPLY = 4096
-
-DONE = b"data: [DONE]\n\n"
 
 
 class ClientGone(Exception):
@@ -70,7 +65,7 @@ class Service:
     metrics: Metrics
     constraints: Constraints
     created: int = field(default_factory=lambda: int(time.time()))
-    # Open requests by their group's owner and label.
+    # Open requests by their owner and label.
     by_label: dict[tuple[str, str], list[AsyncRequestHandle]] = field(default_factory=dict)
 
     def check_model(self, model: str | None) -> str:
@@ -100,17 +95,20 @@ class Service:
         Raises:
             InvalidRequest, QueueFull, EngineUnavailable: as :meth:`AsyncEngine.submit`.
         """
-        if group.key in self.by_label:
-            raise InvalidRequest(f"{group.label!r} is the id of a request under way", "rid")
-        handles = self.by_label[group.key] = list[AsyncRequestHandle]()
+        for owner, label in group.keys:
+            if (owner, label) in self.by_label:
+                raise InvalidRequest(f"{label!r} is the id of a request under way", "rid")
+        self.by_label |= {key: [] for key in group.keys}
+        handles: list[AsyncRequestHandle] = []
         try:
-            for request in group.requests:
+            for label, request in zip(group.labels, group.requests, strict=True):
                 handles.append(self.engine.send(request))
+                self.by_label[group.owner, label].append(handles[-1])
                 await asyncio.sleep(0)
             for handle in handles:
                 await handle.queued()
         except BaseException as error:
-            del self.by_label[group.key]
+            self._forget(group)
             for handle in handles:
                 handle.abort()
             if isinstance(error, GrammarError) and group.field is not None:
@@ -120,10 +118,13 @@ class Service:
 
     def finish(self, group: RequestGroup) -> None:
         """Abort a group's requests that still run, and count all of them in the metrics."""
-        handles = self.by_label.pop(group.key)
-        for handle in handles:
+        for handle in self._forget(group):
             handle.abort()
             self.metrics.observe(handle)
+
+    def _forget(self, group: RequestGroup) -> list[AsyncRequestHandle]:
+        """The requests of a group, whose labels are free from now on."""
+        return [handle for key in group.keys for handle in self.by_label.pop(key)]
 
     async def outputs(self, http: HttpRequest, group: RequestGroup) -> list[Output]:
         """The outputs of a group; if the client disconnects, the requests are aborted.
@@ -196,7 +197,7 @@ class Service:
         Nothing is sent before all requests are queued, so that a rejection still sets the status.
 
         Args:
-            events: Makes the events, as plain data, from the handles.
+            events: Makes the events, as plain data or :class:`InParts`, from the handles.
         """
         started = asyncio.get_running_loop().time()
         handles = await self.run_until_disconnect(http, self.start(group))
@@ -205,18 +206,17 @@ class Service:
         deadline = started + self.settings.request_timeout_s
 
         async def lines() -> AsyncIterator[bytes]:
-            pieces = events(handles)
-            try:
-                while True:
+            pieces, more = events(handles), True
+            while more:
+                try:
                     async with asyncio.timeout_at(deadline):
                         event = await anext(pieces)
-                    yield sse(event)
-                    # Neither pieces that have come nor writes to a client that has gone would wait.
-                    await asyncio.sleep(0)
-            except StopAsyncIteration:
-                pass
-            except Exception as error:
-                yield sse(as_api_error(error).body())
+                except StopAsyncIteration:
+                    break
+                except Exception as error:
+                    event, more = as_api_error(error).body(), False
+                async for part in written(event):
+                    yield part
             yield DONE
 
         def end(whole: bool) -> None:
@@ -225,37 +225,6 @@ class Service:
                 self.metrics.gone.inc()
 
         return Events(lines(), end)
-
-
-class Events(StreamingResponse):
-    """A response of server-sent events.
-
-    Args:
-        end: Called exactly once at the end, even if the client leaves before the first event, with
-            whether all events were sent.
-    """
-
-    def __init__(self, lines: AsyncIterator[bytes], end: Callable[[bool], None]) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(lines, media_type="text/event-stream", headers=headers)
-        self._end, self._whole = end, False
-
-    async def stream_response(self, send: Send) -> None:
-        """See starlette."""
-
-        async def soon(message: Any) -> None:
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await send(message)
-
-        with contextlib.suppress(TimeoutError):
-            await super().stream_response(soon)
-            self._whole = True
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._end(self._whole)
 
 
 def fan_out(requests: Sequence[Request], count: int) -> list[Request]:
@@ -348,11 +317,6 @@ def usage(outputs: Sequence[Output], prompts: Sequence[Request]) -> dict[str, An
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": min(cached, prompt_tokens)},
     }
-
-
-def sse(data: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 async def _disconnect(http: HttpRequest) -> None:

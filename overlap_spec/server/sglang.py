@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.server.errors import ApiError, Json
+from overlap_spec.server.events import InParts
 from overlap_spec.server.logprobs import SGLangLogprobs
 from overlap_spec.server.middleware import IS_ADMIN, OWNER
 from overlap_spec.server.protocol.text import AbortBody, GenerateBody, SGLangSampling
@@ -31,18 +34,29 @@ async def generate(service: Service, body: GenerateBody, http: HttpRequest) -> R
     prompts, single = body.prompts()
     count = len(prompts)
     samplings = _each("sampling_params", body.sampling_params, count)
-    rids = _each("rid", body.rid if count == 1 or isinstance(body.rid, list) else None, count)
-    service.check_choices(sum((given.n or 1) if given else 1 for given in samplings))
+    labels = _labels(body, count)
+    counts = [(given.n or 1) if given else 1 for given in samplings]
+    service.check_choices(sum(counts))
     prepared = _prepare(service, body, prompts, samplings)
     requests, source = await service.run_until_disconnect(http, prepared)
     single = single and len(requests) == 1
-    label = body.rid if isinstance(body.rid, str) else rids[0] or new_id("gen")
-    group = RequestGroup(label, requests, source, http.scope[OWNER])
-    formatter = SGLangFormatter(service.engine.tokenizer, body, label)
+    labels = [label for label, each in zip(labels, counts, strict=True) for _ in range(each)]
+    group = RequestGroup(labels, requests, source, http.scope[OWNER])
+    formatter = SGLangFormatter(service.engine.tokenizer, body, labels)
     if body.stream:
         return await service.stream(http, group, lambda handles: formatter.events(handles, single))
     outputs = await service.outputs(http, group)
     return await service.reply(outputs, lambda: formatter.results(outputs, single))
+
+
+def _labels(body: GenerateBody, count: int) -> list[str]:
+    """The id that each prompt's requests are aborted by: its own, or one for all."""
+    if not isinstance(body.rid, list):
+        return [body.rid or new_id("gen")] * count
+    labels: list[str] = _each("rid", body.rid, count)
+    if len(set(labels)) < count:
+        raise InvalidRequest("two prompts have the same id", "rid")
+    return labels
 
 
 async def _prepare(
@@ -95,30 +109,38 @@ class OutputSoFar:
 
 
 class SGLangFormatter:
-    """Formats outputs as SGLang does: each event of a stream holds the whole output so far."""
+    """Formats outputs as SGLang does: each event of a stream holds the whole output so far.
 
-    def __init__(self, tokenizer: Tokenizer, body: GenerateBody, label: str) -> None:
-        self.tokenizer, self.body, self.label = tokenizer, body, label
+    Args:
+        labels: Of each output; the second that has one, and all after it, are numbered.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, body: GenerateBody, labels: Sequence[str]) -> None:
+        self.tokenizer, self.body = tokenizer, body
+        self._ids: list[str] = []
+        seen: Counter[str] = Counter()
+        for label in labels:
+            self._ids.append(f"{label}-{seen[label]}" if seen[label] else label)
+            seen[label] += 1
 
     def results(self, outputs: Sequence[Output], single: bool) -> Any:
         """Finished outputs, or the one."""
         made = []
         for index, output in enumerate(outputs):
-            logprobs = self._logprobs()
+            result, logprobs = self._result(output, index), self._logprobs()
             if logprobs is not None:
                 logprobs.push(output.token_ids, output.logprobs)
-            made.append(self._result(output, index, logprobs))
+                result["meta_info"] |= logprobs.fields()
+            made.append(result)
         return made[0] if single else made
 
-    def _result(
-        self, output: Output, index: int, logprobs: SGLangLogprobs | None
-    ) -> dict[str, Any]:
+    def _result(self, output: Output, index: int) -> dict[str, Any]:
         reason: dict[str, Any] = {"type": output.finish_reason}
         if output.finish_reason == "stop" and output.stop_match is not None:
             reason["matched"] = output.stop_match
         if output.finish_reason == "length":
             reason["length"] = output.stats.output_tokens
-        meta = self._meta(index, reason, output) | (logprobs.fields() if logprobs else {})
+        meta = self._meta(index, reason, output)
         return {"text": output.text, "output_ids": list(output.token_ids), "meta_info": meta}
 
     async def events(
@@ -133,28 +155,26 @@ class SGLangFormatter:
             if delta.finish_reason == "error":
                 continue
             if delta.finish_reason is not None:
-                output = await handles[index].finish()
-                event = self._result(output, index, so_far.logprobs)
+                event = self._result(await handles[index].finish(), index)
             elif so_far.is_due():
                 event = self._so_far(so_far, index, handles[index].request)
             else:
                 continue
-            yield event if single else event | {"index": index}
+            yield _in_parts(event if single else event | {"index": index}, so_far.logprobs)
 
     def _so_far(self, so_far: OutputSoFar, index: int, request: Request) -> dict[str, Any]:
         meta = {
-            "id": self._id(index),
+            "id": self._ids[index],
             "finish_reason": None,
             "prompt_tokens": len(request.prompt_ids),
             "completion_tokens": len(so_far.ids),
         }
-        meta |= so_far.logprobs.fields() if so_far.logprobs else {}
         return {"text": so_far.text, "output_ids": so_far.ids, "meta_info": meta}
 
     def _meta(self, index: int, reason: dict[str, Any], output: Output) -> dict[str, Any]:
         stats = output.stats
         return {
-            "id": self._id(index),
+            "id": self._ids[index],
             "finish_reason": reason,
             "prompt_tokens": stats.prompt_tokens,
             "completion_tokens": stats.output_tokens,
@@ -174,11 +194,14 @@ class SGLangFormatter:
             return None
         return SGLangLogprobs(self.tokenizer, self.body.return_text_in_logprobs is True)
 
-    def _id(self, index: int) -> str:
-        rid = self.body.rid
-        if isinstance(rid, list) and index < len(rid):
-            return rid[index]
-        return self.label if index == 0 else f"{self.label}-{index}"
+
+def _in_parts(event: dict[str, Any], logprobs: SGLangLogprobs | None) -> Any:
+    """An event with log-probabilities, which were encoded as they came."""
+    if logprobs is None:
+        return event
+    meta = event.pop("meta_info")
+    head = msgspec.json.encode(event)[:-1] + b',"meta_info":' + msgspec.json.encode(meta)[:-1]
+    return InParts([head, *logprobs.parts(), b"}}"])
 
 
 def speculation(stats: RequestStats) -> dict[str, Any]:

@@ -222,8 +222,9 @@ def test_over_http(path: str, stream: bool) -> None:
 
 
 def test_in_sglangs_shape() -> None:
-    formatter = SGLangFormatter(cast("Any", None), GenerateBody(text="x"), "id")
+    formatter = SGLangFormatter(cast("Any", None), GenerateBody(text="x"), ["id"])
     output = Output("", (), "stop", RequestStats(), verdict=Verdict(True))
-    told = formatter.results([output], True)["meta_info"]
-    assert told["verdict"] == {"valid": True, "reason": None}
-    assert "verdict" not in formatter.results([replace(output, verdict=None)], True)["meta_info"]
+    meta = formatter.results([output], True)["meta_info"]
+    assert meta["verdict"] == {"valid": True, "reason": None}
+    without = formatter.results([replace(output, verdict=None)], True)
+    assert "verdict" not in without["meta_info"]

@@ -63,6 +63,45 @@ def under_way(server: Server, rid: str, who: dict[str, str]) -> Iterator[list[An
     assert replies[0]["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+@needs_weights
+def test_each_rid_of_a_list_is_aborted_by_itself(server: Server) -> None:
+    length = {"max_new_tokens": 4000, "ignore_eos": True}
+    short = {"max_new_tokens": 1}
+    body: dict[str, Any] = {"text": ["a", "b", "c"], "rid": ["one", "two", "three"]}
+    body |= {"sampling_params": [length | {"n": 2}, length, short]}
+    replies: list[Any] = []
+
+    def ask() -> None:
+        url = server.url + "/generate"
+        replies.extend(httpx.post(url, json=body, headers=ANNA, timeout=60).json())
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_for(lambda: server.state()["running"] == 3, 20)
+    for rid in ("one", "two"):
+        again = {"text": "a", "rid": rid, "sampling_params": short}
+        refused = httpx.post(server.url + "/generate", json=again, headers=ANNA, timeout=20)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "rid")
+        assert abort(server, {"rid": rid}, BERT).json() == {"aborted": 0}
+    assert abort(server, {"rid": "two"}, ANNA).json() == {"aborted": 1}
+    wait_for(lambda: server.state()["running"] == 2, 20)
+    assert abort(server, {"rid": "three"}, ANNA).json() == {"aborted": 0}
+    assert abort(server, {"rid": "one"}, ANNA).json() == {"aborted": 2}
+    thread.join(20)
+    assert [each["meta_info"]["id"] for each in replies] == ["one", "one-1", "two", "three"]
+    reasons = [each["meta_info"]["finish_reason"]["type"] for each in replies]
+    assert reasons == ["abort", "abort", "abort", "length"]
+    server.settle()
+    assert abort(server, {"rid": "one"}, ANNA).json() == {"aborted": 0}
+
+
+@needs_weights
+def test_two_prompts_do_not_share_an_id(server: Server) -> None:
+    body = {"text": ["a", "b"], "rid": ["same", "same"]}
+    reply = httpx.post(server.url + "/generate", json=body, headers=ANNA, timeout=20)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "rid")
+
+
 def abort(server: Server, body: dict[str, Any], who: dict[str, str]) -> httpx.Response:
     return httpx.post(server.url + "/abort_request", json=body, headers=who, timeout=20)
 

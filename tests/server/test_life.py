@@ -20,6 +20,8 @@ import httpx
 import pytest
 import typer.main
 
+from bench.attack_disconnects import STAGES, disconnects
+from bench.served import rss_mib
 from overlap_spec import cli
 from overlap_spec.cli import app, config_values
 from overlap_spec.config import EMBEDDED
@@ -135,6 +137,31 @@ def test_clients_that_leave_free_their_pages(server: Server) -> None:
     metrics = server.get("/metrics").text
     assert 'overlap_spec:requests_total{finish_reason="abort"}' in metrics
     assert "overlap_spec:client_disconnects_total" in metrics
+
+
+def test_clients_that_leave_at_every_stage_leave_nothing() -> None:
+    made = Server()
+    try:
+        asyncio.run(disconnects(made.url, 7 * 60, 1))
+        made.settle()
+        before = rss_mib(made.process.pid)
+        left = asyncio.run(disconnects(made.url, 600, 6))
+        assert sum(left.values()) == 60
+        assert left["refused"] == 0
+        assert len(left) == len(STAGES)
+        made.settle()
+        assert rss_mib(made.process.pid) < before + 40
+        metrics = made.get("/metrics").text
+        assert 'overlap_spec:requests_total{finish_reason="abort"}' in metrics
+        (gone,) = (
+            float(line.split()[1])
+            for line in metrics.splitlines()
+            if line.startswith("overlap_spec:client_disconnects_total ")
+        )
+        assert gone > 10
+        wait_for(lambda: made.post(CHAT, {"messages": HI, "max_tokens": 2}).status_code == 200, 5)
+    finally:
+        made.kill()
 
 
 def test_a_full_queue_is_429(server: Server) -> None:

@@ -14,11 +14,15 @@ import pytest
 
 from overlap_spec.config import EMBEDDED
 from overlap_spec.ipc import messages as m
+from overlap_spec.ipc.request_handle import AsyncRequestHandle
 from overlap_spec.ipc.server import MOST_VALUES, in_parts
 from overlap_spec.server.buckets import Buckets
+from overlap_spec.server.events import PART_BYTES, GrowingList, InParts, sse, written
 from overlap_spec.server.loop_turns import Turnstile, TurnTimes, timed_loop
+from overlap_spec.server.protocol.text import GenerateBody
+from overlap_spec.server.sglang import SGLangFormatter
 from overlap_spec.stats import RequestStats
-from overlap_spec.types import Delta, Output, TokenLogprobs
+from overlap_spec.types import Delta, Output, Request, SamplingParams, TokenLogprobs
 from tests.support.serving import Server
 
 CHAT = "/v1/chat/completions"
@@ -67,6 +71,68 @@ def test_large_pieces_of_work_share_no_turn() -> None:
     with asyncio.Runner(loop_factory=timed_loop(turns)) as runner:
         runner.run(work())
     assert turns.worst_s < 0.04
+
+
+def test_a_growing_list_is_the_lists_json() -> None:
+    made, items = GrowingList(), [[0.5, i, "é" if i % 3 else None] for i in range(20_000)]
+    assert made.parts() == [b"[]"]
+    for first in range(0, len(items), 700):
+        made.push(items[first : first + 700])
+        made.push([])
+    assert json.loads(b"".join(made.parts())) == items
+    assert max(map(len, made.parts())) < 2 * PART_BYTES
+
+
+def test_events_are_written_in_parts() -> None:
+    long = {"text": "a" * 5 * PART_BYTES}
+    body = json.dumps(long, separators=(",", ":")).encode()
+    in_parts = InParts([body[:10], body[10:200_000], body[200_000:]])
+    for event in (long, in_parts):
+        pieces = list(sse(event))
+        assert b"".join(pieces) == b"data: " + body + b"\n\n"
+    assert len(pieces) == 3
+    assert list(sse(InParts([b"{", b"}"]))) == [b"data: {}\n\n"]
+
+
+def test_long_streams_with_logprobs_hold_no_turn() -> None:
+    """Tokens of a long context: one event has 26 MB."""
+    tokens, turns = 80_000, TurnTimes()
+    request = Request(7, (1,), SamplingParams(), None, 1, frozenset(), 0, 0)
+    handle = AsyncRequestHandle(request, lambda _: None)
+    entry = TokenLogprobs(-1.25, ((1, -1.25),) * 20)
+    body = GenerateBody(text="a", stream=True, return_logprob=True, top_logprobs_num=20)
+    formatter = SGLangFormatter(None, body, ["id"])  # type: ignore[arg-type]
+    sizes: list[int] = []
+
+    async def feed() -> None:
+        for token in range(tokens):
+            handle.push(Delta("a", (token,), (entry,)))
+            await asyncio.sleep(0)
+        handle.push(Delta("", (), (), "length"))
+        handle.end(Output("a" * tokens, (1,) * tokens, "length", RequestStats()), None)
+
+    async def work() -> list[bytes]:
+        handle.limit_unread(2**30)
+        feeding = asyncio.create_task(feed())
+        turns.reset()
+        parts: list[bytes] = []
+        async for event in formatter.events([handle], True):
+            parts = [part async for part in written(event)]
+            sizes.append(sum(map(len, parts)))
+        await feeding
+        return parts
+
+    with asyncio.Runner(loop_factory=timed_loop(turns)) as runner:
+        last = b"".join(runner.run(work()))
+    assert turns.worst_s < MOST_TURN_S
+    assert sizes[-1] > 24_000_000
+    assert sum(sizes) < 25 * sizes[-1] + 8192 * 2**10
+    event = json.loads(last.removeprefix(b"data: "))
+    meta = event["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 0}
+    assert meta["output_token_logprobs"] == [[-1.25, token, None] for token in range(tokens)]
+    assert len(meta["output_top_logprobs"]) == tokens
+    assert meta["output_top_logprobs"][-1] == [[-1.25, 1, None]] * 20
 
 
 def test_buckets_count_many_as_one_by_one() -> None:

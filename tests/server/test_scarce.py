@@ -1,15 +1,27 @@
-"""A server that is short of memory says so."""
+"""A server that is short of memory, or of room on its disk, says so, and goes on."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from overlap_spec.config import EMBEDDED
+from tests.support.serving import Server, wait_for
+
+CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+LONG = {"max_new_tokens": 300, "ignore_eos": True}
 
 pytestmark = pytest.mark.skipif(
     not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
@@ -34,3 +46,128 @@ def test_too_little_address_space_ends_in_a_message() -> None:
     assert done.returncode not in (0, None)
     assert b"serving on" not in done.stderr
     assert done.stderr
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of one mebibyte; skipped where none may be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=64", "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"mount: {error}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    """Leave no byte and no file's entry."""
+    with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+    number = 0
+    with contextlib.suppress(OSError):
+        while True:
+            (folder / f"empty{number}").touch()
+            number += 1
+    assert os.statvfs(folder).f_bavail == os.statvfs(folder).f_favail == 0
+
+
+def all_is_served(server: Server, number: int) -> None:
+    """Answers, grammars that are new, streams, states."""
+    for index in range(3):
+        schema = {"properties": {f"p{number}_{index}_{i}": {"type": "null"} for i in range(60)}}
+        form = {"type": "json_schema", "json_schema": {"schema": schema | {"type": "object"}}}
+        body = {"messages": HI, "response_format": form, "max_tokens": 8}
+        assert server.post(CHAT, body).status_code == 200
+    choice = {"messages": HI, "structured_outputs": {"choice": ["left", "right"]}}
+    reply = server.post(CHAT, choice).json()
+    assert reply["choices"][0]["message"]["content"] in ("left", "right")
+    stream = {"text": "a", "stream": True, "return_logprob": True, "sampling_params": LONG}
+    assert server.post("/generate", stream).text.endswith("data: [DONE]\n\n")
+    assert server.post("/tokenize", {"prompt": "hi " * 5000}).json()["count"] > 5000
+    # Each refusal is logged with where it was raised.
+    assert server.post(CHAT, {"messages": HI, "temperature": -1}).status_code == 400
+    for path in ("/health", "/metrics", "/timeline?steps=5", "/server_info"):
+        assert server.get(path).status_code == 200, path
+
+
+def on_disk(folder: Path) -> dict[str, str]:
+    """Has a server write to a folder all that it writes."""
+    return {"TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def test_a_full_disk_ends_nothing(disk: Path) -> None:
+    log = disk / "log"
+    made = Server("--log-level", "debug", more=on_disk(disk), log_file=log)
+    try:
+        all_is_served(made, 0)
+        fill(disk)
+        size, pid = log.stat().st_size, made.state()["pid"]
+        all_is_served(made, 1)
+        # One page at most was left to be written.
+        assert log.stat().st_size < size + 4096
+        os.kill(pid, signal.SIGKILL)
+        # The next engine's socket takes the room that this one's had.
+        wait_for(lambda: made.get("/health").status_code == 503, 10)
+        wait_for(lambda: made.get("/health").status_code == 200, 90)
+        all_is_served(made, 2)
+        assert made.terminate() == 0
+    finally:
+        made.kill()
+
+
+def test_files_that_may_not_grow_end_nothing(tmp_path: Path) -> None:
+    # A compiled grammar that its worker hands over is a file in memory, and has to fit as well.
+    log, most = tmp_path / "log", 2**24
+    log.touch()
+    os.truncate(log, most - 2**13)
+    made = Server(
+        *("--log-level", "debug"),
+        more=on_disk(tmp_path),
+        log_file=log,
+        prepare=limited(resource.RLIMIT_FSIZE, most),
+    )
+    try:
+        number = 0
+        while log.stat().st_size < most:
+            all_is_served(made, number)
+            number += 1
+            assert number < 50
+        all_is_served(made, number)
+        assert log.stat().st_size == most
+        assert made.terminate() == 0
+    finally:
+        made.kill()
+
+
+def test_an_engine_past_its_memory_answers_or_starts_again() -> None:
+    made = Server()
+    try:
+        assert made.post(CHAT, {"messages": HI, "max_tokens": 4}).status_code == 200
+        pid = made.state()["pid"]
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+        room = pages * os.sysconf("SC_PAGE_SIZE") + 2**20
+        resource.prlimit(pid, resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
+        logprobs = {"return_logprob": True, "top_logprobs_num": 20}
+        body: dict[str, Any] = {"text": "hello " * 1500, "sampling_params": LONG | {"n": 8}}
+
+        def ask(number: int) -> int:
+            own = body | logprobs | {"text": f"{number} {body['text']}"}
+            return httpx.post(made.url + "/generate", json=own, timeout=120).status_code
+
+        with ThreadPoolExecutor(4) as pool:
+            statuses = list(pool.map(ask, range(8)))
+            assert made.get("/health").status_code in (200, 503)
+        assert set(statuses) <= {200, 429, 500, 503}
+        assert set(statuses) & {500, 503}
+        wait_for(lambda: made.get("/health").status_code == 200, 90)
+        if made.state()["pid"] == pid:
+            resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+        all_is_served(made, 0)
+        made.settle()
+        assert made.terminate() == 0
+    finally:
+        made.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,30 +25,51 @@ LISTENS = re.compile(rb"serving on (http://\S+)")
 class Server:
     """``overlap-spec serve`` on a free port.
 
+    Args:
+        more: Environment variables that it gets besides.
+        log_file: Takes what it writes, instead of a pipe.
+        prepare: Called in its process before it starts.
+
     Attributes:
         url: Where it listens.
         headers: Sent with every request.
         log: What it has written so far.
     """
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(
+        self,
+        *flags: str,
+        more: dict[str, str] | None = None,
+        log_file: Path | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
         command = [sys.executable, "-m", "overlap_spec", "serve", "--port", "0", *flags]
         # A matcher that a busy machine delays must not fail a test.
         command += ["--mask-deadline-ms", "5000"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-        )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(more or {})}
+        with log_file.open("ab") if log_file else contextlib.nullcontext() as file:
+            self.process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=file or subprocess.PIPE,
+                env=environment,
+                preexec_fn=prepare,
+            )
         self.log = b""
         self.headers: dict[str, str] = {}
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(log_file,), daemon=True)
         self._reader.start()
         wait_for(lambda: LISTENS.search(self.log) or self.process.poll() is not None, START_S)
         found = LISTENS.search(self.log)
         assert found, self.log.decode()
         self.url = found[1].decode()
 
-    def _read(self) -> None:
+    def _read(self, log_file: Path | None) -> None:
+        if log_file is not None:
+            while self.process.poll() is None:
+                self.log = log_file.read_bytes()
+                time.sleep(0.05)
+            return
         assert self.process.stderr is not None
         while chunk := self.process.stderr.readline():
             self.log += chunk

@@ -126,7 +126,8 @@ class GenerateBody(Body):
 
 
 class AbortBody(Body):
-    """Which request to abort: its ``rid`` or its reply's ``id``, or all."""
+    """Which request to abort: its ``rid``, one of its ``rid``s, or its reply's first ``id``; or
+    all."""
 
     rid: str | None = None
     abort_all: bool | None = None
