@@ -101,6 +101,7 @@ async def _all_at_once() -> None:
         await engine.generate("hi")
 
 
+@pytest.mark.slow
 def test_the_async_engine_outlives_all_at_once() -> None:
     asyncio.run(_all_at_once())
 
