@@ -141,6 +141,10 @@ def _uuid(version: str, variant: str) -> str:
     return f"{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-{variant}{_HEX}{{3}}-{_HEX}{{12}}"
 
 
+def _base64(char: str) -> str:
+    return f"({char}{{4}})*({char}{{2}}==|{char}{{3}}=)?"
+
+
 _WHOLE = {
     "date": _DATE,
     "date-time": f"{_DATE}[Tt]{_TIME}",
@@ -162,9 +166,8 @@ _WHOLE = {
     "regex": _regex(1),
     "uuid": _uuid(_HEX, _HEX),
     **{f"uuid{version}": _uuid(str(version), "[89ABab]") for version in range(1, 9)},
-    "byte": "([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
-    "base64": "([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
-    "base64url": r"([A-Za-z0-9_\-]{4})*([A-Za-z0-9_\-]{2}==|[A-Za-z0-9_\-]{3}=)?",
+    **dict.fromkeys(("byte", "base64"), _base64("[A-Za-z0-9+/]")),
+    "base64url": _base64(r"[A-Za-z0-9_\-]"),
 }
 INTEGERS = {
     f"{sign}int{bits}": (0, 2**bits - 1) if sign else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
