@@ -240,22 +240,27 @@ class Supervisor:
             if worker.item and never_ready:
                 worker.item.fail("unavailable", text)
             elif worker.item:
-                self._again(worker, worker.item, text)
+                if link and worker.item.lost_by == link.process.pid:
+                    # The worker before it was lost with the same fork server: one event, not two.
+                    worker.item.lost_by = None
+                self._again(worker, worker.item, text, link)
         if never_ready:
             # Another one would fail too; the next grammar tries again.
             for queue in (self.fast, self.long):
                 while queue:
                     queue.popleft().fail("unavailable", text)
 
-    def _again(self, worker: CompileWorker, item: WorkItem, reason: str) -> None:
-        """Give the item of a worker that was lost to a new one, once."""
+    def _again(
+        self, worker: CompileWorker, item: WorkItem, reason: str, link: ForkServerLink | None
+    ) -> None:
+        """Give the item of a worker of `link` that was lost to a new one, once."""
         for idle in [one for one in self.workers.values() if one.item is None]:
             # What befell the one may have befallen them.
             self._kill(idle)
-        if item.retried:
+        if item.lost_by is not None:
             item.fail("unavailable", f"{reason}, for the second time; try again later")
         else:
-            item.retried = True
+            item.lost_by = link.process.pid if link else 0
             (self.long if worker.is_long else self.fast).appendleft(item)
 
     # Receiving.
@@ -291,7 +296,7 @@ class Supervisor:
             return
         if worker.started_s is None or -code in OUTSIDE:
             name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-            self._again(worker, item, f"its worker process was ended by {name}")
+            self._again(worker, item, f"its worker process was ended by {name}", self.link)
             return
         if means_out_of_memory(output):
             item.fail("out_of_memory", self._over_memory())
@@ -393,13 +398,14 @@ class Supervisor:
                 continue
             if is_stopped(worker.pid):
                 self._kill(worker)
-                self._again(worker, item, "its worker process was stopped")
+                self._again(worker, item, "its worker process was stopped", link)
             elif now_s < self._deadline_s(worker):
                 continue
             elif worker.started_s is None:
                 if link and link.ready:
                     self._kill(worker)
-                    self._again(worker, item, f"its worker did not start within {START_S:g} s")
+                    reason = f"its worker did not start within {START_S:g} s"
+                    self._again(worker, item, reason, link)
             elif worker.is_long or self.limits.time_s <= self.limits.fast_s:
                 self._kill(worker)
                 item.fail(

@@ -17,12 +17,15 @@ class WorkItem:
     """A grammar to compile or, if there is a text, an output of it to check.
 
     The future gets one result: the compiled grammar, or what `check.violation` returns.
+
+    Attributes:
+        lost_by: Process id of the fork server under which a worker was lost with the item.
     """
 
     grammar: Grammar
     future: Future[Any]
     text: str | None = None
-    retried: bool = False
+    lost_by: int | None = None
 
     def fail(self, kind: FailureKind, reason: str) -> None:
         """Set a `CompileFailure` whose message begins with the grammar's kind."""

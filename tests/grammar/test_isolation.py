@@ -21,7 +21,9 @@ import pytest
 from overlap_spec.errors import ConfigError, GrammarError
 from overlap_spec.grammar import Grammar, GrammarCompiler, Vocabulary
 from overlap_spec.grammar.backends import load
+from overlap_spec.grammar.isolation import supervisor
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
+from overlap_spec.grammar.isolation.work_items import is_stopped
 from tests.support import faulty_backend
 from tests.support.faulty_backend import VOCABULARY, FaultyBackend, Homebound, Text
 
@@ -280,6 +282,24 @@ def test_a_stopped_fork_server_costs_a_retry(compiler: GrammarCompiler) -> None:
     assert compiler.compile(job("text")).memory_bytes == 4
     assert time.monotonic() - start < 15
     until(lambda: not any(map(is_running, left)))
+
+
+def test_a_worker_seen_stopped_before_its_fork_server_costs_one_retry(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.compile(job("warm"))
+    left = pids(compiler)
+    looks = []
+
+    def late(pid: int | None) -> bool:
+        looks.append(pid)
+        return is_stopped(pid) and (pid != left[0] or looks.count(pid) > 1)
+
+    monkeypatch.setattr(supervisor, "is_stopped", late)
+    for pid in left:
+        os.kill(pid, signal.SIGSTOP)
+    assert compiler.submit(job("text")).result(30).memory_bytes == 4
+    assert looks.count(left[0]) > 1
 
 
 @pytest.mark.parametrize("backend", ["Homebound", "Threaded"])

@@ -122,7 +122,7 @@ def test_a_schema_in_gives_valid_json_out(page: Browser, server: Server) -> None
     assert body["seed"] == 7
     assert body["response_format"]["json_schema"]["schema"] == schema
     classes = page.evaluate("[...document.querySelectorAll('#output span')].map(s => s.className)")
-    assert set(classes) <= {"token drafted", "token bonus", "token forced"}
+    assert set(classes) <= {f"token {o}" for o in ("drafted", "bonus", "forced", "grafted")}
     assert "token drafted" in classes
     assert errors(page) == []
     server.settle()
