@@ -67,7 +67,7 @@ class DraftModelDrafter(TreeDrafter):
         if vocabulary.drafted is not None:
             log.info("%s has %.1f%% of the target's tokens", path, 100 * vocabulary.share)
         model = load_decoder(path, embedding.dtype, embedding.device)
-        model.rope = model.rope[: target.config.max_position].clone()
+        model.keep_positions(target.config.max_position)
         return cls(model, vocabulary, target, make_cache(model.config), len(tables.roots))
 
     def states_before(self, features: Tensor | None) -> None:  # noqa: ARG002
