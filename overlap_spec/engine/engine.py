@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from types import TracebackType
@@ -164,7 +164,7 @@ class Engine:
             InvalidRequest, EngineUnavailable: as for :meth:`generate`, at the call.
             RequestFailed: after the last piece, if the request ended with an error.
         """
-        return self._pieces(self.submit(prompt, grammar, sampling, **options))
+        return self.pieces(self.submit(prompt, grammar, sampling, **options))
 
     def submit(
         self,
@@ -173,7 +173,8 @@ class Engine:
         sampling: Sampling = None,
         **options: Unpack[PromptOptions],
     ) -> RequestHandle:
-        """Queue a request. The caller runs :meth:`step` until it ends, and then :meth:`release`.
+        """Queue a request. The caller runs :meth:`step` until it ends, and then :meth:`release`;
+        or iterates over :meth:`pieces`, which does both.
 
         Raises:
             InvalidRequest, EngineUnavailable: as for :meth:`generate`.
@@ -227,7 +228,12 @@ class Engine:
         if (validation := self.output_processor.validation(handle)) is not None:
             validation.cancel()
 
-    def _pieces(self, handle: RequestHandle) -> Iterator[Delta]:
+    def pieces(self, handle: RequestHandle) -> Generator[Delta]:
+        """The pieces of a submitted request, which is released at the end; runs its steps.
+
+        Raises:
+            RequestFailed: after the last piece, if the request ended with an error.
+        """
         try:
             while True:
                 while handle.deltas:
