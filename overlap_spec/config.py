@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from overlap_spec.errors import ConfigError
+from overlap_spec.errors import ConfigError, unknown
 
 EMBEDDED = Path(__file__).parent / "embedded"
 DRAFTERS = Path(__file__).parent / "drafters"
@@ -15,6 +15,21 @@ OVERLAP_MODES = ("once-sync", "double-sync", "none")
 ACCEPTANCE_RULES = ("exact", "rejection", "threshold")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
+# Names that other engines have → ours.
+ELSEWHERE = {
+    "model_path": "model",
+    "speculative_algorithm": "algorithm",
+    "speculative_draft_model_path": "draft",
+    "speculative_num_steps": "num_steps",
+    "speculative_eagle_topk": "eagle_topk",
+    "speculative_num_draft_tokens": "num_draft_tokens",
+    "num_speculative_tokens": "num_steps",
+    "max_model_len": "context_length",
+    "gpu_memory_utilization": "mem_fraction_static",
+    "max_num_seqs": "max_running_requests",
+    "max_num_batched_tokens": "chunked_prefill_size",
+    "guided_decoding_backend": "grammar_backend",
+}
 
 
 @dataclass(frozen=True)
@@ -253,7 +268,7 @@ class EngineConfig:
         known = {f.name for f in fields(cls)}
         for name in settings:
             if name not in known:
-                raise ConfigError(f"unknown setting {name!r}; known: {', '.join(sorted(known))}")
+                raise ConfigError(unknown("setting", name, known, ELSEWHERE))
         config = cls(**settings)
         config.check()
         return config

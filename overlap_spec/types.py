@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap_spec.errors import InvalidRequest
+from overlap_spec.errors import InvalidRequest, unknown
 from overlap_spec.stats import RequestStats
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
@@ -137,9 +137,7 @@ class SamplingParams:
         known = {f.name for f in fields(cls)}
         for name in values:
             if name not in known:
-                raise InvalidRequest(
-                    f"unknown sampling field {name!r}; known: {', '.join(sorted(known))}", name
-                )
+                raise InvalidRequest(unknown("sampling field", name, known), name)
         return cls(**values)
 
 
