@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from overlap_spec.cli.flags import OUTPUT, SERVER_HELP, with_engine
+from overlap_spec.cli.request import reason
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import InvalidRequest
 
@@ -79,11 +80,7 @@ def batch(
             console.print("stopped; the same command goes on", highlight=False)
             raise
     kept = f", {len(run.done)} were there" if run.done else ""
-    console.print(
-        f"{run.answered} answered, {run.failed} failed{kept}: {results}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    print(f"{run.answered} answered, {run.failed} failed{kept}: {results}")
     if run.failed:
         raise typer.Exit(1)
 
@@ -173,7 +170,7 @@ def count_lines(path: Path) -> int:
         with path.open("rb") as file:
             return sum(1 for line in file if line.strip())
     except OSError as error:
-        raise InvalidRequest(f"{path}: {error.strerror}") from None
+        raise InvalidRequest(f"{path}: {reason(error)}") from None
 
 
 def settled(path: Path) -> set[str]:
@@ -197,7 +194,7 @@ def settled(path: Path) -> set[str]:
         else:
             path.touch()
     except OSError as error:
-        raise InvalidRequest(f"{path}: {error.strerror}") from None
+        raise InvalidRequest(f"{path}: {reason(error)}") from None
     return set(done)
 
 

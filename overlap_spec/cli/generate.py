@@ -18,6 +18,7 @@ from overlap_spec.cli.request import (
     ConstraintFlags,
     SamplingFlags,
     read_text,
+    reason,
     take,
 )
 from overlap_spec.cli.terminal import loading
@@ -131,7 +132,7 @@ def written_to(path: Path | None) -> Iterator[Any]:
     try:
         file = path.open("w")
     except OSError as error:
-        raise InvalidRequest(f"--output {path}: {error.strerror or error}") from None
+        raise InvalidRequest(f"--output {path}: {reason(error)}") from None
     with file:
         yield file.write
 

@@ -170,9 +170,14 @@ def read_text(flag: str, path: Path) -> str:
     try:
         return path.read_text()
     except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
         hint = ", and no JSON object" if flag == "--schema" and not path.exists() else ""
-        raise InvalidRequest(f"{flag} {path}: {reason or error}{hint}") from None
+        raise InvalidRequest(f"{flag} {path}: {reason(error)}{hint}") from None
+
+
+def reason(error: OSError | UnicodeError) -> str:
+    """Why a file cannot be read or written, in the system's words."""
+    text = error.strerror if isinstance(error, OSError) else None
+    return text[:1].lower() + text[1:] if text else str(error)
 
 
 @contextlib.contextmanager

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 # How a token came → its style, and what the legend says of it.
 ORIGINS = {
-    "drafted": ("bold #2a78d6", "drafted: guessed, and the target agreed"),
-    "grafted": ("bold #8a4fbf", "grafted: forced text, drafted by the grammar"),
-    "bonus": ("bold #d98200", "bonus: the target's own choice"),
-    "forced": ("bold #0f9b6c", "forced: the only token that the grammar allowed"),
+    "drafted": ("bold #4a90e2", "drafted: guessed, and the target agreed"),
+    "grafted": ("bold #a66bd9", "grafted: forced text, drafted by the grammar"),
+    "bonus": ("bold #e0912f", "bonus: the target's own choice"),
+    "forced": ("bold #1fae7d", "forced: the only token that the grammar allowed"),
 }
 
 
@@ -61,7 +61,7 @@ def coloured(origins: TokenOrigins, delta: Delta) -> Text:
 
 def legend(names: Sequence[str] = tuple(ORIGINS)) -> Text:
     """One line for each way that a token can come."""
-    lines = [Text("■ ", style=ORIGINS[name][0]).append(ORIGINS[name][1], "dim") for name in names]
+    lines = [Text.assemble(("■ ", ORIGINS[name][0]), ORIGINS[name][1]) for name in names]
     return Text("\n").join(lines)
 
 

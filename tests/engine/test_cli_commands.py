@@ -113,17 +113,17 @@ def test_generate_streams_to_a_terminal(model: str, monkeypatch: pytest.MonkeyPa
     ("command", "words"),
     [
         ("generate go --prompt-file x", "give one of them"),
-        ("generate --prompt-file /nonexistent", "--prompt-file /nonexistent: No such file"),
+        ("generate --prompt-file /nonexistent", "--prompt-file /nonexistent: no such file"),
         ("generate go --system s --raw", "system: --system needs the chat template"),
         ("generate go --schema {tmp}/bad.json", "--schema {tmp}/bad.json: $.items.type: 'integr'"),
-        ("generate go --schema {tmp}/none.json", "none.json: No such file or directory, and"),
+        ("generate go --schema {tmp}/none.json", "none.json: no such file or directory, and"),
         ("generate go --ebnf {tmp}/bad.json {model}", "--ebnf {tmp}/bad.json: EBNF line 1"),
         ("generate go --schema {tmp}/unique.json {model}", "{tmp}/unique.json: $: keyword 'unique"),
         ("generate go --tools {tmp}/bad.json", "--tools {tmp}/bad.json: a JSON list"),
         ("generate go --tools {tmp}/tools.json {model}", "needs --tool-call-parser"),
-        ("generate go --output {tmp}/no/out.txt", "--output {tmp}/no/out.txt: No such file"),
+        ("generate go --output {tmp}/no/out.txt", "--output {tmp}/no/out.txt: no such file"),
         ("generate go --top-p 2", "top_p must be a number in"),
-        ("batch {tmp}/none.jsonl out.jsonl", "none.jsonl: No such file"),
+        ("batch {tmp}/none.jsonl out.jsonl", "none.jsonl: no such file"),
         ("serve a --model b", "name the model once"),
     ],
 )  # fmt: skip
@@ -200,7 +200,7 @@ def test_batch(
     asked.write_text("\n".join(lines))
     command = f"batch {asked} {told} {model} --max-running-requests 2"
     assert run(monkeypatch, command) == 1
-    assert "13 answered, 9 failed" in capsys.readouterr().err
+    assert "13 answered, 9 failed" in capsys.readouterr().out
     found = results(told)
     assert found["whole"][0]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
     good = [name for name in found if name == "whole" or str(name).startswith("text")]
@@ -229,7 +229,7 @@ def test_batch(
     after = told.read_text().splitlines()
     assert after[: len(kept)] == kept
     assert sorted(results(told), key=str) == sorted([*good, "field"], key=str)
-    assert f"{14 - len(kept)} answered, 0 failed, {len(kept)} were there" in capsys.readouterr().err
+    assert f"{14 - len(kept)} answered, 0 failed, {len(kept)} were there" in capsys.readouterr().out
 
 
 def test_a_failed_answer_is_asked_again(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_a_chat_colours_tokens(engine: Engine) -> None:
     chat.take("go")
     assert isinstance(screen.file, io.StringIO)
     codes = screen.file.getvalue()
-    assert "38;2;15;155;108" in codes, "the colour of forced tokens"
+    assert "38;2;31;174;125" in codes, "the colour of forced tokens"
     assert "tokens, accept length" in codes
 
 
