@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -266,12 +266,12 @@ class StepPlan:
     max_keys: int
     pages: tuple[tuple[int, int, tuple[int, ...]], ...]
 
-    @property
+    @cached_property
     def tier(self) -> Tier:
         """What the step's trees draft."""
         return self.budget.tier
 
-    @property
+    @cached_property
     def final_chunks(self) -> tuple[Chunk, ...]:
         """The chunks that end their known text: one-node trees, verified behind the others."""
         return tuple(chunk for chunk in self.chunks if chunk.final)
@@ -285,7 +285,7 @@ class StepPlan:
         everyone = zip(self.request_ids, rows, self.grammar, final, strict=True)
         return tuple(member[:3] for member in everyone if member[3])
 
-    @property
+    @cached_property
     def verified_ids(self) -> tuple[int, ...]:
         """The request ids of :attr:`verified`."""
         return tuple(request_id for request_id, _, _ in self.verified)
@@ -316,8 +316,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What one request got from a step, before the stop rules cut it.
 
     Attributes:
