@@ -46,7 +46,7 @@ class Tokenizer:
         self._settings = _optional_json(path / "tokenizer_config.json")
         self._generation = _optional_json(path / "generation_config.json")
         if chat_template is None:
-            chat_template = self._read_template(path)
+            chat_template = read_template(path)
         self._template: ChatTemplate | None = None
         if chat_template is not None:
             self._template = ChatTemplate(chat_template, self._special_tokens())
@@ -124,19 +124,6 @@ class Tokenizer:
             fill["top_k"] = -1
         return replace(params, **fill)
 
-    def _read_template(self, path: Path) -> Any:
-        file = path / "chat_template.jinja"
-        if file.exists():
-            try:
-                return file.read_text()
-            except (OSError, UnicodeError) as error:
-                raise CheckpointError(f"{file} is not readable text: {error}") from None
-        template = self._settings.get("chat_template")
-        if isinstance(template, list):
-            named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-            template = named.get("default")
-        return template
-
     def _special_tokens(self) -> dict[str, str]:
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         found = {}
@@ -179,6 +166,25 @@ class StreamDecoder:
 
     def push(self, tokens: Sequence[int]) -> str:
         return self._decoder.decode(b"".join([self._pieces[token] for token in tokens]))
+
+
+def read_template(path: Path) -> Any:
+    """The chat template of the checkpoint in folder ``path`` as its files have it, or None.
+
+    Raises:
+        CheckpointError: a file that cannot be read.
+    """
+    file = path / "chat_template.jinja"
+    if file.exists():
+        try:
+            return file.read_text()
+        except (OSError, UnicodeError) as error:
+            raise CheckpointError(f"{file} is not readable text: {error}") from None
+    template = _optional_json(path / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
