@@ -69,6 +69,8 @@ SERVING_ENGINE_FLAGS = (
 SERVER_FLAGS = (
     "host",
     "port",
+    "ssl_certfile",
+    "ssl_keyfile",
     "api_key_file",
     "admin_api_key_file",
     "tool_call_parser",

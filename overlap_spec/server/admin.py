@@ -130,7 +130,8 @@ async def prometheus(service: Service) -> Response:
 async def server_info(service: Service) -> Response:
     """Settings and state of server and engine."""
     engine, settings = service.engine, dataclasses.asdict(service.settings)
-    for name in ("api_key", "api_key_file", "admin_api_key", "admin_api_key_file"):
+    files = ("api_key_file", "admin_api_key_file", "ssl_certfile", "ssl_keyfile")
+    for name in ("api_key", "admin_api_key", *files):
         settings[name] = "set" if settings[name] is not None else None
     state = await _snapshot(service, STATE_TIMEOUT_S)
     config = dataclasses.asdict(engine.config)

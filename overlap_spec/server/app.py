@@ -15,7 +15,7 @@ from overlap_spec.server.chat import chat_completions
 from overlap_spec.server.completions import completions
 from overlap_spec.server.constraints import Constraints
 from overlap_spec.server.docs_page import docs_page
-from overlap_spec.server.errors import Json, add_handlers
+from overlap_spec.server.errors import ApiError, Json, add_handlers
 from overlap_spec.server.keys import Keys
 from overlap_spec.server.messages import count_tokens, messages
 from overlap_spec.server.metrics import Metrics
@@ -98,6 +98,11 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", summary="OpenAI's responses; nothing is stored.")
     async def _responses(body: ResponsesBody, request: Request) -> Response:
         return await responses(service, body, request)
+
+    @app.get("/v1/responses/{response_id}", summary="Always 404: nothing is stored.")
+    async def _response(response_id: str) -> Response:
+        message = f"there is no response {response_id!r}: nothing is stored"
+        raise ApiError(404, message, "response_id", "not_found")
 
     @app.post("/v1/messages", summary="Anthropic's messages.")
     async def _messages(body: MessagesBody, request: Request) -> Response:

@@ -144,10 +144,10 @@ def rendering_of(service: Service, task: ChatTask) -> Rendering:
 
 def _effort(effort: Effort, service: Service) -> dict[str, Any]:
     switches, found = service.engine.tokenizer.switches, dict[str, Any]()
-    if EFFORT in switches:
-        found[EFFORT] = effort
     if THINKING in switches:
         found[THINKING] = effort != "none"
+    if EFFORT in switches and found.get(THINKING) is not False:
+        found[EFFORT] = effort
     return found
 
 
