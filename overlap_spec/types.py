@@ -155,7 +155,7 @@ class Request:
 
     ``grammar`` is the caller's specification (None: free text), opaque to all but the grammar
     room; ``stop_ids`` are all tokens that end the output. Of those that wait, the higher
-    ``priority`` starts first.
+    ``priority`` starts first. Computed pages are shared among requests of one ``cache_salt`` alone.
     """
 
     id: int
@@ -167,6 +167,7 @@ class Request:
     seed: int
     arrival_ns: int
     priority: int = 0
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

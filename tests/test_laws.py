@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine.drafter_guard",
         "timeline",
     },
-    "engine.input_processor": {"grammar", "tokenizer"},
+    "engine.input_processor": {"grammar", "tokenizer", "chat_template"},
     "engine.request_handle": {"grammar", "engine.input_processor"},
     "engine.output_processor": {"scheduler", "grammar", "engine.request_handle"},
     "engine": {
@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ipc": {"engine", "engine.input_processor", "engine.request_handle", "grammar", "tokenizer"},
     "async_engine": {"ipc", "grammar", "engine.input_processor", "tokenizer"},
     "generator": {"engine", "async_engine", "grammar", "engine.input_processor"},
-    "server": {"async_engine", "grammar", "engine.input_processor", "tokenizer"},
+    "server": {"async_engine", "grammar", "engine.input_processor", "tokenizer", "chat_template"},
 }
 # Room → third-party modules that it may import; None: any that the project depends on.
 MAY_USE: dict[str, set[str] | None] = {

@@ -64,6 +64,8 @@ SERVING_ENGINE_FLAGS = {
 SERVER_FLAGS = {
     "host": ADDRESS,
     "port": ADDRESS,
+    "ssl_certfile": ADDRESS,
+    "ssl_keyfile": ADDRESS,
     "api_key_file": ADDRESS,
     "admin_api_key_file": ADDRESS,
     "tool_call_parser": OUTPUT,

@@ -159,7 +159,8 @@ class Awq(Scheme):
 def _in_order(columns: Tensor) -> Tensor:
     """AWQ's columns ``(K, N)`` as they stand in a word, in their own order."""
     place = torch.tensor(AWQ_ORDER).argsort()
-    return columns.unflatten(1, (-1, len(AWQ_ORDER)))[:, :, place].flatten(1)
+    ordered: Tensor = columns.unflatten(1, (-1, len(AWQ_ORDER)))[:, :, place]
+    return ordered.flatten(1)
 
 
 class Packed(Scheme):
