@@ -232,11 +232,54 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class TokenTrie:
+    """Texts as a tree of tokens behind a prompt, for one pass of the target.
+
+    ``tokens``, ``parents`` (an earlier node, or -1: the prompt's end), ``depths`` (from 1 on):
+    int64 ``(n,)``. ``texts``, ``ends``: int64 ``(m,)``: numbers of texts, and each one's last node.
+    """
+
+    tokens: Int64s
+    parents: Int64s
+    depths: Int64s
+    texts: Int64s
+    ends: Int64s
+
+    def path(self, node: int) -> list[int]:
+        """The nodes down to ``node``, which is the last."""
+        found = []
+        while node >= 0:
+            found.append(node)
+            node = int(self.parents[node])
+        return found[::-1]
+
+
+@dataclass(frozen=True)
+class WeighedChoices:
+    """The texts of a choice that are to be weighed, each cut into tokens in one way.
+
+    ``tries``: each text is in one of them. ``stop_ids``: the tokens of which one ends the output.
+    ``faithful``: whether the output is chosen by the texts' weights.
+    """
+
+    texts: tuple[str, ...]
+    tries: tuple[TokenTrie, ...]
+    stop_ids: tuple[int, ...]
+    faithful: bool
+
+    @property
+    def widest(self) -> int:
+        """Nodes of the largest trie."""
+        return max(len(trie.tokens) for trie in self.tries)
+
+
+@dataclass(frozen=True)
 class Chunk:
     """A run of one request's tokens to prefill, at positions ``start ..``; starts with a page.
 
     ``final``: the run ends the known text, and its last token is verified as a one-node tree.
-    ``page_before``: the page that ends at ``start``, 0 at the start of the text.
+    ``page_before``: the page that ends at ``start``, 0 at the start of the text. ``choices``: what
+    is to be weighed behind it.
     """
 
     row: int
@@ -244,6 +287,7 @@ class Chunk:
     tokens: Int64s
     final: bool
     page_before: int = 0
+    choices: WeighedChoices | None = None
 
 
 @dataclass(frozen=True)
@@ -335,6 +379,7 @@ class RowResult:
         origins: One entry a token, if asked for.
         grafts: How many of the verified drafts the grammar had forced.
         grafted: How many of these are among the accepted ones, which they begin.
+        choice_logprobs: Log-probability of each text of the chunk's choices.
     """
 
     tokens: tuple[int, ...]
@@ -347,6 +392,7 @@ class RowResult:
     confidences: tuple[float, ...] = ()
     grafts: int = 0
     grafted: int = 0
+    choice_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -377,11 +423,25 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class ChoiceProbability:
+    """How probable one text of a choice is, as the model itself has it: before temperature.
+
+    ``logprob``: of the text's tokens after the prompt, and of the output's end after them.
+    ``probability``: its share among all texts of the choice.
+    """
+
+    text: str
+    logprob: float
+    probability: float
+
+
+@dataclass(frozen=True)
 class Delta:
     """A piece of a streamed output; the last one has a ``finish_reason``.
 
     ``logprobs`` and ``origins``: one entry a token, if asked for. ``tier``: of the step that it
-    comes from, with ``origins``. ``verdict``: of the whole output, in the last piece.
+    comes from, with ``origins``. ``verdict`` and ``choices``: of the whole output, in
+    the last piece.
     """
 
     text: str
@@ -391,6 +451,7 @@ class Delta:
     origins: tuple[Origin, ...] = ()
     tier: Tier | None = None
     verdict: Verdict | None = None
+    choices: tuple[ChoiceProbability, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -406,6 +467,7 @@ class Output:
         error: What went wrong where ``finish_reason`` is ``error``.
         verdict: What validation found of a best-effort output that came to its end; None of any
             other.
+        choices: Each text of a choice with ``probabilities``, in its order.
     """
 
     text: str
@@ -417,3 +479,4 @@ class Output:
     stop_match: str | int | None = None
     error: str | None = None
     verdict: Verdict | None = None
+    choices: tuple[ChoiceProbability, ...] = ()

@@ -213,11 +213,13 @@ GRAMMAR_FILES: dict[str, set[str]] = {
         "tools",
     },
     "contract": {
+        "choices",
         "contract",
         "forced",
         "guesses",
         "import_stubs",
         "states",
+        "text_tokens",
         "vocabulary",
         "walk",
     },

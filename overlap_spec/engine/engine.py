@@ -27,6 +27,7 @@ from overlap_spec.engine.output_processor import OutputProcessor
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import EngineUnavailable, RequestFailed
 from overlap_spec.grammar.backends import load
+from overlap_spec.grammar.choices import ChoiceTokens
 from overlap_spec.grammar.compile import GrammarCompiler
 from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.forced import ForcedRuns
@@ -36,7 +37,7 @@ from overlap_spec.scheduler.sequence import Sequence as SequenceState
 from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.timeline import Timeline
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import RUN_TOKENS, Delta, Output, Request
+from overlap_spec.types import RUN_TOKENS, Delta, Output, Request, WeighedChoices
 
 
 class Engine:
@@ -61,6 +62,7 @@ class Engine:
             self.core.grammar.pool.forced = ForcedRuns(
                 self.tokenizer.vocabulary, self.tokenizer.encode, RUN_TOKENS
             )
+        self._choice_tokens = ChoiceTokens(self.tokenizer.vocabulary, self.tokenizer.encode)
         limits = Limits(self.context_length, self.core.longest)
         self.input_processor = InputProcessor(self.tokenizer, limits)
         backend = load(self.config.grammar_backend)
@@ -294,9 +296,18 @@ class Engine:
         request = replace(request, id=next(self._ids))
         buffer = TextBuffer(self.tokenizer.detokenizer(), tuple(request.sampling.stop))
         sequence = SequenceState(request, buffer, compiled.matcher() if compiled else None)
+        sequence.choices = self._choices(request)
         sequence.stats.prompt_tokens = len(request.prompt_ids)
         sequence.stats.grammar_compile_ms = compile_ms
         return sequence
+
+    def _choices(self, request: Request) -> WeighedChoices | None:
+        """What the target is to weigh for a request."""
+        grammar = request.grammar
+        if grammar is None or not (grammar.probabilities or grammar.faithful):
+            return None
+        room = min(self.context_length, self.core.longest) - len(request.prompt_ids)
+        return self._choice_tokens.weighed(grammar, room)
 
     def _enqueue(self, sequence: SequenceState) -> RequestHandle:
         with self._lock:

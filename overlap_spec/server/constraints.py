@@ -185,10 +185,13 @@ class Constraints:
         whitespace = self.settings.whitespace
         if given.disable_any_whitespace is not None:
             whitespace = "compact" if given.disable_any_whitespace else "bounded"
+        weighed: dict[str, Any] = {
+            name: getattr(given, name) is True for name in ("probabilities", "faithful")
+        }
         makers: dict[str, Callable[[Any], Grammar]] = {
             "json": self._schema(whitespace=whitespace),
             "regex": Grammar.regex,
-            "choice": Grammar.choice,
+            "choice": partial(Grammar.choice, **weighed),
             "grammar": Grammar.ebnf,
             "json_object": lambda _: Grammar.json_object(whitespace=whitespace),
             "structural_tag": self._tag(),
@@ -202,6 +205,11 @@ class Constraints:
                 "structured_outputs",
             )
         kind = kinds[0]
+        for name, asked in weighed.items():
+            if asked and kind != "choice":
+                raise InvalidRequest(
+                    f"structured_outputs.{name} goes with choice", f"structured_outputs.{name}"
+                )
         field, value = f"structured_outputs.{kind}", values[kind]
         return ConstraintCandidate(field, value, partial(makers[kind], value))
 

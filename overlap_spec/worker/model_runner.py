@@ -27,6 +27,7 @@ from overlap_spec.models.decoder import Decoder
 from overlap_spec.types import RUN_TOKENS, StepPlan, Tier
 from overlap_spec.worker.acceptance import AcceptanceRule
 from overlap_spec.worker.batch import Batch, Chunks
+from overlap_spec.worker.choices import ChoiceScorer
 from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.graphs import Tensors, padded, padded_size
 from overlap_spec.worker.kv_pool import KVPool, PagedAttend, lazy_zeros
@@ -97,6 +98,7 @@ class ModelRunner(nn.Module):
         self.target, self.drafter, self.tables = target, drafter, tables
         self.pool, self.draft_pools = pool, nn.ModuleList(draft_pools)
         self.sampler, self.rule = Sampler(tables), rule
+        self.choices = ChoiceScorer(target, pool, tables, self._token_slots)
         self.device = tables.device
         self.last_position = target.config.max_position - 1
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
@@ -319,7 +321,8 @@ class ModelRunner(nn.Module):
         hidden, features = self.target(chunks.tokens, chunks.positions, attend, self.feature_layers)
         if not len(chunks.last):
             return Prefilled(None, features)
-        return Prefilled(self.target.logits(hidden[chunks.last]), features)
+        logits = self.target.logits(hidden[chunks.last])
+        return Prefilled(logits, features, self.choices(batch.plan, logits))
 
     # Accept
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from overlap_spec.drafters.grafts import graft
 from overlap_spec.errors import NumericFault
 from overlap_spec.types import (
     RUN_TOKENS,
+    Chunk,
     History,
     HostTrees,
     Int32s,
@@ -29,12 +31,20 @@ from overlap_spec.types import (
     Tier,
     TokenLogprobs,
 )
+from overlap_spec.worker import choices
 from overlap_spec.worker.batch import Batch, PlanUpload
 from overlap_spec.worker.in_flight import Buffers, InFlightStep, TierState
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.origins import token_origins
 from overlap_spec.worker.pass_times import PassTimes, Point, measure_passes
-from overlap_spec.worker.passes import DEAD_SCORE, SCORE_UNIT, Accepted, Drafted, GrammarRows
+from overlap_spec.worker.passes import (
+    DEAD_SCORE,
+    SCORE_UNIT,
+    Accepted,
+    Drafted,
+    GrammarRows,
+    Prefilled,
+)
 from overlap_spec.worker.sampler import Masks, token_logprobs
 from overlap_spec.worker.streams import RecordSpan, Streams
 
@@ -64,6 +74,7 @@ class Worker:
         self._states: dict[Tier, TierState] = {}
         # Behind each row's root, as far as results have been read.
         self._runs: dict[int, list[int]] = {}
+        self._requests: dict[int, Request] = {}
         self._accepted = [streams.event() for _ in range(ACCEPTS)]
         columns = self._tables.pages.shape[1]
         self._upload = PlanUpload(
@@ -135,6 +146,7 @@ class Worker:
     def assign(self, row: int, request: Request, output_ids: list[int]) -> None:
         """Prepare ``row`` for a request that starts, or starts again, with its prefill."""
         self._tables.assign(row, request)
+        self._requests[row] = request
         self.streams.compute.run("assign", self._tables.write, row, request, tuple(output_ids))
 
     @torch.inference_mode()
@@ -294,7 +306,7 @@ class Worker:
         )
         compute.record(step.accepted)
         copy.wait(step.accepted)
-        copy.run("results", _copy_results, step.decided, step)
+        copy.run("results", _copy_results, step.decided, step.prefilled, step)
         copy.record(events.results_on_host)
         step.buffers.keep = (
             step.batch,
@@ -356,9 +368,13 @@ class Worker:
                 for index, result in enumerate(zip(numbers.tolist(), scores, strict=True))
             ]
         chosen = step.results[-1].tolist() if plan.final_chunks else ()
+        weights = {} if step.scores is None else choices.read(plan, step.scores.numpy())
         for index, (token, *run) in enumerate(chosen):
             self._set_run(step, trees + index, run)
-            rows.append(self._row_result(step, trees + index, [token], 0, 0, False, (), 0, 0))
+            row = self._row_result(step, trees + index, [token], 0, 0, False, (), 0, 0)
+            if index in weights and row.error is None:
+                row = self._weighed(plan.final_chunks[index], weights[index], row)
+            rows.append(row)
         self.streams.note()
         if step.constrained:
             waited_ms = events.verified.elapsed_ms(events.masks_ready)
@@ -373,6 +389,24 @@ class Worker:
         verified = step.verified.get()
         verified_rows = 0 if verified is None else len(verified.logits)
         return StepResult(plan, tuple(rows), exposed_ms, idle_ms, verified_rows)
+
+    def _weighed(self, chunk: Chunk, weights: choices.Weights, row: RowResult) -> RowResult:
+        """A row whose choices were weighed; where these choose, it has the whole output."""
+        logprobs = weights.logprobs
+        if not np.isfinite(logprobs).all():
+            return replace(
+                row, error=NumericFault("the model's logits are not numbers: numeric fault")
+            )
+        row = replace(row, choice_logprobs=tuple(logprobs.tolist()))
+        assert chunk.choices is not None
+        if not chunk.choices.faithful:
+            return row
+        request = self._requests[chunk.row]
+        tokens = weights.tokens[choices.pick(logprobs, request)]
+        origins: list[Origin] = ["grafted"] * (len(tokens) - 1)
+        origins.append("bonus")
+        told = tuple(origins) if request.sampling.origins else ()
+        return replace(row, tokens=tokens, origins=told)
 
     def _tree_result(
         self, step: InFlightStep, index: int, numbers: list[int], scores: list[float]
@@ -502,8 +536,12 @@ def _upload_masks(batch: Batch, buffers: Buffers) -> GrammarRows:
     return GrammarRows(masks, limits, runs)
 
 
-def _copy_results(accepted: Accepted, step: InFlightStep) -> None:
+def _copy_results(accepted: Accepted, prefilled: Prefilled | None, step: InFlightStep) -> None:
     room = step.buffers.results
+    scores = None if prefilled is None else prefilled.scores
+    if scores is not None:
+        host = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=scores.is_cuda)
+        step.scores = host.copy_(scores, non_blocking=True)
     for part in accepted:
         if part is None:
             continue
