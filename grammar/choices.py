@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.few_texts import few_texts
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.text_tokens import TextTokens
 from overlap_spec.grammar.vocabulary import Vocabulary
-from overlap_spec.types import TokenTrie, WeighedChoices
+from overlap_spec.types import TRIE_NODES, TokenTrie, WeighedChoices
 
 # Nodes of one pass, and of all passes of a request.
 PASS_NODES, MOST_NODES = 256, 4096
+K = TypeVar("K")
+V = TypeVar("V")
 # Choices whose tokens are kept.
 CACHED = 64
 
@@ -32,6 +36,7 @@ class ChoiceTokens:
         self._cut, self._stop_ids = TextTokens(vocabulary, encode), vocabulary.stop_ids
         self._lock = threading.Lock()
         self._known: dict[str, tuple[tuple[str, ...], list[list[int]]]] = {}
+        self._tries: dict[tuple[str, str], TokenTrie | None] = {}
 
     def weighed(self, grammar: Grammar, room: int) -> WeighedChoices:
         """What the target is to weigh for a choice.
@@ -63,6 +68,27 @@ class ChoiceTokens:
             )
         return WeighedChoices(texts, tuple(tries), tuple(self._stop_ids), grammar.faithful)
 
+    def trie(self, grammar: Grammar) -> TokenTrie | None:
+        """The trie of the whole outputs of a grammar that has few; None of any other.
+
+        For drafts alone: texts that the tokenizer cannot cut are left out.
+        """
+        key = grammar.kind, grammar.source
+        if key not in self._tries:
+            texts = few_texts(grammar)
+            cuts = [self._cut(text) for text in texts]
+            found = make_tries([cut for cut in cuts if cut], TRIE_NODES) if any(cuts) else []
+            # A node is the prompt's end.
+            fit = len(found) == 1 and len(found[0].tokens) < TRIE_NODES
+            self._keep(self._tries, key, found[0] if fit else None)
+        return self._tries[key]
+
+    def _keep(self, known: dict[K, V], key: K, value: V) -> None:
+        with self._lock:
+            if len(known) >= CACHED and key not in known:
+                del known[next(iter(known))]
+            known[key] = value
+
     def _cuts(self, source: str) -> tuple[tuple[str, ...], list[list[int]]]:
         known = self._known.get(source)
         if known is not None:
@@ -76,10 +102,7 @@ class ChoiceTokens:
                     "exactly its bytes",
                     "choice",
                 )
-        with self._lock:
-            if len(self._known) >= CACHED and source not in self._known:
-                del self._known[next(iter(self._known))]
-            self._known[source] = texts, cuts
+        self._keep(self._known, source, (texts, cuts))
         return texts, cuts
 
 

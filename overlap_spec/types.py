@@ -20,6 +20,8 @@ from overlap_spec.stats import RequestStats
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 # Tokens of a run that a grammar forces, as far as it is drafted; the first is what was chosen last.
 RUN_TOKENS = 16
+# Nodes of a trie that is drafted from, the prompt's end included.
+TRIE_NODES = 512
 Origin = Literal["grafted", "drafted", "bonus", "forced"]
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -198,18 +200,25 @@ class Tier:
     """How much is drafted a step: ``steps`` deep, ``top_k`` wide, ``nodes`` verified (root too).
 
     Tier(0, 1, 1) is speculation off. ``parents``: of a tree of a fixed shape each node's parent,
-    from node 1 on; None: the drafter chooses.
+    from node 1 on; None: the drafter chooses. ``base``: of a tier with room for what the grammar
+    tells, what the drafter is asked for; None: this tier itself.
     """
 
     steps: int
     top_k: int
     nodes: int
     parents: tuple[int, ...] | None = None
+    base: Tier | None = None
+
+    @property
+    def own(self) -> Tier:
+        """What the drafter is asked for."""
+        return self.base or self
 
     @property
     def window_tokens(self) -> int:
         """Slots behind the committed length that a step may write."""
-        return max(self.steps * self.top_k, self.nodes)
+        return max(self.own.steps * self.own.top_k, self.nodes)
 
 
 @dataclass(frozen=True)
@@ -236,7 +245,8 @@ class TokenTrie:
     """Texts as a tree of tokens behind a prompt, for one pass of the target.
 
     ``tokens``, ``parents`` (an earlier node, or -1: the prompt's end), ``depths`` (from 1 on):
-    int64 ``(n,)``. ``texts``, ``ends``: int64 ``(m,)``: numbers of texts, and each one's last node.
+    int64 ``(n,)``; what is below a node comes right after it. ``texts``, ``ends``: int64 ``(m,)``:
+    numbers of texts, and each one's last node.
     """
 
     tokens: Int64s
@@ -244,6 +254,29 @@ class TokenTrie:
     depths: Int64s
     texts: Int64s
     ends: Int64s
+
+    @cached_property
+    def sizes(self) -> Int64s:
+        """int64 ``(n,)``: nodes below each one."""
+        sizes = np.zeros(len(self.tokens), np.int64)
+        for node in range(len(self.tokens) - 1, -1, -1):
+            if self.parents[node] >= 0:
+                sizes[self.parents[node]] += sizes[node] + 1
+        return sizes
+
+    @cached_property
+    def children(self) -> Mapping[tuple[int, int], int]:
+        """(node, or -1 for the prompt's end, and a token) → the node of that token after it."""
+        pairs = zip(self.parents.tolist(), self.tokens.tolist(), strict=True)
+        return {pair: node for node, pair in enumerate(pairs)}
+
+    def follow(self, node: int | None, tokens: Sequence[int]) -> int | None:
+        """The node that ``tokens`` lead to from ``node``; None where none does."""
+        for token in tokens:
+            if node is None:
+                return None
+            node = self.children.get((node, token))
+        return node
 
     def path(self, node: int) -> list[int]:
         """The nodes down to ``node``, which is the last."""

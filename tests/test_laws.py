@@ -201,6 +201,7 @@ GRAMMAR_MAY_IMPORT: dict[str, set[str]] = {
 # The rooms that have no folder of their own.
 GRAMMAR_FILES: dict[str, set[str]] = {
     "spec": {
+        "few_texts",
         "markers",
         "outputs",
         "reasoning",

@@ -58,7 +58,7 @@ class Engine:
         self.context_length = self.core.context_length
         self.tokenizer = Tokenizer(self.config.target_path, self.core.vocab_size)
         # Under the rule of rejection drafts must be draws, and a forced token is none.
-        if self.config.drafter != "none" and self.config.acceptance != "rejection":
+        if self.core.grafts:
             self.core.grammar.pool.forced = ForcedRuns(
                 self.tokenizer.vocabulary, self.tokenizer.encode, RUN_TOKENS
             )
@@ -297,6 +297,8 @@ class Engine:
         buffer = TextBuffer(self.tokenizer.detokenizer(), tuple(request.sampling.stop))
         sequence = SequenceState(request, buffer, compiled.matcher() if compiled else None)
         sequence.choices = self._choices(request)
+        if request.grammar is not None and self.core.widens:
+            sequence.trie = self._choice_tokens.trie(request.grammar)
         sequence.stats.prompt_tokens = len(request.prompt_ids)
         sequence.stats.grammar_compile_ms = compile_ms
         return sequence

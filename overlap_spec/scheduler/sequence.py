@@ -18,6 +18,7 @@ from overlap_spec.types import (
     RowResult,
     Tier,
     TokenLogprobs,
+    TokenTrie,
     WeighedChoices,
 )
 
@@ -31,7 +32,8 @@ class Sequence:
     the last of which is verified as a one-node tree; ``planned_tokens`` of them are computed or
     under way. ``path``: nodes of the prefix tree that it holds. ``row`` is -1 while the sequence
     waits; ``last_step`` is the last that it is part of. ``choices``: what is to be weighed behind
-    its prompt; ``choice_logprobs``: the result.
+    its prompt; ``choice_logprobs``: the result. ``trie``: of the texts that its whole
+    output can be.
     """
 
     request: Request
@@ -53,6 +55,7 @@ class Sequence:
     stop_match: str | int | None = None
     error: Exception | None = None
     stats: RequestStats = field(default_factory=RequestStats)
+    trie: TokenTrie | None = None
     choices: WeighedChoices | None = None
     choice_logprobs: tuple[float, ...] = ()
     last_token_ns: int = 0

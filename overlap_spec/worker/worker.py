@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from overlap_spec.types import (
     StepResult,
     Tier,
     TokenLogprobs,
+    TokenTrie,
 )
 from overlap_spec.worker import choices
 from overlap_spec.worker.batch import Batch, PlanUpload
@@ -54,6 +56,24 @@ ACCEPTS = 4
 NO_SCORE = DEAD_SCORE / SCORE_UNIT / 2
 
 
+class TriePlace(NamedTuple):
+    """Where a row's output stands in its trie, as far as results have been read; None: outside."""
+
+    trie: TokenTrie
+    node: int | None
+
+    @property
+    def left(self) -> float:
+        """Nodes below the place."""
+        if self.node is None:
+            return math.inf
+        return len(self.trie.tokens) if self.node < 0 else int(self.trie.sizes[self.node])
+
+    def after(self, tokens: Sequence[int]) -> TriePlace:
+        """The place after more tokens."""
+        return TriePlace(self.trie, self.trie.follow(self.node, tokens))
+
+
 class Worker:
     """Runs steps over rows; what decides the next token stays on the device.
 
@@ -75,6 +95,7 @@ class Worker:
         # Behind each row's root, as far as results have been read.
         self._runs: dict[int, list[int]] = {}
         self._requests: dict[int, Request] = {}
+        self._places: dict[int, TriePlace | None] = {}
         self._accepted = [streams.event() for _ in range(ACCEPTS)]
         columns = self._tables.pages.shape[1]
         self._upload = PlanUpload(
@@ -143,11 +164,20 @@ class Worker:
         return found.get()
 
     @torch.inference_mode()
-    def assign(self, row: int, request: Request, output_ids: list[int]) -> None:
-        """Prepare ``row`` for a request that starts, or starts again, with its prefill."""
-        self._tables.assign(row, request)
+    def assign(
+        self, row: int, request: Request, output_ids: list[int], trie: TokenTrie | None = None
+    ) -> None:
+        """Prepare ``row`` for a request that starts, or starts again, with its prefill.
+
+        Args:
+            trie: Of the texts that its whole output can be, where these are few.
+        """
+        self._tables.assign(row, request, trie)
+        self._places[row] = None if trie is None else TriePlace(trie, trie.follow(-1, output_ids))
         self._requests[row] = request
-        self.streams.compute.run("assign", self._tables.write, row, request, tuple(output_ids))
+        self.streams.compute.run(
+            "assign", self._tables.write, row, request, tuple(output_ids), trie
+        )
 
     @torch.inference_mode()
     def upload(self, plan: StepPlan) -> InFlightStep:
@@ -217,7 +247,7 @@ class Worker:
             drafter.forget(history)
 
     def _propose(self, step: InFlightStep, histories: Sequence[History]) -> Draft | None:
-        drafter, tier = self.runner.drafter, step.plan.tier
+        drafter, tier = self.runner.drafter, step.plan.tier.own
         if drafter is None or tier.steps == 0 or not histories or self.drafter_fault is not None:
             return None
         start = time.perf_counter_ns()
@@ -412,6 +442,7 @@ class Worker:
         self, step: InFlightStep, index: int, numbers: list[int], scores: list[float]
     ) -> RowResult:
         length, drafted = numbers[:2]
+        row, tier = step.plan.verified[index][1], step.plan.tier
         limited = bool(step.limits) and step.limits[index] < step.plan.tier.steps
         # Along the path, the root's 0 first; then the best of what was refused after it.
         along = [*scores[: length + 1], scores[-1]]
@@ -419,15 +450,19 @@ class Worker:
             math.exp(after - before) for before, after in pairwise(along) if after > NO_SCORE
         )
         tokens = numbers[2 : 3 + length]
-        forced = self._runs[step.plan.verified[index][1]]
-        # Grafts come first: their scores are best. A tree of a fixed shape has none.
-        most = 0 if step.plan.tier.parents is not None else min(drafted, step.plan.tier.steps)
-        grafts = forced[:most]
-        agreed = zip(grafts, tokens[:length], strict=False)
-        grafted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], agreed))
+        place = self._places[row]
+        if tier.base is not None and place is not None and place.left < tier.nodes:
+            grafts, grafted = drafted, length
+        else:
+            # Grafts come first: their scores are best. A tree of a fixed shape has none.
+            most = 0 if tier.parents is not None else min(drafted, tier.steps)
+            run = self._runs[row][:most]
+            agreed = zip(run, tokens[:length], strict=False)
+            grafts = len(run)
+            grafted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], agreed))
         self._set_run(step, index, numbers[1 - RUN_TOKENS :])
         return self._row_result(
-            step, index, tokens, length, drafted, limited, confidences, len(grafts), grafted
+            step, index, tokens, length, drafted, limited, confidences, grafts, grafted
         )
 
     def _set_run(self, step: InFlightStep, index: int, run: list[int]) -> None:
@@ -452,6 +487,9 @@ class Worker:
             error = NumericFault("the model's logits are not numbers: numeric fault")
         if tokens[-1] < 0:
             tokens.pop()
+        place = self._places[row]
+        if place is not None:
+            self._places[row] = place.after(tokens)
         asked = self._tables.features_of(row)
         logprobs: tuple[TokenLogprobs, ...] = ()
         if asked.top_logprobs is not None and step.logprobs:
