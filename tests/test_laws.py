@@ -203,6 +203,7 @@ GRAMMAR_MAY_IMPORT: dict[str, set[str]] = {
 # The rooms that have no folder of their own.
 GRAMMAR_FILES: dict[str, set[str]] = {
     "spec": {
+        "few_texts",
         "markers",
         "outputs",
         "reasoning",
@@ -215,11 +216,13 @@ GRAMMAR_FILES: dict[str, set[str]] = {
         "tools",
     },
     "contract": {
+        "choices",
         "contract",
         "forced",
         "guesses",
         "import_stubs",
         "states",
+        "text_tokens",
         "vocabulary",
         "walk",
     },

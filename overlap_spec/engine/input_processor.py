@@ -130,6 +130,8 @@ class InputProcessor:
         check_text(params.stop, "stop")
         check_text(tools, "tools")
         check_text(grammar.source if grammar is not None else "", "grammar")
+        if grammar is not None:
+            _check_weighed(grammar, params)
         ids = self.prompt_ids(prompt, raw, tools, rendering)
         # Under a grammar, an end-of-text token is allowed only where the output may end.
         ignore = params.ignore_eos and grammar is None
@@ -265,6 +267,27 @@ def as_grammar(grammar: Any) -> Grammar | None:
             "grammar",
         )
     return Grammar.of(grammar)
+
+
+def _check_weighed(grammar: Grammar, params: SamplingParams) -> None:
+    """Refuse what has no meaning where whole texts are weighed or chosen."""
+    if not grammar.faithful:
+        return
+    wrong = {
+        "logprobs": params.logprobs is not None,
+        "logit_bias": bool(params.logit_bias),
+        "min_tokens": params.min_tokens > 0,
+        "repetition_penalty": params.repetition_penalty not in (None, 1.0),
+        "presence_penalty": params.presence_penalty != 0,
+        "frequency_penalty": params.frequency_penalty != 0,
+    }
+    for name, given in wrong.items():
+        if given:
+            raise InvalidRequest(
+                f"{name} is for tokens, and a faithful choice is made among whole texts: leave it "
+                "out, or give its neutral value",
+                name,
+            )
 
 
 def count_characters(prompt: Any) -> int:
