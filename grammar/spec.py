@@ -12,10 +12,17 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex import parse
 from overlap_spec.grammar.outputs import pattern_text, schema_of, texts_of, value_of
 from overlap_spec.grammar.reasoning import answer_of
-from overlap_spec.grammar.source import canonical, check_schema, check_text, read_json
-from overlap_spec.grammar.structural_tag import read_tags
+from overlap_spec.grammar.source import (
+    canonical,
+    check_schema,
+    check_text,
+    json_path,
+    read_json,
+)
+from overlap_spec.grammar.structural_tag import read_tags, schemas_of
 from overlap_spec.grammar.tool_stream import ToolReply, parse_reply
 from overlap_spec.grammar.tools import read_tools
+from overlap_spec.grammar.unheld import warnings_of
 
 Kind = Literal[
     "json_schema",
@@ -47,6 +54,7 @@ class Grammar:
         best_effort: Leave out schema keywords that cannot be enforced, instead of refusing them.
             The finished output is then validated against the whole schema: `Output.verdict`.
         output: The type that `parse` returns, or None for plain JSON values.
+        warnings: What the grammar asks for and nothing holds: formats that nobody knows.
     """
 
     kind: Kind
@@ -54,6 +62,7 @@ class Grammar:
     whitespace: Whitespace = "compact"
     best_effort: bool = False
     output: Any = field(default=None, compare=False, repr=False)
+    warnings: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_text(self.kind, self.source)
@@ -82,7 +91,8 @@ class Grammar:
         elif not isinstance(schema, bool):
             output, schema = schema, schema_of(schema)
         check_schema(schema)
-        return cls("json_schema", canonical(schema), _layout(whitespace), best_effort, output)
+        source, layout = canonical(schema), _layout(whitespace)
+        return cls("json_schema", source, layout, best_effort, output, warnings_of(schema))
 
     @classmethod
     def json_object(cls, *, whitespace: Whitespace = "compact") -> Grammar:
@@ -142,7 +152,11 @@ class Grammar:
             GrammarError: a field is unknown, missing or of the wrong type, or an inner schema or
                 pattern is invalid; names the path.
         """
-        return cls("structural_tag", canonical(read_tags(spec)), _layout(whitespace))
+        tags = read_tags(spec)
+        unheld = tuple(
+            warning for path, schema in schemas_of(tags) for warning in warnings_of(schema, path)
+        )
+        return cls("structural_tag", canonical(tags), _layout(whitespace), warnings=unheld)
 
     @classmethod
     def tools(
@@ -187,7 +201,10 @@ class Grammar:
                 raise GrammarError('otherwise needs choice "auto"', "tool_choice")
             source["otherwise"] = otherwise._packed()
         output = None if otherwise is None else otherwise.output
-        return cls("tools", canonical(source), _layout(whitespace), output=output)
+        unheld = () if otherwise is None else otherwise.warnings
+        for name, parameters, _ in source["tools"]:
+            unheld += warnings_of(parameters, json_path("$", name))
+        return cls("tools", canonical(source), _layout(whitespace), output=output, warnings=unheld)
 
     @classmethod
     def of(cls, output_type: Any, *, whitespace: Whitespace = "compact") -> Grammar:
@@ -235,7 +252,9 @@ class Grammar:
             if marker is not None and (not isinstance(marker, str) or not marker):
                 raise GrammarError(f"{marker!r} is not a thinking marker", "thinking")
         source = {"end": end, "begin": begin, "inner": self._packed()}
-        return Grammar("after_thinking", canonical(source), output=self.output)
+        return Grammar(
+            "after_thinking", canonical(source), output=self.output, warnings=self.warnings
+        )
 
     @property
     def inner(self) -> Grammar | None:

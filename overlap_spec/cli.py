@@ -207,6 +207,8 @@ def show(output: Output, stats: bool) -> None:
         OverlapSpecError: the output has an error or is not valid.
     """
     print(output.text)
+    for warning in output.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     if stats:
         figures = {"finish_reason": output.finish_reason, **output.stats.to_dict()}
         print(json.dumps(figures), file=sys.stderr)

@@ -381,7 +381,8 @@ class Delta:
     """A piece of a streamed output; the last one has a ``finish_reason``.
 
     ``logprobs`` and ``origins``: one entry a token, if asked for. ``tier``: of the step that it
-    comes from, with ``origins``. ``verdict``: of the whole output, in the last piece.
+    comes from, with ``origins``. ``verdict`` and ``warnings``: of the whole output, in the last
+    piece.
     """
 
     text: str
@@ -391,6 +392,7 @@ class Delta:
     origins: tuple[Origin, ...] = ()
     tier: Tier | None = None
     verdict: Verdict | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -406,6 +408,7 @@ class Output:
         error: What went wrong where ``finish_reason`` is ``error``.
         verdict: What validation found of a best-effort output that came to its end; None of any
             other.
+        warnings: What the grammar asks for and nothing holds, such as formats that nobody knows.
     """
 
     text: str
@@ -417,3 +420,4 @@ class Output:
     stop_match: str | int | None = None
     error: str | None = None
     verdict: Verdict | None = None
+    warnings: tuple[str, ...] = ()

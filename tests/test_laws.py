@@ -201,6 +201,7 @@ GRAMMAR_MAY_IMPORT: dict[str, set[str]] = {
 # The rooms that have no folder of their own.
 GRAMMAR_FILES: dict[str, set[str]] = {
     "spec": {
+        "formats",
         "markers",
         "outputs",
         "reasoning",
@@ -211,6 +212,7 @@ GRAMMAR_FILES: dict[str, set[str]] = {
         "tool_formats",
         "tool_stream",
         "tools",
+        "unheld",
     },
     "contract": {
         "contract",

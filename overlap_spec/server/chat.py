@@ -30,9 +30,9 @@ from overlap_spec.server.service import (
     fan_out,
     interleaved,
     new_id,
+    remarks,
     stop_reason,
     usage,
-    verdict,
 )
 from overlap_spec.types import Delta, Output, Request, TokenLogprobs
 
@@ -96,7 +96,7 @@ class Chat:
             ids, logprobs = _without_stop(output)
             choice = self._choice(index, {"message": assembler.message()}, ids, logprobs, reason)
             eos_ids = self.service.engine.tokenizer.eos_ids
-            ended = {"stop_reason": stop_reason(output, eos_ids), **verdict(output)}
+            ended = {"stop_reason": stop_reason(output, eos_ids), **remarks(output)}
             choices.append(choice | ended)
         head = self._head("chat.completion")
         return head | {"choices": choices, "usage": usage(outputs, [request])}
@@ -127,7 +127,7 @@ class Chat:
                 yield head | {"choices": [choice]} | (extra if number == 0 else {})
             if delta.finish_reason is not None and delta.finish_reason != "error":
                 reason = assembler.finish_reason(delta.finish_reason)
-                choice = self._choice(index, {"delta": {}}, reason=reason) | verdict(delta)
+                choice = self._choice(index, {"delta": {}}, reason=reason) | remarks(delta)
                 yield head | {"choices": [choice]}
         if with_usage:
             outputs = [handle.output for handle in handles if handle.output is not None]

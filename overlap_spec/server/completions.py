@@ -21,9 +21,9 @@ from overlap_spec.server.service import (
     fan_out,
     interleaved,
     new_id,
+    remarks,
     stop_reason,
     usage,
-    verdict,
 )
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Request
@@ -57,7 +57,7 @@ async def completions(service: Service, body: CompletionBody, http: HttpRequest)
             if body.logprobs is not None:
                 shown = text_logprobs(tokenizer, output.token_ids, output.logprobs, 0)
             choice = _piece(index, echoes[index] + output.text, shown, output.finish_reason)
-            ended = {"stop_reason": stop_reason(output, tokenizer.eos_ids), **verdict(output)}
+            ended = {"stop_reason": stop_reason(output, tokenizer.eos_ids), **remarks(output)}
             choices.append(choice | ended)
         return head | {"choices": choices, "usage": usage(outputs, requests)}
 
@@ -110,7 +110,7 @@ async def _events(
         reason = delta.finish_reason
         extra = decoders[index].chunk_fields(delta)
         if reason != "error" and (delta.text or shown or reason or extra):
-            choice = _piece(index, delta.text, shown, reason) | verdict(delta)
+            choice = _piece(index, delta.text, shown, reason) | remarks(delta)
             yield head | {"choices": [choice]} | extra
     if counted is not None:
         outputs = [handle.output for handle in handles if handle.output is not None]
