@@ -204,6 +204,7 @@ GRAMMAR_MAY_IMPORT: dict[str, set[str]] = {
 GRAMMAR_FILES: dict[str, set[str]] = {
     "spec": {
         "few_texts",
+        "formats",
         "markers",
         "outputs",
         "reasoning",
@@ -214,6 +215,7 @@ GRAMMAR_FILES: dict[str, set[str]] = {
         "tool_formats",
         "tool_stream",
         "tools",
+        "unheld",
     },
     "contract": {
         "choices",
