@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.chat_template import ChatTemplate
+from overlap_spec.chat_template import ChatTemplate, Rendering
 from overlap_spec.errors import CheckpointError, InvalidRequest
 from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.types import SamplingParams
@@ -79,13 +79,23 @@ class Tokenizer:
         text: str = self._fast.decode(list(ids[-ENDING_TOKENS:]), skip_special_tokens=False)
         return text
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+    @property
+    def switches(self) -> frozenset[str]:
+        """Variables that the chat template reads besides the chat's own."""
+        return frozenset() if self._template is None else self._template.switches
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        rendering: Rendering = Rendering(),  # noqa: B008, frozen
+    ) -> list[int]:
         """Token ids of a chat in the model's template, up to the start of the answer.
 
         Raises:
             InvalidRequest: there is no template, or it rejects these messages.
         """
-        return self.encode(self.render(messages, tools))
+        return self.encode(self._render(messages, tools, rendering))
 
     def render(
         self,
@@ -98,11 +108,16 @@ class Tokenizer:
         Raises:
             InvalidRequest: as for :meth:`chat`.
         """
+        return self._render(messages, tools, Rendering(open_answer))
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, rendering: Rendering
+    ) -> str:
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template: pass raw=True and a text prompt", "messages"
             )
-        return self._template.render(messages, tools, open_answer)
+        return self._template.render(messages, tools, rendering)
 
     def detokenizer(self) -> StreamDecoder:
         """A fresh decoder for one output."""
@@ -158,14 +173,14 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes the tokens of one output one by one; see ``scheduler.stops.Detokenizer``."""
+    """Decodes the tokens of one output as they come; see ``scheduler.stops.Detokenizer``."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, token: int) -> str:
-        return self._decoder.decode(self._pieces[token])
+    def push(self, tokens: Sequence[int]) -> str:
+        return self._decoder.decode(b"".join([self._pieces[token] for token in tokens]))
 
 
 def read_template(path: Path) -> Any:
