@@ -46,7 +46,7 @@ class Tokenizer:
         self._settings = _optional_json(path / "tokenizer_config.json")
         self._generation = _optional_json(path / "generation_config.json")
         if chat_template is None:
-            chat_template = self._read_template(path)
+            chat_template = read_template(path)
         self._template: ChatTemplate | None = None
         if chat_template is not None:
             self._template = ChatTemplate(chat_template, self._special_tokens())
@@ -139,19 +139,6 @@ class Tokenizer:
             fill["top_k"] = -1
         return replace(params, **fill)
 
-    def _read_template(self, path: Path) -> Any:
-        file = path / "chat_template.jinja"
-        if file.exists():
-            try:
-                return file.read_text()
-            except (OSError, UnicodeError) as error:
-                raise CheckpointError(f"{file} is not readable text: {error}") from None
-        template = self._settings.get("chat_template")
-        if isinstance(template, list):
-            named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-            template = named.get("default")
-        return template
-
     def _special_tokens(self) -> dict[str, str]:
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         found = {}
@@ -186,14 +173,33 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes the tokens of one output one by one; see ``scheduler.stops.Detokenizer``."""
+    """Decodes the tokens of one output as they come; see ``scheduler.stops.Detokenizer``."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, token: int) -> str:
-        return self._decoder.decode(self._pieces[token])
+    def push(self, tokens: Sequence[int]) -> str:
+        return self._decoder.decode(b"".join([self._pieces[token] for token in tokens]))
+
+
+def read_template(path: Path) -> Any:
+    """The chat template of the checkpoint in folder ``path`` as its files have it, or None.
+
+    Raises:
+        CheckpointError: a file that cannot be read.
+    """
+    file = path / "chat_template.jinja"
+    if file.exists():
+        try:
+            return file.read_text()
+        except (OSError, UnicodeError) as error:
+            raise CheckpointError(f"{file} is not readable text: {error}") from None
+    template = _optional_json(path / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

@@ -21,11 +21,11 @@ from overlap_spec.server.service import (
     RequestGroup,
     Service,
     fan_out,
+    findings,
     interleaved,
     new_id,
     stop_reason,
     usage,
-    verdict,
 )
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import FinishReason, Output, Request, TokenLogprobs
@@ -73,7 +73,7 @@ class ChatFormatter:
             ids, logprobs = without_stop(output)
             message = self._named(assembler.message())
             choice = self._choice(index, {"message": message}, ids, logprobs, reason)
-            ended = {"stop_reason": stop_reason(output, self.tokenizer.eos_ids), **verdict(output)}
+            ended = {"stop_reason": stop_reason(output, self.tokenizer.eos_ids), **findings(output)}
             choices.append(choice | ended | self._token_ids(output.token_ids))
         head = self._head("chat.completion") | self._prompt_ids(request)
         return head | {"choices": choices, "usage": usage(outputs, [request])}
@@ -107,7 +107,7 @@ class ChatFormatter:
                 yield head | {"choices": [choice]} | (extra if number == 0 else {})
             if delta.finish_reason is not None and delta.finish_reason != "error":
                 reason = self._reason(assembler, delta.finish_reason)
-                choice = self._choice(index, {"delta": {}}, reason=reason) | verdict(delta)
+                choice = self._choice(index, {"delta": {}}, reason=reason) | findings(delta)
                 yield head | {"choices": [choice]}
         if with_usage:
             outputs = [handle.output for handle in handles if handle.output is not None]

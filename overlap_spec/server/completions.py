@@ -19,11 +19,11 @@ from overlap_spec.server.service import (
     RequestGroup,
     Service,
     fan_out,
+    findings,
     interleaved,
     new_id,
     stop_reason,
     usage,
-    verdict,
 )
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Request
@@ -58,7 +58,7 @@ async def completions(service: Service, body: CompletionBody, http: HttpRequest)
             if body.logprobs is not None:
                 shown = text_logprobs(tokenizer, output.token_ids, output.logprobs, 0)
             choice = _piece(index, echoes[index] + output.text, shown, output.finish_reason)
-            ended = {"stop_reason": stop_reason(output, tokenizer.eos_ids), **verdict(output)}
+            ended = {"stop_reason": stop_reason(output, tokenizer.eos_ids), **findings(output)}
             choices.append(choice | ended | _token_ids(body, output.token_ids, made[index]))
         return head | {"choices": choices, "usage": usage(outputs, requests)}
 
@@ -120,7 +120,7 @@ async def _events(
         extra = decoders[index].chunk_fields(delta)
         own = _token_ids(body, delta.token_ids) if delta.token_ids else {}
         if reason != "error" and (delta.text or shown or reason or extra or own):
-            choice = _piece(index, delta.text, shown, reason) | verdict(delta) | own
+            choice = _piece(index, delta.text, shown, reason) | findings(delta) | own
             yield head | {"choices": [choice]} | extra
     if counted is not None:
         outputs = [handle.output for handle in handles if handle.output is not None]

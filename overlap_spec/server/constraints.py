@@ -203,6 +203,10 @@ class Constraints:
         if given.disable_any_whitespace is not None:
             whitespace = "compact" if given.disable_any_whitespace else "bounded"
         makers = self._makers(whitespace)
+        weighed: dict[str, Any] = {
+            name: getattr(given, name) is True for name in ("probabilities", "faithful")
+        }
+        makers["choice"] = partial(Grammar.choice, **weighed)
         values = {kind: getattr(given, kind if kind != "json" else "json_") for kind in makers}
         kinds = [kind for kind, value in values.items() if value is not None and value is not False]
         if len(kinds) != 1:
@@ -212,6 +216,11 @@ class Constraints:
                 "structured_outputs",
             )
         kind = kinds[0]
+        for name, asked in weighed.items():
+            if asked and kind != "choice":
+                raise InvalidRequest(
+                    f"structured_outputs.{name} goes with choice", f"structured_outputs.{name}"
+                )
         field, value = f"structured_outputs.{kind}", values[kind]
         return ConstraintCandidate(field, value, partial(makers[kind], value))
 

@@ -108,7 +108,7 @@ class ThinkingTokens:
         for token in ids:
             if self._stream is None:
                 return
-            thought, answer = self._stream.push(self._decoder.push(token))
+            thought, answer = self._stream.push(self._decoder.push((token,)))
             self._thinks = self._thinks or bool(thought)
             if answer:
                 self._stream = None

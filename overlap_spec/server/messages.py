@@ -18,7 +18,7 @@ from overlap_spec.server.events import Wire
 from overlap_spec.server.message_blocks import BlockWriter, Event
 from overlap_spec.server.middleware import OWNER
 from overlap_spec.server.protocol.messages import CountBody, MessagesBody
-from overlap_spec.server.service import RequestGroup, Service, interleaved, new_id, verdict
+from overlap_spec.server.service import RequestGroup, Service, findings, interleaved, new_id
 from overlap_spec.types import Output
 
 WIRE = Wire(ApiError.anthropic_body, b"", named=True)
@@ -84,7 +84,7 @@ class MessageFormatter:
             self._writer.push(piece)
         self._writer.finish()
         ended = self._ended(output) | {"usage": _usage(output)}
-        return self._head | {"content": self._writer.blocks, **ended, **verdict(output)}
+        return self._head | {"content": self._writer.blocks, **ended, **findings(output)}
 
     async def events(self, handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Event]:
         """The message in events."""
@@ -103,7 +103,7 @@ class MessageFormatter:
         for event in self._writer.finish():
             yield event
         output = await handle.finish()
-        ended = {"delta": self._ended(output), "usage": _usage(output), **verdict(output)}
+        ended = {"delta": self._ended(output), "usage": _usage(output), **findings(output)}
         yield {"type": "message_delta", **ended}
         yield {"type": "message_stop"}
 

@@ -18,7 +18,7 @@ from overlap_spec.server.logprobs import chat_logprobs, cut_stop, without_stop
 from overlap_spec.server.middleware import OWNER
 from overlap_spec.server.protocol.responses import ResponsesBody
 from overlap_spec.server.response_items import Event, ItemWriter
-from overlap_spec.server.service import RequestGroup, Service, interleaved, new_id, verdict
+from overlap_spec.server.service import RequestGroup, Service, findings, interleaved, new_id
 from overlap_spec.types import FinishReason, Output, TokenLogprobs
 
 # Engine's finish reason → the response's status; the reason of one that is incomplete.
@@ -156,7 +156,7 @@ class ResponseFormatter:
             "output": list(self._writer.items) if output is not None else [],
             "usage": None if output is None else self._usage(output),
             **ended,
-            **({} if output is None else verdict(output)),
+            **({} if output is None else findings(output)),
         }
 
     def _usage(self, output: Output) -> dict[str, Any]:

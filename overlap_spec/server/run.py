@@ -45,6 +45,7 @@ def serve(engine: AsyncEngine, settings: ServerSettings, log_level: str = "info"
         ConfigError, CheckpointError: the engine cannot be started.
     """
     logging.basicConfig(format=LOG_FORMAT, level=log_level.upper())
+    log.info("tool_call_parser: %s", settings.tool_call_parser or "none")
     raise_descriptor_limit(settings)
     app = create_app(engine, settings)
     service: Service = app.state.service

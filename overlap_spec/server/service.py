@@ -299,9 +299,18 @@ def stop_reason(output: Output, eos_ids: frozenset[int]) -> str | int | None:
     return None if output.stop_match in eos_ids else output.stop_match
 
 
-def verdict(ended: Output | Delta) -> dict[str, Any]:
-    """The ``verdict`` field of a validated best-effort output; no field for any other."""
-    return {} if ended.verdict is None else {"verdict": asdict(ended.verdict)}
+def findings(ended: Output | Delta) -> dict[str, Any]:
+    """What else is told of a whole output: the ``verdict`` of a validated best-effort one, the
+    ``choice_probabilities`` of a choice, where they were asked for, and the ``warnings`` of a
+    grammar that asks for what nothing holds."""
+    found: dict[str, Any] = {}
+    if ended.verdict is not None:
+        found["verdict"] = asdict(ended.verdict)
+    if ended.choices:
+        found["choice_probabilities"] = [asdict(choice) for choice in ended.choices]
+    if ended.warnings:
+        found["warnings"] = list(ended.warnings)
+    return found
 
 
 def new_id(prefix: str) -> str:

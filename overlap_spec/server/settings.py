@@ -43,7 +43,8 @@ class ServerSettings:
         str | None,
         Help(
             "Format of the model's tool calls (hermes, mistral, …: the files of "
-            "grammar/tool_formats); without one, requests with tools are refused."
+            "grammar/tool_formats); by default the one that the chat template shows, and where it "
+            "shows none, requests with tools are refused."
         ),
     ] = None
     reasoning_parser: Annotated[

@@ -147,6 +147,18 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one"),
     (
         CHAT,
+        {"structured_outputs": {"regex": "a", "probabilities": True}},
+        "structured_outputs.probabilities",
+        "goes with choice",
+    ),
+    (
+        CHAT,
+        {"logprobs": True, "structured_outputs": {"choice": ["a"], "faithful": True}},
+        "logprobs",
+        "made among whole texts",
+    ),
+    (
+        CHAT,
         {"structured_outputs": {"json_object": True, "whitespace_pattern": " "}},
         "structured_outputs.whitespace_pattern",
         "compact",

@@ -112,6 +112,12 @@ class StructuredOutputs(Strict):
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool | None = None
+    probabilities: bool | None = Field(
+        None, description="With choice: the probability of each text, in `choice_probabilities`."
+    )
+    faithful: bool | None = Field(
+        None, description="With choice: choose by the probability of the whole text."
+    )
 
     refused: ClassVar[Mapping[str, str]] = {
         "whitespace_pattern": "white space is compact, or bounded with "
