@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, Protocol
 
-from overlap_spec.grammar.lowering import formats
+from overlap_spec.grammar import formats
 from overlap_spec.grammar.lowering.intersect import SchemaOracle, consts, intersect, tidy_array
 from overlap_spec.grammar.lowering.membership import key_of, kind_of, loads
 from overlap_spec.grammar.lowering.numbers import Bounds

@@ -7,13 +7,14 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from overlap_spec.grammar import formats
 from overlap_spec.grammar.automata import dfa
 from overlap_spec.grammar.automata.charset import ALL, Ranges, intersect, negate, union
 from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError
 from overlap_spec.grammar.automata.escape import ANY_CHAR, ANY_TEXT, in_json
 from overlap_spec.grammar.automata.regex import Pattern
 from overlap_spec.grammar.automata.regex_ast import EMPTY, Node, Repetition, alternate, concat
-from overlap_spec.grammar.lowering import formats, keywords
+from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.shapes import Strings
 
 KEY_CHARS = negate(((0, 0x1F),))

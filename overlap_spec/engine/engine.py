@@ -29,6 +29,7 @@ from overlap_spec.engine.output_processor import OutputProcessor
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import EngineUnavailable, RequestFailed
 from overlap_spec.grammar.backends import load
+from overlap_spec.grammar.choices import ChoiceTokens
 from overlap_spec.grammar.compile import GrammarCompiler
 from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.forced import ForcedRuns
@@ -38,7 +39,7 @@ from overlap_spec.scheduler.sequence import Sequence as SequenceState
 from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.timeline import Timeline
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import RUN_TOKENS, Delta, Output, Request
+from overlap_spec.types import RUN_TOKENS, Delta, Output, Request, WeighedChoices
 
 
 class Engine:
@@ -59,10 +60,11 @@ class Engine:
         self.context_length = self.core.context_length
         self.tokenizer = Tokenizer(self.config.target_path, self.core.vocab_size)
         # Under the rule of rejection drafts must be draws, and a forced token is none.
-        if self.config.drafter != "none" and self.config.acceptance != "rejection":
+        if self.core.grafts:
             self.core.grammar.pool.forced = ForcedRuns(
                 self.tokenizer.vocabulary, self.tokenizer.encode, RUN_TOKENS
             )
+        self._choice_tokens = ChoiceTokens(self.tokenizer.vocabulary, self.tokenizer.encode)
         limits = Limits(self.context_length, self.core.longest)
         self.input_processor = InputProcessor(self.tokenizer, limits)
         backend = load(self.config.grammar_backend)
@@ -93,6 +95,12 @@ class Engine:
     def snapshot(self) -> dict[str, Any]:
         """State as plain data: length policy, pages, requests, grammar time."""
         return self.core.snapshot()
+
+    def flush_cache(self) -> int:
+        """Forget the computed pages of earlier prompts that no request holds; how many there
+        were."""
+        with self._lock:
+            return self.core.flush_cache()
 
     @overload
     def generate(  # type: ignore[overload-overlap]
@@ -306,9 +314,20 @@ class Engine:
         request = replace(request, id=next(self._ids))
         buffer = TextBuffer(self.tokenizer.detokenizer(), tuple(request.sampling.stop))
         sequence = SequenceState(request, buffer, compiled.matcher() if compiled else None)
+        sequence.choices = self._choices(request)
+        if request.grammar is not None and self.core.widens:
+            sequence.trie = self._choice_tokens.trie(request.grammar)
         sequence.stats.prompt_tokens = len(request.prompt_ids)
         sequence.stats.grammar_compile_ms = compile_ms
         return sequence
+
+    def _choices(self, request: Request) -> WeighedChoices | None:
+        """What the target is to weigh for a request."""
+        grammar = request.grammar
+        if grammar is None or not (grammar.probabilities or grammar.faithful):
+            return None
+        room = min(self.context_length, self.core.longest) - len(request.prompt_ids)
+        return self._choice_tokens.weighed(grammar, room)
 
     def _enqueue(self, sequence: SequenceState) -> RequestHandle:
         with self._lock:
