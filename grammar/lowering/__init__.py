@@ -18,7 +18,8 @@ from overlap_spec.grammar.lowering.schema import SchemaLowering
 from overlap_spec.grammar.spec import Grammar
 
 # Keywords that may leave something to the matcher.
-_COUNTED = ("uniqueItems", "minProperties", "patternProperties", "not")
+_COUNTED = ("uniqueItems", "minProperties")
+_PUBLISHED = "//json-schema.org/"
 
 
 def to_ebnf(grammar: Grammar, linear: bool = False) -> str:
@@ -51,6 +52,8 @@ def to_plan(grammar: Grammar) -> bytes:
         GrammarError: it cannot be told where items must differ.
     """
     asks = any(f'"{keyword}"' in grammar.source for keyword in _COUNTED)
+    # A published metaschema asks too, which the source refers to by its URI.
+    asks |= grammar.source.count(_PUBLISHED) > grammar.source.count('"$schema":"http')
     if not grammar.apart or grammar.kind != "json_schema" or not asks:
         return b""
     lowering = _lowering(grammar, json.loads(grammar.source), Rules())

@@ -238,7 +238,9 @@ class Resolver:
         for names, wanted in groups.values():
             absent = Objects(named=tuple((name, NOTHING) for name in names))
             if isinstance(wanted, list):
-                there: Shapes = (Objects(required=tuple(wanted)),)
+                # Free keys have no control characters: such a name must be a named one.
+                odd = tuple((name, ANY) for name in names if not name.isprintable())
+                there: Shapes = (Objects(odd, required=tuple(wanted)),)
             else:
                 here = json_path(path, keyword, names[0])
                 found = self.shapes(self.expr(wanted, here))

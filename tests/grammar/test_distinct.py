@@ -381,3 +381,16 @@ def test_a_vocabulary_without_some_byte_is_refused() -> None:
         pytest.raises(GrammarError, match="a token for every byte"),
     ):
         small.compile(Grammar.json_schema(FREE["strings"]))
+
+
+def test_a_published_metaschema_keeps_its_items_apart() -> None:
+    made = compiled({"$ref": "http://json-schema.org/draft-07/schema#"})
+    assert takes(made, '{"required":["a","b"]}')
+    assert not takes(made, '{"required":["a","a"]}')
+
+
+def test_a_key_with_a_control_character_may_depend_on_others() -> None:
+    schema = {"type": "object", "dependentRequired": {"a\nb": ["c"]}, "minProperties": 2}
+    made = compiled(schema)
+    assert takes(made, '{"a\\nb":1,"c":2}')
+    assert not takes(made, '{"a\\nb":1,"d":2}')
