@@ -171,14 +171,14 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes the tokens of one output one by one; see ``scheduler.stops.Detokenizer``."""
+    """Decodes the tokens of one output as they come; see ``scheduler.stops.Detokenizer``."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, token: int) -> str:
-        return self._decoder.decode(self._pieces[token])
+    def push(self, tokens: Sequence[int]) -> str:
+        return self._decoder.decode(b"".join([self._pieces[token] for token in tokens]))
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

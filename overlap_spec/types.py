@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap_spec.errors import InvalidRequest
+from overlap_spec.errors import InvalidRequest, unknown
 from overlap_spec.stats import RequestStats
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
@@ -139,9 +139,7 @@ class SamplingParams:
         known = {f.name for f in fields(cls)}
         for name in values:
             if name not in known:
-                raise InvalidRequest(
-                    f"unknown sampling field {name!r}; known: {', '.join(sorted(known))}", name
-                )
+                raise InvalidRequest(unknown("sampling field", name, known), name)
         return cls(**values)
 
 
@@ -345,12 +343,12 @@ class StepPlan:
     max_keys: int
     pages: tuple[tuple[int, int, tuple[int, ...]], ...]
 
-    @property
+    @cached_property
     def tier(self) -> Tier:
         """What the step's trees draft."""
         return self.budget.tier
 
-    @property
+    @cached_property
     def final_chunks(self) -> tuple[Chunk, ...]:
         """The chunks that end their known text: one-node trees, verified behind the others."""
         return tuple(chunk for chunk in self.chunks if chunk.final)
@@ -364,7 +362,7 @@ class StepPlan:
         everyone = zip(self.request_ids, rows, self.grammar, final, strict=True)
         return tuple(member[:3] for member in everyone if member[3])
 
-    @property
+    @cached_property
     def verified_ids(self) -> tuple[int, ...]:
         """The request ids of :attr:`verified`."""
         return tuple(request_id for request_id, _, _ in self.verified)
@@ -395,8 +393,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What one request got from a step, before the stop rules cut it.
 
     Attributes:

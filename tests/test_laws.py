@@ -101,7 +101,7 @@ MAY_USE: dict[str, set[str] | None] = {
     "generator": set(),
     "server": None,
 }
-FACES = {"__init__", "__main__", "cli", "cli_train", "doctor", "bench"}
+FACES = {"__init__", "__main__", "cli", "doctor", "bench"}
 
 
 def sources() -> list[Path]:

@@ -356,6 +356,8 @@ class EngineCore:
     def _end_failed(self) -> None:
         """End the requests whose matcher failed."""
         failed, self.grammar.failed = self.grammar.failed, {}
+        if not failed:
+            return
         for sequence in self.scheduler.running:
             error = failed.get(sequence.request.id)
             if error is not None and sequence.finish_reason is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from types import TracebackType
@@ -15,13 +15,15 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.engine.core import EngineCore
 from overlap_spec.engine.grammar_manager import StepFigures
 from overlap_spec.engine.input_processor import (
+    GenerateOptions,
+    GrammarLike,
     InputProcessor,
     Limits,
     Prompt,
-    PromptOptions,
     Sampling,
     as_prompts,
     each,
+    each_grammar,
 )
 from overlap_spec.engine.output_processor import OutputProcessor
 from overlap_spec.engine.request_handle import RequestHandle
@@ -98,35 +100,39 @@ class Engine:
     def generate(  # type: ignore[overload-overlap]
         self,
         prompt: Prompt,
-        grammar: Grammar | None = None,
+        grammar: GrammarLike = None,
         sampling: Sampling = None,
-        **options: Unpack[PromptOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Output: ...
 
     @overload
     def generate(
         self,
         prompt: Sequence[Prompt],
-        grammar: Grammar | Sequence[Grammar | None] | None = None,
+        grammar: GrammarLike | Sequence[GrammarLike] = None,
         sampling: Sampling | Sequence[Sampling] = None,
-        **options: Unpack[PromptOptions],
+        **options: Unpack[GenerateOptions],
     ) -> list[Output]: ...
 
     def generate(
         self,
         prompt: Prompt | Sequence[Prompt],
-        grammar: Grammar | Sequence[Grammar | None] | None = None,
+        grammar: GrammarLike | Sequence[GrammarLike] = None,
         sampling: Sampling | Sequence[Sampling] = None,
-        **options: Unpack[PromptOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Output | list[Output]:
         """Generate for one prompt, or for a list of prompts at once.
 
         Args:
             prompt: Text (one user turn), a list of messages (a chat), token ids, or a list of
                 these.
-            grammar: Constrains the output; one for all prompts, or one each.
+            grammar: Constrains the output: a Grammar, a schema as a dict, or a type (a pydantic
+                model, dataclass, TypedDict, Enum, compiled pattern …); one for all prompts, or
+                one each.
             sampling: SamplingParams or a mapping of its fields; one for all prompts, or one each.
-            options: See :class:`overlap_spec.engine.input_processor.PromptOptions`.
+            options: Fields of SamplingParams, which go before those of ``sampling``; and ``raw``,
+                ``tools`` and ``priority``: see
+                :class:`overlap_spec.engine.input_processor.PromptOptions`.
 
         Returns:
             Output, or a list of them in the prompts' order. A request that fails while it runs has
@@ -138,7 +144,7 @@ class Engine:
             EngineUnavailable: the engine is closed.
         """
         prompts, single = as_prompts(prompt)
-        grammars = each("grammar", grammar, len(prompts))
+        grammars = each_grammar(grammar, len(prompts))
         samplings = each("sampling", sampling, len(prompts))
         sequences = [
             self._prepare(p, g, s, **options)
@@ -154,9 +160,9 @@ class Engine:
     def stream(
         self,
         prompt: Prompt,
-        grammar: Grammar | None = None,
+        grammar: GrammarLike = None,
         sampling: Sampling = None,
-        **options: Unpack[PromptOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Iterator[Delta]:
         """Generate for one prompt, piece by piece; closing the iterator aborts the request.
 
@@ -166,16 +172,17 @@ class Engine:
             InvalidRequest, EngineUnavailable: as for :meth:`generate`, at the call.
             RequestFailed: after the last piece, if the request ended with an error.
         """
-        return self._pieces(self.submit(prompt, grammar, sampling, **options))
+        return self.pieces(self.submit(prompt, grammar, sampling, **options))
 
     def submit(
         self,
         prompt: Prompt,
-        grammar: Grammar | None = None,
+        grammar: GrammarLike = None,
         sampling: Sampling = None,
-        **options: Unpack[PromptOptions],
+        **options: Unpack[GenerateOptions],
     ) -> RequestHandle:
-        """Queue a request. The caller runs :meth:`step` until it ends, and then :meth:`release`.
+        """Queue a request. The caller runs :meth:`step` until it ends, and then :meth:`release`;
+        or iterates over :meth:`pieces`, which does both.
 
         Raises:
             InvalidRequest, EngineUnavailable: as for :meth:`generate`.
@@ -229,7 +236,12 @@ class Engine:
         if (validation := self.output_processor.validation(handle)) is not None:
             validation.cancel()
 
-    def _pieces(self, handle: RequestHandle) -> Iterator[Delta]:
+    def pieces(self, handle: RequestHandle) -> Generator[Delta]:
+        """The pieces of a submitted request, which is released at the end; runs its steps.
+
+        Raises:
+            RequestFailed: after the last piece, if the request ended with an error.
+        """
         try:
             while True:
                 while handle.deltas:
@@ -278,7 +290,7 @@ class Engine:
         self.close()
 
     def _prepare(
-        self, prompt: Prompt, grammar: Any, sampling: Any, **options: Unpack[PromptOptions]
+        self, prompt: Prompt, grammar: Any, sampling: Any, **options: Unpack[GenerateOptions]
     ) -> SequenceState:
         """Check, tokenise and compile a request: all its errors come before it is queued."""
         self._check_open()

@@ -90,15 +90,17 @@ class Scheduler:
         self._admit()
         chunks: list[tuple[Sequence, Chunk]] = []
         budget = self.chunk_tokens
-        for sequence in self._live():
-            if budget and sequence.row >= 0 and sequence.prefilling:
+        live = self._live()
+        for sequence in [s for s in live if s.prefilling]:
+            if budget and sequence.row >= 0:
                 self._reuse(sequence)
                 chunk = self._chunk(sequence, budget)
                 if chunk is None or not self._grow(sequence, _end(chunk)):
                     break
                 budget -= len(chunk.tokens)
                 chunks.append((sequence, chunk))
-        trees = [s for s in self._live() if not s.prefilling]
+        # One that was preempted for these pages is not among them any more.
+        trees = [s for s in live if not s.prefilling and s.row >= 0]
         members = [*trees, *(s for s, _ in chunks)]
         if not members:
             return None
@@ -207,14 +209,17 @@ class Scheduler:
 
     def _ending(self, sequence: Sequence) -> bool:
         """Whether the step under way ends the sequence for certain: it brings at least a token."""
-        under_way = sequence.last_step > self._committed and not sequence.prefilling
-        return under_way and len(sequence.output_ids) + 1 >= sequence.request.max_tokens
+        if len(sequence.output_ids) + 1 < sequence.request.max_tokens:
+            return False
+        return sequence.last_step > self._committed and not sequence.prefilling
 
     def _pages_for(self, tokens: int) -> int:
         return -(-(tokens + self.reserve_tokens) // self.page_size)
 
     def _admit(self) -> None:
         """Give rows to waiting sequences while their known text fits into the free pages."""
+        if not self.waiting or not self._free_rows:
+            return
         promised = sum(
             max(self._pages_for(_most_tokens(s)) - len(s.pages), 0) for s in self.running
         )
@@ -274,6 +279,8 @@ class Scheduler:
         False where that has to wait: pages that a step under way reads are not free.
         """
         missing = self._pages_for(tokens) - len(sequence.pages)
+        if missing <= 0:
+            return True
         while missing > self.allocator.free_count:
             if self._committed < self._steps:
                 return False
@@ -281,10 +288,9 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return False
-        if missing > 0:
-            pages = self.allocator.take(missing)
-            self._grants.append((sequence.row, len(sequence.pages), pages))
-            sequence.pages += pages
+        pages = self.allocator.take(missing)
+        self._grants.append((sequence.row, len(sequence.pages), pages))
+        sequence.pages += pages
         return True
 
     def _preempt(self, victim: Sequence) -> None:

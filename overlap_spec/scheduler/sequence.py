@@ -78,7 +78,8 @@ class Sequence:
     @property
     def key_tokens(self) -> int:
         """Keys that are cached or under way, as far as the host knows."""
-        return max(self.committed_tokens, self.planned_tokens)
+        committed, planned = self.committed_tokens, self.planned_tokens
+        return committed if committed > planned else planned  # max() takes three times as long.
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Known tokens at positions ``start .. end - 1``."""

@@ -79,6 +79,7 @@ class RowTables(nn.Module):
         self.repetition, self.presence, self.frequency = (table(torch.float32) for _ in range(3))
         self._wide: dict[str, Tensor] = {}
         self._features: dict[int, SamplingFeatures] = {}
+        self._kinds: dict[SamplingFeatures, SamplingFeatures] = {}
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -108,7 +109,7 @@ class RowTables(nn.Module):
         sampled = s.temperature != 0
         filtered = s.top_k not in (None, -1) or s.top_p not in (None, 1) or s.min_p > 0
         penalties = (s.presence_penalty, s.frequency_penalty, (s.repetition_penalty or 1.0) - 1)
-        self._features[row] = SamplingFeatures(
+        features = SamplingFeatures(
             sampled=sampled,
             filtered=sampled and filtered,
             penalised=any(penalties),
@@ -118,10 +119,12 @@ class RowTables(nn.Module):
             origins=s.origins,
             tries=trie is not None,
         )
+        # Equal ones are one object, so that a step compares as many as differ.
+        self._features[row] = self._kinds.setdefault(features, features)
 
     def features(self, rows: Iterable[int]) -> SamplingFeatures:
         """What a step over ``rows`` cannot skip."""
-        each = [self._features[row] for row in rows]
+        each = {id(n): n for n in map(self._features.__getitem__, rows)}.values()
         tops = [n.top_logprobs for n in each if n.top_logprobs is not None]
         return SamplingFeatures(
             sampled=any(n.sampled for n in each),

@@ -424,10 +424,10 @@ class Worker:
         """A row whose choices were weighed; where these choose, it has the whole output."""
         logprobs = weights.logprobs
         if not np.isfinite(logprobs).all():
-            return replace(
-                row, error=NumericFault("the model's logits are not numbers: numeric fault")
+            return row._replace(
+                error=NumericFault("the model's logits are not numbers: numeric fault")
             )
-        row = replace(row, choice_logprobs=tuple(logprobs.tolist()))
+        row = row._replace(choice_logprobs=tuple(logprobs.tolist()))
         assert chunk.choices is not None
         if not chunk.choices.faithful:
             return row
@@ -436,7 +436,7 @@ class Worker:
         origins: list[Origin] = ["grafted"] * (len(tokens) - 1)
         origins.append("bonus")
         told = tuple(origins) if request.sampling.origins else ()
-        return replace(row, tokens=tokens, origins=told)
+        return row._replace(tokens=tokens, origins=told)
 
     def _tree_result(
         self, step: InFlightStep, index: int, numbers: list[int], scores: list[float]
