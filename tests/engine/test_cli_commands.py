@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 
 from overlap_spec import Engine, __version__, cli
-from overlap_spec.cli.batch import settled
+from overlap_spec.cli.batch import URLS, settled
 from overlap_spec.cli.chat import Chat
 from overlap_spec.cli.request import ConstraintFlags, SamplingFlags
 from overlap_spec.cli.terminal import loading
@@ -122,7 +122,7 @@ def test_generate_streams_to_a_terminal(model: str, monkeypatch: pytest.MonkeyPa
         ("generate go --ebnf {tmp}/bad.json {model}", "--ebnf {tmp}/bad.json: EBNF line 1"),
         ("generate go --schema {tmp}/unique.json {model}", "{tmp}/unique.json: $: keyword 'unique"),
         ("generate go --tools {tmp}/bad.json", "--tools {tmp}/bad.json: a JSON list"),
-        ("generate go --tools {tmp}/tools.json {model}", "needs --tool-call-parser"),
+        ("generate go --tools {tmp}/tools.json {model}", "name it with --tool-call-parser"),
         ("generate go --output {tmp}/no/out.txt", "--output {tmp}/no/out.txt: no such file"),
         ("generate go --top-p 2", "top_p must be a number in"),
         ("batch {tmp}/none.jsonl out.jsonl", "none.jsonl: no such file"),
@@ -218,7 +218,7 @@ def test_batch(
     messages = {name: found[name][0]["error"]["message"] for name in ("method", "url", "body")}
     assert messages == {
         "method": "line 15: method must be POST: 'GET'",
-        "url": "line 16: url must be /v1/chat/completions or /v1/completions: '/v1/embeddings'",
+        "url": f"line 16: url must be one of {', '.join(URLS)}: '/v1/embeddings'",
         "body": "line 19: body must be an object",
     }
     nameless = [result["error"]["message"] for result in found[None]]
