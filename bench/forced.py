@@ -8,7 +8,8 @@ Workloads: ``unknown schema``, rows of ``--data`` (JSONSchemaBench's development
 hand) for a prompt that says nothing of them; ``extraction``, held-out cases of the format that the
 embedded model was trained in; ``shuffled keys``, the same with the keys in an order that it never
 saw; ``hostile``, extraction with a tokenizer that cuts words into bytes; ``choices``, one of 50
-labels of 1 to 6 tokens out of such answers, which are drafted whole.
+labels of 1 to 6 tokens out of such answers, which are drafted whole; it has a third side,
+``faithful``, which chooses by the probability of the whole label and may say something else.
 Outputs must be the same on both sides: else the exit status is 1.
 
 Fields of the last line, beside those of every record (``bench.common``):
@@ -155,19 +156,29 @@ def run_all(
             make = HostileRuns if workload == "hostile" else ForcedRuns
             runs = make(tokenizer.vocabulary, tokenizer.encode, RUN_TOKENS)
             for number, asks in enumerate(groups):
-                turn = number % len(SIDES)
+                sides = (*SIDES, "faithful") if workload == "choices" else SIDES
+                turn = number % len(sides)
                 for name, engine in engines.items():
                     said = {}
-                    for side in SIDES[turn:] + SIDES[:turn]:
+                    for side in sides[turn:] + sides[:turn]:
                         engine.core.grammar.pool.forced = runs if side == "on" else None
                         engine.core.widens = side == "on"
-                        result = measure(engine, asks)
+                        result = measure(engine, faithful(asks) if side == "faithful" else asks)
                         said[side] = [output.token_ids for output in result.outputs]
                         raw = result.raw() | figures(result)
                         run.sample(workload=workload, drafter=name, side=side, group=number, **raw)
                     if said["on"] != said["off"]:
                         yield f"{workload}, {name}, group {number}: sides differ"
                     progress.advance(task)
+
+
+def faithful(asks: Sequence[Ask]) -> list[Ask]:
+    """Requests for choices, to be answered by the probability of the whole text."""
+    found = []
+    for ask in asks:
+        assert ask.grammar is not None
+        found.append(replace(ask, grammar=replace(ask.grammar, faithful=True)))
+    return found
 
 
 def figures(result: Measured) -> dict[str, float]:
@@ -297,7 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             first = next(iter(engines.values()))
             for engine in engines.values():
                 engine.compiler = first.compiler
-                measure(engine, [Ask("Warm up.", None, 8)] * options.batch)
+                for grammar in (None, Grammar.choice(["warm", "warm up"])):
+                    measure(engine, [Ask("Warm up.", grammar, 8)] * options.batch)
             grammars = unknown_schemas(
                 options.data, first, options.seed, size.groups * options.batch
             )
