@@ -12,10 +12,17 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex import parse
 from overlap_spec.grammar.outputs import pattern_text, schema_of, texts_of, value_of
 from overlap_spec.grammar.reasoning import answer_of
-from overlap_spec.grammar.source import canonical, check_schema, check_text, read_json
-from overlap_spec.grammar.structural_tag import read_tags
+from overlap_spec.grammar.source import (
+    canonical,
+    check_schema,
+    check_text,
+    json_path,
+    read_json,
+)
+from overlap_spec.grammar.structural_tag import read_tags, schemas_of
 from overlap_spec.grammar.tool_stream import ToolReply, parse_reply
 from overlap_spec.grammar.tools import read_tools
+from overlap_spec.grammar.unheld import warnings_of
 
 Kind = Literal[
     "json_schema",
@@ -46,18 +53,23 @@ class Grammar:
             `json.dumps(indent=…)`.
         best_effort: Leave out schema keywords that cannot be enforced, instead of refusing them.
             The finished output is then validated against the whole schema: `Output.verdict`.
+        apart: Let equal items and keys through where `distinct_matcher` refuses them; set by the
+            compiler, which wraps what is compiled so.
         output: The type that `parse` returns, or None for plain JSON values.
         probabilities: Of a choice: tell how probable each text is, in `Output.choices`.
         faithful: Of a choice: choose by the probability of the whole text.
+        warnings: What the grammar asks for and nothing holds: formats that nobody knows.
     """
 
     kind: Kind
     source: str
     whitespace: Whitespace = "compact"
     best_effort: bool = False
+    apart: bool = False
     output: Any = field(default=None, compare=False, repr=False)
     probabilities: bool = False
     faithful: bool = False
+    warnings: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_text(self.kind, self.source)
@@ -92,7 +104,9 @@ class Grammar:
         elif not isinstance(schema, bool):
             output, schema = schema, schema_of(schema)
         check_schema(schema)
-        return cls("json_schema", canonical(schema), _layout(whitespace), best_effort, output)
+        source, layout = canonical(schema), _layout(whitespace)
+        unheld = warnings_of(schema)
+        return cls("json_schema", source, layout, best_effort, output=output, warnings=unheld)
 
     @classmethod
     def json_object(cls, *, whitespace: Whitespace = "compact") -> Grammar:
@@ -163,7 +177,11 @@ class Grammar:
             GrammarError: a field is unknown, missing or of the wrong type, or an inner schema or
                 pattern is invalid; names the path.
         """
-        return cls("structural_tag", canonical(read_tags(spec)), _layout(whitespace))
+        tags = read_tags(spec)
+        unheld = tuple(
+            warning for path, schema in schemas_of(tags) for warning in warnings_of(schema, path)
+        )
+        return cls("structural_tag", canonical(tags), _layout(whitespace), warnings=unheld)
 
     @classmethod
     def tools(
@@ -209,7 +227,10 @@ class Grammar:
             otherwise._check_plain("tools")
             source["otherwise"] = otherwise._packed()
         output = None if otherwise is None else otherwise.output
-        return cls("tools", canonical(source), _layout(whitespace), output=output)
+        unheld = () if otherwise is None else otherwise.warnings
+        for name, parameters, _ in source["tools"]:
+            unheld += warnings_of(parameters, json_path("$", name))
+        return cls("tools", canonical(source), _layout(whitespace), output=output, warnings=unheld)
 
     @classmethod
     def of(cls, output_type: Any, *, whitespace: Whitespace = "compact") -> Grammar:
@@ -258,7 +279,9 @@ class Grammar:
                 raise GrammarError(f"{marker!r} is not a thinking marker", "thinking")
         self._check_plain("thinking")
         source = {"end": end, "begin": begin, "inner": self._packed()}
-        return Grammar("after_thinking", canonical(source), output=self.output)
+        return Grammar(
+            "after_thinking", canonical(source), output=self.output, warnings=self.warnings
+        )
 
     @property
     def inner(self) -> Grammar | None:
@@ -270,7 +293,7 @@ class Grammar:
         if packed is None:
             return None
         kind, text, whitespace, best_effort = packed
-        return Grammar(kind, text, whitespace, best_effort, self.output)
+        return Grammar(kind, text, whitespace, best_effort, output=self.output)
 
     def parse(self, text: str) -> Any:
         """The value of a finished output: an instance of `output` if it is set, a JSON value for

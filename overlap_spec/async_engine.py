@@ -276,6 +276,12 @@ class AsyncEngine:
         """The engine's state as plain data."""
         return await self.client.query("snapshot")
 
+    async def flush_cache(self) -> int:
+        """Forget the computed pages of earlier prompts that no request holds; how many there
+        were."""
+        flushed: int = (await self.client.query("flush_cache"))["pages"]
+        return flushed
+
     async def timeline(self, steps: int) -> list[dict[str, Any]]:
         """Spans of the last steps: ``lane``, ``name``, ``start_ns``, ``end_ns``, ``step``,
         ``args``."""

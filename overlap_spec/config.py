@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from overlap_spec.errors import ConfigError, unknown
+from overlap_spec.hub import find_folder
 
 EMBEDDED = Path(__file__).parent / "embedded"
 DRAFTERS = Path(__file__).parent / "drafters"
@@ -53,15 +54,16 @@ class EngineConfig:
     model: Annotated[
         str | None,
         Help(
-            "Folder of a Hugging Face checkpoint; by default the embedded model.",
+            "Folder of a Hugging Face checkpoint, or its name on the hub (org/name); by default "
+            "the embedded model.",
             ("--model", "--model-path"),
         ),
     ] = None
     draft: Annotated[
         str | None,
         Help(
-            "Folder of a draft head or draft model; by default the embedded head for the embedded "
-            "model.",
+            "Folder or hub name of a draft head or draft model; by default the embedded head for "
+            "the embedded model.",
             ("--draft", "--speculative-draft-model-path"),
         ),
     ] = None
@@ -362,22 +364,23 @@ class EngineConfig:
 
     @property
     def target_path(self) -> Path:
-        return Path(self.model) if self.model is not None else EMBEDDED / "target"
+        """Folder of the target; CheckpointError as :func:`overlap_spec.hub.find_folder` has it."""
+        return find_folder(self.model) if self.model is not None else EMBEDDED / "target"
 
     @property
     def drafter(self) -> str:
         """Name of the drafter, ``none`` where nothing is drafted."""
         if self.algorithm is None:
-            return "eagle3" if self.draft_path is not None else "none"
+            return "eagle3" if self.draft is not None or self.model is None else "none"
         if ":" in self.algorithm:
             return self.algorithm
         return self.algorithm.lower().replace("-", "_")
 
     @property
     def draft_path(self) -> Path | None:
-        """Folder of the draft head, if there is one."""
+        """Folder of the draft head, if there is one; errors as for :attr:`target_path`."""
         if self.draft is not None:
-            return Path(self.draft)
+            return find_folder(self.draft)
         return EMBEDDED / "eagle3" if self.model is None else None
 
 

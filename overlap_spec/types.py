@@ -157,7 +157,7 @@ class Request:
 
     ``grammar`` is the caller's specification (None: free text), opaque to all but the grammar
     room; ``stop_ids`` are all tokens that end the output. Of those that wait, the higher
-    ``priority`` starts first.
+    ``priority`` starts first. Computed pages are shared among requests of one ``cache_salt`` alone.
     """
 
     id: int
@@ -169,6 +169,7 @@ class Request:
     seed: int
     arrival_ns: int
     priority: int = 0
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,7 +471,7 @@ class Delta:
     """A piece of a streamed output; the last one has a ``finish_reason``.
 
     ``logprobs`` and ``origins``: one entry a token, if asked for. ``tier``: of the step that it
-    comes from, with ``origins``. ``verdict`` and ``choices``: of the whole output, in
+    comes from, with ``origins``. ``verdict``, ``choices`` and ``warnings``: of the whole output, in
     the last piece.
     """
 
@@ -482,6 +483,7 @@ class Delta:
     tier: Tier | None = None
     verdict: Verdict | None = None
     choices: tuple[ChoiceProbability, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -498,6 +500,7 @@ class Output:
         verdict: What validation found of a best-effort output that came to its end; None of any
             other.
         choices: Each text of a choice with ``probabilities``, in its order.
+        warnings: What the grammar asks for and nothing holds, such as formats that nobody knows.
     """
 
     text: str
@@ -510,3 +513,4 @@ class Output:
     error: str | None = None
     verdict: Verdict | None = None
     choices: tuple[ChoiceProbability, ...] = ()
+    warnings: tuple[str, ...] = ()

@@ -157,5 +157,7 @@ def check(output: Output) -> None:
     """Raise OverlapSpecError if an output has an error or is not valid."""
     if output.error is not None:
         raise OverlapSpecError(output.error)
+    for warning in output.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     if output.verdict is not None and not output.verdict.valid:
         raise OverlapSpecError(f"the output is not valid: {output.verdict.reason}")

@@ -236,6 +236,10 @@ class EngineCore:
             "hidden_fraction": figures.hidden_fraction,
         }
 
+    def flush_cache(self) -> int:
+        """Forget computed pages that no request holds; how many there were."""
+        return self.scheduler.flush_cache()
+
     def _budget(self, trees: list[Sequence], index: int, chunk_tokens: int) -> Budget:
         """What step ``index`` over ``trees`` may draft and verify."""
         target = self.config.tpot_slo_ms

@@ -96,6 +96,12 @@ class Engine:
         """State as plain data: length policy, pages, requests, grammar time."""
         return self.core.snapshot()
 
+    def flush_cache(self) -> int:
+        """Forget the computed pages of earlier prompts that no request holds; how many there
+        were."""
+        with self._lock:
+            return self.core.flush_cache()
+
     @overload
     def generate(  # type: ignore[overload-overlap]
         self,

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack, cast
 
+from overlap_spec.chat_template import Rendering
 from overlap_spec.errors import GrammarError, InvalidRequest, unknown
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.tokenizer import Message, Tokenizer
@@ -44,12 +45,16 @@ class PromptOptions(TypedDict, total=False):
     """Keyword arguments of every call that takes a prompt.
 
     ``raw``: use a text prompt as it is, without the chat template. ``tools``: tool definitions for
-    the chat template. ``priority``: waiting requests with a higher one start first.
+    the chat template. ``priority``: waiting requests with a higher one start first. ``rendering``:
+    how a chat is rendered. ``cache_salt``: computed pages are shared only with requests of the same
+    salt.
     """
 
     raw: bool
     tools: Sequence[Any] | None
     priority: int
+    rendering: Rendering
+    cache_salt: str
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -120,13 +125,14 @@ class InputProcessor:
         grammar = as_grammar(grammar)
         fields = sampling_fields(options)
         raw, tools = options.get("raw", False), options.get("tools")
+        rendering = options.get("rendering", Rendering())
         params = self._sampling(sampling, fields)
         check_text(params.stop, "stop")
         check_text(tools, "tools")
         check_text(grammar.source if grammar is not None else "", "grammar")
         if grammar is not None:
             _check_weighed(grammar, params)
-        ids = self.prompt_ids(prompt, raw, tools)
+        ids = self.prompt_ids(prompt, raw, tools, rendering)
         # Under a grammar, an end-of-text token is allowed only where the output may end.
         ignore = params.ignore_eos and grammar is None
         eos = frozenset[int]() if ignore else self.tokenizer.eos_ids
@@ -140,6 +146,7 @@ class InputProcessor:
             seed=params.seed if params.seed is not None else secrets.randbits(62),
             arrival_ns=arrival_ns,
             priority=options.get("priority", 0),
+            cache_salt=options.get("cache_salt", ""),
         )
 
     def check_length(self, characters: int) -> None:
@@ -156,25 +163,32 @@ class InputProcessor:
             )
 
     def prompt_ids(
-        self, prompt: Prompt, raw: bool = False, tools: Sequence[Any] | None = None
+        self,
+        prompt: Prompt,
+        raw: bool = False,
+        tools: Sequence[Any] | None = None,
+        rendering: Rendering = Rendering(),  # noqa: B008, frozen
     ) -> list[int]:
         """Token ids of a prompt; arguments and errors as for :meth:`process`."""
         check_text(prompt, "prompt")
-        ids = self._encode(prompt, raw, tools)
+        check_text(rendering.variables, "chat_template_kwargs")
+        ids = self._encode(prompt, raw, tools, rendering)
         if not ids:
             raise InvalidRequest("the prompt is empty", "prompt")
         return ids
 
-    def _encode(self, prompt: Prompt, raw: bool, tools: Sequence[Any] | None) -> list[int]:
+    def _encode(
+        self, prompt: Prompt, raw: bool, tools: Sequence[Any] | None, rendering: Rendering
+    ) -> list[int]:
         if isinstance(prompt, str):
             if raw:
                 return self.tokenizer.encode(prompt, special=True)
-            return self.tokenizer.chat([{"role": "user", "content": prompt}], tools)
+            return self.tokenizer.chat([{"role": "user", "content": prompt}], tools, rendering)
         if is_token_ids(prompt):
             for token in prompt:
                 self._check_token("prompt", cast("int", token))
             return [cast("int", token) for token in prompt]
-        return self.tokenizer.chat(cast("Sequence[Message]", prompt), tools)
+        return self.tokenizer.chat(cast("Sequence[Message]", prompt), tools, rendering)
 
     def _max_tokens(self, params: SamplingParams, prompt_tokens: int) -> int:
         """Most output tokens of a request; InvalidRequest if they do not fit."""
@@ -225,27 +239,6 @@ class InputProcessor:
             )
 
 
-def _check_weighed(grammar: Grammar, params: SamplingParams) -> None:
-    """Refuse what has no meaning where whole texts are weighed or chosen."""
-    if not grammar.faithful:
-        return
-    wrong = {
-        "logprobs": params.logprobs is not None,
-        "logit_bias": bool(params.logit_bias),
-        "min_tokens": params.min_tokens > 0,
-        "repetition_penalty": params.repetition_penalty not in (None, 1.0),
-        "presence_penalty": params.presence_penalty != 0,
-        "frequency_penalty": params.frequency_penalty != 0,
-    }
-    for name, given in wrong.items():
-        if given:
-            raise InvalidRequest(
-                f"{name} is for tokens, and a faithful choice is made among whole texts: leave it "
-                "out, or give its neutral value",
-                name,
-            )
-
-
 def sampling_fields(options: GenerateOptions) -> dict[str, Any]:
     """The fields of sampling among keyword arguments; InvalidRequest names an unknown one."""
     found: dict[str, Any] = {}
@@ -274,6 +267,27 @@ def as_grammar(grammar: Any) -> Grammar | None:
             "grammar",
         )
     return Grammar.of(grammar)
+
+
+def _check_weighed(grammar: Grammar, params: SamplingParams) -> None:
+    """Refuse what has no meaning where whole texts are weighed or chosen."""
+    if not grammar.faithful:
+        return
+    wrong = {
+        "logprobs": params.logprobs is not None,
+        "logit_bias": bool(params.logit_bias),
+        "min_tokens": params.min_tokens > 0,
+        "repetition_penalty": params.repetition_penalty not in (None, 1.0),
+        "presence_penalty": params.presence_penalty != 0,
+        "frequency_penalty": params.frequency_penalty != 0,
+    }
+    for name, given in wrong.items():
+        if given:
+            raise InvalidRequest(
+                f"{name} is for tokens, and a faithful choice is made among whole texts: leave it "
+                "out, or give its neutral value",
+                name,
+            )
 
 
 def count_characters(prompt: Any) -> int:

@@ -56,7 +56,8 @@ class OutputProcessor:
         output is kept until :meth:`deliver_validated`."""
         handle, reason = self.handles[sequence.request.id], sequence.finish_reason
         assert reason is not None
-        error = sequence.error
+        error, grammar = sequence.error, handle.request.grammar
+        warnings = () if grammar is None else grammar.warnings
         output = Output(
             text=sequence.buffer.text,
             token_ids=tuple(sequence.output_ids),
@@ -66,10 +67,11 @@ class OutputProcessor:
             stop_match=sequence.stop_match,
             error=None if error is None else str(error) or type(error).__name__,
             choices=_choices(sequence),
+            warnings=warnings,
         )
         last = _delta(sequence, handle.pushed_tokens, finished=True)
-        last = replace(last, finish_reason=reason, choices=output.choices)
-        grammar, validation = handle.request.grammar, None
+        last = replace(last, finish_reason=reason, choices=output.choices, warnings=warnings)
+        validation = None
         if reason == "stop" and grammar is not None:
             validation = self._begin_validation(grammar, output.text)
         if validation is not None:

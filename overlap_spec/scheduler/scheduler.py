@@ -245,7 +245,8 @@ class Scheduler:
         """
         if not self.reuse or sequence.planned_tokens:
             return
-        path = self.tree.find(sequence.tokens(0, sequence.prefill_tokens - 1))
+        known = sequence.tokens(0, sequence.prefill_tokens - 1)
+        path = self.tree.find(known, sequence.request.cache_salt)
         if path:
             self.tree.acquire(path)
             sequence.path = path
@@ -257,7 +258,14 @@ class Scheduler:
     def _offer(self, sequence: Sequence, tokens: int) -> None:
         """Let others start after the sequence's first ``tokens`` tokens, from the next step on."""
         if self.reuse:
-            self.tree.insert(sequence.tokens(0, tokens), sequence.pages, sequence.path)
+            known, salt = sequence.tokens(0, tokens), sequence.request.cache_salt
+            self.tree.insert(known, sequence.pages, sequence.path, salt)
+
+    def flush_cache(self) -> int:
+        """Forget the pages that no sequence holds; how many there were."""
+        pages = self.tree.evict(self.tree.idle_pages)
+        self.allocator.free(pages)
+        return len(pages)
 
     def _chunk(self, sequence: Sequence, budget: int) -> Chunk | None:
         """The next tokens to prefill: all, or full pages of them; None if not one page fits."""

@@ -59,7 +59,7 @@ async def generate(service: Service, body: GenerateBody, http: HttpRequest) -> R
 def _labels(body: GenerateBody, count: int) -> list[str]:
     """The id that each prompt's requests are aborted by: its own, or one for all."""
     if not isinstance(body.rid, list):
-        return [body.rid or new_id("gen")] * count
+        return [body.rid or new_id("gen-")] * count
     labels: list[str] = _each("rid", body.rid, count)
     if len(set(labels)) < count:
         raise InvalidRequest("two prompts have the same id", "rid")
