@@ -402,11 +402,15 @@ def _view(sequence: Sequence, tpot_slo_ms: float | None) -> RequestView:
 
 
 def _room(sequence: Sequence) -> int:
-    """Nodes of the largest tree that a sequence's trie can be, after its first token."""
+    """Nodes of the largest tree that a sequence's trie can be, after what is known of its output,
+    the first token at least."""
     trie = sequence.trie
     if trie is None or not sequence.request.sampling.speculate:
         return 0
-    return 1 + int(trie.sizes[trie.parents < 0].max())
+    place = trie.follow(-1, sequence.output_ids)
+    if place is None:
+        return 0
+    return 1 + int(trie.sizes[place] if place >= 0 else trie.sizes[trie.parents < 0].max())
 
 
 def _target(sequence: Sequence, default_ms: float | None) -> float | None:
