@@ -1,15 +1,10 @@
-"""The routes and their fields as tables, from the server's OpenAPI document.
-
-``python -m overlap_spec.server.reference`` prints what ``docs/http.md`` has of it.
-"""
+"""The routes and their fields as tables, from the server's OpenAPI document."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-
-from fastapi import FastAPI
 
 REF = "#/components/schemas/"
 
@@ -135,16 +130,3 @@ def _section(table: Table) -> list[str]:
         told = "; ".join(f"`{name}` ({why})" for name, why in table.refused.items())
         lines += [f"Refused by name: {told}.", ""]
     return lines
-
-
-def application() -> FastAPI:
-    """The application, of an engine that is not started."""
-    from overlap_spec.async_engine import AsyncEngine
-    from overlap_spec.server.app import create_app
-    from overlap_spec.server.settings import ServerSettings
-
-    return create_app(AsyncEngine(), ServerSettings())
-
-
-if __name__ == "__main__":
-    print(markdown(application().openapi()), end="")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from overlap_spec.server.reference import application, markdown, tables
+from overlap_spec.server.print_reference import document
+from overlap_spec.server.reference import markdown, tables
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 
@@ -13,13 +14,13 @@ PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 def test_the_reference_is_the_servers_own() -> None:
     own, made, _ = PAGE.partition("## Routes\n")
     assert made
-    want = markdown(application().openapi())
-    command = "python -m overlap_spec.server.reference"
+    want = markdown(document())
+    command = "python -m overlap_spec.server.print_reference"
     assert made + PAGE[len(own) + len(made) :] == want, f"{command} prints it as it is now"
 
 
 def test_the_pages_words_are_fields_routes_or_events() -> None:
-    routes, parts = tables(application().openapi())
+    routes, parts = tables(document())
     own = PAGE.partition("## Routes\n")[0]
     paths = {table.title.split()[1] for table in routes} | {"/docs", "/openapi.json", "/v1"}
     for path in re.findall(r"`(?:GET |POST )?(/[\w/{}]+)`", own):
@@ -35,7 +36,7 @@ def test_the_pages_words_are_fields_routes_or_events() -> None:
 
 
 def test_every_route_has_a_line_about_it() -> None:
-    routes, parts = tables(application().openapi())
+    routes, parts = tables(document())
     assert len(routes) > 20
     assert len(parts) > 20
     assert all(table.about.endswith(".") for table in routes)
