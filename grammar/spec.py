@@ -53,6 +53,8 @@ class Grammar:
             `json.dumps(indent=…)`.
         best_effort: Leave out schema keywords that cannot be enforced, instead of refusing them.
             The finished output is then validated against the whole schema: `Output.verdict`.
+        apart: Let equal items and keys through where `distinct_matcher` refuses them; set by the
+            compiler, which wraps what is compiled so.
         output: The type that `parse` returns, or None for plain JSON values.
         probabilities: Of a choice: tell how probable each text is, in `Output.choices`.
         faithful: Of a choice: choose by the probability of the whole text.
@@ -63,6 +65,7 @@ class Grammar:
     source: str
     whitespace: Whitespace = "compact"
     best_effort: bool = False
+    apart: bool = False
     output: Any = field(default=None, compare=False, repr=False)
     probabilities: bool = False
     faithful: bool = False
@@ -102,7 +105,8 @@ class Grammar:
             output, schema = schema, schema_of(schema)
         check_schema(schema)
         source, layout = canonical(schema), _layout(whitespace)
-        return cls("json_schema", source, layout, best_effort, output, warnings=warnings_of(schema))
+        unheld = warnings_of(schema)
+        return cls("json_schema", source, layout, best_effort, output=output, warnings=unheld)
 
     @classmethod
     def json_object(cls, *, whitespace: Whitespace = "compact") -> Grammar:
@@ -289,7 +293,7 @@ class Grammar:
         if packed is None:
             return None
         kind, text, whitespace, best_effort = packed
-        return Grammar(kind, text, whitespace, best_effort, self.output)
+        return Grammar(kind, text, whitespace, best_effort, output=self.output)
 
     def parse(self, text: str) -> Any:
         """The value of a finished output: an instance of `output` if it is set, a JSON value for

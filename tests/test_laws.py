@@ -197,7 +197,7 @@ GRAMMAR_MAY_IMPORT: dict[str, set[str]] = {
     "lowering": {"automata", "spec"},
     "contract": {"spec"},
     "backends": {"automata", "parsing", "spec", "lowering", "contract"},
-    "isolation": {"spec", "contract"},
+    "isolation": {"spec", "lowering", "contract"},
     "compile": {"spec", "contract", "isolation"},
 }
 # The rooms that have no folder of their own.
@@ -228,7 +228,15 @@ GRAMMAR_FILES: dict[str, set[str]] = {
         "vocabulary",
         "walk",
     },
-    "compile": {"__init__", "compile", "matcher_pool", "reasoning_matcher", "reasoning_tables"},
+    "compile": {
+        "__init__",
+        "compile",
+        "distinct_matcher",
+        "distinct_text",
+        "matcher_pool",
+        "reasoning_matcher",
+        "reasoning_tables",
+    },
 }
 
 

@@ -61,28 +61,28 @@ SERVING_ENGINE_FLAGS = {
     "ngram_use_oldest": SPECULATION,
     "ngram_pool_bytes": SPECULATION,
 }
+# Fields of the server's settings that `serve` takes in a way of its own: repeated, from the
+# environment, or as text.
+OWN_FLAGS = {
+    "api_key",
+    "admin_api_key",
+    "served_model_name",
+    "whitespace",
+    "cors_origins",
+    "allowed_hosts",
+}
+
+
+def _server_panel(name: str) -> str:
+    if name.startswith("max_") or name.endswith("_s"):
+        return BOUNDS
+    return {"best_effort": GRAMMAR}.get(name, OUTPUT if name.endswith("_parser") else ADDRESS)
+
+
 SERVER_FLAGS = {
-    "host": ADDRESS,
-    "port": ADDRESS,
-    "ssl_certfile": ADDRESS,
-    "ssl_keyfile": ADDRESS,
-    "api_key_file": ADDRESS,
-    "admin_api_key_file": ADDRESS,
-    "tool_call_parser": OUTPUT,
-    "reasoning_parser": OUTPUT,
-    "best_effort": GRAMMAR,
-    "max_queued_requests": BOUNDS,
-    "request_timeout_s": BOUNDS,
-    "drain_timeout_s": BOUNDS,
-    "max_connections": BOUNDS,
-    "header_timeout_s": BOUNDS,
-    "body_timeout_s": BOUNDS,
-    "idle_timeout_s": BOUNDS,
-    "max_body_bytes": BOUNDS,
-    "max_bodies_bytes": BOUNDS,
-    "max_front_bytes": BOUNDS,
-    "max_schema_bytes": BOUNDS,
-    "max_choices": BOUNDS,
+    field.name: _server_panel(field.name)
+    for field in fields(ServerSettings)
+    if field.name not in OWN_FLAGS
 }
 SERVER_HELP = {name: help.text for name, help in helps(ServerSettings).items()}
 # What a shell completes behind a flag.

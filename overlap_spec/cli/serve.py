@@ -95,7 +95,7 @@ def serve(
     template = read_template(chat_template)
     # Torch and the libraries only after a mistake in the files has been told.
     check_files(EngineConfig.build(model=flags["model"]), template)
-    with loading(flags["model"], until="overlap_spec"):
+    with loading(flags["model"], until=("overlap_spec", "uvicorn")):
         launch(
             api_key=api_key,
             admin_api_key=admin_api_key,

@@ -25,12 +25,12 @@ ORIGINS = {
 
 
 @contextmanager
-def loading(model: str | None, until: str | None = None) -> Iterator[None]:
+def loading(model: str | None, until: Sequence[str] = ()) -> Iterator[None]:
     """A spinner on stderr, if that is a terminal, until the block ends.
 
     Args:
         model: What is loaded; None is the embedded model.
-        until: Name of a logger; its first record ends the spinner already.
+        until: Names of loggers; their first record ends the spinner already.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -42,13 +42,14 @@ def loading(model: str | None, until: str | None = None) -> Iterator[None]:
             def emit(self, record: logging.LogRecord) -> None:  # noqa: ARG002
                 status.stop()
 
-        ends, log = Ends(logging.INFO), logging.getLogger(until)
-        if until is not None:
+        ends, logs = Ends(logging.INFO), [logging.getLogger(name) for name in until]
+        for log in logs:
             log.addHandler(ends)
         try:
             yield
         finally:
-            log.removeHandler(ends)
+            for log in logs:
+                log.removeHandler(ends)
 
 
 def coloured(origins: TokenOrigins, delta: Delta) -> Text:

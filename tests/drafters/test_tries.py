@@ -37,6 +37,12 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 OVERLAPS = ("none", "double-sync", "once-sync")
 
 
+@pytest.fixture(scope="module")
+def still(tiny: dict[str, Any]) -> dict[str, Any]:
+    """No deadline: a busy machine must not fail a test."""
+    return {**tiny, "mask_deadline_ms": None}
+
+
 def key(outputs: list[Output]) -> list[tuple[Any, ...]]:
     return [(o.token_ids, o.finish_reason, o.error) for o in outputs]
 
@@ -62,16 +68,16 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def plain(tiny: dict[str, Any]) -> list[list[list[Output]]]:
-    with Engine(**tiny, algorithm="none", overlap="none", context_length=256) as engine:
+def plain(still: dict[str, Any]) -> list[list[list[Output]]]:
+    with Engine(**still, algorithm="none", overlap="none", context_length=256) as engine:
         return [answers(engine, sampling) for sampling in SAMPLINGS]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_one_verify_an_answer_in_all_modes(
-    tiny: dict[str, Any], plain: list[list[list[Output]]], drafter: str
+    still: dict[str, Any], plain: list[list[list[Output]]], drafter: str
 ) -> None:
-    settings = {**tiny, **DRAFTERS[drafter], "adaptive": "static", "context_length": 256}
+    settings = {**still, **DRAFTERS[drafter], "adaptive": "static", "context_length": 256}
     found = {}
     for overlap in OVERLAPS:
         with Engine(**settings, overlap=overlap) as engine:
@@ -94,9 +100,9 @@ def test_one_verify_an_answer_in_all_modes(
 
 @pytest.mark.parametrize("adaptive", ["guarded", "adaspec", "auto", "threshold", "off"])
 def test_under_every_policy(
-    tiny: dict[str, Any], plain: list[list[list[Output]]], adaptive: str
+    still: dict[str, Any], plain: list[list[list[Output]]], adaptive: str
 ) -> None:
-    with Engine(**tiny, adaptive=adaptive, context_length=256) as engine:
+    with Engine(**still, adaptive=adaptive, context_length=256) as engine:
         for sampling, want in zip(SAMPLINGS, plain, strict=True):
             assert [key(one) for one in answers(engine, sampling)] == [key(one) for one in want]
         assert "failed" not in str(engine.snapshot()["speculation"])
@@ -104,18 +110,18 @@ def test_under_every_policy(
 
 @pytest.mark.parametrize("kind", ["Garbage", "Orphans", "Raises", "OnHost"])
 def test_beside_drafters_of_ones_own(
-    tiny: dict[str, Any], plain: list[list[list[Output]]], kind: str
+    still: dict[str, Any], plain: list[list[list[Output]]], kind: str
 ) -> None:
     own = {"algorithm": f"tests.support.drafters:{kind}", "eagle_topk": 2, "num_draft_tokens": 6}
-    with Engine(**tiny, **own, num_steps=3, adaptive="static", context_length=256) as engine:
+    with Engine(**still, **own, num_steps=3, adaptive="static", context_length=256) as engine:
         for sampling, want in zip(SAMPLINGS, plain, strict=True):
             assert [key(one) for one in answers(engine, sampling)] == [key(one) for one in want]
         assert (engine.snapshot()["drafter"]["faults"] > 0) == (kind == "Raises")
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "threshold"])
-def test_under_other_rules_of_acceptance(tiny: dict[str, Any], acceptance: str) -> None:
-    settings = {**tiny, **DRAFTERS["tree"], "adaptive": "static", "acceptance": acceptance}
+def test_under_other_rules_of_acceptance(still: dict[str, Any], acceptance: str) -> None:
+    settings = {**still, **DRAFTERS["tree"], "adaptive": "static", "acceptance": acceptance}
     with Engine(**settings, context_length=256) as engine:
         for output in engine.generate(PROMPTS, FINITE[0], SAMPLINGS[1]):
             assert output.text in TEXTS
@@ -123,27 +129,27 @@ def test_under_other_rules_of_acceptance(tiny: dict[str, Any], acceptance: str) 
 
 
 def test_a_wrong_trie_costs_acceptance_alone(
-    tiny: dict[str, Any], plain: list[list[list[Output]]], monkeypatch: pytest.MonkeyPatch
+    still: dict[str, Any], plain: list[list[list[Output]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cuts that no grammar allows, and such as begin well."""
     cuts = [[99, 97, 114, 7, 8], [99, 97, 9], [34, 110, 111], [97, 98, 1, 2], [116], [200, 5]]
     (wrong,) = make_tries(cuts, TRIE_NODES)
     monkeypatch.setattr(ChoiceTokens, "trie", lambda *_: wrong)
     for overlap in OVERLAPS:
-        settings = {**tiny, **DRAFTERS["tree"], "adaptive": "static", "overlap": overlap}
+        settings = {**still, **DRAFTERS["tree"], "adaptive": "static", "overlap": overlap}
         with Engine(**settings, context_length=256) as engine:
             for sampling, want in zip(SAMPLINGS, plain, strict=True):
                 assert [key(one) for one in answers(engine, sampling)] == [key(x) for x in want]
 
 
-def test_where_requests_lose_their_pages(tiny: dict[str, Any]) -> None:
+def test_where_requests_lose_their_pages(still: dict[str, Any]) -> None:
     prompts = [f"{n} {PROMPTS[0]}" for n in range(8)]
     grammars = [Grammar.choice(TEXTS), SCHEMA, None, FINITE[3]] * 2
-    with Engine(**tiny, algorithm="none", overlap="none", context_length=256) as engine:
+    with Engine(**still, algorithm="none", overlap="none", context_length=256) as engine:
         want = engine.generate(prompts, grammars, SAMPLINGS[0])
     small = {"max_total_tokens": 288, "page_size": 8, "chunked_prefill_size": 16}
     small["max_running_requests"] = 2
-    with Engine(**tiny, **DRAFTERS["tree"], adaptive="static", **small) as engine:
+    with Engine(**still, **DRAFTERS["tree"], adaptive="static", **small) as engine:
         assert engine.core.widens
         got = engine.generate(prompts, grammars, SAMPLINGS[0])
         assert engine.snapshot()["pages_in_use"] == 0
@@ -151,8 +157,8 @@ def test_where_requests_lose_their_pages(tiny: dict[str, Any]) -> None:
     assert got[0].stats.verifies == 1
 
 
-def test_who_takes_no_drafts_gets_none(tiny: dict[str, Any]) -> None:
-    with Engine(**tiny, **DRAFTERS["chain"], adaptive="static", context_length=256) as engine:
+def test_who_takes_no_drafts_gets_none(still: dict[str, Any]) -> None:
+    with Engine(**still, **DRAFTERS["chain"], adaptive="static", context_length=256) as engine:
         asked = [{**SAMPLINGS[0], "speculate": flag} for flag in (False, True)]
         off, on = engine.generate([PROMPTS[0]] * 2, FINITE[0], asked)
     assert off.token_ids == on.token_ids
@@ -182,8 +188,8 @@ def test_few_texts() -> None:
         assert few_texts(grammar) == [], grammar
 
 
-def test_a_language_that_is_too_large_has_no_trie(tiny: dict[str, Any]) -> None:
-    with Engine(**tiny, adaptive="static", context_length=256) as engine:
+def test_a_language_that_is_too_large_has_no_trie(still: dict[str, Any]) -> None:
+    with Engine(**still, adaptive="static", context_length=256) as engine:
         tokens = engine._choice_tokens
         small, large = ([f"{n:04}abcd" for n in range(count)] for count in (80, 400))
         trie = tokens.trie(Grammar.choice(small))

@@ -32,6 +32,12 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def still(tiny: dict[str, Any]) -> dict[str, Any]:
+    """No deadline: a busy machine must not fail a test."""
+    return {**tiny, "mask_deadline_ms": None}
+
+
 def scored(model: Any, ids: list[int], tokens: list[int], stops: list[int]) -> float:
     """The log-probability of a text and of the output's end, by a pass of its own."""
     with torch.no_grad():
@@ -63,12 +69,12 @@ def load(path: Path) -> Any:
 
 @pytest.mark.parametrize("overlap", ["none", "double-sync", "once-sync"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_in_a_mixed_batch_as_by_itself(tiny: dict[str, Any], drafter: str, overlap: str) -> None:
-    model = load(Path(tiny["model"]))
+def test_in_a_mixed_batch_as_by_itself(still: dict[str, Any], drafter: str, overlap: str) -> None:
+    model = load(Path(still["model"]))
     asked = Grammar.choice(TEXTS, probabilities=True)
     chosen = Grammar.choice(TEXTS, probabilities=True, faithful=True)
     grammars = [asked, None, chosen, PERSON, Grammar.choice(TEXTS)]
-    settings = {**tiny, **DRAFTERS[drafter], "adaptive": "static", "overlap": overlap}
+    settings = {**still, **DRAFTERS[drafter], "adaptive": "static", "overlap": overlap}
     with Engine(**settings, context_length=256) as engine:
         for prompt in PROMPTS:
             alone = [engine.generate(prompt, grammar, GREEDY) for grammar in grammars]
@@ -99,13 +105,13 @@ def test_texts_of_several_tokens_equal_transformers() -> None:
 
 
 def test_several_passes_weigh_as_one_does(
-    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    still: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammar = Grammar.choice(TEXTS, probabilities=True, faithful=True)
     found: list[tuple[ChoiceProbability, ...]] = []
     for nodes in (256, 14):
         monkeypatch.setattr(choices, "PASS_NODES", nodes)
-        with Engine(**tiny, adaptive="static", context_length=256) as engine:
+        with Engine(**still, adaptive="static", context_length=256) as engine:
             output = engine.generate(PROMPTS[0], grammar, GREEDY)
             found.append(output.choices)
             tries = engine._choice_tokens.weighed(grammar, 200).tries
@@ -134,12 +140,12 @@ def test_every_text_is_in_one_trie() -> None:
     [({"temperature": 1}, 1.0, 8), ({"temperature": 2.5}, 0.4, 8), ({"top_k": 2}, 1.0, 2)],
 )
 def test_draws_have_the_distribution_of_whole_texts(
-    tiny: dict[str, Any], sampling: dict[str, Any], power: float, kept: int
+    still: dict[str, Any], sampling: dict[str, Any], power: float, kept: int
 ) -> None:
     """Against brute force: every text's own score, to the power of 1 / temperature."""
-    count, model = 600, load(Path(tiny["model"]))
+    count, model = 600, load(Path(still["model"]))
     asked = [{"temperature": 1, "max_tokens": 24, "seed": n, **sampling} for n in range(count)]
-    with Engine(**tiny, adaptive="static", max_running_requests=32, context_length=128) as engine:
+    with Engine(**still, adaptive="static", max_running_requests=32, context_length=128) as engine:
         ids = engine.tokenizer.chat([{"role": "user", "content": PROMPTS[1]}])
         stops, encode = sorted(engine.tokenizer.eos_ids), engine.tokenizer.encode
         # Nearly as probable as each other, or most would never be drawn.
@@ -164,11 +170,11 @@ def test_draws_have_the_distribution_of_whole_texts(
     assert stats.chisquare(pairs[0][some], pairs[1][some]).pvalue > 1e-4
 
 
-def test_a_mask_over_tokens_draws_from_another_distribution(tiny: dict[str, Any]) -> None:
+def test_a_mask_over_tokens_draws_from_another_distribution(still: dict[str, Any]) -> None:
     """What `faithful` is for: the first token's own odds know nothing of what follows."""
     texts, count = ["ab", "a", "b", "ba", "c", "bb", "aa", "cc"], 600
     asked = [{"temperature": 1, "max_tokens": 24, "seed": n} for n in range(count)]
-    with Engine(**tiny, adaptive="static", max_running_requests=32, context_length=128) as engine:
+    with Engine(**still, adaptive="static", max_running_requests=32, context_length=128) as engine:
         told = engine.generate(PROMPTS[1], Grammar.choice(texts, probabilities=True), GREEDY)
         outputs = engine.generate([PROMPTS[1]] * count, Grammar.choice(texts), asked)
     drawn = Counter(output.text for output in outputs)
@@ -177,13 +183,13 @@ def test_a_mask_over_tokens_draws_from_another_distribution(tiny: dict[str, Any]
     assert distance > 0.05
 
 
-def test_with_a_cache_that_holds_few_requests(tiny: dict[str, Any]) -> None:
+def test_with_a_cache_that_holds_few_requests(still: dict[str, Any]) -> None:
     grammar = Grammar.choice(TEXTS, probabilities=True)
     prompts = [f"{n} {PROMPTS[0]}" for n in range(9)]
-    with Engine(**tiny, adaptive="static", context_length=256) as engine:
+    with Engine(**still, adaptive="static", context_length=256) as engine:
         want = engine.generate(prompts, grammar, GREEDY)
     small = {"max_total_tokens": 256, "page_size": 8, "chunked_prefill_size": 16}
-    with Engine(**tiny, adaptive="static", context_length=256, **small) as engine:
+    with Engine(**still, adaptive="static", context_length=256, **small) as engine:
         got = engine.generate(prompts, grammar, GREEDY)
         assert engine.snapshot()["pages_in_use"] == 0
     for one, other in zip(want, got, strict=True):
@@ -192,9 +198,9 @@ def test_with_a_cache_that_holds_few_requests(tiny: dict[str, Any]) -> None:
         assert max(map(abs, gaps)) < 1e-4
 
 
-def test_what_cuts_a_faithful_choice(tiny: dict[str, Any]) -> None:
+def test_what_cuts_a_faithful_choice(still: dict[str, Any]) -> None:
     grammar = Grammar.choice(["carpet", "carpet seller"], faithful=True)
-    with Engine(**tiny, adaptive="static", context_length=256) as engine:
+    with Engine(**still, adaptive="static", context_length=256) as engine:
         cut = engine.generate("abc", grammar, {"max_tokens": 3, "temperature": 0})
         stopped = engine.generate("abc", grammar, {**GREEDY, "stop": "pe"})
         told = engine.generate("abc", grammar, {**GREEDY, "origins": True})
@@ -206,7 +212,7 @@ def test_what_cuts_a_faithful_choice(tiny: dict[str, Any]) -> None:
     assert origins == ["grafted"] * (len(told.token_ids) - 1) + ["bonus"]
 
 
-def test_what_cannot_be_weighed_is_refused(tiny: dict[str, Any]) -> None:
+def test_what_cannot_be_weighed_is_refused(still: dict[str, Any]) -> None:
     for name in ("probabilities", "faithful"):
         grammar = Grammar.choice(["a", "b"], **{name: True})
         with pytest.raises(GrammarError, match=f"{name} needs a choice that is the whole output"):
@@ -216,7 +222,7 @@ def test_what_cannot_be_weighed_is_refused(tiny: dict[str, Any]) -> None:
         with pytest.raises(GrammarError, match=f"{name} must be true or false"):
             Grammar.choice(["a"], **{name: 1})
     faithful = Grammar.choice(["a", "b"], faithful=True)
-    with Engine(**tiny, adaptive="static", context_length=64) as engine:
+    with Engine(**still, adaptive="static", context_length=64) as engine:
         for name, value in {
             "logprobs": 2,
             "logit_bias": {5: 1.0},

@@ -5,12 +5,14 @@ from __future__ import annotations
 import builtins
 import io
 import json
+import logging
 import os
 import shlex
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -342,6 +344,24 @@ def test_nothing_spins_where_stderr_is_no_terminal(capsys: pytest.CaptureFixture
     with loading(None):
         pass
     assert capsys.readouterr().err == ""
+
+
+def test_a_spinner_ends_before_the_first_line_of_the_log(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    log = logging.getLogger("spinner")
+    log.setLevel(logging.INFO)
+    with loading("a model", until=("spinner",)):
+        time.sleep(0.3)
+        before = capsys.readouterr().err
+        log.info("serving")
+        capsys.readouterr()
+        time.sleep(0.3)
+        assert capsys.readouterr().err == ""
+    assert "loading a model …" in before
+    assert log.handlers == []
 
 
 def test_doctor_reads_processor_and_memory(tmp_path: Path) -> None:
