@@ -70,16 +70,16 @@ def apply_penalties(
     repetition: Tensor,
     presence: Tensor,
     frequency: Tensor,
-) -> Tensor:
-    """Repetition, then presence and frequency penalties of every row.
+) -> None:
+    """Repetition, then presence and frequency penalties of every row, in place.
 
     ``logits (L, V)``; ``output_counts (L, V)``: occurrences in the output and on the row's own
     draft path; ``seen (L, V)`` bool: these or in the prompt; the three factors ``(L,)``.
     """
     factor = torch.where(seen, repetition[:, None], 1.0)
-    logits = torch.where(logits > 0, logits / factor, logits * factor)
-    logits = logits - presence[:, None] * (output_counts > 0)
-    return logits - frequency[:, None] * output_counts
+    torch.where(logits > 0, logits / factor, logits * factor, out=logits)
+    logits -= presence[:, None] * (output_counts > 0)
+    logits -= frequency[:, None] * output_counts
 
 
 @operation
