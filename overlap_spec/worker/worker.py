@@ -115,6 +115,15 @@ class Worker:
         """Whether drafts need the tokens of the step before on the host."""
         return self.runner.drafter is not None and self.runner.drafter.host
 
+    @property
+    def verifies_ahead(self) -> bool:
+        """Whether a verify is queued before it is known that anyone wants it.
+
+        On a GPU its launch would wait for the host else, in each step of a request that may end. On
+        the CPU a verify for nobody takes the cores from others.
+        """
+        return self._device.type == "cuda"
+
     @torch.inference_mode()
     def prepare(self, tier: Tier) -> None:
         """Queue the recording of a tier's passes for a single request, ahead of its first step."""
@@ -328,7 +337,7 @@ class Worker:
         """Give up a step that was drafted: nothing of it is asked for."""
         if step.constrained:
             self.streams.compute.wait(step.events.tree_on_host)
-        step.buffers.keep = (step.batch, step.drafted)
+        step.buffers.keep = (step.batch, step.drafted, step.verified)
         self.streams.compute.record(step.events.free)
 
     @torch.inference_mode()
