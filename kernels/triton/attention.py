@@ -56,7 +56,7 @@ def _window_bits(words, offset, live, WORDS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["queries", "pages_row", "width", "window"],
+    do_not_specialize=["queries", "pages_row", "width", "first", "window"],
     do_not_specialize_on_alignment=["pages", "prefix", "positions", "offsets"],
 )
 def _attend(
@@ -196,8 +196,12 @@ def _shares(tuned: Config, programs: int, keys: int, device: torch.device) -> in
     return 1 << (most.bit_length() - 1)
 
 
-def _blocks(rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Config:
-    """The table's entry, with no more rows a program than there are; tensor cores want 16."""
+def _blocks(rows: int, chunks: bool, dim: int, dtype: torch.dtype, device: torch.device) -> Config:
+    """The table's entry, with no more rows a program than there are; tensor cores want 16.
+
+    Chunks have any number of rows, and one entry: each size would be a kernel of its own.
+    """
+    rows = max(rows, LONG_ROWS + 1) if chunks else rows
     kind = "prefill" if rows > LONG_ROWS else "decode"
     tuned = config(f"attention.{kind}/{8 * dtype.itemsize}bit/{dim}", device)
     own = min(tuned["rows"], max(16, power_of_two(rows)))
@@ -219,7 +223,7 @@ def tree_attention(
     ragged, tree = span.offsets is not None, span.mask is not None
     queries = span.longest if ragged else total // batch
     width = span.mask.shape[1] if span.mask is not None else queries
-    tuned = _blocks(queries * group, size, q.dtype, device)
+    tuned = _blocks(queries * group, ragged and not tree, size, q.dtype, device)
     tiles = -(-queries * group // tuned["rows"])
     # Programs with something to do: each request leaves at most one tile in part empty.
     working = min(tiles * batch, total * group // tuned["rows"] + batch)

@@ -37,6 +37,7 @@ from overlap_spec.worker.pass_times import PassTimes, Point, measure_passes
 from overlap_spec.worker.passes import DEAD_SCORE, SCORE_UNIT, Accepted, Drafted, GrammarRows
 from overlap_spec.worker.sampler import Masks, token_logprobs
 from overlap_spec.worker.streams import RecordSpan, Streams
+from overlap_spec.worker.warm_up import warm_up
 
 NAN_CHOICE = -2
 # Steps whose accept may still be asked for its time.
@@ -128,6 +129,26 @@ class Worker:
     def prepare(self, tier: Tier) -> None:
         """Queue the recording of a tier's passes for a single request, ahead of its first step."""
         self.streams.compute.run("record", self.runner.graphs.find, tier, 1)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether kernels are compiled when they first run, which no request should wait for."""
+        return self._device.type == "cuda"
+
+    @torch.inference_mode()
+    def warm_up(self, tiers: Sequence[Tier], chunk_tokens: int) -> None:
+        """Compile all that serving may want, before the first step; see :func:`warm_up`.
+
+        Args:
+            tiers: All that a plan may have.
+            chunk_tokens: Most prompt tokens of a step.
+        """
+        if self.compiles:
+            work = warm_up, self.runner, self._upload, tiers, self._rows, chunk_tokens
+            passed = self.streams.event()
+            self.streams.compute.run("warm up", *work)
+            self.streams.compute.record(passed)
+            passed.synchronize()
 
     @torch.inference_mode()
     def measure(self, points: Sequence[Point], deadline_s: float) -> list[PassTimes]:
