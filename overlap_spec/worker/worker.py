@@ -520,7 +520,7 @@ def _upload_masks(batch: Batch, buffers: Buffers) -> GrammarRows:
     count, requests = trees * nodes + final, len(batch.rows)
     rows, limits = buffers.device_masks[:count], buffers.device_limits[:requests]
     runs = buffers.device_runs[: max(count, requests * nodes)]
-    if rows.is_cuda:
+    if buffers.device_masks is not buffers.masks:
         rows.copy_(buffers.masks[:count], non_blocking=True)
         limits.copy_(buffers.limits[:requests], non_blocking=True)
         runs.copy_(buffers.runs[: len(runs)], non_blocking=True)
