@@ -10,14 +10,14 @@ import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from overlap_spec.errors import ConfigError, GrammarError
-from overlap_spec.grammar import reasoning_matcher
+from overlap_spec.grammar import distinct_matcher, reasoning_matcher
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
 from overlap_spec.grammar.isolation.check import is_best_effort
 from overlap_spec.grammar.isolation.executor import Executor, InProcess
@@ -227,7 +227,8 @@ class GrammarCompiler:
         else:
             self._counts["compiles"] += 1
             pending = self._pending[key] = _PendingCompile(key, time.perf_counter_ns(), [waiter])
-            pending.inner = self._executor.submit(key[0])
+            apart = replace(key[0], apart=key[0].kind == "json_schema")
+            pending.inner = self._executor.submit(apart)
             pending.inner.add_done_callback(lambda inner: self._land(pending, inner))
         waiter.add_done_callback(lambda done: self._leave(pending, done))
 
@@ -248,6 +249,12 @@ class GrammarCompiler:
         if inner.cancelled():
             return
         error = inner.exception()
+        if error is None:
+            compiled = inner.result()
+            try:
+                compiled = distinct_matcher.wrap(compiled, compiled.plan)
+            except GrammarError as refusal:
+                error = refusal
         with self._lock:
             if self._pending.get(pending.key) is pending:
                 del self._pending[pending.key]
@@ -256,14 +263,14 @@ class GrammarCompiler:
                 self._note_failure(pending.key, error)
             else:
                 self._compile_ms.append((time.perf_counter_ns() - pending.start_ns) / 1e6)
-                self._keep(pending.key, inner.result())
+                self._keep(pending.key, compiled)
         # Outside the lock: callbacks of the waiters run now.
         for waiter in waiters:
             if waiter.set_running_or_notify_cancel():
                 if error is not None:
                     waiter.set_exception(copy.copy(error))
                 else:
-                    waiter.set_result(inner.result())
+                    waiter.set_result(compiled)
 
     def _note_failure(self, key: Key, error: BaseException) -> None:
         kind = error.kind if isinstance(error, CompileFailure) else "refused"

@@ -130,10 +130,12 @@ class CompiledGrammar(ABC):
     Attributes:
         backend: Name of the backend that compiled it.
         reason: Why that backend was picked; empty if there was no choice.
+        plan: What its grammar leaves to `distinct_matcher`; empty if nothing.
     """
 
     backend: str = ""
     reason: str = ""
+    plan: bytes = b""
 
     @property
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from typing import Any
 
 from overlap_spec.errors import GrammarError
@@ -89,3 +90,27 @@ def json_path(path: str, *keys: str | int) -> str:
             plain = key.replace("$", "_").isidentifier()
             path += f".{key}" if plain else f"[{key!r}]"
     return path
+
+
+def loads(text: str) -> Any:
+    """JSON with numbers as Decimal."""
+    return json.loads(text, parse_float=Decimal, parse_int=Decimal)
+
+
+def key_of(value: Any) -> str:
+    """A key that equal JSON values share: 1 and 1.0 are equal, 1 and true are not.
+
+    Args:
+        value: As `loads` reads it.
+    """
+    if isinstance(value, Decimal) and value.is_finite():
+        # Not by `normalize` or `abs`, which round to 28 digits.
+        whole, _, fraction = f"{value.copy_abs():f}".partition(".")
+        fraction = fraction.rstrip("0")
+        sign = "-" if value < 0 else ""
+        return f"{sign}{whole}.{fraction}" if fraction else f"{sign}{whole}"
+    if isinstance(value, list):
+        return f"[{','.join(map(key_of, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{json.dumps(k)}:{key_of(value[k])}' for k in sorted(value))}}}"
+    return json.dumps(value, ensure_ascii=False)

@@ -12,10 +12,17 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex import parse
 from overlap_spec.grammar.outputs import pattern_text, schema_of, texts_of, value_of
 from overlap_spec.grammar.reasoning import answer_of
-from overlap_spec.grammar.source import canonical, check_schema, check_text, read_json
-from overlap_spec.grammar.structural_tag import read_tags
+from overlap_spec.grammar.source import (
+    canonical,
+    check_schema,
+    check_text,
+    json_path,
+    read_json,
+)
+from overlap_spec.grammar.structural_tag import read_tags, schemas_of
 from overlap_spec.grammar.tool_stream import ToolReply, parse_reply
 from overlap_spec.grammar.tools import read_tools
+from overlap_spec.grammar.unheld import warnings_of
 
 Kind = Literal[
     "json_schema",
@@ -46,17 +53,32 @@ class Grammar:
             `json.dumps(indent=…)`.
         best_effort: Leave out schema keywords that cannot be enforced, instead of refusing them.
             The finished output is then validated against the whole schema: `Output.verdict`.
+        apart: Let equal items and keys through where `distinct_matcher` refuses them; set by the
+            compiler, which wraps what is compiled so.
         output: The type that `parse` returns, or None for plain JSON values.
+        probabilities: Of a choice: tell how probable each text is, in `Output.choices`.
+        faithful: Of a choice: choose by the probability of the whole text.
+        warnings: What the grammar asks for and nothing holds: formats that nobody knows.
     """
 
     kind: Kind
     source: str
     whitespace: Whitespace = "compact"
     best_effort: bool = False
+    apart: bool = False
     output: Any = field(default=None, compare=False, repr=False)
+    probabilities: bool = False
+    faithful: bool = False
+    warnings: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_text(self.kind, self.source)
+        for name in ("probabilities", "faithful"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise GrammarError(f"{name} must be true or false: {value!r}", name)
+            if value and self.kind != "choice":
+                raise GrammarError(f"{name} is for a choice, and this is {self.kind}", name)
 
     @classmethod
     def json_schema(
@@ -82,7 +104,9 @@ class Grammar:
         elif not isinstance(schema, bool):
             output, schema = schema, schema_of(schema)
         check_schema(schema)
-        return cls("json_schema", canonical(schema), _layout(whitespace), best_effort, output)
+        source, layout = canonical(schema), _layout(whitespace)
+        unheld = warnings_of(schema)
+        return cls("json_schema", source, layout, best_effort, output=output, warnings=unheld)
 
     @classmethod
     def json_object(cls, *, whitespace: Whitespace = "compact") -> Grammar:
@@ -111,8 +135,18 @@ class Grammar:
         return cls("ebnf", text)
 
     @classmethod
-    def choice(cls, options: Iterable[str]) -> Grammar:
+    def choice(
+        cls, options: Iterable[str], *, probabilities: bool = False, faithful: bool = False
+    ) -> Grammar:
         """One of the given texts.
+
+        Args:
+            options: The texts; of equal ones the first counts.
+            probabilities: Tell how probable each text is, in `Output.choices`. The output itself
+                stays as it would be.
+            faithful: Choose by the probability of the whole text, instead of token by token: the
+                most probable one at temperature 0, else a draw. (A mask over each token draws
+                from another distribution: it does not see that all that follows is improbable.)
 
         Raises:
             GrammarError: there is no option, or one is not a non-empty text.
@@ -123,7 +157,8 @@ class Grammar:
         for i, text in enumerate(texts):
             if not isinstance(text, str) or not text:
                 raise GrammarError(f"choice[{i}]: {text!r} is not a non-empty text", "choice")
-        return cls("choice", json.dumps(list(dict.fromkeys(texts)), ensure_ascii=False))
+        source = json.dumps(list(dict.fromkeys(texts)), ensure_ascii=False)
+        return cls("choice", source, probabilities=probabilities, faithful=faithful)
 
     @classmethod
     def structural_tag(
@@ -142,7 +177,11 @@ class Grammar:
             GrammarError: a field is unknown, missing or of the wrong type, or an inner schema or
                 pattern is invalid; names the path.
         """
-        return cls("structural_tag", canonical(read_tags(spec)), _layout(whitespace))
+        tags = read_tags(spec)
+        unheld = tuple(
+            warning for path, schema in schemas_of(tags) for warning in warnings_of(schema, path)
+        )
+        return cls("structural_tag", canonical(tags), _layout(whitespace), warnings=unheld)
 
     @classmethod
     def tools(
@@ -185,9 +224,13 @@ class Grammar:
         if otherwise is not None:
             if source["choice"] != "auto":
                 raise GrammarError('otherwise needs choice "auto"', "tool_choice")
+            otherwise._check_plain("tools")
             source["otherwise"] = otherwise._packed()
         output = None if otherwise is None else otherwise.output
-        return cls("tools", canonical(source), _layout(whitespace), output=output)
+        unheld = () if otherwise is None else otherwise.warnings
+        for name, parameters, _ in source["tools"]:
+            unheld += warnings_of(parameters, json_path("$", name))
+        return cls("tools", canonical(source), _layout(whitespace), output=output, warnings=unheld)
 
     @classmethod
     def of(cls, output_type: Any, *, whitespace: Whitespace = "compact") -> Grammar:
@@ -234,8 +277,11 @@ class Grammar:
         for marker in (end, begin):
             if marker is not None and (not isinstance(marker, str) or not marker):
                 raise GrammarError(f"{marker!r} is not a thinking marker", "thinking")
+        self._check_plain("thinking")
         source = {"end": end, "begin": begin, "inner": self._packed()}
-        return Grammar("after_thinking", canonical(source), output=self.output)
+        return Grammar(
+            "after_thinking", canonical(source), output=self.output, warnings=self.warnings
+        )
 
     @property
     def inner(self) -> Grammar | None:
@@ -247,7 +293,7 @@ class Grammar:
         if packed is None:
             return None
         kind, text, whitespace, best_effort = packed
-        return Grammar(kind, text, whitespace, best_effort, self.output)
+        return Grammar(kind, text, whitespace, best_effort, output=self.output)
 
     def parse(self, text: str) -> Any:
         """The value of a finished output: an instance of `output` if it is set, a JSON value for
@@ -277,6 +323,16 @@ class Grammar:
         if self.inner is None or reply.calls:
             return reply
         return ToolReply(text, parsed=self.inner.parse(text))
+
+    def _check_plain(self, around: str) -> None:
+        """A choice can be weighed where it is the whole output alone."""
+        for name in ("probabilities", "faithful"):
+            if getattr(self, name):
+                raise GrammarError(
+                    f"{name} needs a choice that is the whole output, and this one is "
+                    f"part of a grammar with {around}",
+                    name,
+                )
 
     def _packed(self) -> list[Any]:
         return [self.kind, self.source, self.whitespace, self.best_effort]

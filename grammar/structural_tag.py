@@ -23,12 +23,12 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex import parse
-from overlap_spec.grammar.source import canonical, check_schema, check_text, read_json
+from overlap_spec.grammar.source import canonical, check_schema, check_text, json_path, read_json
 
 _DEEPEST = 64
 _MOST = 1024
@@ -51,6 +51,17 @@ def read_tags(spec: Any) -> dict[str, Any]:
         return _legacy(spec)
     _known(spec, {"type", "format"}, "$")
     return _format(_field(spec, "format", "$"), "$.format")
+
+
+def schemas_of(form: Any, path: str = "$") -> Iterator[tuple[str, Any]]:
+    """The schemas inside a format that `read_tags` has read, with their paths."""
+    parts = form.items() if isinstance(form, dict) else enumerate(form)
+    for key, part in parts:
+        here = json_path(path, key)
+        if key == "json_schema":
+            yield here, part
+        elif isinstance(part, dict | list):
+            yield from schemas_of(part, here)
 
 
 def _legacy(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,21 @@ from typing import Any, TypeVar
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
 from overlap_spec.grammar.isolation.check import violation_elsewhere
 from overlap_spec.grammar.isolation.limits import CompileFailure
+from overlap_spec.grammar.lowering import to_plan
 from overlap_spec.grammar.spec import Grammar
 
 Result = TypeVar("Result")
+
+
+def compile_whole(backend: Backend, grammar: Grammar) -> CompiledGrammar:
+    """Compile a grammar, with the plan of what it leaves to a matcher.
+
+    Raises:
+        GrammarError: as `Backend.compile` and `lowering.to_plan`.
+    """
+    compiled = backend.compile(grammar)
+    compiled.plan = to_plan(grammar)
+    return compiled
 
 
 class Executor(ABC):
@@ -60,7 +72,7 @@ class InProcess(Executor):
         self._open = 0
 
     def submit(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        return self._run(self._backend.compile, grammar)
+        return self._run(compile_whole, self._backend, grammar)
 
     def check(self, grammar: Grammar, text: str) -> Future[str | None]:
         return self._run(violation_elsewhere, grammar, text, self._check_s)

@@ -358,6 +358,7 @@ class Supervisor:
                 compiled = self.backend.rebuild(item.grammar)
             else:
                 compiled = self.backend.deserialize(item.grammar, channel.read_body(message))
+            compiled.plan = message.header["plan"].encode()
         except GrammarError as error:
             item.raises(error)
         except Exception as error:

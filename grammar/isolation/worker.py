@@ -20,9 +20,12 @@ from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation.channel import read_body, receive, send, send_body
 from overlap_spec.grammar.isolation.check import violation
 from overlap_spec.grammar.isolation.environment import limit_self
+from overlap_spec.grammar.isolation.executor import compile_whole
 
 # Longest error message in a header, well under the header's own limit.
 MESSAGE_CHARACTERS = 8000
+# Longest plan in a header.
+PLAN_BYTES = 40_000
 # A worker that still holds more than this share of its limit is replaced after its compile.
 KEPT_SHARE = 1 / 8
 PR_SET_PDEATHSIG = 1
@@ -80,14 +83,17 @@ def _work(end: socket.socket, backend: Backend, item: bytes, most_bytes: float) 
             goes_on = private_bytes() < most_bytes
             send(end, answer="checked", violation=found, goes_on=goes_on)
             return goes_on
-        compiled = backend.compile(grammar)
-        body = compiled.serialize()
+        compiled = compile_whole(backend, grammar)
+        body, plan = compiled.serialize(), compiled.plan.decode()
         del compiled
+        if len(plan) > PLAN_BYTES:
+            reason = "uniqueItems or minProperties stands in too many places"
+            raise GrammarError(reason, grammar.kind)
         goes_on = private_bytes() < most_bytes
         if body is None:
-            send(end, answer="rebuild", goes_on=goes_on)
+            send(end, answer="rebuild", plan=plan, goes_on=goes_on)
         else:
-            send_body(end, body, answer="compiled", goes_on=goes_on)
+            send_body(end, body, answer="compiled", plan=plan, goes_on=goes_on)
     except GrammarError as error:
         if not means_out_of_memory(str(error)):
             text = str(error)[:MESSAGE_CHARACTERS]

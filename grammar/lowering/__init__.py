@@ -7,13 +7,19 @@ construct that it cannot enforce is a GrammarError that names it.
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex import parse
 from overlap_spec.grammar.lowering.composite import KINDS, lower_composite
+from overlap_spec.grammar.lowering.distinct import packed
 from overlap_spec.grammar.lowering.ebnf import Rules, choice, literal
 from overlap_spec.grammar.lowering.schema import SchemaLowering
 from overlap_spec.grammar.spec import Grammar
+
+# Keywords that may leave something to the matcher.
+_COUNTED = ("uniqueItems", "minProperties")
+_PUBLISHED = "//json-schema.org/"
 
 
 def to_ebnf(grammar: Grammar, linear: bool = False) -> str:
@@ -36,7 +42,30 @@ def to_ebnf(grammar: Grammar, linear: bool = False) -> str:
     if grammar.kind == "choice":
         return Rules().text(choice([literal(text) for text in json.loads(grammar.source)]))
     schema = {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.source)
-    lowering = SchemaLowering(schema, grammar.whitespace, grammar.best_effort, Rules(linear))
+    return _text(_lowering(grammar, schema, Rules(linear)))
+
+
+def to_plan(grammar: Grammar) -> bytes:
+    """What a grammar that `to_ebnf` has taken leaves to `distinct_matcher`; empty if nothing.
+
+    Raises:
+        GrammarError: it cannot be told where items must differ.
+    """
+    asks = any(f'"{keyword}"' in grammar.source for keyword in _COUNTED)
+    # A published metaschema asks too, which the source refers to by its URI.
+    asks |= grammar.source.count(_PUBLISHED) > grammar.source.count('"$schema":"http')
+    if not grammar.apart or grammar.kind != "json_schema" or not asks:
+        return b""
+    lowering = _lowering(grammar, json.loads(grammar.source), Rules())
+    _text(lowering)
+    return packed(lowering.plan(), grammar.whitespace == "bounded")
+
+
+def _lowering(grammar: Grammar, schema: Any, rules: Rules) -> SchemaLowering:
+    return SchemaLowering(schema, grammar.whitespace, grammar.best_effort, rules, grammar.apart)
+
+
+def _text(lowering: SchemaLowering) -> str:
     try:
         return lowering.text()
     except RecursionError as error:

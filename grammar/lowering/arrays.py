@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.ebnf import choice, literal, sequence
+from overlap_spec.grammar.lowering.keywords import Refusal
 from overlap_spec.grammar.lowering.members import Member, Members, Tail
 from overlap_spec.grammar.lowering.objects import Writer
+from overlap_spec.grammar.lowering.resolver import Resolver
 from overlap_spec.grammar.lowering.shapes import (
     NOTHING,
     Arrays,
     Consts,
     Contains,
     Expr,
+    Numbers,
+    Objects,
     all_of,
     negated,
 )
+from overlap_spec.grammar.lowering.values import MANY, Once
 from overlap_spec.grammar.source import json_path
 
 _MOST_STATES = 1200
+_FEW = 64
 # A state of an array's automaton: what decides which items may follow.
 State = tuple[int, ...]
 
@@ -35,6 +43,7 @@ class ArrayWriter:
     shape: Arrays
     path: str
     depth: int
+    once: Once = Once.NO
 
     def rule(self) -> str | None:
         """An expression for the shape; None if it is empty.
@@ -44,8 +53,11 @@ class ArrayWriter:
         """
         shape = self.shape
         if shape.unique and (shape.most is None or shape.most > 1):
-            return self._distinct()
-        if shape.contains:
+            values = fixed_items(shape, self.writer.resolver)
+            if values is not None:
+                return self._distinct(values)
+            self._look()
+        elif shape.contains:
             return self._counted()
         members = [
             Member(self._item(expr, i), i < shape.least) for i, expr in enumerate(shape.prefix)
@@ -60,20 +72,58 @@ class ArrayWriter:
 
     def _item(self, expr: Expr, place: int | None) -> str | None:
         keys: tuple[str | int, ...] = ("items",) if place is None else ("prefixItems", place)
-        return self.writer.value(expr, json_path(self.path, *keys), self.depth + 1)
+        once = self.once
+        if self.shape.unique and once is Once.NO:
+            once = Once.ITEM
+        return self.writer.value(expr, json_path(self.path, *keys), self.depth + 1, once)
 
-    def _distinct(self) -> str | None:
+    def _look(self) -> None:
+        """Leave it to the matcher to keep items apart.
+
+        Raises:
+            Refusal: it could come to a text from which only equal items follow.
+        """
+        shape, values = self.shape, self.writer.values
+
+        def refuse(reason: str) -> Refusal:
+            return keywords.refusal("uniqueItems", self.path, reason)
+
+        if not self.writer.apart:
+            raise refuse("is supported in whole schemas only, beyond a few fixed values")
+        if self.once is not Once.NO:
+            raise refuse("inside an item that must differ is not supported")
+        if shape.contains:
+            raise refuse("beside contains is not supported")
+        if shape.least > MANY:
+            raise refuse(f"is supported with minItems up to {MANY}")
+        items = [*shape.prefix, *([] if shape.most == len(shape.prefix) else [shape.rest])]
+        found = [part for expr in items for part in self.writer.resolver.shapes(expr)]
+        for kind in ("array", "object"):
+            kinds = {part for part in found if part.kind == kind}
+            is_open = all(
+                isinstance(part, Arrays | Objects) and values.is_open(part) for part in kinds
+            )
+            if not is_open and not (
+                len(kinds) == 1 and all(map(values.shape_is_written_once, kinds))
+            ):
+                raise refuse(f"over these {kind}s is not supported: equal ones may look different")
+        for place in range(shape.least):
+            expr = shape.prefix[place] if place < len(shape.prefix) else shape.rest
+            if values.count(expr) <= place:
+                raise refuse(f"may leave no value for item {place}")
+            if place >= len(shape.prefix) and values.count(expr) >= shape.least:
+                break
+        self.writer.looks = True
+
+    def _spellings(self, value: Any) -> list[str]:
+        """The texts of a fixed item: 2.0 equals 2."""
+        equal = [int(value)] if isinstance(value, float) and value.is_integer() else []
+        return [self.writer.layout.value(one, self.depth + 1) for one in (value, *equal)]
+
+    def _distinct(self, values: list[str]) -> str | None:
         """Arrays without equal items, for items of a few fixed values."""
-        shape, values = self.shape, list[tuple[str, str]]()
-        for found in self.writer.resolver.shapes(shape.rest):
-            if not isinstance(found, Consts):
-                reason = "is supported for fixed values only (enum, const)"
-                raise keywords.refusal("uniqueItems", self.path, reason)
-            values += found.values
-        if shape.prefix or shape.contains:
-            raise keywords.refusal("uniqueItems", self.path, "is not supported beside other items")
-        pairs = list(dict(values).items())
-        texts = [self.writer.layout.value(json.loads(text), self.depth + 1) for _, text in pairs]
+        shape = self.shape
+        texts = [choice(self._spellings(json.loads(text))) for text in values]
         most = len(texts) if shape.most is None else min(shape.most, len(texts))
 
         def ways(state: State) -> Iterator[tuple[str | None, State]]:
@@ -158,3 +208,25 @@ class ArrayWriter:
         found = [sequence(opening, choice(first), closing)] if first else []
         found += [literal("[]")] if may_end(start) else []
         return choice(found) if found else None
+
+
+def fixed_items(shape: Arrays, resolver: Resolver) -> list[str] | None:
+    """The texts of the items of an array of a few fixed values, whose rules can keep them apart;
+    None of any other array."""
+    if shape.prefix or shape.contains:
+        return None
+    values: dict[str, str] = {}
+    for found in resolver.shapes(shape.rest):
+        if isinstance(found, Consts):
+            values |= dict(found.values)
+        elif isinstance(found, Numbers) and found.whole:
+            low, high = found.bounds.integers()
+            if low is None or high is None or high - low > _FEW:
+                return None
+            numbers = map(str, range(low, high + 1))
+            values |= {text: text for text in numbers if resolver.holds(found, text)}
+        else:
+            return None
+    most = len(values) if shape.most is None else min(shape.most, len(values))
+    states = sum(math.comb(len(values), count) for count in range(most + 1))
+    return list(values.values()) if states <= _MOST_STATES else None

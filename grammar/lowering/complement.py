@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from decimal import Decimal
 
-from overlap_spec.grammar.lowering.membership import key_of
 from overlap_spec.grammar.lowering.numbers import Bounds
 from overlap_spec.grammar.lowering.shapes import (
     ANY,
@@ -25,6 +24,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Unsupported,
     negated,
 )
+from overlap_spec.grammar.source import key_of
 
 
 def complement(shape: Shape) -> Iterator[Shape]:

@@ -92,7 +92,7 @@ class Rules:
             self.define(name, choice(ways) if ways else name)
         return names[0]
 
-    def quoted(self, language: Node | Dfa) -> str:
+    def quoted(self, language: Node | Dfa, escape: Escape = in_json) -> str:
         """An expression for a JSON string with a language between its quotes: a node is escaped
         for JSON already, an automaton is not.
 
@@ -100,7 +100,7 @@ class Rules:
         it is used, which makes a mask a hundred times cheaper.
         """
         if isinstance(language, Dfa):
-            return sequence(literal('"'), self.from_dfa(language, in_json), literal('"'))
+            return sequence(literal('"'), self.from_dfa(language, escape), literal('"'))
         return sequence(literal('"'), self.terminal(language), literal('"'))
 
     def drop(self, name: str) -> None:

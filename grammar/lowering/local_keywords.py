@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, Protocol
 
-from overlap_spec.grammar.lowering import formats
+from overlap_spec.grammar import formats
 from overlap_spec.grammar.lowering.intersect import SchemaOracle, consts, intersect, tidy_array
-from overlap_spec.grammar.lowering.membership import key_of, kind_of, loads
+from overlap_spec.grammar.lowering.membership import kind_of
 from overlap_spec.grammar.lowering.numbers import Bounds
 from overlap_spec.grammar.lowering.shapes import (
     ANY,
@@ -27,7 +27,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Shapes,
     Strings,
 )
-from overlap_spec.grammar.source import json_path
+from overlap_spec.grammar.source import json_path, key_of, loads
 
 Schema = dict[str, Any]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from decimal import Decimal
 from typing import Any, Protocol
 
@@ -19,6 +18,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Strings,
     Unsupported,
 )
+from overlap_spec.grammar.source import key_of
 
 
 class Evaluator(SchemaOracle, Protocol):
@@ -28,29 +28,12 @@ class Evaluator(SchemaOracle, Protocol):
         """Whether an expression contains a value, with numbers as Decimal."""
 
 
-def loads(text: str) -> Any:
-    """JSON with numbers as Decimal."""
-    return json.loads(text, parse_float=Decimal, parse_int=Decimal)
-
-
 def kind_of(value: Any) -> str:
     """The JSON type of a value."""
     if isinstance(value, bool):
         return "boolean"
     names = {str: "string", list: "array", dict: "object", type(None): "null"}
     return names.get(type(value), "number")
-
-
-def key_of(value: Any) -> str:
-    """A key that equal JSON values share: 1 and 1.0 are equal, 1 and true are not."""
-    if isinstance(value, Decimal) and value.is_finite():
-        plain = value.normalize()
-        return f"{plain:f}" if plain else "0"
-    if isinstance(value, list):
-        return f"[{','.join(map(key_of, value))}]"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{json.dumps(k)}:{key_of(value[k])}' for k in sorted(value))}}}"
-    return json.dumps(value, ensure_ascii=False)
 
 
 def contains_value(shape: Shape, value: Any, oracle: Evaluator) -> bool:

@@ -25,19 +25,32 @@ _PLAIN = (
 _INTEGRAL = r"-?[0-9]+(\.0+)?"
 
 
-def number_language(shape: Numbers, path: str) -> Node | Dfa | list[str] | None:
+# One form for each number.
+_ONCE = r"(0|-?[1-9][0-9]*|-?(0|[1-9][0-9]*)\.[0-9]*[1-9])"
+
+
+def number_language(shape: Numbers, path: str, once: bool = False) -> Node | Dfa | list[str] | None:
     """The written forms of a shape's numbers: an expression, an automaton, or a list; None if
     there are none.
+
+    Args:
+        shape: The numbers.
+        path: Where they stand.
+        once: Write each number in one form.
 
     Raises:
         Refusal: a `multipleOf` needs too large an automaton.
     """
     bounds = shape.bounds
-    if not shape.steps and not shape.not_steps and not shape.outside and shape.whole is not False:
+    plain = not shape.steps and not shape.not_steps and not shape.outside
+    # Whole numbers have one form anyway.
+    if plain and shape.whole is not False and (shape.whole or not once):
         regex = _regex(bounds, shape.whole)
         return None if regex is None else parse(regex)
     try:
         made = _automaton(shape)
+        if made is not None and once:
+            made = dfa.both(made, dfa.from_node(parse(_ONCE)))
     except TooLargeError as error:
         values = _listed(shape)
         if values is None:

@@ -11,8 +11,9 @@ from functools import cached_property
 from typing import Protocol
 
 from overlap_spec.grammar.automata import dfa
+from overlap_spec.grammar.automata.charset import ALL
 from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError
-from overlap_spec.grammar.automata.escape import in_json
+from overlap_spec.grammar.automata.escape import in_json, once_in_json
 from overlap_spec.grammar.automata.regex import Pattern
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.ebnf import Rules, choice, sequence
@@ -22,6 +23,7 @@ from overlap_spec.grammar.lowering.members import Member, Members, Tail
 from overlap_spec.grammar.lowering.resolver import Resolver
 from overlap_spec.grammar.lowering.shapes import (
     ANY,
+    NOTHING,
     Consts,
     Expr,
     Keys,
@@ -30,7 +32,14 @@ from overlap_spec.grammar.lowering.shapes import (
     all_of,
     negated,
 )
-from overlap_spec.grammar.lowering.strings import KEY_CHARS, automaton, found_in, key_node
+from overlap_spec.grammar.lowering.strings import (
+    KEY_CHARS,
+    automaton,
+    found_in,
+    key_node,
+    repeated,
+)
+from overlap_spec.grammar.lowering.values import Once, Values, language_is_endless
 from overlap_spec.grammar.source import json_path
 
 _MOST_KINDS = 64
@@ -43,9 +52,12 @@ class Writer(Protocol):
     rules: Rules
     layout: Layout
     resolver: Resolver
+    values: Values
+    apart: bool
+    looks: bool
 
-    def value(self, expr: Expr, path: str, depth: int) -> str | None:
-        """The rule of a value; None if no value is valid."""
+    def value(self, expr: Expr, path: str, depth: int, once: Once = Once.NO) -> str | None:
+        """The rule of a value, written once where asked; None if no value is valid."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +78,14 @@ class ObjectWriter:
         shape: The objects.
         path: Their path in the schema document.
         depth: Their nesting depth in the text.
+        once: How their members are written.
     """
 
     writer: Writer
     shape: Objects
     path: str
     depth: int
+    once: Once = Once.NO
 
     def rule(self) -> list[str]:
         """Expressions whose union is the shape.
@@ -114,7 +128,8 @@ class ObjectWriter:
         members = []
         for name in self.names:
             expr = member(shape, name, writer.resolver)
-            rule = writer.value(expr, json_path(self.path, "properties", name), self.depth + 1)
+            here = json_path(self.path, "properties", name)
+            rule = writer.value(expr, here, self.depth + 1, self.once)
             if rule is not None:
                 key = writer.layout.value(name, 0)
                 rule = sequence(key, writer.layout.colon(), rule)
@@ -125,10 +140,32 @@ class ObjectWriter:
         if shape.some and tail is None:
             return None
         if tail is not None and shape.least > len(shape.required) + 1:
-            # A free key may repeat, but counts once.
-            raise keywords.refusal("minProperties", self.path, "is not exact with free keys")
+            self._look()
         build = Members(writer.rules, writer.layout, "{}", self.depth, shape.least, shape.most)
         return build.object(members, tail)
+
+    def _look(self) -> None:
+        """Leave it to the matcher to refuse a free key that repeats, and would count once.
+
+        Raises:
+            Refusal: it could come to a text from which only equal keys follow.
+        """
+        if not self.writer.apart:
+            reason = "is supported in whole schemas only, with free keys"
+            raise keywords.refusal("minProperties", self.path, reason)
+        texts = [kind.texts for kind in self._kinds if kind.texts is not None]
+        if not all(map(language_is_endless, texts)):
+            raise keywords.refusal("minProperties", self.path, "may leave no free key to add")
+        self.writer.looks = True
+
+    @property
+    def is_free(self) -> bool:
+        """Whether there may be free keys."""
+        return any(self._held(kind) != NOTHING for kind in self._kinds)
+
+    def free_values(self) -> list[Expr]:
+        """The values that members with free keys may have."""
+        return list(dict.fromkeys(self._held(kind) for kind in self._kinds))
 
     def _tail(self, some: tuple[tuple[Keys, Expr], ...]) -> Tail | None:
         if len(some) > 1:
@@ -155,7 +192,7 @@ class ObjectWriter:
         ways = []
         for expr, members in groups.items():
             here = json_path(self.path, "additionalProperties")
-            value = self.writer.value(expr, here, self.depth + 1)
+            value = self.writer.value(expr, here, self.depth + 1, self.once)
             if value is not None:
                 ways.append(sequence(self._key(members), self.writer.layout.colon(), value))
         return choice(ways) if ways else None
@@ -163,11 +200,14 @@ class ObjectWriter:
     def _key(self, kinds: list[FreeKeys]) -> str:
         texts = [kind.texts for kind in kinds if kind.texts is not None]
         if len(texts) < len(kinds):
+            if counts_keys(self.shape) and not self.names:
+                return self.writer.rules.quoted(repeated(ALL, once_in_json, 0, None))
             return self.writer.rules.quoted(key_node(self.names))
+        escape = once_in_json if counts_keys(self.shape) else in_json
         lone = self._lone_pattern(kinds)
         if lone is not None:
-            return self.writer.rules.quoted(Pattern(lone, "schema").found(in_json))
-        return self.writer.rules.quoted(dfa.any_of(texts))
+            return self.writer.rules.quoted(Pattern(lone, "schema").found(escape))
+        return self.writer.rules.quoted(dfa.any_of(texts), escape)
 
     def _lone_pattern(self, kinds: list[FreeKeys]) -> str | None:
         """The pattern, if the keys are exactly those that match it: it has better rules."""
@@ -223,6 +263,11 @@ class ObjectWriter:
             elif isinstance(shape, Consts) and shape.kind == "string":
                 found.append(dfa.from_texts(_texts_of(shape)))
         return dfa.any_of(found) if found else dfa.NONE
+
+
+def counts_keys(shape: Objects) -> bool:
+    """Whether a free key that repeats would make the count of members wrong."""
+    return shape.least > len(shape.required) + 1
 
 
 def _covers(keys: Keys, kind: FreeKeys) -> bool:

@@ -18,7 +18,7 @@ from overlap_spec.grammar.lowering import evaluated, keywords, local_keywords
 from overlap_spec.grammar.lowering.complement import complement
 from overlap_spec.grammar.lowering.emptiness import shape_is_empty
 from overlap_spec.grammar.lowering.intersect import intersect
-from overlap_spec.grammar.lowering.membership import contains_value, loads
+from overlap_spec.grammar.lowering.membership import contains_value
 from overlap_spec.grammar.lowering.references import References, Scope
 from overlap_spec.grammar.lowering.shapes import (
     ANY,
@@ -37,7 +37,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Shapes,
     negated,
 )
-from overlap_spec.grammar.source import json_path
+from overlap_spec.grammar.source import json_path, loads
 
 Found = TypeVar("Found")
 _MOST_SHAPES = 512
@@ -238,7 +238,9 @@ class Resolver:
         for names, wanted in groups.values():
             absent = Objects(named=tuple((name, NOTHING) for name in names))
             if isinstance(wanted, list):
-                there: Shapes = (Objects(required=tuple(wanted)),)
+                # Free keys have no control characters: such a name must be a named one.
+                odd = tuple((name, ANY) for name in names if not name.isprintable())
+                there: Shapes = (Objects(odd, required=tuple(wanted)),)
             else:
                 here = json_path(path, keyword, names[0])
                 found = self.shapes(self.expr(wanted, here))

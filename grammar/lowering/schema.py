@@ -13,13 +13,14 @@ from typing import Any
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.dfa import Dfa
-from overlap_spec.grammar.automata.escape import plain
+from overlap_spec.grammar.automata.escape import in_json, once_in_json, plain
 from overlap_spec.grammar.lowering import keywords
-from overlap_spec.grammar.lowering.arrays import ArrayWriter
+from overlap_spec.grammar.lowering.arrays import ArrayWriter, fixed_items
+from overlap_spec.grammar.lowering.distinct import DistinctPlan
 from overlap_spec.grammar.lowering.ebnf import Rules, choice, literal
 from overlap_spec.grammar.lowering.layout import Layout
 from overlap_spec.grammar.lowering.numeric import number_language
-from overlap_spec.grammar.lowering.objects import ObjectWriter
+from overlap_spec.grammar.lowering.objects import ObjectWriter, counts_keys
 from overlap_spec.grammar.lowering.resolver import Resolver
 from overlap_spec.grammar.lowering.shapes import (
     Arrays,
@@ -32,6 +33,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Unsupported,
 )
 from overlap_spec.grammar.lowering.strings import string_language
+from overlap_spec.grammar.lowering.values import Once, Values
 
 _DEEPEST = 200
 _DEEPEST_INDENT = 24
@@ -45,18 +47,27 @@ class SchemaLowering:
         whitespace: As in `Grammar`.
         best_effort: Leave out keywords that cannot be enforced, instead of refusing them.
         rules: Receives the rules; new ones by default.
+        apart: Leave items and keys that must differ, and that no rules keep apart, to a matcher
+            that looks at them; :attr:`looks` tells whether there are such.
     """
 
     def __init__(
-        self, root: Any, whitespace: str | int, best_effort: bool, rules: Rules | None = None
+        self,
+        root: Any,
+        whitespace: str | int,
+        best_effort: bool,
+        rules: Rules | None = None,
+        apart: bool = False,
     ) -> None:
         self.root = root
         self.rules = rules or Rules()
         self.layout = Layout(self.rules, whitespace)
         self.best_effort = best_effort
+        self.apart, self.looks = apart, False
         self.resolver = Resolver(root, best_effort)
-        self._known: dict[tuple[Expr, int], str | None] = {}
-        self._recursive: set[tuple[Expr, int]] = set()
+        self.values = Values(self.resolver)
+        self._known: dict[tuple[Expr, int, Once], str | None] = {}
+        self._recursive: set[tuple[Expr, int, Once]] = set()
 
     def text(self) -> str:
         """The EBNF of the whole document.
@@ -69,18 +80,36 @@ class SchemaLowering:
             raise GrammarError("$: no value is valid under this schema", "schema")
         return self.rules.text(start)
 
-    def value(self, expr: Expr, path: str, depth: int) -> str | None:
-        """The rule of a value at `depth`; None if no value is valid."""
+    def plan(self) -> list[dict[str, Any]]:
+        """Where items and keys must differ, after :meth:`text`; see `distinct`.
+
+        Raises:
+            GrammarError: that cannot be told.
+        """
+        if not self.looks:
+            return []
+        made = DistinctPlan(
+            self.resolver,
+            lambda shape, path: ObjectWriter(self, shape, path, 0).free_values(),
+            lambda shape: fixed_items(shape, self.resolver) is not None,
+            lambda shape: counts_keys(shape) and ObjectWriter(self, shape, "$", 0).is_free,
+        )
+        return made.of(self.resolver.expr(self.root, "$"))
+
+    def value(self, expr: Expr, path: str, depth: int, once: Once = Once.NO) -> str | None:
+        """The rule of a value at `depth`, written once where asked; None if no value is valid."""
         if depth > (_DEEPEST_INDENT if self.layout.by_depth else _DEEPEST):
             why = "indentation needs a bounded depth" if self.layout.by_depth else "nested too deep"
             raise GrammarError(f"{path}: {why}", "schema")
-        key = (expr, depth if self.layout.by_depth else 0)
+        key = (expr, depth if self.layout.by_depth else 0, once)
         if key in self._known:
             self._recursive.add(key)
             return self._known[key]
         name = self._known[key] = self.rules.reserve()
         parts = [
-            part for shape in self.resolver.shapes(expr) for part in self._ways(shape, path, depth)
+            part
+            for shape in self.resolver.shapes(expr)
+            for part in self._ways(shape, path, depth, once)
         ]
         found = choice(parts) if parts else None
         if key in self._recursive or len(parts) > 1:
@@ -92,41 +121,48 @@ class SchemaLowering:
         self._known[key] = found
         return found
 
-    def _ways(self, shape: Shape, path: str, depth: int) -> list[str]:
+    def _ways(self, shape: Shape, path: str, depth: int, once: Once) -> list[str]:
         try:
-            return self._shape(shape, path, depth)
+            return self._shape(shape, path, depth, once)
         except GrammarError:
             loose = _loose(shape) if self.best_effort else shape
             if loose == shape:
                 raise
-            return [] if loose is None else self._shape(loose, path, depth)
+            return [] if loose is None else self._shape(loose, path, depth, once)
 
-    def _shape(self, shape: Shape, path: str, depth: int) -> list[str]:
+    def _shape(self, shape: Shape, path: str, depth: int, once: Once) -> list[str]:
+        if isinstance(shape, Arrays | Objects) and once is not Once.NO:
+            is_open = once is Once.ITEM and self.values.is_open(shape)
+            once = Once.NO if is_open else Once.INSIDE
         if isinstance(shape, Objects):
-            return ObjectWriter(self, shape, path, depth).rule()
+            return ObjectWriter(self, shape, path, depth, once).rule()
         if isinstance(shape, Consts):
-            return self._fixed(shape, depth)
+            return self._fixed(shape, depth, once)
         if isinstance(shape, Unsupported):
             raise keywords.refusal(
                 "not", path, f"negates {shape.keyword!r}, which is not supported"
             )
         if isinstance(shape, Arrays):
-            found = ArrayWriter(self, shape, path, depth).rule()
+            found = ArrayWriter(self, shape, path, depth, once).rule()
         elif isinstance(shape, Strings):
-            language = string_language(shape, path)
-            found = None if language is None else self.rules.quoted(language)
+            escape = in_json if once is Once.NO else once_in_json
+            language = string_language(shape, path, escape)
+            found = None if language is None else self.rules.quoted(language, escape)
         else:
-            found = self._number(shape, path)
+            found = self._number(shape, path, once)
         return [] if found is None else [found]
 
-    def _fixed(self, shape: Consts, depth: int) -> list[str]:
+    def _fixed(self, shape: Consts, depth: int, once: Once) -> list[str]:
         values = [json.loads(text) for _, text in shape.values]
-        # 2.0 equals 2: allow both forms.
-        values += [int(v) for v in values if isinstance(v, float) and v.is_integer()]
+        whole = [int(v) for v in values if isinstance(v, float) and v.is_integer()]
+        if once is not Once.NO:
+            values = [v for v in values if not (isinstance(v, float) and v.is_integer())]
+        # 2.0 equals 2: allow both forms, or the shorter one.
+        values += whole
         return [self.layout.value(value, depth) for value in values]
 
-    def _number(self, shape: Numbers, path: str) -> str | None:
-        language = number_language(shape, path)
+    def _number(self, shape: Numbers, path: str, once: Once) -> str | None:
+        language = number_language(shape, path, once is not Once.NO)
         if language is None:
             return None
         if isinstance(language, list):

@@ -7,22 +7,28 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from overlap_spec.grammar import formats
 from overlap_spec.grammar.automata import dfa
 from overlap_spec.grammar.automata.charset import ALL, Ranges, intersect, negate, union
 from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError
-from overlap_spec.grammar.automata.escape import ANY_CHAR, ANY_TEXT, in_json
+from overlap_spec.grammar.automata.escape import ANY_TEXT, Escape, in_json
 from overlap_spec.grammar.automata.regex import Pattern
 from overlap_spec.grammar.automata.regex_ast import EMPTY, Node, Repetition, alternate, concat
-from overlap_spec.grammar.lowering import formats, keywords
+from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.shapes import Strings
 
 KEY_CHARS = negate(((0, 0x1F),))
 """Characters of free keys."""
 
 
-def string_language(shape: Strings, path: str) -> Node | Dfa | None:
+def string_language(shape: Strings, path: str, escape: Escape = in_json) -> Node | Dfa | None:
     """The strings of a shape: an expression for the text between the quotes, or an automaton over
     the characters if there is no expression; None if no string is valid.
+
+    Args:
+        shape: The strings.
+        path: Where they stand.
+        escape: Writes the characters of an expression.
 
     Raises:
         GrammarError: a pattern that is not supported, or that needs too large an automaton.
@@ -31,25 +37,32 @@ def string_language(shape: Strings, path: str) -> Node | Dfa | None:
     if not shape.patterns and not shape.without:
         if least > 0 or most is not None:
             if not shape.outside:
-                return Repetition(ANY_CHAR, least, most)
+                return repeated(ALL, escape, least, most)
         elif shape.outside:
             return all_but(shape.outside, ALL)
         else:
-            return ANY_TEXT
+            return repeated(ALL, escape, 0, None)
     elif len(shape.patterns) == 1 and not shape.without and not shape.outside:
-        found = _pattern(Pattern(shape.patterns[0], "schema"), least, most)
+        found = _pattern(Pattern(shape.patterns[0], "schema"), least, most, escape)
         if found is not None:
             return found
     try:
         made = automaton(shape)
     except TooLargeError as error:
-        shorter = _shortened(shape)
+        shorter = _shortened(shape, escape)
         if shorter is not None:
             return shorter
         raise keywords.refusal(
             "pattern", path, "needs too large an automaton with the bounds beside it"
         ) from error
     return None if made.is_empty else made
+
+
+def repeated(members: Ranges, escape: Escape, least: int, most: int | None) -> Node:
+    """`least` to `most` characters of a set."""
+    char = escape(members)
+    assert char is not None
+    return Repetition(char, least, most)
 
 
 def automaton(shape: Strings) -> Dfa:
@@ -77,13 +90,13 @@ def found_in(pattern: str, wide: bool) -> Dfa:
     return Pattern(pattern, "schema", wide).automaton()
 
 
-def _shortened(shape: Strings) -> Node | Dfa | None:
+def _shortened(shape: Strings, escape: Escape) -> Node | Dfa | None:
     """Some texts of a format, where all are too many for an automaton that counts as well."""
     parts = tuple(formats.part(pattern) or pattern for pattern in shape.patterns)
     if len(parts) == 1 and not shape.without and not shape.outside and shape.most is not None:
         found = formats.within(parts[0], shape.most)
         if found and found.width()[0] >= shape.least:
-            return found.found(in_json)
+            return found.found(escape)
     try:
         return None if parts == shape.patterns else automaton(replace(shape, patterns=parts))
     except TooLargeError:
@@ -137,18 +150,18 @@ def _any_of(members: Ranges) -> Node:
     return Repetition(alternate(*(part for part in parts if part)), 0, None)
 
 
-def _pattern(pattern: Pattern, least: int, most: int | None) -> Node | None:
+def _pattern(pattern: Pattern, least: int, most: int | None, escape: Escape) -> Node | None:
     """An expression for a pattern with length bounds; None if that needs an automaton."""
     if pattern.looks_around:
         return None
     low, high = pattern.width()
     if least <= low and (most is None or (high is not None and high <= most)):
-        return pattern.found(in_json)
+        return pattern.found(escape)
     simple = pattern.as_repeat()
     if simple is None:
         return None
     members, low, high = simple
-    char = in_json(members)
+    char = escape(members)
     tops = [bound for bound in (high, most) if bound is not None]
     low, high = max(low, least), min(tops) if tops else None
     if char is None or (high is not None and low > high):

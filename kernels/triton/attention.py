@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overlap_spec.kernels.attention import KeySpan
+from overlap_spec.kernels.attention import USUAL, KeySpan, Scoring
 from overlap_spec.kernels.triton.bits import pack_mask
 from overlap_spec.kernels.triton.cache import move_kv, page_slots, rotate_and_store
+from overlap_spec.kernels.triton.elementwise import soft_sign
 from overlap_spec.kernels.triton.launch import launch, power_of_two, require_float
 from overlap_spec.kernels.tuning import Config, config, multiprocessors
 
@@ -60,10 +61,11 @@ def _window_bits(words, offset, live, WORDS: tl.constexpr):
     do_not_specialize_on_alignment=["pages", "prefix", "positions", "offsets"],
 )
 def _attend(
-    q, k_cache, v_cache, pages, prefix, positions, mask, offsets, out, part, log_sum,
-    queries, q_query, q_head, pages_row, width, first, window, key_slot, key_head, scale,
+    q, k_cache, v_cache, pages, prefix, positions, mask, offsets, sinks, out, part, log_sum,
+    queries, q_query, q_head, pages_row, width, first, window, key_slot, key_head, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    RAGGED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
+    RAGGED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SINK: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     SIZE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -111,6 +113,11 @@ def _attend(
         tl.store(log_sum + part_row, best, live)
         return
     total = tl.zeros([ROWS], tl.float32)
+    if SINK:
+        # A key without a value, in the first share alone.
+        sink = tl.load(sinks + head * GROUP + member, mask=live, other=0.0).to(tl.float32)
+        best = tl.where(split == 0, sink * 1.4426950408889634, best)
+        total = tl.where(split == 0, total + 1.0, total)
     mean = tl.zeros([ROWS, SIZE], tl.float32)
     pages += request * pages_row
     words = mask + begin * WORDS + query * WORDS
@@ -128,6 +135,9 @@ def _attend(
         inside = present[:, None] & (column < DIM)[None, :]
         keys = tl.load(k_cache + slot[:, None] + column[None, :], mask=inside, other=0.0)
         score = tl.dot(tile, tl.trans(keys), input_precision="ieee") * scale
+        if CAP:
+            # Of the scaled product over the cap; the cap brings its logarithm's base along.
+            score = soft_sign(score) * cap
         if (block < open_low) | (block + KEYS > open_end):
             # Not every query sees every key of the block.
             offset = key - start
@@ -211,7 +221,12 @@ def _blocks(rows: int, chunks: bool, dim: int, dtype: torch.dtype, device: torch
 
 
 def tree_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, span: KeySpan, window: int | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    span: KeySpan,
+    window: int | None = None,
+    scoring: Scoring = USUAL,
 ) -> Tensor:
     """See :func:`overlap_spec.kernels.tree_attention`; a query that sees no key gets zeros."""
     require_float("tree_attention", q, k_cache, v_cache)
@@ -234,15 +249,19 @@ def tree_attention(
     if shares > 1:
         part = torch.empty(total * heads, shares, dim, dtype=torch.float32, device=device)
         log_sum = torch.empty(part.shape[:2], dtype=torch.float32, device=device)
+    scale, cap, sinks = scoring
+    # Scores are taken in base 2; under a cap only once they have been bent.
+    factor = (1 / math.sqrt(dim) if scale is None else scale) * (1 / cap if cap else LOG2_E)
     launch(
         _attend, (tiles, kv_heads * shares, batch),
         q, k_cache, v_cache, pages, span.prefix.contiguous(), span.positions.contiguous(),
         span.packed if tree else pages,
-        pages if span.offsets is None else span.offsets.contiguous(), out, part, log_sum,
+        pages if span.offsets is None else span.offsets.contiguous(),
+        out if sinks is None else sinks.contiguous(), out, part, log_sum,
         queries, *q.stride()[:2], pages.stride(0),
-        width, span.first, window or 0, kv_heads * dim, dim, LOG2_E / math.sqrt(dim),
+        width, span.first, window or 0, kv_heads * dim, dim, factor, (cap or 0.0) * LOG2_E,
         HEADS=kv_heads, GROUP=group, DIM=dim, PAGE=page_size, RAGGED=ragged,
-        TREE=tree, WINDOW=window is not None,
+        TREE=tree, WINDOW=window is not None, CAP=cap is not None, SINK=sinks is not None,
         SPLITS=shares, LEAST=max(1, tuned["split_keys"] // tuned["keys"]), ROWS=tuned["rows"],
         KEYS=tuned["keys"], SIZE=size, WORDS=-(-width // 64),
         num_warps=tuned["num_warps"], num_stages=tuned["num_stages"],

@@ -23,6 +23,17 @@ from overlap_spec.worker.passes import Accepted
 from overlap_spec.worker.sampler import Masks, Nodes
 from overlap_spec.worker.tables import SamplingFeatures
 
+PLAIN = SamplingFeatures(
+    sampled=False,
+    filtered=False,
+    penalised=False,
+    biased=False,
+    min_tokens=False,
+    top_logprobs=None,
+    origins=False,
+    tries=False,
+)
+
 
 def warm_up(
     runner: ModelRunner, upload: PlanUpload, tiers: Sequence[Tier], rows: int, chunk_tokens: int
@@ -67,8 +78,7 @@ def warm_sampler(runner: ModelRunner) -> None:
     place = Nodes(rows, torch.zeros_like(rows), None, None)
     flags = torch.ones(2, dtype=torch.bool, device=runner.device)
     bits = torch.full((2, words), -1, dtype=torch.int32, device=runner.device)
-    plain = SamplingFeatures(False, False, False, False, False, None, False)
-    asked = [plain, replace(plain, sampled=True), replace(plain, sampled=True, filtered=True)]
+    asked = [PLAIN, replace(PLAIN, sampled=True), replace(PLAIN, sampled=True, filtered=True)]
     kinds = {torch.float32, runner.pool.k.dtype}
     for kind, features in itertools.product(kinds, asked):
         for masks in (None, Masks(bits, None), Masks(bits, flags)):
@@ -103,9 +113,8 @@ def warm_chunk(runner: ModelRunner, upload: PlanUpload, tier: Tier, tokens: int)
     chunk = Chunk(runner.tables.padding_row, 0, text, True)
     plan = StepPlan(0, Budget(tier), (), (chunk,), (0,), (False,), 0, ())
     batch = upload(plan, Staging())
-    plain = SamplingFeatures(False, False, False, False, False, None, False)
     prefilled = runner.prefill(batch)
-    accepted: Accepted = runner.accept(batch, None, None, prefilled, plain, None)
+    accepted: Accepted = runner.accept(batch, None, None, prefilled, PLAIN, None)
     runner.extend_chunks(batch, prefilled, accepted)
 
 

@@ -175,6 +175,7 @@ INTEGERS = {
     for bits in (8, 16, 32, 64)
 }
 """Least and most of the formats of whole numbers (OpenAPI's registry)."""
+_HINTS = frozenset(("binary", "double", "float", "password"))
 
 
 # A part of some languages, whose longest text grows slowly with the turns of its repeats.
@@ -202,6 +203,11 @@ _KNOWN = frozenset((*_PATTERNS.values(), *_PARTS.values()))
 def pattern(name: str) -> str | None:
     """The pattern of a format of strings; None if it has none, and says nothing."""
     return _PATTERNS.get(name)
+
+
+def is_known(name: str) -> bool:
+    """Whether a format is held, or is a hint that no value can violate."""
+    return name in _PATTERNS or name in INTEGERS or name in _HINTS
 
 
 def part(source: str) -> str | None:

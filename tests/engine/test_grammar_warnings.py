@@ -1,0 +1,94 @@
+"""A format that nobody knows is told, wherever an output is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from overlap_spec import AsyncEngine, Engine, cli
+from overlap_spec.config import EMBEDDED
+from overlap_spec.grammar import Grammar
+from tests.support.serving import shared_server
+
+SCHEMA = {"enum": ["a"], "format": "sku"}
+TOLD = ("$: format 'sku' is not known, so it is not enforced",)
+
+
+def test_an_unknown_format_is_told_with_its_first_path() -> None:
+    schema = {
+        "properties": {"a": {"items": [{"format": "sku"}, {"format": "date"}]}, "b": SCHEMA},
+        "$defs": {"x y": {"not": {"format": "other"}}},
+        "examples": [{"format": "no schema"}],
+        "default": {"format": "no schema"},
+    }
+    found = Grammar.json_schema({"$schema": "http://json-schema.org/draft-07/schema#", **schema})
+    assert found.warnings == (
+        "$.$defs['x y'].not: format 'other' is not known, so it is not enforced",
+        "$.properties.a.items[0]: format 'sku' is not known, so it is not enforced",
+    )
+    assert found.after_thinking().warnings == found.warnings
+    many = {"anyOf": [{"format": f"f{i}"} for i in range(99)]}
+    assert len(Grammar.json_schema(many).warnings) == 16
+
+
+def test_known_formats_and_hints_are_not_told() -> None:
+    names = ("date", "uuid4", "int32", "double", "password")
+    assert Grammar.json_schema({"anyOf": [{"format": name} for name in names]}).warnings == ()
+
+
+def test_schemas_inside_tags_and_tools_are_read_too() -> None:
+    tag = {"type": "tag", "begin": "<a>", "end": "</a>"}
+    form = {"type": "or", "elements": [{**tag, "content": {"type": "json_schema",
+            "json_schema": SCHEMA}}]}  # fmt: skip
+    (found,) = Grammar.structural_tag({"type": "structural_tag", "format": form}).warnings
+    assert found.startswith("$.elements[0].content.json_schema: format 'sku'")
+    tool = {"function": {"name": "f", "parameters": {"properties": {"a": SCHEMA}}}}
+    told = Grammar.tools([tool], otherwise=Grammar.json_schema(SCHEMA)).warnings
+    assert told == (*TOLD, "$.f.properties.a: format 'sku' is not known, so it is not enforced")
+
+
+def test_outputs_carry_the_warnings(tiny: dict[str, str]) -> None:
+    with Engine(**tiny, num_steps=3, mask_deadline_ms=5000.0) as engine:
+        outputs = [engine.generate("x", Grammar.json_schema(s)) for s in (SCHEMA, {"const": 1})]
+        deltas = list(engine.stream("x", Grammar.json_schema(SCHEMA)))
+    assert [output.warnings for output in outputs] == [TOLD, ()]
+    assert [delta.warnings for delta in deltas] == [*[()] * (len(deltas) - 1), TOLD]
+
+
+def test_they_cross_to_another_process(tiny: dict[str, str]) -> None:
+    async def work() -> Any:
+        async with AsyncEngine(**tiny, num_steps=3, mask_deadline_ms=5000.0) as engine:
+            return await engine.generate("x", Grammar.json_schema(SCHEMA))
+
+    assert asyncio.run(work()).warnings == TOLD
+
+
+def test_the_command_line_warns(
+    tiny: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--model", tiny["model"], "--draft", tiny["draft"], "--schema", json.dumps(SCHEMA)]
+    monkeypatch.setattr(sys, "argv", ["overlap-spec", "generate", "x", *flags])
+    cli.main()
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ('"a"\n', f"warning: {TOLD[0]}\n")
+
+
+@pytest.mark.skipif(
+    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
+)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_over_http(path: str, stream: bool) -> None:
+    server = shared_server()
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
+    prompt: dict[str, Any] = {"prompt": "x"}
+    if "chat" in path:
+        prompt = {"messages": [{"role": "user", "content": "x"}]}
+    reply = server.post(path, prompt | {"response_format": form, "stream": stream})
+    lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
+    told = [c for line in lines or [reply.text] for c in json.loads(line)["choices"]]
+    assert [c.get("warnings") for c in told if c["finish_reason"]] == [list(TOLD)]
