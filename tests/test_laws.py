@@ -202,6 +202,7 @@ GRAMMAR_MAY_IMPORT: dict[str, set[str]] = {
 GRAMMAR_FILES: dict[str, set[str]] = {
     "spec": {
         "formats",
+        "lark",
         "markers",
         "outputs",
         "reasoning",
