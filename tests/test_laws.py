@@ -213,6 +213,7 @@ GRAMMAR_FILES: dict[str, set[str]] = {
         "tool_formats",
         "tool_stream",
         "tools",
+        "type_schemas",
         "unheld",
     },
     "contract": {
