@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint bench check soak clean
+.PHONY: demo test test-slow lint bench check soak picture docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -23,6 +23,13 @@ check: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/python -m bench.serving_soak
 	$(BIN)/python -m bench.attack --seconds 300
+
+picture: $(STAMP)
+	$(BIN)/python examples/picture.py
+
+docs: $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[docs]"
+	$(BIN)/python -m mkdocs build --strict
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

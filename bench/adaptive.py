@@ -4,7 +4,8 @@
 NAME,...] [--model DIR --draft DIR]`` gives each policy an engine of its own, which lives through
 all phases: no drafts, static chains of 1, 3, 5 and 7 steps, a static tree, the published
 ``default``, ``guarded``, ``adaspec`` and ``auto``. Text is easy, hard, and easy; then the batch
-grows from N (1) to ``--busy`` (16) and falls back. Every group of requests goes through all
+grows from N (1) to ``--busy`` (16) and falls back; then the same prompts are answered under their
+schemas and without. Every group of requests goes through all
 engines, each time beginning with another one, before the next group starts: what the machine does
 to one policy it does to all. Easy prompts ask for text that stands in the prompt; hard ones hold
 the output to a form that no draft foresees. Outputs must be the same under every policy: else the
@@ -20,6 +21,8 @@ Fields of the last line, beside those of every record (``bench.common``):
     worst_of_best: Adaptive policy → least ``of_best`` of all phases. The published promise of
         adaptive drafting is 0.97.
     whole: Policy → tokens per second of all phases, as many tokens of each.
+    calibration: Policy → ``free`` and ``constrained`` → bins of ``confidence``, ``accepted``
+        (share) and ``trials``; of the policies that weigh the drafter's confidence.
     equal: Outputs are the same under all policies.
 """
 
@@ -30,7 +33,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -56,14 +59,6 @@ FIXED: dict[str, dict[str, Any]] = {
 }
 ADAPTIVE = ("default", "guarded", "adaspec", "auto")
 POLICIES = FIXED | {name: {"adaptive": name, "num_steps": 5} for name in ADAPTIVE}
-# Name → whether its text is hard, and whether the batch is large.
-PHASES = {
-    "easy": (False, False),
-    "hard": (True, False),
-    "easy again": (False, False),
-    "busy": (False, True),
-    "alone again": (False, False),
-}
 LETTERS = "bcdfghjklmnpqrstvwxz"
 
 
@@ -92,11 +87,34 @@ def hard(rng: Random, tokens: int) -> Ask:
     return Ask("Write a code.", Grammar.regex(pattern), tokens)
 
 
+def constrained(rng: Random, tokens: int) -> Ask:
+    """JSON under a schema that the prompt says nothing of."""
+    case = held_out_cases(rng.randrange(2**31), 1)[0]
+    return Ask(case.prompt, Grammar.json_schema(case.schema), tokens)
+
+
+def free(rng: Random, tokens: int) -> Ask:
+    """The same prompts as those of :func:`constrained`, answered as the model likes."""
+    return replace(constrained(rng, tokens), grammar=None)
+
+
+# Name → its text, whether the batch is large, and what its prompts are drawn by.
+PHASES = {
+    "easy": (easy, False, "easy"),
+    "hard": (hard, False, "hard"),
+    "easy again": (easy, False, "easy again"),
+    "busy": (easy, True, "busy"),
+    "alone again": (easy, False, "alone again"),
+    "constrained": (constrained, False, "json"),
+    "free": (free, False, "json"),
+}
+
+
 def phases(seed: int, size: Size, batch: int, busy: int) -> dict[str, list[list[Ask]]]:
     """Name → groups of ``batch`` requests, or of ``busy``."""
     made = {}
-    for name, (is_hard, is_busy) in PHASES.items():
-        rng, make = Random(f"{seed} {name}"), hard if is_hard else easy
+    for name, (make, is_busy, prompts) in PHASES.items():
+        rng = Random(f"{seed} {prompts}")
         count = busy if is_busy else batch
         # As many tokens in all, as far as whole groups go.
         groups = max(2, size.groups * batch // count)
@@ -253,13 +271,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 measure(engine, [Ask("Warm up.", None, 8)])
             work = phases(options.seed, size, options.batch, options.busy)
             wrong = list(run_phases(engines, work, run))
+            states = {name: e.snapshot()["speculation"] for name, e in engines.items()}
+            calibration = {n: s["calibration"] for n, s in states.items() if "calibration" in s}
     except OverlapSpecError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     record = summary(run.samples)
     print_table(record, Console(width=150))
     run.finish(
-        size.groups, **rounded(record), batch=options.batch, busy=options.busy, equal=not wrong
+        size.groups,
+        **rounded(record | {"calibration": calibration}),
+        batch=options.batch,
+        busy=options.busy,
+        equal=not wrong,
     )
     if wrong:
         fail("outputs are not the same under all policies:\n" + "\n".join(wrong[:10]))

@@ -109,6 +109,13 @@ def _elementwise(d: Draw, batch: int) -> Iterator[Work]:
         3 * rows * INTERMEDIATE * item,
         config="silu_and_mul",
     )
+    yield Work(
+        f"gelu_and_mul/{rows}",
+        kernels.gelu_and_mul,
+        lambda: (d.normal(rows, 2 * INTERMEDIATE),),
+        3 * rows * INTERMEDIATE * item,
+        config="silu_and_mul",
+    )
 
 
 def _cache(d: Draw, batch: int) -> Iterator[Work]:

@@ -135,6 +135,26 @@ def scaling(sweep: Mapping[str, Any]) -> Figure:
     return figure
 
 
+def calibration(policies: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]) -> Figure:
+    """How often drafts of each confidence were accepted, by policy and kind of text; a dot's area
+    is its trials (AdaSpec, SoCC 2025, has the like of its drafters)."""
+    figure = new_figure(4.2, 3.8)
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color=TARGET, lw=1, ls="--", label="as confident as right")
+    kinds = [(f"{p}: {k}", bins) for p, by_kind in policies.items() for k, bins in by_kind.items()]
+    for index, (name, bins) in enumerate(kinds):
+        most = max((b["trials"] for b in bins), default=1.0)
+        x, y = [b["confidence"] for b in bins], [b["accepted"] for b in bins]
+        colour = COLOURS[index % len(COLOURS)]
+        axes.plot(x, y, color=colour, lw=1)
+        axes.scatter(x, y, [4 + 60 * b["trials"] / most for b in bins], color=colour, label=name)
+    axes.set_xlabel("the drafter's probability")
+    axes.set_ylabel("share accepted")
+    axes.legend(frameon=False, fontsize=8)
+    _open(axes)
+    return figure
+
+
 def targets(record: Mapping[str, Any]) -> Figure:
     """The figures of ``bench.gpu``, each with its target as a line.
 

@@ -27,6 +27,7 @@ TEMPLATE = "report.html.j2"
 ORDER = (
     "overlap",
     "adaptive",
+    "traces",
     "gsm8k",
     "json_schema",
     "peers",
@@ -119,6 +120,7 @@ def _template() -> Any:
     drawn: dict[str, Callable[..., Any]]
     drawn = {
         "bars": plots.bars,
+        "calibration_plot": plots.calibration,
         "scaling_plot": plots.scaling,
         "soak_plot": plots.soak,
         "targets_plot": plots.targets,

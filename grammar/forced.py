@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from overlap_spec.grammar.contract import Links, Matcher, Row
 from overlap_spec.grammar.guesses import Guesses
+from overlap_spec.grammar.text_tokens import TextTokens
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 # Texts whose tokens are kept, and bytes of the longest: some 5 MB.
@@ -26,8 +27,6 @@ LONGEST_BYTES = 256
 MAY_END = 1000
 # Texts that may follow a run. Where one of them would change its last token, that is left out.
 FOLLOWING = ("a", "0", '"')
-# What is encoded in front of a run where a tokenizer puts a space before every text.
-FRONT = "\n"
 
 
 class Openings(NamedTuple):
@@ -57,8 +56,11 @@ class ForcedRuns:
     def __init__(
         self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]], tokens: int
     ) -> None:
-        self._text, self._encode, self._tokens = vocabulary.text, encode, tokens
-        self._front = list(encode(FRONT))
+        self._text, self._encoded, self._tokens = (
+            vocabulary.text,
+            TextTokens(vocabulary, encode),
+            tokens,
+        )
         self._stops = frozenset(vocabulary.stop_ids)
         single = vocabulary.byte_tokens
         self._all_bytes = bool((single >= 0).all())
@@ -190,21 +192,6 @@ class ForcedRuns:
         # What follows is free, and may be one token with the end of this.
         merges = (self._encoded(text + more)[: len(found)] != found for more in FOLLOWING)
         return found if whole and not any(merges) else found[:-1]
-
-    def _encoded(self, text: str) -> list[int]:
-        """The tokens of a text inside another; none if the tokenizer does not keep its bytes."""
-        found, wanted, front = list(self._encode(text)), text.encode(), self._front
-        if self._bytes(found) == wanted:
-            return found
-        found = list(self._encode(FRONT + text))
-        inside = found[len(front) :]
-        return inside if found[: len(front)] == front and self._bytes(inside) == wanted else []
-
-    def _bytes(self, tokens: Sequence[int]) -> bytes | None:
-        size = len(self._text)
-        if any(token >= size for token in tokens):
-            return None
-        return b"".join(self._text[token] for token in tokens)
 
 
 def _by_words(tokens: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], Row]:

@@ -13,9 +13,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -27,8 +26,7 @@ from overlap_spec.grammar.guesses import Guesses
 STARVED_DEADLINES = 4
 
 
-@dataclass(frozen=True, eq=False)
-class AcceptItem:
+class AcceptItem(NamedTuple):
     """Feed a request's kept `tokens`, in order, to its matcher."""
 
     request_id: int
@@ -36,8 +34,7 @@ class AcceptItem:
     tokens: Sequence[int]
 
 
-@dataclass(frozen=True, eq=False)
-class FillItem:
+class FillItem(NamedTuple):
     """Fill the mask rows of a request's tree, and the runs behind its nodes.
 
     Arrays are those of `Matcher.fill_tree`, and of `ForcedRuns.fill`: all -1 where the pool has no
@@ -53,8 +50,7 @@ class FillItem:
     runs: Row
 
 
-@dataclass(frozen=True)
-class PoolResult:
+class PoolResult(NamedTuple):
     """The result of one item.
 
     Args:
@@ -202,7 +198,11 @@ class MatcherPool:
         self.threads = threads
         self.forced: ForcedRuns | None = None
         self._deadline_ns = None if deadline_ms is None else int(deadline_ms * 1e6)
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
+        # A call to take; a batch to return.
+        self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
+        # Calls of the batch under way that have neither returned nor were abandoned.
+        self._pending = 0
         self._queue: deque[_MatcherCall] = deque()
         self._latest: dict[int, _MatcherCall] = {}
         self._scratch: dict[int, Row] = {}
@@ -221,7 +221,12 @@ class MatcherPool:
         if self.forced is not None:
             for item in items:
                 filled = self._latest.get(item.request_id)
-                if filled is not None and filled.returned and not filled.abandoned:
+                if (
+                    filled is not None
+                    and filled.openings.texts
+                    and filled.returned
+                    and not filled.abandoned
+                ):
                     guesses = self.guesses(item.request_id)
                     self.forced.learn(filled.openings, item.tokens, guesses)
         return self._run([_AcceptCall(item, self._latest.get(item.request_id)) for item in items])
@@ -245,7 +250,10 @@ class MatcherPool:
 
     def guesses(self, request_id: int) -> Guesses:
         """How well a request's forced text is guessed."""
-        return self._guesses.setdefault(request_id, Guesses())
+        found = self._guesses.get(request_id)
+        if found is None:
+            found = self._guesses[request_id] = Guesses()
+        return found
 
     def forget(self, request_id: int) -> None:
         """Drop the state of a request that has ended."""
@@ -263,7 +271,7 @@ class MatcherPool:
         """End the threads; one whose call does not return ends with the process."""
         with self._lock:
             self._closed = True
-            self._lock.notify_all()
+            self._work.notify_all()
             idle = self._runners - self._stuck
         for thread in idle:
             thread.join()
@@ -295,26 +303,30 @@ class MatcherPool:
                 self._return(call)
         else:
             with self._lock:
+                self._pending = len(calls)
                 self._queue.extend(calls)
-                self._lock.notify_all()
-                self._wait(set(calls))
+                self._work.notify(len(calls))
+                self._wait(calls)
         return [call.result() for call in calls]
 
-    def _wait(self, pending: set[_MatcherCall]) -> None:
+    def _wait(self, calls: Sequence[_MatcherCall]) -> None:
         """Wait until every call has returned or was abandoned; holds the lock."""
-        while pending := {call for call in pending if not (call.returned or call.abandoned)}:
+        while self._pending:
             if self._deadline_ns is None:
-                self._lock.wait()
+                self._done.wait()
                 continue
             now, rest = time.perf_counter_ns(), self._deadline_ns
-            for call in pending:
+            for call in calls:
                 # A call that waits for a thread is not late; one whose matcher is busy is.
-                if call.started or not call.ready:
-                    left = call.start_ns + self._deadline_ns - now
-                    if left <= 0 and (call.root_ready or self._overdue(call, now)):
-                        self._abandon(call)
-                    rest = min(rest, left if left > 0 else self._deadline_ns // 4)
-            self._lock.wait(rest / 1e9)
+                waits = call.ready and not call.started
+                if call.returned or call.abandoned or waits:
+                    continue
+                left = call.start_ns + self._deadline_ns - now
+                if left <= 0 and (call.root_ready or self._overdue(call, now)):
+                    self._abandon(call)
+                rest = min(rest, left if left > 0 else self._deadline_ns // 4)
+            if self._pending:
+                self._done.wait(rest / 1e9)
 
     def _overdue(self, call: _MatcherCall, now: int) -> bool:
         """Whether a call has used up its deadline; a thread without a core gets longer."""
@@ -326,6 +338,7 @@ class MatcherPool:
 
     def _abandon(self, call: _MatcherCall) -> None:
         call.abandoned, call.end_ns = True, time.perf_counter_ns()
+        self._pending -= 1
         if not call.root_ready:
             limit = (self._deadline_ns or 0) / 1e6
             call.error = RequestFailed(f"the grammar's matcher took longer than {limit:g} ms")
@@ -356,10 +369,12 @@ class MatcherPool:
                     call.returned = True
                     self._stuck.discard(me)
                     self._runners.discard(me)
-                    self._lock.notify_all()
+                    self._work.notify_all()
                     return
                 self._return(call)
-                self._lock.notify_all()
+                self._pending -= 1
+                if not self._pending:
+                    self._done.notify()
 
     def _take(self, me: threading.Thread) -> _MatcherCall | None:
         """The next call whose matcher is free; None when the pool closes."""
@@ -372,5 +387,5 @@ class MatcherPool:
                         call.start_ns = time.perf_counter_ns()
                         call.start_cpu_ns = time.thread_time_ns()
                         return call
-                self._lock.wait()
+                self._work.wait()
             return None

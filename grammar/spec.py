@@ -57,6 +57,8 @@ class Grammar:
         apart: Let equal items and keys through where `distinct_matcher` refuses them; set by the
             compiler, which wraps what is compiled so.
         output: The type that `parse` returns, or None for plain JSON values.
+        probabilities: Of a choice: tell how probable each text is, in `Output.choices`.
+        faithful: Of a choice: choose by the probability of the whole text.
         warnings: What the grammar asks for and nothing holds: formats that nobody knows.
     """
 
@@ -66,10 +68,18 @@ class Grammar:
     best_effort: bool = False
     apart: bool = False
     output: Any = field(default=None, compare=False, repr=False)
+    probabilities: bool = False
+    faithful: bool = False
     warnings: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_text(self.kind, self.source)
+        for name in ("probabilities", "faithful"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise GrammarError(f"{name} must be true or false: {value!r}", name)
+            if value and self.kind != "choice":
+                raise GrammarError(f"{name} is for a choice, and this is {self.kind}", name)
 
     @classmethod
     def json_schema(
@@ -128,8 +138,18 @@ class Grammar:
         return cls("ebnf", lark.to_ebnf(text) if lark.is_lark(text) else text)
 
     @classmethod
-    def choice(cls, options: Iterable[str]) -> Grammar:
+    def choice(
+        cls, options: Iterable[str], *, probabilities: bool = False, faithful: bool = False
+    ) -> Grammar:
         """One of the given texts.
+
+        Args:
+            options: The texts; of equal ones the first counts.
+            probabilities: Tell how probable each text is, in `Output.choices`. The output itself
+                stays as it would be.
+            faithful: Choose by the probability of the whole text, instead of token by token: the
+                most probable one at temperature 0, else a draw. (A mask over each token draws
+                from another distribution: it does not see that all that follows is improbable.)
 
         Raises:
             GrammarError: there is no option, or one is not a non-empty text.
@@ -140,7 +160,8 @@ class Grammar:
         for i, text in enumerate(texts):
             if not isinstance(text, str) or not text:
                 raise GrammarError(f"choice[{i}]: {text!r} is not a non-empty text", "choice")
-        return cls("choice", json.dumps(list(dict.fromkeys(texts)), ensure_ascii=False))
+        source = json.dumps(list(dict.fromkeys(texts)), ensure_ascii=False)
+        return cls("choice", source, probabilities=probabilities, faithful=faithful)
 
     @classmethod
     def structural_tag(
@@ -206,6 +227,7 @@ class Grammar:
         if otherwise is not None:
             if source["choice"] != "auto":
                 raise GrammarError('otherwise needs choice "auto"', "tool_choice")
+            otherwise._check_plain("tools")
             source["otherwise"] = otherwise._packed()
         output = None if otherwise is None else otherwise.output
         unheld = () if otherwise is None else otherwise.warnings
@@ -258,6 +280,7 @@ class Grammar:
         for marker in (end, begin):
             if marker is not None and (not isinstance(marker, str) or not marker):
                 raise GrammarError(f"{marker!r} is not a thinking marker", "thinking")
+        self._check_plain("thinking")
         source = {"end": end, "begin": begin, "inner": self._packed()}
         return Grammar(
             "after_thinking", canonical(source), output=self.output, warnings=self.warnings
@@ -303,6 +326,16 @@ class Grammar:
         if self.inner is None or reply.calls:
             return reply
         return ToolReply(text, parsed=self.inner.parse(text))
+
+    def _check_plain(self, around: str) -> None:
+        """A choice can be weighed where it is the whole output alone."""
+        for name in ("probabilities", "faithful"):
+            if getattr(self, name):
+                raise GrammarError(
+                    f"{name} needs a choice that is the whole output, and this one is "
+                    f"part of a grammar with {around}",
+                    name,
+                )
 
     def _packed(self) -> list[Any]:
         return [self.kind, self.source, self.whitespace, self.best_effort]

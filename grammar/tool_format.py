@@ -22,6 +22,8 @@ class ToolFormat:
         separator: Between two calls: white space, with at most one other character.
         close: After the last call: nothing, or one character.
         markers: Parts that are single tokens in real tokenizers, often special ones.
+        signs: Texts that the chat templates of such models all hold, without white space,
+            backslashes and line breaks as Jinja writes them; none: the format is not guessed.
     """
 
     starts: tuple[str, ...]
@@ -33,3 +35,4 @@ class ToolFormat:
     separator: str = ""
     close: str = ""
     markers: tuple[str, ...] = ()
+    signs: tuple[str, ...] = ()

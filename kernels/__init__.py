@@ -12,13 +12,20 @@ from overlap_spec.kernels.acceptance import (
 )
 from overlap_spec.kernels.attention import (
     KeySpan,
+    Scoring,
     move_kv,
     pack_mask,
     page_slots,
     rotate_and_store,
     tree_attention,
 )
-from overlap_spec.kernels.elementwise import add_rms_norm, apply_rope, rms_norm, silu_and_mul
+from overlap_spec.kernels.elementwise import (
+    add_rms_norm,
+    apply_rope,
+    gelu_and_mul,
+    rms_norm,
+    silu_and_mul,
+)
 from overlap_spec.kernels.sampling import (
     Noise,
     apply_bitmask,
@@ -51,6 +58,7 @@ __all__ = [
     "Noise",
     "Odds",
     "Residual",
+    "Scoring",
     "Selected",
     "Tree",
     "accept_by_rejection",
@@ -65,6 +73,7 @@ __all__ = [
     "choose",
     "coins",
     "filter_probs",
+    "gelu_and_mul",
     "grow",
     "masked_choose",
     "move_kv",

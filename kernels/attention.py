@@ -13,7 +13,7 @@ import warnings
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, List  # noqa: UP035
+from typing import Any, List, NamedTuple, Optional  # noqa: UP035
 
 import torch
 from torch import Tensor
@@ -170,6 +170,24 @@ class KeySpan:
         return self._dense[key]
 
 
+class Scoring(NamedTuple):
+    """How a layer's products of queries and keys become weights, where it departs from the usual.
+
+    Attributes:
+        scale: Factor of the products; None: ``1 / sqrt(D)``.
+        soft_cap: Scaled products x become ``soft_cap * tanh(x / soft_cap)``; None: they stay.
+        sinks: ``(heads,)``, any float type: one more score of each head, whose weight goes nowhere
+            (arXiv 2309.17453); None: there is none.
+    """
+
+    scale: float | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+
+
+USUAL = Scoring()
+
+
 def pages_together(page_size: int, keys: int = KEYS) -> int:
     """Pages that are read together: their keys are ``keys``, or one page has more."""
     return max(1, keys // page_size)
@@ -245,32 +263,43 @@ def move_kv(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) ->
 
 @operation
 def tree_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, span: KeySpan, window: int | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    span: KeySpan,
+    window: int | None = None,
+    scoring: Scoring = USUAL,
 ) -> Tensor:
     """Attention of a batch's queries over paged keys, with grouped heads.
 
     Args:
         q: ``(T, heads, D)``; heads is a multiple of kv_heads, head h reads kv head
-            ``h // (heads / kv_heads)``. Scores are scaled by ``1 / sqrt(D)``.
+            ``h // (heads / kv_heads)``.
         k_cache, v_cache: ``(pages, page_size, kv_heads, D)``.
         span: Which keys are seen; every query must see at least one.
         window: Sliding window in tokens, the query's own position included, or None; longer
             than a tree is deep.
+        scoring: Scale, soft cap and sinks of the scores.
 
     Returns:
         ``(T, heads * D)``.
     """
     if span.offsets is None or span.mask is not None:
-        return _attend(q, k_cache, v_cache, span, window)
+        return _attend(q, k_cache, v_cache, span, window, scoring)
     # Requests may be of very different lengths: each by itself reads and masks its own keys only.
     out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
     for here, own in span.requests(k_cache.shape[1]):
-        out[here] = _attend(q[here], k_cache, v_cache, own, window)
+        out[here] = _attend(q[here], k_cache, v_cache, own, window, scoring)
     return out
 
 
 def _attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, span: KeySpan, window: int | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    span: KeySpan,
+    window: int | None,
+    scoring: Scoring,
 ) -> Tensor:
     """:func:`tree_attention` of the queries as one rectangle."""
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
@@ -281,9 +310,40 @@ def _attend(
     added = span.dense(page_size, window, group, q.dtype)
     attend = _scripted() if is_tracing() and not q.is_cuda else _by_request
     own = span.own_pages(page_size)
-    mixed = attend(queries, k_cache, v_cache, span.pages, own, added, TOGETHER_BYTES)
+    sinks = None
+    if scoring.sinks is not None:
+        # One a row: heads of a group, each with all queries.
+        sinks = scoring.sinks.view(kv_heads, group).repeat_interleave(grouped.shape[3], 1)
+        sinks = F.pad(sinks, (0, added.shape[2] - sinks.shape[1]))
+    rule = scoring.scale, scoring.soft_cap, sinks
+    mixed = attend(queries, k_cache, v_cache, span.pages, own, added, TOGETHER_BYTES, *rule)
     mixed = mixed.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4)
     return span.flat(mixed.flatten(2))
+
+
+def _mix(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    added: Tensor,
+    scale: Optional[float],  # noqa: UP045
+    soft_cap: Optional[float],  # noqa: UP045
+    sinks: Optional[Tensor],  # noqa: UP045
+) -> Tensor:
+    """Values by weight: ``q (B, kv_heads, Q, D)``, ``keys, values (B, kv_heads, K, D)``, ``added``
+    to the scores ``(B, 1, Q, K)``, ``sinks (kv_heads, Q)`` → as ``q``."""
+    if soft_cap is None and sinks is None:
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=added, scale=scale)
+    factor = q.size(-1) ** -0.5 if scale is None else scale
+    scores = torch.matmul(q, keys.transpose(2, 3)).float() * factor
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
+    scores = scores + added
+    if sinks is not None:
+        column = sinks.float()[None, :, :, None].expand(scores.size(0), -1, -1, -1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., : keys.size(2)]
+    return torch.matmul(weights.to(values.dtype), values)
 
 
 @lru_cache
@@ -302,6 +362,9 @@ def _by_request(
     own: Tensor,
     added: Tensor,
     together_bytes: int,
+    scale: Optional[float],  # noqa: UP045
+    soft_cap: Optional[float],  # noqa: UP045
+    sinks: Optional[Tensor],  # noqa: UP045
 ) -> Tensor:
     """Attention of ``q (B, kv_heads, Q, D)`` over the first ``own (B,)`` of ``pages (B, P)``.
 
@@ -313,6 +376,7 @@ def _by_request(
     Args:
         added: To the scores ``(B, 1, Q', K)``: rows of 0 from Q to Q'; from ``P * page_size`` to K,
             -inf for keys that a last page stands in for.
+        scale, soft_cap: As in :class:`Scoring`; sinks: ``(kv_heads, Q')``, one a row.
     """
     batch, kv_heads, rows, dim = q.size(0), q.size(1), q.size(2), q.size(3)
     page_size, columns = k_cache.size(1), pages.size(1)
@@ -327,7 +391,7 @@ def _by_request(
         # Whole pages are copied, which indexing by a matrix of them would do number by number.
         keys = k_cache.index_select(0, every).view(batch, -1, kv_heads, dim).transpose(1, 2)
         values = v_cache.index_select(0, every).view(batch, -1, kv_heads, dim).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=added)
+        mixed = _mix(q, keys, values, added, scale, soft_cap, sinks)
         return mixed[:, :, :rows]
     out = torch.empty_like(q)
     step = pages_together(page_size)
@@ -341,5 +405,5 @@ def _by_request(
         values = v_cache.index_select(0, mine).view(1, -1, kv_heads, dim).transpose(1, 2)
         seen = added[b : b + 1, :, :, : count * page_size]
         one = q[b : b + 1]
-        out[b : b + 1] = F.scaled_dot_product_attention(one, keys, values, attn_mask=seen)
+        out[b : b + 1] = _mix(one, keys, values, seen, scale, soft_cap, sinks)
     return out[:, :, :rows]

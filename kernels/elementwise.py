@@ -13,13 +13,14 @@ from overlap_spec.kernels.dispatch import operation
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, summed in float32.
 
-    ``x (..., D)`` any float type; ``weight (D,)`` or broadcastable rows ``(R, D)``.
+    ``x (..., D)`` any float type; ``weight (D,)`` or broadcastable rows ``(R, D)``, of x's type or
+    in float32, which the product is then made in; the result has x's type.
     """
     if weight.dim() == 1 and x.dtype == torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return wide.to(x.dtype) * weight
+    return (wide.to(weight.dtype) * weight).to(x.dtype)
 
 
 @operation
@@ -48,3 +49,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``x (..., 2 * I)`` with the gate in its first half → ``(..., I)``."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
+
+
+@operation
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """``gelu(gate) * up`` of ``x (..., 2 * I)`` with the gate in its first half → ``(..., I)``.
+
+    GELU (arXiv 1606.08415) by its approximation with tanh.
+    """
+    gate, up = x.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up

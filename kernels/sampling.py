@@ -24,8 +24,9 @@ PURPOSE_STEP = 0x1F83D9ABFB41BD6B
 _ROUND_1, _ROUND_2 = 2146121005, -2073254261
 
 # What random numbers are for: those of different purposes are independent. Drafters share CHOICE
-# with the target, so that both pick the same token where their distributions are alike.
-CHOICE, DRAFT, ACCEPT, RESIDUAL = range(4)
+# with the target, so that both pick the same token where their distributions are alike. WHOLE
+# texts are drawn at once.
+CHOICE, DRAFT, ACCEPT, RESIDUAL, WHOLE = range(5)
 
 # Logits that a block of rows may have, so that it stays in a core's cache.
 CACHED_LOGITS = 2**17

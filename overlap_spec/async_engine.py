@@ -12,16 +12,17 @@ from typing import Any, TypeVar, Unpack, overload
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine.input_processor import (
+    GenerateOptions,
+    GrammarLike,
     InputProcessor,
     Prompt,
-    PromptOptions,
     Sampling,
     as_prompts,
     count_characters,
     each,
+    each_grammar,
 )
 from overlap_spec.errors import EngineUnavailable, RequestFailed
-from overlap_spec.grammar.spec import Grammar
 from overlap_spec.ipc import messages as m
 from overlap_spec.ipc.client import EngineClient, Health
 from overlap_spec.ipc.memory import rss_bytes
@@ -139,26 +140,26 @@ class AsyncEngine:
     async def generate(  # type: ignore[overload-overlap]
         self,
         prompt: Prompt,
-        grammar: Grammar | None = None,
+        grammar: GrammarLike = None,
         sampling: Sampling = None,
-        **options: Unpack[PromptOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Output: ...
 
     @overload
     async def generate(
         self,
         prompt: Sequence[Prompt],
-        grammar: Grammar | Sequence[Grammar | None] | None = None,
+        grammar: GrammarLike | Sequence[GrammarLike] = None,
         sampling: Sampling | Sequence[Sampling] = None,
-        **options: Unpack[PromptOptions],
+        **options: Unpack[GenerateOptions],
     ) -> list[Output]: ...
 
     async def generate(
         self,
         prompt: Prompt | Sequence[Prompt],
-        grammar: Grammar | Sequence[Grammar | None] | None = None,
+        grammar: GrammarLike | Sequence[GrammarLike] = None,
         sampling: Sampling | Sequence[Sampling] = None,
-        **options: Unpack[PromptOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Output | list[Output]:
         """As :meth:`overlap_spec.engine.Engine.generate`; cancelling it aborts the requests.
 
@@ -167,7 +168,7 @@ class AsyncEngine:
             QueueFull, EngineUnavailable: the request itself is fine.
         """
         prompts, single = as_prompts(prompt)
-        grammars = each("grammar", grammar, len(prompts))
+        grammars = each_grammar(grammar, len(prompts))
         samplings = each("sampling", sampling, len(prompts))
         handles: list[AsyncRequestHandle] = []
         try:
@@ -184,9 +185,9 @@ class AsyncEngine:
     async def stream(
         self,
         prompt: Prompt,
-        grammar: Grammar | None = None,
+        grammar: GrammarLike = None,
         sampling: Sampling = None,
-        **options: Unpack[PromptOptions],
+        **options: Unpack[GenerateOptions],
     ) -> AsyncIterator[Delta]:
         """Generate for one prompt, piece by piece; closing the iterator aborts the request.
 
@@ -207,9 +208,9 @@ class AsyncEngine:
     async def prepare(
         self,
         prompt: Prompt,
-        grammar: Grammar | None = None,
+        grammar: GrammarLike = None,
         sampling: Sampling = None,
-        **options: Unpack[PromptOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Request:
         """Check and tokenise, as :meth:`InputProcessor.process`; a long prompt in a thread, so that
         the loop goes on.
@@ -274,6 +275,12 @@ class AsyncEngine:
     async def snapshot(self) -> dict[str, Any]:
         """The engine's state as plain data."""
         return await self.client.query("snapshot")
+
+    async def flush_cache(self) -> int:
+        """Forget the computed pages of earlier prompts that no request holds; how many there
+        were."""
+        flushed: int = (await self.client.query("flush_cache"))["pages"]
+        return flushed
 
     async def timeline(self, steps: int) -> list[dict[str, Any]]:
         """Spans of the last steps: ``lane``, ``name``, ``start_ns``, ``end_ns``, ``step``,

@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import json
 import re
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -29,8 +31,26 @@ MOST_CHARACTERS = 2**24
 # Widths, counts and the like that are given to functions and filters.
 MOST_WIDTH = 10**5
 SAMPLE = ({"role": "user", "content": "Hello"},)
+# Variables that every rendering sets.
+OWN_VARIABLES = {"messages", "tools", "add_generation_prompt"}
 # Filters that repeat by a number.
 REPEATING = ("batch", "center", "indent", "slice", "tojson", "truncate", "wordwrap")
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How a chat becomes a prompt.
+
+    Attributes:
+        open_answer: Add the start of the model's answer.
+        continues: End inside the last message, an assistant's, which the model goes on with; no
+            answer is opened.
+        variables: Values for the template's own switches, such as ``enable_thinking``.
+    """
+
+    open_answer: bool = True
+    continues: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ChatTemplate:
@@ -39,6 +59,9 @@ class ChatTemplate:
     Args:
         text: Jinja's source.
         variables: What every rendering has, such as ``bos_token``.
+
+    Attributes:
+        switches: Names of the variables that it reads besides the chat's own.
 
     Raises:
         CheckpointError: it cannot be compiled, or fails at a chat of one message; a template that
@@ -51,13 +74,16 @@ class ChatTemplate:
         self._environment, self._variables = Environment(), dict(variables)
         try:
             self._template = self._environment.from_string(text)
+            read = meta.find_undeclared_variables(self._environment.parse(text))
         except jinja2.TemplateSyntaxError as error:
             message = f"chat_template, line {error.lineno}: {error.message}"
             raise CheckpointError(message) from None
         except Exception as error:
             raise CheckpointError(f"chat_template: {_said(error)}") from None
+        known = OWN_VARIABLES | set(variables) | set(self._environment.globals)
+        self.switches = frozenset(read - known)
         try:
-            self._render(SAMPLE, None, True)
+            self._render(SAMPLE, None, Rendering())
         except Refused:
             return
         except Exception as error:
@@ -66,15 +92,49 @@ class ChatTemplate:
             ) from None
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, open_answer: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        rendering: Rendering = Rendering(),
     ) -> str:
-        """The text of a chat; ``open_answer`` adds the start of the answer.
+        """The text of a chat.
 
         Raises:
-            InvalidRequest: the template refuses the messages, or fails at them.
+            InvalidRequest: the template refuses the messages, fails at them, or does not read one
+                of the variables; or the last message cannot be continued.
         """
+        self._check_variables(rendering.variables)
+        mark = ""
+        if rendering.continues:
+            # What the template writes behind the last message's text is left out.
+            mark = f"\N{OBJECT REPLACEMENT CHARACTER}{secrets.token_hex(16)}"
+            messages = [*messages[:-1], _marked(messages, mark)]
+        text = self._guarded(messages, tools, rendering)
+        if not mark:
+            return text
+        text, found, _ = text.rpartition(mark)
+        if not found:
+            raise InvalidRequest(
+                "the last message cannot be continued: the chat template does not write it as it "
+                "is",
+                "messages",
+            )
+        return text
+
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
+        for name in variables:
+            if name not in self.switches:
+                known = ", ".join(sorted(self.switches)) or "none"
+                raise InvalidRequest(
+                    f"the model's chat template has no switch {name!r}; it has: {known}",
+                    "chat_template_kwargs",
+                )
+
+    def _guarded(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, rendering: Rendering
+    ) -> str:
         try:
-            return self._render(messages, tools, open_answer)
+            return self._render(messages, tools, rendering)
         except Refused as error:
             raise InvalidRequest(f"the chat template refuses: {error}", "messages") from None
         except Exception as error:
@@ -82,12 +142,13 @@ class ChatTemplate:
             raise InvalidRequest(message, "messages") from None
 
     def _render(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, open_answer: bool
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, rendering: Rendering
     ) -> str:
         own = {
+            **rendering.variables,
             "messages": [dict(message) for message in messages],
             "tools": list(tools) if tools else None,
-            "add_generation_prompt": open_answer,
+            "add_generation_prompt": rendering.open_answer and not rendering.continues,
         }
         limits = Limits()
         return "".join(
@@ -191,6 +252,15 @@ class Counted(NodeTransformer):
         """Measure what ``~`` joins."""
         self.generic_visit(node)
         return nodes.Filter(nodes.List(node.nodes), "joined_", [], [], None, None)
+
+
+def _marked(messages: Sequence[Message], mark: str) -> Message:
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        raise InvalidRequest(
+            "only a text of the assistant, as the last message, can be continued", "messages"
+        )
+    return {**last, "content": last["content"] + mark}
 
 
 def check_size(size: int) -> None:

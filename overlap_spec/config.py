@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from overlap_spec.errors import ConfigError
+from overlap_spec.errors import ConfigError, unknown
+from overlap_spec.hub import find_folder
 
 EMBEDDED = Path(__file__).parent / "embedded"
 DRAFTERS = Path(__file__).parent / "drafters"
@@ -15,6 +16,21 @@ OVERLAP_MODES = ("once-sync", "double-sync", "none")
 ACCEPTANCE_RULES = ("exact", "rejection", "threshold")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
+# Names that other engines have → ours.
+ELSEWHERE = {
+    "model_path": "model",
+    "speculative_algorithm": "algorithm",
+    "speculative_draft_model_path": "draft",
+    "speculative_num_steps": "num_steps",
+    "speculative_eagle_topk": "eagle_topk",
+    "speculative_num_draft_tokens": "num_draft_tokens",
+    "num_speculative_tokens": "num_steps",
+    "max_model_len": "context_length",
+    "gpu_memory_utilization": "mem_fraction_static",
+    "max_num_seqs": "max_running_requests",
+    "max_num_batched_tokens": "chunked_prefill_size",
+    "guided_decoding_backend": "grammar_backend",
+}
 
 
 @dataclass(frozen=True)
@@ -36,14 +52,19 @@ class EngineConfig:
     """All settings of an engine. Lengths and sizes in tokens."""
 
     model: Annotated[
-        str | None, Help("Folder of a Hugging Face checkpoint; by default the embedded model.")
+        str | None,
+        Help(
+            "Folder of a Hugging Face checkpoint, or its name on the hub (org/name); by default "
+            "the embedded model.",
+            ("--model", "--model-path"),
+        ),
     ] = None
     draft: Annotated[
         str | None,
         Help(
-            "Folder of a draft head or draft model; by default the embedded head for the embedded "
-            "model.",
-            ("--speculative-draft-model-path", "--draft"),
+            "Folder or hub name of a draft head or draft model; by default the embedded head for "
+            "the embedded model.",
+            ("--draft", "--speculative-draft-model-path"),
         ),
     ] = None
     algorithm: Annotated[
@@ -51,19 +72,24 @@ class EngineConfig:
         Help(
             "Drafter: eagle, eagle3, draft_model, mtp, ngram, suffix, grammar, none, or "
             "package.module:Class of your own; by default eagle3 if there is a draft head.",
-            ("--speculative-algorithm",),
+            ("--algorithm", "--speculative-algorithm"),
         ),
     ] = None
-    num_steps: Annotated[int, Help("Depth of the draft.", ("--speculative-num-steps",))] = 5
+    num_steps: Annotated[
+        int, Help("Depth of the draft.", ("--num-steps", "--speculative-num-steps"))
+    ] = 5
     eagle_topk: Annotated[
-        int, Help("Branches of a draft step; 1 is a chain.", ("--speculative-eagle-topk",))
+        int,
+        Help(
+            "Branches of a draft step; 1 is a chain.", ("--eagle-topk", "--speculative-eagle-topk")
+        ),
     ] = 1
     num_draft_tokens: Annotated[
         int | None,
         Help(
             "Nodes that are verified, root included; by default all drafted ones, at most 16 in a "
             "tree.",
-            ("--speculative-num-draft-tokens",),
+            ("--num-draft-tokens", "--speculative-num-draft-tokens"),
         ),
     ] = None
     tree: Annotated[
@@ -71,7 +97,7 @@ class EngineConfig:
         Help(
             "JSON file with a fixed draft tree, as parents or as Medusa's choices, in place of the "
             "three settings above; needs --speculative-adaptive-config static.",
-            ("--speculative-tree",),
+            ("--tree", "--speculative-tree"),
         ),
     ] = None
     adaptive: Annotated[
@@ -80,7 +106,7 @@ class EngineConfig:
             "Length policy: guarded, auto (depth and width by survival and measured cost), "
             "adaspec, static (always num_steps), off, threshold, specinfer, a published preset "
             "(default, aggressive, with-off), or a JSON config file.",
-            ("--speculative-adaptive-config", "--adaptive"),
+            ("--adaptive", "--speculative-adaptive-config"),
         ),
     ] = "guarded"
     tpot_slo_ms: Annotated[
@@ -96,14 +122,14 @@ class EngineConfig:
             "Which drafts a sampled request accepts: exact (those that plain decoding would choose "
             "with its seed), rejection (rejection sampling: the same distribution, another text), "
             "or threshold (lossy: see the two thresholds).",
-            ("--speculative-acceptance",),
+            ("--acceptance", "--speculative-acceptance"),
         ),
     ] = "exact"
     threshold_single: Annotated[
         float,
         Help(
             "threshold: accept a draft whose probability is at least this.",
-            ("--speculative-accept-threshold-single",),
+            ("--threshold-single", "--speculative-accept-threshold-single"),
         ),
     ] = 1.0
     threshold_acc: Annotated[
@@ -111,7 +137,7 @@ class EngineConfig:
         Help(
             "threshold: multiply the chance of refusing a draft's probability by this; lower "
             "accepts more, 1 changes no distribution.",
-            ("--speculative-accept-threshold-acc",),
+            ("--threshold-acc", "--speculative-accept-threshold-acc"),
         ),
     ] = 1.0
     relaxed_topk: Annotated[
@@ -119,14 +145,14 @@ class EngineConfig:
         Help(
             "While a model thinks before its constrained answer, accept drafts among this many "
             "most probable tokens (lossy); 0 is off.",
-            ("--speculative-relaxed-topk",),
+            ("--relaxed-topk", "--speculative-relaxed-topk"),
         ),
     ] = 0
     relaxed_delta: Annotated[
         float,
         Help(
             "relaxed_topk: how far below the best token's probability such a draft may be.",
-            ("--speculative-relaxed-delta",),
+            ("--relaxed-delta", "--speculative-relaxed-delta"),
         ),
     ] = 0.0
     ngram_max_matching_size: Annotated[
@@ -244,7 +270,7 @@ class EngineConfig:
         known = {f.name for f in fields(cls)}
         for name in settings:
             if name not in known:
-                raise ConfigError(f"unknown setting {name!r}; known: {', '.join(sorted(known))}")
+                raise ConfigError(unknown("setting", name, known, ELSEWHERE))
         config = cls(**settings)
         config.check()
         return config
@@ -338,22 +364,23 @@ class EngineConfig:
 
     @property
     def target_path(self) -> Path:
-        return Path(self.model) if self.model is not None else EMBEDDED / "target"
+        """Folder of the target; CheckpointError as :func:`overlap_spec.hub.find_folder` has it."""
+        return find_folder(self.model) if self.model is not None else EMBEDDED / "target"
 
     @property
     def drafter(self) -> str:
         """Name of the drafter, ``none`` where nothing is drafted."""
         if self.algorithm is None:
-            return "eagle3" if self.draft_path is not None else "none"
+            return "eagle3" if self.draft is not None or self.model is None else "none"
         if ":" in self.algorithm:
             return self.algorithm
         return self.algorithm.lower().replace("-", "_")
 
     @property
     def draft_path(self) -> Path | None:
-        """Folder of the draft head, if there is one."""
+        """Folder of the draft head, if there is one; errors as for :attr:`target_path`."""
         if self.draft is not None:
-            return Path(self.draft)
+            return find_folder(self.draft)
         return EMBEDDED / "eagle3" if self.model is None else None
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from overlap_spec import __version__
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import OverlapSpecError
 
@@ -13,7 +15,29 @@ if TYPE_CHECKING:
     from overlap_spec.models.decoder import Decoder
 
 Finding = tuple[str, str, bool]
-LIBRARIES = ("torch", "xgrammar", "tokenizers", "safetensors", "jinja2", "pydantic", "numpy")
+LIBRARIES = (
+    "torch",
+    "numpy",
+    "xgrammar",
+    "llguidance",
+    "outlines-core",
+    "tokenizers",
+    "safetensors",
+    "jinja2",
+    "jsonschema",
+    "pydantic",
+    "fastapi",
+    "uvicorn",
+    "pyzmq",
+    "msgspec",
+    "prometheus-client",
+    "rich",
+    "typer",
+)
+MEMORY = Path("/proc/meminfo")
+PROCESSOR = Path("/proc/cpuinfo")
+# Instructions that this project's work gains from, as Linux names them.
+CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
 
 def check_files(config: EngineConfig, chat_template: str | None = None) -> None:
@@ -35,7 +59,10 @@ def examine(model: str | None, draft: str | None, algorithm: str | None = None) 
     Args:
         algorithm: Whose folder ``draft`` is; None: what its tensors say.
     """
-    findings: list[Finding] = [("python", platform.python_version(), True)]
+    findings: list[Finding] = [
+        ("overlap-spec", __version__, True),
+        ("python", platform.python_version(), True),
+    ]
     for name in LIBRARIES:
         try:
             findings.append((name, importlib.metadata.version(name), True))
@@ -50,14 +77,55 @@ def examine(model: str | None, draft: str | None, algorithm: str | None = None) 
 def _device() -> list[Finding]:
     import torch
 
-    kernels = "torch reference"
-    if torch.cuda.is_available():
-        kernels = "Triton"
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-        device = f"cuda: {torch.cuda.get_device_name(0)}, {memory:.0f} GiB"
-    else:
-        device = f"cpu, {torch.get_num_threads()} threads (no CUDA device)"
-    return [("device", device, True), ("kernels", kernels, True)]
+    from overlap_spec.worker.cores import physical_cores
+
+    threads = torch.get_num_threads()
+    found = [
+        ("cpu", f"{physical_cores()} physical cores, {threads} threads of torch", True),
+        ("cpu features", cpu_features(PROCESSOR), True),
+        ("memory", memory(MEMORY), True),
+    ]
+    if not torch.cuda.is_available():
+        return [*found, ("device", "cpu (no CUDA device)", True), ("kernels", "torch", True)]
+    for index in range(torch.cuda.device_count()):
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
+        major, minor = torch.cuda.get_device_capability(index)
+        name = torch.cuda.get_device_name(index)
+        about = f"{name}, sm_{major}{minor}, {free:.1f} of {total:.1f} GiB free"
+        found.append((f"cuda:{index}", about, True))
+    return [*found, ("device", f"cuda, CUDA {torch.version.cuda}", True), _triton()]
+
+
+def _triton() -> Finding:
+    try:
+        return ("kernels", f"Triton {importlib.metadata.version('triton')}", True)
+    except importlib.metadata.PackageNotFoundError:
+        return ("kernels", "a CUDA device needs the package triton", False)
+
+
+def cpu_features(processor: Path) -> str:
+    """Which of :data:`CPU_FEATURES` the processor has, and what these give."""
+    try:
+        flags = set(processor.read_text().split())
+    except OSError:
+        return "unknown: this system does not tell"
+    has = [name for name in CPU_FEATURES if name in flags]
+    gives = []
+    if {"amx_bf16", "avx512_bf16"} & flags:
+        gives.append("bfloat16")
+    if "avx512_vnni" in flags:
+        gives.append("--quantization int8")
+    return f"{', '.join(has) or 'none'} ({', '.join(gives) or 'float32 alone'})"
+
+
+def memory(source: Path) -> str:
+    """Available and total memory of the system."""
+    try:
+        lines = dict(line.split(":", 1) for line in source.read_text().splitlines())
+        total, free = (int(lines[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
+    except (OSError, KeyError, ValueError):
+        return "unknown: this system does not tell"
+    return f"{free / 2**20:.1f} of {total / 2**20:.1f} GiB available"
 
 
 def _weights(model: str | None, draft: str | None, algorithm: str | None) -> list[Finding]:

@@ -14,6 +14,9 @@ OverlapSpecError
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Mapping
+
 
 class OverlapSpecError(Exception):
     """Base of all errors raised on purpose; the message says what was wrong and what to do."""
@@ -62,3 +65,20 @@ class GrammarFailed(RequestFailed):
 
 class NumericFault(RequestFailed):
     """The model's logits for a request hold NaN."""
+
+
+def unknown(
+    what: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str] | None = None
+) -> str:
+    """A message for a name that does not exist.
+
+    Args:
+        what: What it would name (``"setting"``).
+        known: Names that exist.
+        elsewhere: Names that others have for some of these.
+    """
+    names = sorted(known)
+    alike = difflib.get_close_matches(name, names, 1)
+    meant = (elsewhere or {}).get(name) or (alike[0] if alike else None)
+    hint = f"did you mean {meant!r}? " if meant else ""
+    return f"unknown {what} {name!r}; {hint}known: {', '.join(names)}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from overlap_spec.async_engine import AsyncEngine
-from overlap_spec.engine.input_processor import Prompt, PromptOptions, Sampling, as_prompts
+from overlap_spec.engine.input_processor import GenerateOptions, Prompt, Sampling, as_prompts
 from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output
@@ -45,14 +45,15 @@ class Generator:
         self,
         prompt: Prompt | Sequence[Prompt],
         sampling: Sampling = None,
-        **options: Unpack[PromptOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Any:
         """The value for a prompt, or a list of values for a list of prompts.
 
         Args:
             prompt: As :meth:`Engine.generate` takes it.
             sampling: Replaces the generator's default.
-            options: See :class:`overlap_spec.engine.input_processor.PromptOptions`.
+            options: As :meth:`Engine.generate` takes them: fields of SamplingParams, which go
+                before those of ``sampling``, and ``raw``, ``tools`` and ``priority``.
 
         Raises:
             InvalidRequest, EngineUnavailable: as :meth:`Engine.generate`.
@@ -67,7 +68,7 @@ class Generator:
         return self._value(outputs) if single else [self._value(output) for output in outputs]
 
     async def _later(
-        self, prompt: Any, sampling: Sampling, single: bool, options: PromptOptions
+        self, prompt: Any, sampling: Sampling, single: bool, options: GenerateOptions
     ) -> Any:
         engine = cast("AsyncEngine", self.engine)
         outputs: Any = await engine.generate(prompt, self.grammar, sampling, **options)

@@ -123,15 +123,24 @@ def lane_order(spans: Iterable[Span]) -> list[str]:
     return [*LANES, *sorted({span.lane for span in spans} - set(LANES))]
 
 
+def union_ns(times: Iterable[tuple[int, int]]) -> int:
+    """Time during which at least one of the spans from start to end ran."""
+    total, covered = 0, -math.inf
+    for start, end in sorted(times):
+        if end <= start:
+            continue
+        if start >= covered:
+            total += end - start
+            covered = end
+        elif end > covered:
+            total += end - int(covered)
+            covered = end
+    return total
+
+
 def union_ms(spans: Iterable[Span]) -> float:
     """Wall-clock time in ms during which at least one of ``spans`` ran."""
-    total = 0
-    covered: float = -math.inf
-    for start, end in sorted((span.start_ns, span.end_ns) for span in spans):
-        if end > max(start, covered):
-            total += end - int(max(start, covered))
-            covered = end
-    return total / 1e6
+    return union_ns((span.start_ns, span.end_ns) for span in spans) / 1e6
 
 
 def hidden_fraction(exposed_ms: Iterable[float], grammar_ms: Iterable[float]) -> float | None:

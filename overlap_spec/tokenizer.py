@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.chat_template import ChatTemplate
+from overlap_spec.chat_template import ChatTemplate, Rendering
 from overlap_spec.errors import CheckpointError, InvalidRequest
 from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.types import SamplingParams
@@ -46,7 +46,7 @@ class Tokenizer:
         self._settings = _optional_json(path / "tokenizer_config.json")
         self._generation = _optional_json(path / "generation_config.json")
         if chat_template is None:
-            chat_template = self._read_template(path)
+            chat_template = read_template(path)
         self._template: ChatTemplate | None = None
         if chat_template is not None:
             self._template = ChatTemplate(chat_template, self._special_tokens())
@@ -79,13 +79,23 @@ class Tokenizer:
         text: str = self._fast.decode(list(ids[-ENDING_TOKENS:]), skip_special_tokens=False)
         return text
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+    @property
+    def switches(self) -> frozenset[str]:
+        """Variables that the chat template reads besides the chat's own."""
+        return frozenset() if self._template is None else self._template.switches
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        rendering: Rendering = Rendering(),  # noqa: B008, frozen
+    ) -> list[int]:
         """Token ids of a chat in the model's template, up to the start of the answer.
 
         Raises:
             InvalidRequest: there is no template, or it rejects these messages.
         """
-        return self.encode(self.render(messages, tools))
+        return self.encode(self._render(messages, tools, rendering))
 
     def render(
         self,
@@ -98,11 +108,16 @@ class Tokenizer:
         Raises:
             InvalidRequest: as for :meth:`chat`.
         """
+        return self._render(messages, tools, Rendering(open_answer))
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, rendering: Rendering
+    ) -> str:
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template: pass raw=True and a text prompt", "messages"
             )
-        return self._template.render(messages, tools, open_answer)
+        return self._template.render(messages, tools, rendering)
 
     def detokenizer(self) -> StreamDecoder:
         """A fresh decoder for one output."""
@@ -123,19 +138,6 @@ class Tokenizer:
         if fill.get("top_k") == 0:
             fill["top_k"] = -1
         return replace(params, **fill)
-
-    def _read_template(self, path: Path) -> Any:
-        file = path / "chat_template.jinja"
-        if file.exists():
-            try:
-                return file.read_text()
-            except (OSError, UnicodeError) as error:
-                raise CheckpointError(f"{file} is not readable text: {error}") from None
-        template = self._settings.get("chat_template")
-        if isinstance(template, list):
-            named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-            template = named.get("default")
-        return template
 
     def _special_tokens(self) -> dict[str, str]:
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -171,14 +173,33 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes the tokens of one output one by one; see ``scheduler.stops.Detokenizer``."""
+    """Decodes the tokens of one output as they come; see ``scheduler.stops.Detokenizer``."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, token: int) -> str:
-        return self._decoder.decode(self._pieces[token])
+    def push(self, tokens: Sequence[int]) -> str:
+        return self._decoder.decode(b"".join([self._pieces[token] for token in tokens]))
+
+
+def read_template(path: Path) -> Any:
+    """The chat template of the checkpoint in folder ``path`` as its files have it, or None.
+
+    Raises:
+        CheckpointError: a file that cannot be read.
+    """
+    file = path / "chat_template.jinja"
+    if file.exists():
+        try:
+            return file.read_text()
+        except (OSError, UnicodeError) as error:
+            raise CheckpointError(f"{file} is not readable text: {error}") from None
+    template = _optional_json(path / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap_spec.errors import InvalidRequest
+from overlap_spec.errors import InvalidRequest, unknown
 from overlap_spec.stats import RequestStats
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 # Tokens of a run that a grammar forces, as far as it is drafted; the first is what was chosen last.
 RUN_TOKENS = 16
+# Nodes of a trie that is drafted from, the prompt's end included.
+TRIE_NODES = 512
 Origin = Literal["grafted", "drafted", "bonus", "forced"]
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -137,9 +139,7 @@ class SamplingParams:
         known = {f.name for f in fields(cls)}
         for name in values:
             if name not in known:
-                raise InvalidRequest(
-                    f"unknown sampling field {name!r}; known: {', '.join(sorted(known))}", name
-                )
+                raise InvalidRequest(unknown("sampling field", name, known), name)
         return cls(**values)
 
 
@@ -157,7 +157,7 @@ class Request:
 
     ``grammar`` is the caller's specification (None: free text), opaque to all but the grammar
     room; ``stop_ids`` are all tokens that end the output. Of those that wait, the higher
-    ``priority`` starts first.
+    ``priority`` starts first. Computed pages are shared among requests of one ``cache_salt`` alone.
     """
 
     id: int
@@ -169,6 +169,7 @@ class Request:
     seed: int
     arrival_ns: int
     priority: int = 0
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,18 +199,25 @@ class Tier:
     """How much is drafted a step: ``steps`` deep, ``top_k`` wide, ``nodes`` verified (root too).
 
     Tier(0, 1, 1) is speculation off. ``parents``: of a tree of a fixed shape each node's parent,
-    from node 1 on; None: the drafter chooses.
+    from node 1 on; None: the drafter chooses. ``base``: of a tier with room for what the grammar
+    tells, what the drafter is asked for; None: this tier itself.
     """
 
     steps: int
     top_k: int
     nodes: int
     parents: tuple[int, ...] | None = None
+    base: Tier | None = None
+
+    @property
+    def own(self) -> Tier:
+        """What the drafter is asked for."""
+        return self.base or self
 
     @property
     def window_tokens(self) -> int:
         """Slots behind the committed length that a step may write."""
-        return max(self.steps * self.top_k, self.nodes)
+        return max(self.own.steps * self.own.top_k, self.nodes)
 
 
 @dataclass(frozen=True)
@@ -232,11 +240,78 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class TokenTrie:
+    """Texts as a tree of tokens behind a prompt, for one pass of the target.
+
+    ``tokens``, ``parents`` (an earlier node, or -1: the prompt's end), ``depths`` (from 1 on):
+    int64 ``(n,)``; what is below a node comes right after it. ``texts``, ``ends``: int64 ``(m,)``:
+    numbers of texts, and each one's last node.
+    """
+
+    tokens: Int64s
+    parents: Int64s
+    depths: Int64s
+    texts: Int64s
+    ends: Int64s
+
+    @cached_property
+    def sizes(self) -> Int64s:
+        """int64 ``(n,)``: nodes below each one."""
+        sizes = np.zeros(len(self.tokens), np.int64)
+        for node in range(len(self.tokens) - 1, -1, -1):
+            if self.parents[node] >= 0:
+                sizes[self.parents[node]] += sizes[node] + 1
+        return sizes
+
+    @cached_property
+    def children(self) -> Mapping[tuple[int, int], int]:
+        """(node, or -1 for the prompt's end, and a token) → the node of that token after it."""
+        pairs = zip(self.parents.tolist(), self.tokens.tolist(), strict=True)
+        return {pair: node for node, pair in enumerate(pairs)}
+
+    def follow(self, node: int | None, tokens: Sequence[int]) -> int | None:
+        """The node that ``tokens`` lead to from ``node``; None where none does."""
+        for token in tokens:
+            if node is None:
+                return None
+            node = self.children.get((node, token))
+        return node
+
+    def path(self, node: int) -> list[int]:
+        """The nodes down to ``node``, which is the last."""
+        found = []
+        while node >= 0:
+            found.append(node)
+            node = int(self.parents[node])
+        return found[::-1]
+
+
+@dataclass(frozen=True)
+class WeighedChoices:
+    """The texts of a choice that are to be weighed, each cut into tokens in one way.
+
+    ``tries``: each text is in one of them. ``stop_ids``: the tokens of which one ends the output.
+    ``faithful``: whether the output is chosen by the texts' weights.
+    """
+
+    texts: tuple[str, ...]
+    tries: tuple[TokenTrie, ...]
+    stop_ids: tuple[int, ...]
+    faithful: bool
+
+    @property
+    def widest(self) -> int:
+        """Nodes of the largest trie."""
+        return max(len(trie.tokens) for trie in self.tries)
+
+
+@dataclass(frozen=True)
 class Chunk:
     """A run of one request's tokens to prefill, at positions ``start ..``; starts with a page.
 
     ``final``: the run ends the known text, and its last token is verified as a one-node tree.
-    ``page_before``: the page that ends at ``start``, 0 at the start of the text.
+    ``page_before``: the page that ends at ``start``, 0 at the start of the text. ``choices``: what
+    is to be weighed behind it.
     """
 
     row: int
@@ -244,6 +319,7 @@ class Chunk:
     tokens: Int64s
     final: bool
     page_before: int = 0
+    choices: WeighedChoices | None = None
 
 
 @dataclass(frozen=True)
@@ -268,12 +344,12 @@ class StepPlan:
     max_keys: int
     pages: tuple[tuple[int, int, tuple[int, ...]], ...]
 
-    @property
+    @cached_property
     def tier(self) -> Tier:
         """What the step's trees draft."""
         return self.budget.tier
 
-    @property
+    @cached_property
     def final_chunks(self) -> tuple[Chunk, ...]:
         """The chunks that end their known text: one-node trees, verified behind the others."""
         return tuple(chunk for chunk in self.chunks if chunk.final)
@@ -287,7 +363,7 @@ class StepPlan:
         everyone = zip(self.request_ids, rows, self.grammar, final, strict=True)
         return tuple(member[:3] for member in everyone if member[3])
 
-    @property
+    @cached_property
     def verified_ids(self) -> tuple[int, ...]:
         """The request ids of :attr:`verified`."""
         return tuple(request_id for request_id, _, _ in self.verified)
@@ -318,8 +394,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What one request got from a step, before the stop rules cut it.
 
     Attributes:
@@ -335,6 +410,7 @@ class RowResult:
         origins: One entry a token, if asked for.
         grafts: How many of the verified drafts the grammar had forced.
         grafted: How many of these are among the accepted ones, which they begin.
+        choice_logprobs: Log-probability of each text of the chunk's choices.
     """
 
     tokens: tuple[int, ...]
@@ -347,6 +423,7 @@ class RowResult:
     confidences: tuple[float, ...] = ()
     grafts: int = 0
     grafted: int = 0
+    choice_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -377,12 +454,25 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class ChoiceProbability:
+    """How probable one text of a choice is, as the model itself has it: before temperature.
+
+    ``logprob``: of the text's tokens after the prompt, and of the output's end after them.
+    ``probability``: its share among all texts of the choice.
+    """
+
+    text: str
+    logprob: float
+    probability: float
+
+
+@dataclass(frozen=True)
 class Delta:
     """A piece of a streamed output; the last one has a ``finish_reason``.
 
     ``logprobs`` and ``origins``: one entry a token, if asked for. ``tier``: of the step that it
-    comes from, with ``origins``. ``verdict`` and ``warnings``: of the whole output, in the last
-    piece.
+    comes from, with ``origins``. ``verdict``, ``choices`` and ``warnings``: of the whole output, in
+    the last piece.
     """
 
     text: str
@@ -392,6 +482,7 @@ class Delta:
     origins: tuple[Origin, ...] = ()
     tier: Tier | None = None
     verdict: Verdict | None = None
+    choices: tuple[ChoiceProbability, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -408,6 +499,7 @@ class Output:
         error: What went wrong where ``finish_reason`` is ``error``.
         verdict: What validation found of a best-effort output that came to its end; None of any
             other.
+        choices: Each text of a choice with ``probabilities``, in its order.
         warnings: What the grammar asks for and nothing holds, such as formats that nobody knows.
     """
 
@@ -420,4 +512,5 @@ class Output:
     stop_match: str | int | None = None
     error: str | None = None
     verdict: Verdict | None = None
+    choices: tuple[ChoiceProbability, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -13,11 +13,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import jsonschema
 import pytest
 
 from overlap_spec import cli
+from overlap_spec.cli.terminal import ORIGINS
 from overlap_spec.config import EMBEDDED
 
 ROOT = Path(__file__).parent.parent
@@ -26,17 +28,15 @@ ROWS = re.findall(r"^\| .* \| `(overlap-spec [^`]+)` \| (.*) \|$", README, re.MU
 COMMANDS = [row for row in ROWS if "FOLDER" not in row[0]]
 SERVES = [b for b in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) if " serve " in b]
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PYTHON = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
 pytestmark = pytest.mark.skipif(
     not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
 )
 
 
 def test_every_command_of_the_page_has_its_row() -> None:
-    assert (
-        len(re.findall(r"`(overlap-spec (?:generate|doctor|profile|train)[^`]*)`", README))
-        == len(ROWS)
-        >= 12
-    )
+    commands = re.findall(r"`(overlap-spec (?:generate|batch|doctor|profile|train)[^`]*)`", README)
+    assert len(commands) == len(ROWS) >= 12
 
 
 @pytest.mark.parametrize(("command", "answer"), COMMANDS)
@@ -50,7 +50,11 @@ def test_command(
     monkeypatch.chdir(ROOT)
     # Profiles are kept in the user's cache.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    words = shlex.split(command)
+    if words[1] == "batch":
+        # What an earlier run has left would not be asked again.
+        Path(words[3]).unlink(missing_ok=True)
+    monkeypatch.setattr(sys, "argv", words)
     cli.main()
     printed = capsys.readouterr()
     text = printed.out.strip()
@@ -71,6 +75,27 @@ def test_python_block(
     answers = re.findall(r"print\(.+\)  # (.+)$", block, re.MULTILINE)
     assert answers
     assert capsys.readouterr().out.splitlines() == answers
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=["engine", "asyncio"])
+def test_the_page_about_python_runs(block: str) -> None:
+    exec(compile(block, "python.md", "exec", dont_inherit=True), {"__name__": "python_page"})
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 130
+
+
+def test_the_picture_is_of_a_chat_and_asks_for_nothing() -> None:
+    picture = (ROOT / "docs" / "tokens.svg").read_text()
+    assert "](docs/tokens.svg)" in README
+    assert set(re.findall(r"https?://[\w.]+", picture)) <= {
+        "http://www.w3.org", "https://www.textualize.io",
+    }  # fmt: skip
+    assert "url(" not in re.sub(r"url\(#[\w-]+\)", "", picture)
+    ElementTree.fromstring(picture)
+    for style, _ in ORIGINS.values():
+        assert style.split()[-1] in picture
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")

@@ -171,6 +171,9 @@ class _XGrammarMatcher(Matcher):
                     raise RuntimeError(f"xgrammar rejected the legal token {token}")
                 accepted += 1
             return str(self._library.find_jump_forward_string()).encode()
+        except UnicodeDecodeError as inside:
+            # The library makes text of them, which bytes inside a character are not.
+            return bytes(inside.object)
         finally:
             if accepted:
                 self._library.rollback(accepted)

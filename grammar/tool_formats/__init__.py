@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.tool_format import ToolFormat
@@ -38,3 +39,16 @@ def load_format(name: str) -> ToolFormat:
     if not isinstance(found, ToolFormat):
         raise GrammarError(f"{name!r} is not a tool format: it must be a ToolFormat", "tool_format")
     return found
+
+
+def guess_format(template: str) -> str | None:
+    """Name of the format whose signs a chat template holds; of several the one with most signs,
+    None where there is none, or no single one."""
+    bare = re.sub(r"\\n|[\s\\]", "", template)
+    found: dict[int, list[str]] = {}
+    for name in names():
+        signs = load_format(name).signs
+        if signs and all(sign in bare for sign in signs):
+            found.setdefault(len(signs), []).append(name)
+    best = found[max(found)] if found else []
+    return best[0] if len(best) == 1 else None

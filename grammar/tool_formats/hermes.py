@@ -10,4 +10,5 @@ FORMAT = ToolFormat(
     end="}\n</tool_call>",
     separator="\n",
     markers=("<tool_call>", "</tool_call>"),
+    signs=('<tool_call>{"name":',),
 )

@@ -11,4 +11,5 @@ FORMAT = ToolFormat(
     openings=("", "<|python_tag|>"),
     separator="; ",
     markers=("<|python_tag|>",),
+    signs=('{"name":functionname,"parameters":',),
 )

@@ -13,4 +13,5 @@ FORMAT = ToolFormat(
     separator=", ",
     close="]",
     markers=("[TOOL_CALLS]",),
+    signs=("[TOOL_CALLS]",),
 )

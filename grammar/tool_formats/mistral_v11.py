@@ -9,4 +9,5 @@ FORMAT = ToolFormat(
     middle="[ARGS]",
     end="",
     markers=("[TOOL_CALLS]", "[ARGS]"),
+    signs=("[TOOL_CALLS]", "[ARGS]"),
 )

@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overlap_spec.kernels.attention import KeySpan
+from overlap_spec.kernels.attention import USUAL, KeySpan, Scoring
 from overlap_spec.kernels.triton.bits import pack_mask
 from overlap_spec.kernels.triton.cache import move_kv, page_slots, rotate_and_store
+from overlap_spec.kernels.triton.elementwise import soft_sign
 from overlap_spec.kernels.triton.launch import launch, power_of_two, require_float
 from overlap_spec.kernels.tuning import Config, config, multiprocessors
 
@@ -56,8 +57,8 @@ def _window_bits(words, offset, live, WORDS: tl.constexpr):
 @triton.jit
 def _sweep(
     tile, best, total, mean, k_cache, v_cache, pages, low, high, start, query, position, live,
-    words, first, window, key_slot, scale,
-    MASKED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
+    words, first, window, key_slot, scale, cap,
+    MASKED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -71,6 +72,9 @@ def _sweep(
         inside = present[:, None] & (column < DIM)[None, :]
         keys = tl.load(k_cache + slot[:, None] + column[None, :], mask=inside, other=0.0)
         score = tl.dot(tile, tl.trans(keys), input_precision="ieee") * scale
+        if CAP:
+            # Of the scaled product over the cap; the cap brings its logarithm's base along.
+            score = soft_sign(score) * cap
         if MASKED:
             offset = key - start
             if TREE:
@@ -103,10 +107,11 @@ def _sweep(
     do_not_specialize_on_alignment=["pages", "prefix", "positions", "offsets"],
 )
 def _attend(
-    q, k_cache, v_cache, pages, prefix, positions, mask, offsets, out, part, log_sum,
-    queries, q_query, q_head, pages_row, width, first, window, key_slot, key_head, scale,
+    q, k_cache, v_cache, pages, prefix, positions, mask, offsets, sinks, out, part, log_sum,
+    queries, q_query, q_head, pages_row, width, first, window, key_slot, key_head, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     RAGGED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, OPEN: tl.constexpr,
+    CAP: tl.constexpr, SINK: tl.constexpr,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -143,6 +148,11 @@ def _attend(
     high = tl.minimum(low + share, end)
     best = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if SINK:
+        # A key without a value, in the first share alone.
+        sink = tl.load(sinks + head * GROUP + member, mask=live, other=0.0).to(tl.float32)
+        best = tl.where(split == 0, sink * 1.4426950408889634, best)
+        total = tl.where(split == 0, total + 1.0, total)
     mean = tl.zeros([ROWS, SIZE], tl.float32)
     own_pages = pages + request * pages_row
     words = mask + begin * WORDS + query * WORDS
@@ -153,14 +163,14 @@ def _attend(
         open_end = tl.maximum(low, tl.minimum(high, start // KEYS * KEYS))
         best, total, mean = _sweep(
             tile, best, total, mean, k_cache, v_cache, own_pages, low, open_end, start,
-            query, position, live, words, first, window, key_slot, scale,
-            False, TREE, WINDOW, DIM, PAGE, KEYS, SIZE, WORDS,
+            query, position, live, words, first, window, key_slot, scale, cap,
+            False, TREE, WINDOW, CAP, DIM, PAGE, KEYS, SIZE, WORDS,
         )  # fmt: skip
         low = open_end
     best, total, mean = _sweep(
         tile, best, total, mean, k_cache, v_cache, own_pages, low, high, start,
-        query, position, live, words, first, window, key_slot, scale,
-        True, TREE, WINDOW, DIM, PAGE, KEYS, SIZE, WORDS,
+        query, position, live, words, first, window, key_slot, scale, cap,
+        True, TREE, WINDOW, CAP, DIM, PAGE, KEYS, SIZE, WORDS,
     )  # fmt: skip
     # A share may hold nothing that a row sees: its maximum is then -inf, and so is its weight.
     total = tl.where(total == 0.0, 1.0, total)
@@ -213,7 +223,12 @@ def _blocks(rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Co
 
 
 def tree_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, span: KeySpan, window: int | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    span: KeySpan,
+    window: int | None = None,
+    scoring: Scoring = USUAL,
 ) -> Tensor:
     """See :func:`overlap_spec.kernels.tree_attention`; a query that sees no key gets zeros."""
     require_float("tree_attention", q, k_cache, v_cache)
@@ -236,15 +251,20 @@ def tree_attention(
     if shares > 1:
         part = torch.empty(total * heads, shares, dim, dtype=torch.float32, device=device)
         log_sum = torch.empty(part.shape[:2], dtype=torch.float32, device=device)
+    scale, cap, sinks = scoring
+    # Scores are taken in base 2; under a cap only once they have been bent.
+    factor = (1 / math.sqrt(dim) if scale is None else scale) * (1 / cap if cap else LOG2_E)
     launch(
         _attend, (tiles, kv_heads * shares, batch),
         q, k_cache, v_cache, pages, span.prefix.contiguous(), span.positions.contiguous(),
         span.packed if tree else pages,
-        pages if span.offsets is None else span.offsets.contiguous(), out, part, log_sum,
+        pages if span.offsets is None else span.offsets.contiguous(),
+        out if sinks is None else sinks.contiguous(), out, part, log_sum,
         queries, *q.stride()[:2], pages.stride(0),
-        width, span.first, window or 0, kv_heads * dim, dim, LOG2_E / math.sqrt(dim),
+        width, span.first, window or 0, kv_heads * dim, dim, factor, (cap or 0.0) * LOG2_E,
         HEADS=kv_heads, GROUP=group, DIM=dim, PAGE=page_size, RAGGED=ragged,
         TREE=tree, WINDOW=window is not None, OPEN=window is None and span.first == 0,
+        CAP=cap is not None, SINK=sinks is not None,
         SPLITS=shares, ROWS=tuned["rows"], KEYS=tuned["keys"], SIZE=size, WORDS=-(-width // 64),
         num_warps=tuned["num_warps"], num_stages=tuned["num_stages"],
     )  # fmt: skip

@@ -22,7 +22,7 @@ def normed(x, weight, eps, size, INSIDE):
     wide = tl.where(INSIDE, wide, 0.0)
     mean = tl.sum(wide * wide, 1) / size
     wide = wide * tl.rsqrt(mean + eps)[:, None]
-    return (wide.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+    return (wide.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
@@ -131,20 +131,43 @@ def apply_rope(x: Tensor, rotary: Tensor) -> Tensor:
 
 
 @triton.jit
-def _silu_and_mul(x, out, x_row, size, SIZE: tl.constexpr):
+def soft_sign(x):
+    """tanh in float32, of its exponential alone: Triton's interpreter has no other."""
+    fall = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - fall) / (1.0 + fall)
+    return tl.where(x < 0.0, -size, size)
+
+
+@triton.jit
+def _activate_and_mul(x, out, x_row, size, GELU: tl.constexpr, SIZE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = column < size
     gate = tl.load(x + row * x_row + column, mask=inside, other=0.0)
     up = tl.load(x + row * x_row + size + column, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
-    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    if GELU:
+        # sqrt(2 / pi) and the cubic's weight, as in the reference.
+        bent = soft_sign(0.7978845608028654 * (wide + 0.044715 * wide * wide * wide))
+        activated = 0.5 * wide * (1.0 + bent)
+    else:
+        activated = wide / (1.0 + tl.exp(-wide))
+    activated = activated.to(gate.dtype).to(tl.float32)
     tl.store(out + row * size + column, (activated * up.to(tl.float32)).to(gate.dtype), mask=inside)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """See :func:`overlap_spec.kernels.silu_and_mul`."""
-    require_float("silu_and_mul", x)
+    return _activated(x, "silu_and_mul", False)
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """See :func:`overlap_spec.kernels.gelu_and_mul`."""
+    return _activated(x, "gelu_and_mul", True)
+
+
+def _activated(x: Tensor, name: str, gelu: bool) -> Tensor:
+    require_float(name, x)
     size = x.shape[-1] // 2
     flat = x.reshape(-1, 2 * size)
     if flat.stride(1) != 1:
@@ -152,8 +175,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
     tuned = config("silu_and_mul", x.device)
     launch(
-        _silu_and_mul, (flat.shape[0], -(-size // tuned["block"])),
-        flat, out, flat.stride(0), size,
+        _activate_and_mul, (flat.shape[0], -(-size // tuned["block"])),
+        flat, out, flat.stride(0), size, GELU=gelu,
         SIZE=tuned["block"], num_warps=tuned["num_warps"],
     )  # fmt: skip
     return out

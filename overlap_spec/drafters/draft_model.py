@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -11,6 +10,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import DraftCache, MakeCache, Tables
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.errors import ConfigError
+from overlap_spec.hub import find_folder
 from overlap_spec.kernels import Noise, top_candidates
 from overlap_spec.models.config import read_config
 from overlap_spec.models.decoder import Attend, Decoder
@@ -61,13 +61,13 @@ class DraftModelDrafter(TreeDrafter):
     ) -> DraftModelDrafter:
         if config.draft is None:
             raise ConfigError("algorithm 'draft_model' needs draft, the folder of a checkpoint")
-        path, embedding = Path(config.draft), target.embed_tokens.weight
+        path, embedding = find_folder(config.draft), target.embed_tokens.weight
         sizes = read_config(path).vocab_size, target.config.vocab_size
         vocabulary = map_vocabulary(path, config.target_path, *sizes)
         if vocabulary.drafted is not None:
             log.info("%s has %.1f%% of the target's tokens", path, 100 * vocabulary.share)
         model = load_decoder(path, embedding.dtype, embedding.device)
-        model.rope = model.rope[: target.config.max_position].clone()
+        model.keep_positions(target.config.max_position)
         return cls(model, vocabulary, target, make_cache(model.config), len(tables.roots))
 
     def states_before(self, features: Tensor | None) -> None:  # noqa: ARG002

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch import Tensor
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import DraftCache, MakeCache, Tables
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.errors import ConfigError
+from overlap_spec.hub import find_folder
 from overlap_spec.kernels import Noise, top_candidates
 from overlap_spec.models.decoder import NORMED_OUTPUT, Attend, Decoder
 from overlap_spec.models.eagle import EagleHead
@@ -39,7 +38,7 @@ class EagleDrafter(TreeDrafter):
     ) -> EagleDrafter:
         if config.draft is None:
             raise ConfigError("algorithm 'eagle' needs draft, the folder of a draft head")
-        head = load_eagle(Path(config.draft), target, target.embed_tokens.weight.dtype)
+        head = load_eagle(find_folder(config.draft), target, target.embed_tokens.weight.dtype)
         return cls(head, target, make_cache(head.config, first=1), len(tables.roots))
 
     def advance(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch import Tensor
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import DraftCache, MakeCache, Tables
 from overlap_spec.drafters.tree_drafter import TreeDrafter
+from overlap_spec.hub import find_folder
 from overlap_spec.kernels import Noise, top_candidates
 from overlap_spec.models.decoder import NORMED_OUTPUT, Attend, Decoder
 from overlap_spec.models.mtp import MtpModule
@@ -36,7 +35,7 @@ class MtpDrafter(TreeDrafter):
     def build(
         cls, config: EngineConfig, target: Decoder, tables: Tables, make_cache: MakeCache
     ) -> MtpDrafter:
-        path = config.target_path if config.draft is None else Path(config.draft)
+        path = config.target_path if config.draft is None else find_folder(config.draft)
         module = load_mtp(path, target, target.embed_tokens.weight.dtype)
         return cls(module, target, make_cache(module.config, first=1), len(tables.roots))
 

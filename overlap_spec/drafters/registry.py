@@ -12,7 +12,7 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.models import eagle3
 from overlap_spec.models.config import field, read_json
 from overlap_spec.models.mtp import find_modules
-from overlap_spec.models.weights import tensor_names
+from overlap_spec.models.tensors import tensor_names
 
 
 def load_drafter(name: str) -> type[Drafter]:

@@ -28,6 +28,7 @@ from overlap_spec.speculation.policy import (
 from overlap_spec.speculation.presets import load_policy
 from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.speculation.tree_file import read_tree
+from overlap_spec.speculation.wide import wide_tier, widened
 from overlap_spec.timeline import Timeline
 from overlap_spec.types import Budget, History, StepPlan, StepResult
 from overlap_spec.worker.build import build_streams, build_worker
@@ -47,6 +48,9 @@ class StepOutputs(NamedTuple):
 class EngineCore:
     """Scheduler, worker, grammar manager and length policy of one engine; not thread-safe.
 
+    Attributes:
+        widens: Whether there may be wide tiers: the slots that these need are at most half of all.
+
     Raises:
         ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
     """
@@ -56,8 +60,14 @@ class EngineCore:
         self.policy = _policy(config)
         self.timeline = Timeline()
         record = self.timeline.record
-        reserve = reserve_tokens(max(tier.window_tokens for tier in self.policy.tiers))
-        self.worker = build_worker(config, reserve, build_streams(config, record), record)
+        tiers = self.policy.tiers
+        reserve = reserve_tokens(max(tier.window_tokens for tier in tiers))
+        wide = [wide_tier(tier).window_tokens for tier in tiers if tier.steps]
+        wider = max(reserve, reserve_tokens(max(wide, default=0)))
+        self.worker = build_worker(config, wider, build_streams(config, record), record)
+        slots = self.worker.pages * config.page_size
+        self.widens = self.grafts and config.max_running_requests * wider <= slots // 2
+        reserve = wider if self.widens else reserve
         self.grammar = GrammarManager(MatcherPool(config.lanes, config.mask_deadline_ms), record)
         self.drafter = DrafterGuard(self.worker, config.drafter)
         self.scheduler = Scheduler(
@@ -66,7 +76,7 @@ class EngineCore:
             max_rows=config.max_running_requests,
             chunk_tokens=config.chunked_prefill_size,
             reserve_tokens=reserve,
-            assign=lambda s: self.worker.assign(s.row, s.request, s.output_ids),
+            assign=lambda s: self.worker.assign(s.row, s.request, s.output_ids, s.trie),
             reuse=config.prefix_cache,
         )
         # Also for an engine never closed: a thread inside torch aborts a process that exits.
@@ -175,6 +185,12 @@ class EngineCore:
         self._end()
 
     @property
+    def grafts(self) -> bool:
+        """Whether drafts may be what the grammar tells: not where they must be draws."""
+        config = self.config
+        return config.drafter != "none" and config.acceptance != "rejection"
+
+    @property
     def context_length(self) -> int:
         """Longest prompt and output together, in tokens."""
         return self.worker.context_length
@@ -220,6 +236,10 @@ class EngineCore:
             "hidden_fraction": figures.hidden_fraction,
         }
 
+    def flush_cache(self) -> int:
+        """Forget computed pages that no request holds; how many there were."""
+        return self.scheduler.flush_cache()
+
     def _budget(self, trees: list[Sequence], index: int, chunk_tokens: int) -> Budget:
         """What step ``index`` over ``trees`` may draft and verify."""
         target = self.config.tpot_slo_ms
@@ -229,6 +249,8 @@ class EngineCore:
         tier = self.drafter.allow(budget.tier)
         if tier != budget.tier:
             budget = Budget(tier)
+        budget = widened(budget, [_room(s) for s in trees])
+        tier = budget.tier
         plain = [not request.speculate for request in view.requests]
         if tier.nodes == 1 or not any(plain):
             return budget
@@ -282,8 +304,10 @@ class EngineCore:
         self._end_failed()
         kept = self.scheduler.commit(result)
         for request_id, row in zip(result.plan.verified_ids, result.rows, strict=True):
-            if row.drafted and request_id in self.grammar.matchers:
-                self.grammar.judge(request_id, row, result.plan.tier.steps)
+            # Where the tree is the grammar's own, it tells nothing of the drafter.
+            known = result.plan.tier.base is not None and row.grafts == row.drafted
+            if row.drafted and not known and request_id in self.grammar.matchers:
+                self.grammar.judge(request_id, row, result.plan.tier.own.steps)
         self._observe(result, step)
         self._before = step
         return kept
@@ -328,12 +352,16 @@ class EngineCore:
         before = self._right_before(step)
         step_ms = before.accepted.elapsed_ms(step.accepted) if before is not None else None
         outcome = StepOutcome(view, plan.budget, requests, step_ms, result.verified_rows)
-        self.policy.observe(outcome)
+        # A wide tier is none of the policy's, and its trees are the grammar's too.
+        if plan.tier.base is None:
+            self.policy.observe(outcome)
         self._observed.add(outcome)
 
     def _end_failed(self) -> None:
         """End the requests whose matcher failed."""
         failed, self.grammar.failed = self.grammar.failed, {}
+        if not failed:
+            return
         for sequence in self.scheduler.running:
             error = failed.get(sequence.request.id)
             if error is not None and sequence.finish_reason is None:
@@ -371,6 +399,14 @@ def _view(sequence: Sequence, tpot_slo_ms: float | None) -> RequestView:
         _target(sequence, tpot_slo_ms),
         sequence.confidences,
     )
+
+
+def _room(sequence: Sequence) -> int:
+    """Nodes of the largest tree that a sequence's trie can be, after its first token."""
+    trie = sequence.trie
+    if trie is None or not sequence.request.sampling.speculate:
+        return 0
+    return 1 + int(trie.sizes[trie.parents < 0].max())
 
 
 def _target(sequence: Sequence, default_ms: float | None) -> float | None:

@@ -56,14 +56,15 @@ def cost_model(
 def startup_fit(times: Sequence[PassTimes]) -> tuple[CostModel, float]:
     """The cost model of a few points, as :func:`cost_model` returns it.
 
-    Of fewer than :data:`ENOUGH_POINTS`, which a busy machine measures in its time, only the unit
-    is taken.
+    Of fewer than :data:`ENOUGH_POINTS`, which a busy machine measures in its time, the fit is as
+    uncertain as what is assumed; of passes of one size, only the unit is taken.
     """
-    if len(times) < ENOUGH_POINTS:
+    if len({batch * tier.nodes for (tier, batch, _), *_ in times}) < 2:
         first = times[0].verify_ms / ASSUMED.verify_ms(1, 0)
         return scaled(ASSUMED, first), ASSUMED_SPREAD
     model = fit_times(times, "start-up fit")
-    return model, max(STARTUP_SPREAD, 2 * (model.error or 0.0))
+    least = STARTUP_SPREAD if len(times) >= ENOUGH_POINTS else ASSUMED_SPREAD
+    return model, max(least, 2 * (model.error or 0.0))
 
 
 def _least(times: Sequence[PassTimes]) -> list[PassTimes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from types import TracebackType
@@ -15,18 +15,21 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.engine.core import EngineCore
 from overlap_spec.engine.grammar_manager import StepFigures
 from overlap_spec.engine.input_processor import (
+    GenerateOptions,
+    GrammarLike,
     InputProcessor,
     Limits,
     Prompt,
-    PromptOptions,
     Sampling,
     as_prompts,
     each,
+    each_grammar,
 )
 from overlap_spec.engine.output_processor import OutputProcessor
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import EngineUnavailable, RequestFailed
 from overlap_spec.grammar.backends import load
+from overlap_spec.grammar.choices import ChoiceTokens
 from overlap_spec.grammar.compile import GrammarCompiler
 from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.forced import ForcedRuns
@@ -36,7 +39,7 @@ from overlap_spec.scheduler.sequence import Sequence as SequenceState
 from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.timeline import Timeline
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import RUN_TOKENS, Delta, Output, Request
+from overlap_spec.types import RUN_TOKENS, Delta, Output, Request, WeighedChoices
 
 
 class Engine:
@@ -57,10 +60,11 @@ class Engine:
         self.context_length = self.core.context_length
         self.tokenizer = Tokenizer(self.config.target_path, self.core.vocab_size)
         # Under the rule of rejection drafts must be draws, and a forced token is none.
-        if self.config.drafter != "none" and self.config.acceptance != "rejection":
+        if self.core.grafts:
             self.core.grammar.pool.forced = ForcedRuns(
                 self.tokenizer.vocabulary, self.tokenizer.encode, RUN_TOKENS
             )
+        self._choice_tokens = ChoiceTokens(self.tokenizer.vocabulary, self.tokenizer.encode)
         limits = Limits(self.context_length, self.core.longest)
         self.input_processor = InputProcessor(self.tokenizer, limits)
         backend = load(self.config.grammar_backend)
@@ -92,39 +96,49 @@ class Engine:
         """State as plain data: length policy, pages, requests, grammar time."""
         return self.core.snapshot()
 
+    def flush_cache(self) -> int:
+        """Forget the computed pages of earlier prompts that no request holds; how many there
+        were."""
+        with self._lock:
+            return self.core.flush_cache()
+
     @overload
     def generate(  # type: ignore[overload-overlap]
         self,
         prompt: Prompt,
-        grammar: Grammar | None = None,
+        grammar: GrammarLike = None,
         sampling: Sampling = None,
-        **options: Unpack[PromptOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Output: ...
 
     @overload
     def generate(
         self,
         prompt: Sequence[Prompt],
-        grammar: Grammar | Sequence[Grammar | None] | None = None,
+        grammar: GrammarLike | Sequence[GrammarLike] = None,
         sampling: Sampling | Sequence[Sampling] = None,
-        **options: Unpack[PromptOptions],
+        **options: Unpack[GenerateOptions],
     ) -> list[Output]: ...
 
     def generate(
         self,
         prompt: Prompt | Sequence[Prompt],
-        grammar: Grammar | Sequence[Grammar | None] | None = None,
+        grammar: GrammarLike | Sequence[GrammarLike] = None,
         sampling: Sampling | Sequence[Sampling] = None,
-        **options: Unpack[PromptOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Output | list[Output]:
         """Generate for one prompt, or for a list of prompts at once.
 
         Args:
             prompt: Text (one user turn), a list of messages (a chat), token ids, or a list of
                 these.
-            grammar: Constrains the output; one for all prompts, or one each.
+            grammar: Constrains the output: a Grammar, a schema as a dict, or a type (a pydantic
+                model, dataclass, TypedDict, Enum, compiled pattern …); one for all prompts, or
+                one each.
             sampling: SamplingParams or a mapping of its fields; one for all prompts, or one each.
-            options: See :class:`overlap_spec.engine.input_processor.PromptOptions`.
+            options: Fields of SamplingParams, which go before those of ``sampling``; and ``raw``,
+                ``tools`` and ``priority``: see
+                :class:`overlap_spec.engine.input_processor.PromptOptions`.
 
         Returns:
             Output, or a list of them in the prompts' order. A request that fails while it runs has
@@ -136,7 +150,7 @@ class Engine:
             EngineUnavailable: the engine is closed.
         """
         prompts, single = as_prompts(prompt)
-        grammars = each("grammar", grammar, len(prompts))
+        grammars = each_grammar(grammar, len(prompts))
         samplings = each("sampling", sampling, len(prompts))
         sequences = [
             self._prepare(p, g, s, **options)
@@ -152,9 +166,9 @@ class Engine:
     def stream(
         self,
         prompt: Prompt,
-        grammar: Grammar | None = None,
+        grammar: GrammarLike = None,
         sampling: Sampling = None,
-        **options: Unpack[PromptOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Iterator[Delta]:
         """Generate for one prompt, piece by piece; closing the iterator aborts the request.
 
@@ -164,16 +178,17 @@ class Engine:
             InvalidRequest, EngineUnavailable: as for :meth:`generate`, at the call.
             RequestFailed: after the last piece, if the request ended with an error.
         """
-        return self._pieces(self.submit(prompt, grammar, sampling, **options))
+        return self.pieces(self.submit(prompt, grammar, sampling, **options))
 
     def submit(
         self,
         prompt: Prompt,
-        grammar: Grammar | None = None,
+        grammar: GrammarLike = None,
         sampling: Sampling = None,
-        **options: Unpack[PromptOptions],
+        **options: Unpack[GenerateOptions],
     ) -> RequestHandle:
-        """Queue a request. The caller runs :meth:`step` until it ends, and then :meth:`release`.
+        """Queue a request. The caller runs :meth:`step` until it ends, and then :meth:`release`;
+        or iterates over :meth:`pieces`, which does both.
 
         Raises:
             InvalidRequest, EngineUnavailable: as for :meth:`generate`.
@@ -227,7 +242,12 @@ class Engine:
         if (validation := self.output_processor.validation(handle)) is not None:
             validation.cancel()
 
-    def _pieces(self, handle: RequestHandle) -> Iterator[Delta]:
+    def pieces(self, handle: RequestHandle) -> Generator[Delta]:
+        """The pieces of a submitted request, which is released at the end; runs its steps.
+
+        Raises:
+            RequestFailed: after the last piece, if the request ended with an error.
+        """
         try:
             while True:
                 while handle.deltas:
@@ -276,7 +296,7 @@ class Engine:
         self.close()
 
     def _prepare(
-        self, prompt: Prompt, grammar: Any, sampling: Any, **options: Unpack[PromptOptions]
+        self, prompt: Prompt, grammar: Any, sampling: Any, **options: Unpack[GenerateOptions]
     ) -> SequenceState:
         """Check, tokenise and compile a request: all its errors come before it is queued."""
         self._check_open()
@@ -294,9 +314,20 @@ class Engine:
         request = replace(request, id=next(self._ids))
         buffer = TextBuffer(self.tokenizer.detokenizer(), tuple(request.sampling.stop))
         sequence = SequenceState(request, buffer, compiled.matcher() if compiled else None)
+        sequence.choices = self._choices(request)
+        if request.grammar is not None and self.core.widens:
+            sequence.trie = self._choice_tokens.trie(request.grammar)
         sequence.stats.prompt_tokens = len(request.prompt_ids)
         sequence.stats.grammar_compile_ms = compile_ms
         return sequence
+
+    def _choices(self, request: Request) -> WeighedChoices | None:
+        """What the target is to weigh for a request."""
+        grammar = request.grammar
+        if grammar is None or not (grammar.probabilities or grammar.faithful):
+            return None
+        room = min(self.context_length, self.core.longest) - len(request.prompt_ids)
+        return self._choice_tokens.weighed(grammar, room)
 
     def _enqueue(self, sequence: SequenceState) -> RequestHandle:
         with self._lock:

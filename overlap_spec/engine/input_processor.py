@@ -5,31 +5,83 @@ Needs no model, so that the client of an engine process can do it.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict, cast
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict, Unpack, cast
 
-from overlap_spec.errors import GrammarError, InvalidRequest
+from overlap_spec.chat_template import Rendering
+from overlap_spec.errors import GrammarError, InvalidRequest, unknown
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.tokenizer import Message, Tokenizer
 from overlap_spec.types import Request, SamplingParams
 
 Prompt = str | Sequence[Message] | Sequence[int]
 Sampling = SamplingParams | Mapping[str, Any] | None
+# What `grammar` may be: see :func:`as_grammar`. Of types, those that mypy takes for one; for others
+# (`Literal[…]`, unions) there is `Grammar.of`.
+GrammarLike = Grammar | type[Any] | Mapping[str, Any] | re.Pattern[str] | None
+# Names that others have for arguments → ours.
+ELSEWHERE = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "stop_sequences": "stop",
+    "messages": "prompt",
+    "prompts": "prompt",
+    "sampling_params": "sampling",
+    "output_type": "grammar",
+    "response_format": "grammar",
+    "schema": "grammar",
+    "json_schema": "grammar",
+    "regex": "grammar",
+    "ebnf": "grammar",
+    "choice": "grammar",
+}
 
 
 class PromptOptions(TypedDict, total=False):
     """Keyword arguments of every call that takes a prompt.
 
     ``raw``: use a text prompt as it is, without the chat template. ``tools``: tool definitions for
-    the chat template. ``priority``: waiting requests with a higher one start first.
+    the chat template. ``priority``: waiting requests with a higher one start first. ``rendering``:
+    how a chat is rendered. ``cache_salt``: computed pages are shared only with requests of the same
+    salt.
     """
 
     raw: bool
     tools: Sequence[Any] | None
     priority: int
+    rendering: Rendering
+    cache_salt: str
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of :class:`overlap_spec.SamplingParams` as keyword arguments."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float
+    repetition_penalty: float | None
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    min_tokens: int
+    max_tokens: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    seed: int | None
+    logprobs: int | None
+    speculate: bool
+    origins: bool
+    tpot_slo_ms: float | None
+
+
+class GenerateOptions(PromptOptions, SamplingOptions, total=False):
+    """Keyword arguments of every call that generates; they go before its ``sampling``."""
 
 
 @dataclass(frozen=True)
@@ -54,34 +106,33 @@ class InputProcessor:
     def process(
         self,
         prompt: Prompt,
-        grammar: Grammar | None = None,
+        grammar: GrammarLike = None,
         sampling: Sampling = None,
-        *,
-        raw: bool = False,
-        tools: Sequence[Any] | None = None,
-        priority: int = 0,
+        **options: Unpack[GenerateOptions],
     ) -> Request:
         """The request, checked and tokenised; its id is -1 until an engine numbers it.
 
         Args:
             prompt: Text (one user turn), a list of messages (a chat), or token ids.
-            raw, tools, priority: See :class:`PromptOptions`.
+            grammar: See :func:`as_grammar`.
+            options: See :class:`GenerateOptions`.
 
         Raises:
             InvalidRequest: an invalid argument; names the field.
         """
         arrival_ns = time.perf_counter_ns()
         self.check_length(count_characters(prompt))
-        if grammar is not None and not isinstance(grammar, Grammar):
-            raise GrammarError(
-                f"grammar must be made by Grammar.json_schema() and its like: {grammar!r}",
-                "grammar",
-            )
-        params = self._sampling(sampling)
+        grammar = as_grammar(grammar)
+        fields = sampling_fields(options)
+        raw, tools = options.get("raw", False), options.get("tools")
+        rendering = options.get("rendering", Rendering())
+        params = self._sampling(sampling, fields)
         check_text(params.stop, "stop")
         check_text(tools, "tools")
         check_text(grammar.source if grammar is not None else "", "grammar")
-        ids = self.prompt_ids(prompt, raw, tools)
+        if grammar is not None:
+            _check_weighed(grammar, params)
+        ids = self.prompt_ids(prompt, raw, tools, rendering)
         # Under a grammar, an end-of-text token is allowed only where the output may end.
         ignore = params.ignore_eos and grammar is None
         eos = frozenset[int]() if ignore else self.tokenizer.eos_ids
@@ -94,7 +145,8 @@ class InputProcessor:
             stop_ids=eos | frozenset(params.stop_token_ids),
             seed=params.seed if params.seed is not None else secrets.randbits(62),
             arrival_ns=arrival_ns,
-            priority=priority,
+            priority=options.get("priority", 0),
+            cache_salt=options.get("cache_salt", ""),
         )
 
     def check_length(self, characters: int) -> None:
@@ -111,25 +163,32 @@ class InputProcessor:
             )
 
     def prompt_ids(
-        self, prompt: Prompt, raw: bool = False, tools: Sequence[Any] | None = None
+        self,
+        prompt: Prompt,
+        raw: bool = False,
+        tools: Sequence[Any] | None = None,
+        rendering: Rendering = Rendering(),  # noqa: B008, frozen
     ) -> list[int]:
         """Token ids of a prompt; arguments and errors as for :meth:`process`."""
         check_text(prompt, "prompt")
-        ids = self._encode(prompt, raw, tools)
+        check_text(rendering.variables, "chat_template_kwargs")
+        ids = self._encode(prompt, raw, tools, rendering)
         if not ids:
             raise InvalidRequest("the prompt is empty", "prompt")
         return ids
 
-    def _encode(self, prompt: Prompt, raw: bool, tools: Sequence[Any] | None) -> list[int]:
+    def _encode(
+        self, prompt: Prompt, raw: bool, tools: Sequence[Any] | None, rendering: Rendering
+    ) -> list[int]:
         if isinstance(prompt, str):
             if raw:
                 return self.tokenizer.encode(prompt, special=True)
-            return self.tokenizer.chat([{"role": "user", "content": prompt}], tools)
+            return self.tokenizer.chat([{"role": "user", "content": prompt}], tools, rendering)
         if is_token_ids(prompt):
             for token in prompt:
                 self._check_token("prompt", cast("int", token))
             return [cast("int", token) for token in prompt]
-        return self.tokenizer.chat(cast("Sequence[Message]", prompt), tools)
+        return self.tokenizer.chat(cast("Sequence[Message]", prompt), tools, rendering)
 
     def _max_tokens(self, params: SamplingParams, prompt_tokens: int) -> int:
         """Most output tokens of a request; InvalidRequest if they do not fit."""
@@ -158,13 +217,15 @@ class InputProcessor:
             )
         return max_tokens
 
-    def _sampling(self, sampling: Sampling) -> SamplingParams:
+    def _sampling(self, sampling: Sampling, fields: Mapping[str, Any]) -> SamplingParams:
         if sampling is None:
             sampling = SamplingParams()
         elif isinstance(sampling, Mapping):
             sampling = SamplingParams.from_mapping(sampling)
         elif not isinstance(sampling, SamplingParams):
             raise InvalidRequest(f"sampling must be SamplingParams: {sampling!r}", "sampling")
+        if fields:
+            sampling = replace(sampling, **fields)
         for name in ("logit_bias", "stop_token_ids"):
             for token in getattr(sampling, name):
                 self._check_token(name, token)
@@ -174,6 +235,57 @@ class InputProcessor:
         if not 0 <= token < self.tokenizer.vocab_size:
             raise InvalidRequest(
                 f"{name}: token {token} is outside the vocabulary of {self.tokenizer.vocab_size}",
+                name,
+            )
+
+
+def sampling_fields(options: GenerateOptions) -> dict[str, Any]:
+    """The fields of sampling among keyword arguments; InvalidRequest names an unknown one."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in SamplingOptions.__annotations__:
+            found[name] = value
+        elif name not in PromptOptions.__annotations__:
+            known = [*GenerateOptions.__annotations__, "prompt", "grammar", "sampling"]
+            raise InvalidRequest(unknown("argument", name, known, ELSEWHERE), name)
+    return found
+
+
+def as_grammar(grammar: Any) -> Grammar | None:
+    """What a caller gives as a grammar: a Grammar, a schema as a dict, or a type as
+    :meth:`Grammar.of` takes it; None and ``str`` are free text.
+
+    Raises:
+        GrammarError: it is text, which may mean several things, or nothing that has a grammar.
+    """
+    if grammar is None or grammar is str:
+        return None
+    if isinstance(grammar, str):
+        raise GrammarError(
+            "a text may be many a grammar: say Grammar.json_schema(text), Grammar.regex(text) or "
+            f"Grammar.ebnf(text): {grammar[:60]!r}",
+            "grammar",
+        )
+    return Grammar.of(grammar)
+
+
+def _check_weighed(grammar: Grammar, params: SamplingParams) -> None:
+    """Refuse what has no meaning where whole texts are weighed or chosen."""
+    if not grammar.faithful:
+        return
+    wrong = {
+        "logprobs": params.logprobs is not None,
+        "logit_bias": bool(params.logit_bias),
+        "min_tokens": params.min_tokens > 0,
+        "repetition_penalty": params.repetition_penalty not in (None, 1.0),
+        "presence_penalty": params.presence_penalty != 0,
+        "frequency_penalty": params.frequency_penalty != 0,
+    }
+    for name, given in wrong.items():
+        if given:
+            raise InvalidRequest(
+                f"{name} is for tokens, and a faithful choice is made among whole texts: leave it "
+                "out, or give its neutral value",
                 name,
             )
 
@@ -246,6 +358,13 @@ def each(name: str, value: Any, count: int) -> list[Any]:
             raise InvalidRequest(f"{len(value)} values of {name} for {count} prompts", name)
         return list(value)
     return [value] * count
+
+
+def each_grammar(value: Any, count: int) -> list[Grammar | None]:
+    """The grammar of each of ``count`` prompts: see :func:`as_grammar`; a type's is made once."""
+    if isinstance(value, list | tuple):
+        return [as_grammar(one) for one in each("grammar", value, count)]
+    return [as_grammar(value)] * count
 
 
 def parse_output(grammar: Grammar, text: str) -> Any:

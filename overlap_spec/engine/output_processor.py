@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import NamedTuple
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
-from overlap_spec.types import Delta, Output, Request, Verdict
+from overlap_spec.types import ChoiceProbability, Delta, Output, Request, Verdict
 
 Validation = Future[str | None]
 
@@ -65,10 +66,11 @@ class OutputProcessor:
             logprobs=tuple(sequence.logprobs),
             stop_match=sequence.stop_match,
             error=None if error is None else str(error) or type(error).__name__,
+            choices=_choices(sequence),
             warnings=warnings,
         )
         last = _delta(sequence, handle.pushed_tokens, finished=True)
-        last = replace(last, finish_reason=reason, warnings=warnings)
+        last = replace(last, finish_reason=reason, choices=output.choices, warnings=warnings)
         validation = None
         if reason == "stop" and grammar is not None:
             validation = self._begin_validation(grammar, output.text)
@@ -103,6 +105,20 @@ def _delta(sequence: SequenceState, first: int, finished: bool) -> Delta:
         tuple(sequence.logprobs[new]),
         origins=tuple(sequence.origins[new]),
         tier=sequence.tier,
+    )
+
+
+def _choices(sequence: SequenceState) -> tuple[ChoiceProbability, ...]:
+    """The texts' probabilities, if they were asked for and came to be known."""
+    logprobs, grammar = sequence.choice_logprobs, sequence.request.grammar
+    if not logprobs or not grammar.probabilities:
+        return ()
+    assert sequence.choices is not None
+    best = max(logprobs)
+    total = math.fsum(math.exp(value - best) for value in logprobs)
+    return tuple(
+        ChoiceProbability(text, value, math.exp(value - best) / total)
+        for text, value in zip(sequence.choices.texts, logprobs, strict=True)
     )
 
 

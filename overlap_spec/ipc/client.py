@@ -136,7 +136,7 @@ class EngineClient:
             self._abort(number)
             handle.fail(EngineUnavailable(reason))
 
-    async def query(self, what: Literal["snapshot", "timeline"], steps: int = 0) -> dict[str, Any]:
+    async def query(self, what: m.QueryKind, steps: int = 0) -> dict[str, Any]:
         """The engine's answer to a query.
 
         Raises:

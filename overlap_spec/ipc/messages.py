@@ -15,6 +15,8 @@ from overlap_spec.grammar.isolation.limits import FailureKind
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Delta, Output, Request
 
+QueryKind = Literal["snapshot", "timeline", "flush_cache"]
+
 
 class LaunchArgs(msgspec.Struct):
     """First line of the server's standard input, as JSON: where the client listens, its key (empty
@@ -43,10 +45,11 @@ class AbortRequest(msgspec.Struct, tag=True):
 
 
 class Query(msgspec.Struct, tag=True):
-    """Ask for the engine's state as plain data, or for the spans of its last `steps`."""
+    """Ask for the engine's state as plain data, for the spans of its last `steps`, or to forget
+    the computed pages that no request holds."""
 
     id: int
-    what: Literal["snapshot", "timeline"]
+    what: QueryKind
     steps: int = 0
 
 

@@ -92,6 +92,9 @@ class EngineServer:
                 self._abort(message.id)
             case m.Query(what="snapshot"):
                 self.socket.send(m.encode(m.QueryResult(message.id, self._snapshot())))
+            case m.Query(what="flush_cache"):
+                flushed = {"pages": self.engine.flush_cache()}
+                self.socket.send(m.encode(m.QueryResult(message.id, flushed)))
             case m.Query():
                 data = {"spans": self._last_spans(message.steps)}
                 self.socket.send(m.encode(m.QueryResult(message.id, data)))

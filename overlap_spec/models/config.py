@@ -23,7 +23,15 @@ MOST = {
     "head_dim": 2**12,
     "vocab_size": 2**24,
     "max_position_embeddings": 2**27,
+    "num_experts": 2**12,
+    "num_local_experts": 2**12,
+    "num_experts_per_tok": 2**12,
+    "moe_intermediate_size": 2**20,
+    "decoder_sparse_step": 2**12,
+    "sliding_window": 2**27,
+    "sliding_window_pattern": 2**12,
 }
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 HIGHEST_THETA = 1e18
 
 
@@ -33,21 +41,58 @@ class RopeConfig:
 
     Attributes:
         theta: Base of the frequencies.
-        kind: ``default``, ``linear``, ``dynamic``, ``yarn`` or ``llama3``.
+        kind: ``default``, ``linear``, ``dynamic``, ``yarn``, ``llama3`` or ``longrope``.
         scaling: The rule's own parameters, sorted by name.
+        share: Of a head's channels those that turn, the first ones.
+        factors: LongRoPE's two lists, one number a pair of channels: within the original context,
+            and beyond it.
     """
 
     theta: float = 10000.0
     kind: str = "default"
     scaling: tuple[tuple[str, float], ...] = ()
+    share: float = 1.0
+    factors: tuple[tuple[float, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Shape of the layers whose MLP is a choice among experts.
+
+    Attributes:
+        count, per_token: Experts of a layer, and those that a token is sent to.
+        intermediate_size: Of one expert.
+        layers: One entry a layer: whether it has experts.
+        normalised: The chosen ones' shares add up to 1.
+        limit: None: SwiGLU, with one matrix an expert in the file. A number: GPT-OSS's experts,
+            with biases, and inputs of the activation clamped to it.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    layers: tuple[bool, ...]
+    normalised: bool = True
+    limit: float | None = None
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape of a Llama-family decoder. Sizes in elements, ``max_position`` in tokens.
 
-    ``sliding_windows`` has one entry a layer: the number of last positions (the token itself
-    included) that the layer attends to, or None for all.
+    Attributes:
+        sliding_windows: One entry a layer: the number of last positions (the token itself
+            included) that the layer attends to, or None for all.
+        local_rope: Rotation of the layers with a window, if it is another.
+        activation: Of the MLP, by its name in ``config.json``.
+        embed_scale: What embeddings are multiplied by.
+        query_scale: Factor of the attention's products; None: ``head_dim ** -0.5``.
+        score_cap, logit_cap: Soft caps c of attention scores and logits x: ``c * tanh(x / c)``.
+        sinks: Each head has a sink, as :class:`overlap_spec.kernels.Scoring` says.
+        unit_offset: The file's norm weights are the factors less 1.
+        sandwich_norms: What attention and MLP add to the stream is normed, too.
+        fused_in_file: The file holds ``qkv_proj`` and ``gate_up_proj`` whole.
+        experts: None: every layer has one MLP.
     """
 
     architecture: str
@@ -67,6 +112,17 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     sliding_windows: tuple[int | None, ...] = ()
+    local_rope: RopeConfig | None = None
+    activation: str = "silu"
+    embed_scale: float = 1.0
+    query_scale: float | None = None
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    sinks: bool = False
+    unit_offset: bool = False
+    sandwich_norms: bool = False
+    fused_in_file: bool = False
+    experts: ExpertsConfig | None = None
 
     def window(self, layer: int) -> int | None:
         """Sliding window of ``layer`` in tokens, or None."""
@@ -137,22 +193,53 @@ def read_rope(hf: Mapping[str, Any]) -> RopeConfig:
     )
     kind = str(raw.pop("rope_type", None) or raw.pop("type", None) or "default")
     raw.pop("type", None)
-    if (raw.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1) != 1:
-        raise CheckpointError("partial_rotary_factor other than 1 is not supported")
+    partial = raw.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor")
+    share = number("partial_rotary_factor", partial, 1.0, 1.0)
+    factors: tuple[tuple[float, ...], ...] = ()
+    if kind == "longrope":
+        lists = raw.pop("short_factor", None), raw.pop("long_factor", None)
+        factors = tuple(_numbers(f"{name}: short_factor, long_factor", each) for each in lists)
+        original = hf.get("original_max_position_embeddings")
+        if original is not None:
+            raw["original_max_position_embeddings"] = original
     try:
         scaling = {key: float(value) for key, value in raw.items() if value is not None}
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"config.json: {name}: {error}") from None
     scaling.setdefault("original_max_position_embeddings", float(hf["max_position_embeddings"]))
-    return RopeConfig(theta, kind, tuple(sorted(scaling.items())))
+    if kind == "longrope":
+        longer = hf["max_position_embeddings"] / scaling["original_max_position_embeddings"]
+        scaling.setdefault("factor", longer)
+    return RopeConfig(theta, kind, tuple(sorted(scaling.items())), share, factors)
+
+
+def _numbers(name: str, value: Any) -> tuple[float, ...]:
+    if not isinstance(value, list) or not value:
+        raise CheckpointError(f"config.json: {name} must be lists of numbers: {str(value)[:50]}")
+    return tuple(number(name, each, 1.0, HIGHEST_THETA) for each in value)
+
+
+def soft_cap(hf: Mapping[str, Any], name: str) -> float | None:
+    """``hf[name]``, a number above 0, or None."""
+    return number(name, hf[name], 1.0, HIGHEST_THETA) if hf.get(name) is not None else None
+
+
+def alternating_windows(hf: Mapping[str, Any], pattern: int) -> tuple[int | None, ...]:
+    """Window of each layer: by ``layer_types``, or on all but every ``pattern``-th one."""
+    layers, window = whole(hf, "num_hidden_layers"), whole(hf, "sliding_window")
+    kinds = hf.get("layer_types") or [
+        "sliding_attention" if i % pattern else "full_attention" for i in range(1, layers + 1)
+    ]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def llama_family(hf: Mapping[str, Any], **differences: Any) -> ModelConfig:
     """The ModelConfig that the architectures share; ``differences`` name where one departs."""
-    if hf.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"hidden_act {hf['hidden_act']!r} is not supported, only 'silu'")
-    if hf.get("quantization_config"):
-        raise CheckpointError("quantization_config: quantised checkpoints are not supported")
+    activation = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
+    if activation not in ACTIVATIONS:
+        raise CheckpointError(
+            f"config.json: hidden_act must be one of {', '.join(ACTIVATIONS)}: {activation!r}"
+        )
     heads, hidden = whole(hf, "num_attention_heads"), whole(hf, "hidden_size")
     shared = whole(hf, "num_key_value_heads", heads)
     if heads % shared:
@@ -171,8 +258,9 @@ def llama_family(hf: Mapping[str, Any], **differences: Any) -> ModelConfig:
         "head_dim": whole(hf, "head_dim", max(hidden // heads, 1)),
         "max_position": whole(hf, "max_position_embeddings"),
         "rms_norm_eps": number("rms_norm_eps", hf.get("rms_norm_eps"), 1e-6, 1.0),
-        "rope": read_rope(hf),
+        "rope": differences.get("rope") or read_rope(hf),
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
+        "activation": activation,
     }
     return ModelConfig(**{**common, **differences})
 

@@ -7,14 +7,23 @@ values: on a GPU the rotation and the store are one kernel.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from overlap_spec.kernels import add_rms_norm, apply_rope, rms_norm, silu_and_mul
+from overlap_spec.kernels import (
+    Scoring,
+    add_rms_norm,
+    apply_rope,
+    gelu_and_mul,
+    rms_norm,
+    silu_and_mul,
+)
 from overlap_spec.models.config import ModelConfig
-from overlap_spec.models.rope import rope_table
+from overlap_spec.models.experts import Experts
+from overlap_spec.models.rope import channel_order, rope_table
 
 # Among feature layers: the output of the final norm, which the head reads.
 NORMED_OUTPUT = -1
@@ -25,13 +34,15 @@ class Heads(NamedTuple):
 
     ``qkv (T, heads + 2 * kv_heads, D)``; ``rotary (T, 2, D)`` as in
     :func:`overlap_spec.kernels.apply_rope`; ``norm``: weight ``(heads + kv_heads, D)`` and eps of
-    the norm over each query's and key's own head, None where the architecture has none.
+    the norm over each query's and key's own head, None where the architecture has none;
+    ``scoring`` as in :func:`overlap_spec.kernels.tree_attention`.
     """
 
     qkv: Tensor
     rotary: Tensor
     kv_heads: int
     norm: tuple[Tensor, float] | None
+    scoring: Scoring = Scoring()
 
     def rotated(self) -> tuple[Tensor, Tensor, Tensor]:
         """``q (T, heads, D)`` and ``k, v (T, kv_heads, D)``, normed and rotated."""
@@ -89,16 +100,24 @@ class Attention(nn.Module):
             self.qk_norm.weight = nn.Parameter(torch.ones(rows, config.head_dim))
         else:
             self.register_module("qk_norm", None)
+        self.sinks: nn.Parameter | None = None
+        if config.sinks:
+            self.sinks = nn.Parameter(torch.zeros(self.heads))
+        # Of the file, as weights are read by it.
+        self.channels = channel_order(config.rope, config.head_dim)
+        self.scale, self.soft_cap = config.query_scale, config.score_cap
 
     def forward(self, x: Tensor, rotary: Tensor, attend: Attend, layer: int) -> Tensor:
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         norm = None if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
-        out: Tensor = self.o_proj(attend(layer, Heads(qkv, rotary, self.kv_heads, norm)))
+        scoring = Scoring(self.scale, self.soft_cap, self.sinks)
+        heads = Heads(qkv, rotary, self.kv_heads, norm, scoring)
+        out: Tensor = self.o_proj(attend(layer, heads))
         return out
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv 2002.05202) with gate and up in one product."""
+    """SwiGLU or GeGLU (arXiv 2002.05202) with gate and up in one product."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -108,9 +127,10 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(
             config.intermediate_size, config.hidden_size, bias=config.mlp_bias
         )
+        self.activate = silu_and_mul if config.activation == "silu" else gelu_and_mul
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        out: Tensor = self.down_proj(self.activate(self.gate_up_proj(x)))
         return out
 
 
@@ -120,12 +140,14 @@ class Layer(nn.Module):
     What the MLP adds to the stream is handed on beside it: the next norm adds it up.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, number: int = 0) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, config.hidden_size)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        size, eps, experts = config.hidden_size, config.rms_norm_eps, config.experts
+        self.input_layernorm = RMSNorm(size, eps)
+        self.self_attn = Attention(config, size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        here = experts if experts is not None and experts.layers[number] else None
+        self.mlp = MLP(config) if here is None else Experts(size, here)
 
     def forward(
         self, x: Tensor, normed: Tensor, rotary: Tensor, attend: Attend, layer: int
@@ -138,26 +160,76 @@ class Layer(nn.Module):
         return x, self.mlp(normed)
 
 
+class SandwichLayer(Layer):
+    """A layer that also norms what attention and MLP add; the norms are named as published."""
+
+    def __init__(self, config: ModelConfig, number: int = 0) -> None:
+        super().__init__(config, number)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.pre_feedforward_layernorm = RMSNorm(size, eps)
+        self.post_feedforward_layernorm = RMSNorm(size, eps)
+
+    def forward(
+        self, x: Tensor, normed: Tensor, rotary: Tensor, attend: Attend, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        attended = self.post_attention_layernorm(self.self_attn(normed, rotary, attend, layer))
+        normed, x = self.pre_feedforward_layernorm.add(x, attended)
+        return x, self.post_feedforward_layernorm(self.mlp(normed))
+
+
+@lru_cache
+def rounded(factor: float, dtype: torch.dtype) -> float:
+    """``factor`` as near as ``dtype`` has it."""
+    return float(torch.tensor(factor, dtype=dtype, device="cpu"))
+
+
 def embedding(rows: int, width: int) -> nn.Embedding:
     """A table without values: drawing some on the meta device would load torch's compiler."""
     return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm and head of a Llama-family model."""
+    """Embedding, layers, final norm and head of a Llama-family model.
+
+    ``local_rope`` exists where layers with a window rotate otherwise.
+    """
 
     rope: Tensor
+    local_rope: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        kind = SandwichLayer if config.sandwich_norms else Layer
+        self.layers = nn.ModuleList(kind(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
-        table = rope_table(config.rope, config.head_dim, config.max_position)
-        self.register_buffer("rope", table, persistent=False)
+        self.make_ropes(self.norm.weight.device)
+
+    def make_ropes(self, device: torch.device) -> None:
+        """The tables of rotations, on ``device``; without values on the meta device."""
+        config = self.config
+        tables = {"rope": config.rope, "local_rope": config.local_rope}
+        for name, rope in tables.items():
+            if rope is not None:
+                table = rope_table(rope, config.head_dim, config.max_position)
+                self.register_buffer(name, table.to(device), persistent=False)
+
+    def keep_positions(self, count: int) -> None:
+        """Let go of the rotations of position ``count`` and later ones."""
+        for name in ("rope", "local_rope"):
+            if hasattr(self, name):
+                self.register_buffer(name, getattr(self, name)[:count].clone(), persistent=False)
+
+    def widen_norms(self) -> None:
+        """Keep norm weights in float32 where the file has them less 1: half precision would round
+        the sum, which the published models do not."""
+        if self.config.unit_offset:
+            for module in self.modules():
+                if isinstance(module, RMSNorm):
+                    module.float()
 
     def tie(self) -> None:
         """Let the head share the embedding where the config says so (moves undo it)."""
@@ -184,11 +256,17 @@ class Decoder(nn.Module):
             ``(T, len(feature_layers) * hidden)``, or None if none were asked for.
         """
         x = self.embed_tokens(tokens)
+        if self.config.embed_scale != 1.0:
+            x = x * rounded(self.config.embed_scale, x.dtype)
         rotary = self.rope[positions].to(x.dtype)
+        local = rotary
+        if self.config.local_rope is not None:
+            local = self.local_rope[positions].to(x.dtype)
         norms: list[Any] = [*(layer.input_layernorm for layer in self.layers), self.norm]
         normed, kept = norms[0](x), {0: x}
         for index, layer in enumerate(self.layers):
-            x, delta = layer(x, normed, rotary, attend, index)
+            turned = rotary if self.config.window(index) is None else local
+            x, delta = layer(x, normed, turned, attend, index)
             normed, x = norms[index + 1].add(x, delta)
             if index + 1 in feature_layers:
                 kept[index + 1] = x
@@ -199,4 +277,5 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """``(T, hidden)`` → ``(T, vocab_size)``."""
         logits: Tensor = self.lm_head(hidden)
-        return logits
+        cap = self.config.logit_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.jit._trace import is_tracing
 from torch.nn import functional as F
 
+from overlap_spec.errors import ConfigError
+from overlap_spec.models.experts import Experts
 from overlap_spec.models.packing import rounded_rows
 
 LARGEST = 127
@@ -132,10 +134,17 @@ def quantize(modules: Iterable[nn.Module]) -> None:
 
     A head that is tied to its embedding becomes a layer of its own: the two are read in different
     orders.
+
+    Raises:
+        ConfigError: a module with experts, whose products are not built in int8.
     """
     made: dict[nn.Module, nn.Module] = {}
     for module in modules:
         for part in list(module.modules()):
+            if isinstance(part, Experts):
+                raise ConfigError(
+                    "quantization 'int8' is not built for models with experts: leave it out"
+                )
             for name, child in part.named_children():
                 if child not in made and isinstance(child, nn.Linear):
                     made[child] = Int8Linear(child)

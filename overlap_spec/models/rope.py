@@ -6,21 +6,33 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Rotation speed of each pair of channels, and the factor on cos and sin.
+def rotary_dim(rope: RopeConfig, head_dim: int) -> int:
+    """How many of a head's channels turn; the others stay."""
+    return int(head_dim * rope.share)
+
+
+def inverse_frequencies(
+    rope: RopeConfig, head_dim: int, positions: int | None = None
+) -> tuple[Tensor, float]:
+    """Rotation speed of each pair of channels that turn, and the factor on cos and sin.
+
+    Args:
+        positions: How many are served, which LongRoPE asks; None: no more than it was trained on.
 
     Returns:
-        float32 ``(head_dim / 2,)`` on the CPU, in radians a position; and YaRN's attention
-        factor (1.0 for all other rules).
+        float32 ``(rotary_dim / 2,)`` on the CPU, in radians a position; and the attention factor of
+        YaRN and LongRoPE (1.0 for all other rules).
 
     Raises:
-        CheckpointError: a scaling rule that is not known.
+        CheckpointError: a scaling rule that is not known, or factors of another length.
     """
+    head_dim = rotary_dim(rope, head_dim)
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     base = 1.0 / (rope.theta**exponent)
     scaling = dict(rope.scaling)
@@ -34,7 +46,15 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
         return _llama3(base, scaling), 1.0
     if rope.kind == "yarn":
         return _yarn(base, rope.theta, head_dim, scaling)
+    if rope.kind == "longrope":
+        return _longrope(rope, base, scaling, positions)
     raise CheckpointError(f"rope_type {rope.kind!r} is not supported")
+
+
+def trained_length(rope: RopeConfig) -> int | None:
+    """Context in tokens up to which LongRoPE's first list holds; None for other rules."""
+    original = dict(rope.scaling).get("original_max_position_embeddings")
+    return int(original) if rope.kind == "longrope" and original else None
 
 
 def rope_limit(rope: RopeConfig) -> int | None:
@@ -80,6 +100,46 @@ def _yarn(
     return frequencies, attention
 
 
+def _longrope(
+    rope: RopeConfig, base: Tensor, scaling: dict[str, float], positions: int | None
+) -> tuple[Tensor, float]:
+    """LongRoPE (arXiv 2402.13753): each pair slowed by its own factor.
+
+    The second list is for texts that outgrow the original context. Cached keys cannot change
+    theirs, so that the longest context to be served decides.
+    """
+    original = scaling["original_max_position_embeddings"]
+    factors = torch.tensor(rope.factors[(positions or 0) > original])
+    if factors.shape != base.shape:
+        raise CheckpointError(
+            f"config.json: short_factor and long_factor must have {len(base)} numbers, one a pair "
+            f"of rotated channels: {len(factors)}"
+        )
+    attention, factor = scaling.get("attention_factor"), scaling["factor"]
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return base / factors, attention
+
+
+def channel_order(rope: RopeConfig, head_dim: int) -> Tensor | None:
+    """The file's channels of a query's or key's head in the order in which they are kept here.
+
+    A rotation turns the two halves of a whole head against each other. Where only the first
+    ``rotary_dim`` channels turn, their second half is moved to the head's; products of queries and
+    keys do not depend on the order.
+
+    Returns:
+        int64 ``(head_dim,)`` on the CPU, or None: the file's own order.
+    """
+    turning = rotary_dim(rope, head_dim)
+    if turning == head_dim:
+        return None
+    order = torch.arange(head_dim, device="cpu")
+    first, second, rest = order.split([turning // 2, turning // 2, head_dim - turning])
+    near = head_dim // 2 - turning // 2
+    return torch.cat([first, rest[:near], second, rest[near:]])
+
+
 def rope_table(rope: RopeConfig, head_dim: int, positions: int) -> Tensor:
     """Cosines and signed sines of every position.
 
@@ -90,7 +150,10 @@ def rope_table(rope: RopeConfig, head_dim: int, positions: int) -> Tensor:
     """
     if torch.get_default_device().type == "meta":
         return torch.empty(positions, 2, head_dim)
-    frequencies, factor = inverse_frequencies(rope, head_dim)
+    frequencies, factor = inverse_frequencies(rope, head_dim, positions)
     angles = torch.arange(positions, dtype=torch.float32, device="cpu")[:, None] * frequencies
     cos, sin = angles.cos() * factor, angles.sin() * factor
+    # Channels that stay: see channel_order().
+    rest = head_dim // 2 - len(frequencies)
+    cos, sin = F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))
     return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)

@@ -1,135 +1,34 @@
-"""Strict loading of checkpoints into the fused modules, and the way back.
-
-Module names follow Hugging Face's, but for what is fused: ``qkv_proj``, ``gate_up_proj`` and
-``qk_norm`` are read from and written to their published parts.
-"""
+"""Strict loading of checkpoints into the fused modules, and the way back."""
 
 from __future__ import annotations
 
-import math
+import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from overlap_spec.errors import CheckpointError, ConfigError
-from overlap_spec.models.config import ModelConfig, read_config, read_json
-from overlap_spec.models.decoder import Attention, Decoder
+from overlap_spec.models.config import ModelConfig, read_config
+from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.eagle import EagleHead, read_eagle_config
 from overlap_spec.models.eagle3 import Eagle3Config, Eagle3Head, read_eagle3_config
 from overlap_spec.models.mtp import MtpModule, find_modules
-from overlap_spec.models.rope import rope_limit, rope_table
+from overlap_spec.models.places import places
+from overlap_spec.models.rope import rope_limit, rope_table, trained_length
+from overlap_spec.models.tensors import disk_bytes, read_tensors, scheme_of, tensor_names
+
+log = logging.getLogger(__name__)
 
 Head = TypeVar("Head", EagleHead, Eagle3Head, MtpModule)
 AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 LATER_NORM = re.compile(r"^(layers\.\d+)\.hidden_norm\.")
-PARTS = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "qk_norm": ("q_norm", "k_norm"),
-}
-
-
-def published_names(name: str) -> list[str]:
-    """Names under which a checkpoint holds the parts of parameter ``name``, in order."""
-    for fused, parts in PARTS.items():
-        if f".{fused}." in name:
-            return [name.replace(fused, part) for part in parts]
-    return [name]
-
-
-def part_views(module: nn.Module, name: str, tensor: Tensor) -> list[Tensor]:
-    """``tensor`` (parameter ``name`` of ``module``) cut into its published parts, as views."""
-    if ".gate_up_proj." in name:
-        return list(tensor.chunk(2))
-    if ".self_attn." not in name:
-        return [tensor]
-    attention = module.get_submodule(name.split(".self_attn.")[0] + ".self_attn")
-    assert isinstance(attention, Attention)
-    heads, kv_heads = attention.heads, attention.kv_heads
-    if ".qkv_proj." in name:
-        return list(tensor.split([n * attention.head_dim for n in (heads, kv_heads, kv_heads)]))
-    if ".qk_norm." in name:
-        return [tensor[:heads], tensor[heads:]]
-    return [tensor]
-
-
-def _in_file(module: nn.Module, part: str) -> str:
-    """Name of a part in its file: all of a decoder's but the head live under ``model.``."""
-    outside = not isinstance(module, Decoder) or part.startswith("lm_head.")
-    return part if outside else f"model.{part}"
-
-
-def _shards(path: Path) -> list[Path]:
-    for single in ("model.safetensors", "pytorch_model.bin"):
-        index = path / f"{single}.index.json"
-        if index.exists():
-            return [path / name for name in sorted(set(read_json(index)["weight_map"].values()))]
-        if (path / single).exists():
-            return [path / single]
-    raise CheckpointError(
-        f"{path} holds neither model.safetensors nor pytorch_model.bin, nor an index of either"
-    )
-
-
-def tensor_names(path: Path) -> set[str]:
-    """Names of all tensors of the checkpoint in folder ``path``, without reading them."""
-    return {name for name, _, _ in _readers(path)}
-
-
-def parameter_count(path: Path) -> int:
-    """Elements of all tensors of the checkpoint in folder ``path``, without reading them.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
-    return sum(math.prod(shape()) for _, _, shape in _readers(path))
-
-
-def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the checkpoint in folder ``path``, memory-mapped, shard by shard."""
-    for name, read, _ in _readers(path):
-        yield name, read()
-
-
-def _readers(
-    path: Path,
-) -> Iterator[tuple[str, Callable[[], Tensor], Callable[[], Sequence[int]]]]:
-    """Every tensor's name, and what reads it, or its shape alone, before the next one's turn."""
-    for shard in _shards(path):
-        try:
-            if shard.suffix == ".bin":
-                for name, tensor in _pickled(shard).items():
-                    yield name, partial(_itself, tensor), tensor.size
-                continue
-            with safe_open(shard, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a mapping)
-                    yield name, partial(file.get_tensor, name), file.get_slice(name).get_shape
-        except (SafetensorError, FileNotFoundError) as error:
-            raise CheckpointError(f"{shard} cannot be read: {error}") from None
-
-
-def _pickled(shard: Path) -> dict[str, Tensor]:
-    """The tensors of a file that ``torch.save`` wrote; nothing in it is executed."""
-    try:
-        state = torch.load(shard, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, UnpicklingError, EOFError) as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"{shard} cannot be read: {reason}") from None
-    if not isinstance(state, dict) or not all(isinstance(x, Tensor) for x in state.values()):
-        raise CheckpointError(f"{shard} holds something else than tensors by name")
-    return state
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+# What a weight may be stored in as it is; a number of fewer bits stands for another.
+WHOLE_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @torch.no_grad()
@@ -150,26 +49,24 @@ def load_state(
     Raises:
         CheckpointError: a missing, left-over or ill-shaped tensor, by name.
     """
-    wanted: dict[str, Tensor] = {}
-    tied = _tied(module)
-    for name, tensor in module.state_dict().items():
-        if tied and name == "lm_head.weight":
-            continue
-        parts = zip(published_names(name), part_views(module, name, tensor), strict=True)
-        wanted.update((_in_file(module, part), view) for part, view in parts)
+    wanted = places(module)
     missing, left_over = set(wanted), []
     for name, tensor in read_tensors(path):
-        target = wanted.get(rename(name))
-        if target is None:
+        place = wanted.get(rename(name))
+        if place is None:
             if not ignore(name):
                 left_over.append(name)
             continue
-        rows = target[0] if ".q_norm." in name or ".k_norm." in name else target
-        if rows.shape != tensor.shape:
+        if place.shape != tensor.shape:
             raise CheckpointError(
-                f"{path}: {name} has shape {list(tensor.shape)}, expected {list(rows.shape)}"
+                f"{path}: {name} has shape {list(tensor.shape)}, expected {list(place.shape)}"
             )
-        target.copy_(tensor)
+        if place.view.is_floating_point() and tensor.dtype not in WHOLE_TYPES:
+            raise CheckpointError(
+                f"{path}: {name} has type {tensor.dtype}, and quantization_config in config.json "
+                "does not say what its numbers stand for"
+            )
+        place.fill(tensor)
         missing.discard(rename(name))
     missing.difference_update(optional)
     if missing:
@@ -194,10 +91,6 @@ def _eagle3_name(name: str) -> str:
 
 def _is_rotary(name: str) -> bool:
     return name.endswith("rotary_emb.inv_freq")
-
-
-def _tied(module: nn.Module) -> bool:
-    return isinstance(module, Decoder) and module.config.tie_embeddings
 
 
 def _some(names: list[str]) -> str:
@@ -227,19 +120,41 @@ def load_decoder(
     limit = min(config.max_position, rope_limit(config.rope) or config.max_position)
     if max_position is not None and max_position > limit:
         raise ConfigError(f"context_length {max_position} is over the checkpoint's {limit}")
+    trained = trained_length(config.rope)
+    if max_position is None and trained is not None and trained < limit:
+        log.warning(
+            "%s: the context is %d tokens, within which the model rotates as it was trained to; a "
+            "context_length of up to %d turns all of it to the longer texts' rotation",
+            path, trained, limit,
+        )  # fmt: skip
+        limit = trained
     names = tensor_names(path)
     # A tied checkpoint that still stores a head of its own is served with that head.
     tied = config.tie_embeddings and "lm_head.weight" not in names
     config = replace(config, max_position=max_position or limit, tie_embeddings=tied)
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
+    decoder.widen_norms()
     _take_memory(decoder, device)
     decoder.tie()
-    decoder.rope = rope_table(config.rope, config.head_dim, config.max_position).to(device)
+    decoder.make_ropes(device)
     # Its next-token modules are the drafter's.
     others = tuple(module.prefix for module in find_modules(names))
     load_state(decoder, path, ignore=lambda name: _is_rotary(name) or name.startswith(others))
+    _tell_cost(path, decoder)
     return decoder.eval().requires_grad_(False)
+
+
+def _tell_cost(path: Path, decoder: Decoder) -> None:
+    """Say what it costs that quantised weights are computed with as whole numbers."""
+    scheme = scheme_of(path)
+    if scheme is not None:
+        held = {t.data_ptr(): t.nbytes for t in decoder.parameters()}
+        log.warning(
+            "%s: %s weights are computed with in %s: %.1f MiB in memory, %.1f MiB on disk",
+            path, scheme.name, str(decoder.embed_tokens.weight.dtype).removeprefix("torch."),
+            sum(held.values()) / 2**20, disk_bytes(path) / 2**20,
+        )  # fmt: skip
 
 
 def load_eagle3(path: Path, target: Decoder, dtype: torch.dtype) -> Eagle3Head:
@@ -373,12 +288,4 @@ def export_state(module: nn.Module) -> dict[str, Tensor]:
 
     A decoder's tied head is left out, as ``transformers`` writes it.
     """
-    tied = _tied(module)
-    state: dict[str, Tensor] = {}
-    for name, tensor in module.state_dict().items():
-        if tied and name == "lm_head.weight":
-            continue
-        for part, view in zip(published_names(name), part_views(module, name, tensor), strict=True):
-            rows = view[0] if ".q_norm." in part or ".k_norm." in part else view
-            state[_in_file(module, part)] = rows.detach().contiguous().clone()
-    return state
+    return {name: place.published().contiguous() for name, place in places(module).items()}

@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-Tokens = tuple[int, ...]
+# The tokens of a page, behind the salt of a path's first.
+Tokens = tuple[int | str, ...]
 
 
 @dataclass(eq=False)
@@ -41,10 +42,11 @@ class PrefixTree:
         """Pages that no sequence holds, and that :meth:`evict` could free."""
         return len(self._idle)
 
-    def find(self, tokens: Sequence[int]) -> list[Node]:
-        """The path of the longest run of full pages that ``tokens`` start with."""
+    def find(self, tokens: Sequence[int], salt: str) -> list[Node]:
+        """The path of the longest run of full pages that ``tokens`` start with, among those that
+        were inserted with the same salt."""
         path, node = [], self._root
-        for page in self._full_pages(tokens):
+        for page in self._full_pages(tokens, salt):
             child = node.children.get(page)
             if child is None:
                 break
@@ -58,7 +60,9 @@ class PrefixTree:
             node.holders += 1
             self._idle.pop(node, None)
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], path: list[Node]) -> None:
+    def insert(
+        self, tokens: Sequence[int], pages: Sequence[int], path: list[Node], salt: str
+    ) -> None:
         """Offer a sequence's full pages to others.
 
         Args:
@@ -66,11 +70,12 @@ class PrefixTree:
             pages: The sequence's pages, in order. Where the tree has the same tokens already, the
                 sequence keeps its own page to itself.
             path: The nodes that the sequence holds; extended by those it now holds too.
+            salt: Only :meth:`find` with the same finds them.
         """
         node = path[-1] if path else self._root
         if node.detached:
             return
-        for index, page in enumerate(self._full_pages(tokens)):
+        for index, page in enumerate(self._full_pages(tokens, salt)):
             if index < len(path):
                 continue
             child = node.children.get(page)
@@ -122,7 +127,10 @@ class PrefixTree:
                 freed.append(node.page)
         return freed
 
-    def _full_pages(self, tokens: Sequence[int]) -> list[Tokens]:
+    def _full_pages(self, tokens: Sequence[int], salt: str) -> list[Tokens]:
         size = self.page_size
         full = len(tokens) - len(tokens) % size
-        return [tuple(tokens[i : i + size]) for i in range(0, full, size)]
+        pages: list[Tokens] = [tuple(tokens[i : i + size]) for i in range(0, full, size)]
+        if salt and pages:
+            pages[0] = (salt, *pages[0])
+        return pages

@@ -90,15 +90,17 @@ class Scheduler:
         self._admit()
         chunks: list[tuple[Sequence, Chunk]] = []
         budget = self.chunk_tokens
-        for sequence in self._live():
-            if budget and sequence.row >= 0 and sequence.prefilling:
+        live = self._live()
+        for sequence in [s for s in live if s.prefilling]:
+            if budget and sequence.row >= 0:
                 self._reuse(sequence)
                 chunk = self._chunk(sequence, budget)
-                if chunk is None or not self._grow(sequence, chunk.start + len(chunk.tokens)):
+                if chunk is None or not self._grow(sequence, _end(chunk)):
                     break
                 budget -= len(chunk.tokens)
                 chunks.append((sequence, chunk))
-        trees = [s for s in self._live() if not s.prefilling]
+        # One that was preempted for these pages is not among them any more.
+        trees = [s for s in live if not s.prefilling and s.row >= 0]
         members = [*trees, *(s for s, _ in chunks)]
         if not members:
             return None
@@ -163,6 +165,7 @@ class Scheduler:
         if row.error is not None:
             sequence.fail(row.error)
             return ()
+        sequence.choice_logprobs = row.choice_logprobs or sequence.choice_logprobs
         end = cut(sequence.request, len(sequence.output_ids), sequence.buffer, row.tokens)
         tokens = row.tokens[: end.kept]
         sequence.output_ids += tokens
@@ -206,20 +209,25 @@ class Scheduler:
 
     def _ending(self, sequence: Sequence) -> bool:
         """Whether the step under way ends the sequence for certain: it brings at least a token."""
-        under_way = sequence.last_step > self._committed and not sequence.prefilling
-        return under_way and len(sequence.output_ids) + 1 >= sequence.request.max_tokens
+        if len(sequence.output_ids) + 1 < sequence.request.max_tokens:
+            return False
+        return sequence.last_step > self._committed and not sequence.prefilling
 
     def _pages_for(self, tokens: int) -> int:
         return -(-(tokens + self.reserve_tokens) // self.page_size)
 
     def _admit(self) -> None:
         """Give rows to waiting sequences while their known text fits into the free pages."""
-        promised = sum(max(self._pages_for(s.total_tokens) - len(s.pages), 0) for s in self.running)
+        if not self.waiting or not self._free_rows:
+            return
+        promised = sum(
+            max(self._pages_for(_most_tokens(s)) - len(s.pages), 0) for s in self.running
+        )
         while self.waiting and self._free_rows:
             sequence = self.waiting[0]
             if self._starts % FAIR_TURN == FAIR_TURN - 1:
                 sequence = min(self.waiting, key=lambda s: s.request.id)
-            needed = self._pages_for(sequence.total_tokens)
+            needed = self._pages_for(_most_tokens(sequence))
             if promised + needed > self.allocator.free_count:
                 return
             promised += needed
@@ -237,7 +245,8 @@ class Scheduler:
         """
         if not self.reuse or sequence.planned_tokens:
             return
-        path = self.tree.find(sequence.tokens(0, sequence.prefill_tokens - 1))
+        known = sequence.tokens(0, sequence.prefill_tokens - 1)
+        path = self.tree.find(known, sequence.request.cache_salt)
         if path:
             self.tree.acquire(path)
             sequence.path = path
@@ -249,7 +258,14 @@ class Scheduler:
     def _offer(self, sequence: Sequence, tokens: int) -> None:
         """Let others start after the sequence's first ``tokens`` tokens, from the next step on."""
         if self.reuse:
-            self.tree.insert(sequence.tokens(0, tokens), sequence.pages, sequence.path)
+            known, salt = sequence.tokens(0, tokens), sequence.request.cache_salt
+            self.tree.insert(known, sequence.pages, sequence.path, salt)
+
+    def flush_cache(self) -> int:
+        """Forget the pages that no sequence holds; how many there were."""
+        pages = self.tree.evict(self.tree.idle_pages)
+        self.allocator.free(pages)
+        return len(pages)
 
     def _chunk(self, sequence: Sequence, budget: int) -> Chunk | None:
         """The next tokens to prefill: all, or full pages of them; None if not one page fits."""
@@ -262,7 +278,8 @@ class Scheduler:
         tokens = np.array(sequence.tokens(start, end), np.int64)
         following = sequence.tokens(end, end + 1)
         page_before = sequence.pages[start // size - 1] if start else 0
-        return Chunk(sequence.row, start, tokens, not following, page_before)
+        choices = None if following else sequence.unweighed
+        return Chunk(sequence.row, start, tokens, not following, page_before, choices)
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
         """Pages for ``tokens`` and the reserve, taken from the sequence admitted last if need be.
@@ -270,6 +287,8 @@ class Scheduler:
         False where that has to wait: pages that a step under way reads are not free.
         """
         missing = self._pages_for(tokens) - len(sequence.pages)
+        if missing <= 0:
+            return True
         while missing > self.allocator.free_count:
             if self._committed < self._steps:
                 return False
@@ -277,10 +296,9 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return False
-        if missing > 0:
-            pages = self.allocator.take(missing)
-            self._grants.append((sequence.row, len(sequence.pages), pages))
-            sequence.pages += pages
+        pages = self.allocator.take(missing)
+        self._grants.append((sequence.row, len(sequence.pages), pages))
+        sequence.pages += pages
         return True
 
     def _preempt(self, victim: Sequence) -> None:
@@ -301,6 +319,18 @@ class Scheduler:
         self._free_rows.append(sequence.row)
         sequence.row = -1
         self.running.remove(sequence)
+
+
+def _end(chunk: Chunk) -> int:
+    """Where the keys end that a chunk writes, those of what is weighed behind it included."""
+    behind = 0 if chunk.choices is None else chunk.choices.widest
+    return chunk.start + len(chunk.tokens) + behind
+
+
+def _most_tokens(sequence: Sequence) -> int:
+    """Keys that a sequence has after its prefill, before it goes on."""
+    behind = 0 if sequence.unweighed is None else sequence.unweighed.widest
+    return sequence.total_tokens + behind
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:

@@ -18,6 +18,8 @@ from overlap_spec.types import (
     RowResult,
     Tier,
     TokenLogprobs,
+    TokenTrie,
+    WeighedChoices,
 )
 
 
@@ -29,7 +31,9 @@ class Sequence:
     known: the device may be one step ahead. ``prefill_tokens``: tokens known when it was admitted,
     the last of which is verified as a one-node tree; ``planned_tokens`` of them are computed or
     under way. ``path``: nodes of the prefix tree that it holds. ``row`` is -1 while the sequence
-    waits; ``last_step`` is the last that it is part of.
+    waits; ``last_step`` is the last that it is part of. ``choices``: what is to be weighed behind
+    its prompt; ``choice_logprobs``: the result. ``trie``: of the texts that its whole
+    output can be.
     """
 
     request: Request
@@ -51,6 +55,9 @@ class Sequence:
     stop_match: str | int | None = None
     error: Exception | None = None
     stats: RequestStats = field(default_factory=RequestStats)
+    trie: TokenTrie | None = None
+    choices: WeighedChoices | None = None
+    choice_logprobs: tuple[float, ...] = ()
     last_token_ns: int = 0
 
     @property
@@ -64,9 +71,15 @@ class Sequence:
         return self.planned_tokens < self.prefill_tokens
 
     @property
+    def unweighed(self) -> WeighedChoices | None:
+        """Choices that are still to be weighed: behind the prompt, before any output."""
+        return None if self.output_ids else self.choices
+
+    @property
     def key_tokens(self) -> int:
         """Keys that are cached or under way, as far as the host knows."""
-        return max(self.committed_tokens, self.planned_tokens)
+        committed, planned = self.committed_tokens, self.planned_tokens
+        return committed if committed > planned else planned  # max() takes three times as long.
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Known tokens at positions ``start .. end - 1``."""

@@ -10,10 +10,10 @@ from overlap_spec.types import FinishReason, Request
 
 
 class Detokenizer(Protocol):
-    """Turns one request's output tokens into text, one at a time."""
+    """Turns one request's output tokens into text, as they come."""
 
-    def push(self, token: int) -> str:
-        """Text that ``token`` completes; characters cut between tokens come with the last."""
+    def push(self, tokens: Sequence[int]) -> str:
+        """Text that ``tokens`` complete; characters cut between tokens come with the last."""
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,35 @@ class TextBuffer:
         self._detokenizer, self._stops = detokenizer, stops
         self._longest = max(map(len, stops), default=0)
 
-    def push(self, token: int, watch: bool = True) -> str | None:
-        """Append a token's text; the stop string it completes, if any, cuts the text before it."""
-        added = self._detokenizer.push(token)
-        first = max(len(self.text) - self._longest + 1, 0)
-        self.text += added
-        if not watch or not added:
+    def push(self, tokens: Sequence[int], unwatched: int = 0) -> tuple[int, str] | None:
+        """Append the text of tokens, up to the one that completes a stop string.
+
+        Args:
+            unwatched: The first of these that may not complete one.
+
+        Returns:
+            Its index and the stop string, before which the text is cut; None if there is none.
+        """
+        if not self._stops:
+            self.text += self._detokenizer.push(tokens)
             return None
-        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, first)) >= 0]
-        if not found:
-            return None
-        at, stop = min(found)
-        self.text = self.text[:at]
-        return stop
+        for index, token in enumerate(tokens):
+            first = max(len(self.text) - self._longest + 1, 0)
+            added = self._detokenizer.push((token,))
+            self.text += added
+            if index < unwatched or not added:
+                continue
+            found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, first)) >= 0]
+            if found:
+                at, stop = min(found)
+                self.text = self.text[:at]
+                return index, stop
+        return None
 
     def release(self, finished: bool) -> str:
         """Text that may be shown now and was not shown before."""
         end = len(self.text)
-        if not finished:
+        if self._stops and not finished:
             end -= max(
                 (
                     n
@@ -76,13 +87,16 @@ def cut(request: Request, output_tokens: int, buffer: TextBuffer, run: Sequence[
         output_tokens: Tokens already in the output.
         buffer: Its text; takes in the kept tokens.
     """
-    for index, token in enumerate(run):
-        count = output_tokens + index + 1
-        if token in request.stop_ids:
-            return Cut(index + 1, "stop", token)
-        stop = buffer.push(token, watch=count >= request.sampling.min_tokens)
-        if stop is not None:
-            return Cut(index + 1, "stop", stop)
-        if count >= request.max_tokens:
-            return Cut(index + 1, "length")
-    return Cut(len(run), None)
+    room = request.max_tokens - output_tokens
+    run = run[:room]
+    text, stop_token = run, None
+    if not request.stop_ids.isdisjoint(run):
+        at = next(i for i, token in enumerate(run) if token in request.stop_ids)
+        text, stop_token = run[:at], run[at]
+    unwatched = request.sampling.min_tokens - output_tokens - 1
+    found = buffer.push(text, unwatched)
+    if found is not None:
+        return Cut(found[0] + 1, "stop", found[1])
+    if stop_token is not None:
+        return Cut(len(text) + 1, "stop", stop_token)
+    return Cut(len(run), "length" if len(run) == room else None)

@@ -16,6 +16,7 @@ from overlap_spec.async_engine import count_characters, rss_bytes
 from overlap_spec.errors import EngineUnavailable, InvalidRequest
 from overlap_spec.server.errors import ApiError, Json
 from overlap_spec.server.metrics import FrontState
+from overlap_spec.server.middleware import IS_ADMIN
 from overlap_spec.server.protocol.text import DetokenizeBody, TokenizeBody
 from overlap_spec.server.service import Service
 from overlap_spec.types import SamplingParams
@@ -129,7 +130,8 @@ async def prometheus(service: Service) -> Response:
 async def server_info(service: Service) -> Response:
     """Settings and state of server and engine."""
     engine, settings = service.engine, dataclasses.asdict(service.settings)
-    for name in ("api_key", "api_key_file", "admin_api_key", "admin_api_key_file"):
+    files = ("api_key_file", "admin_api_key_file", "ssl_certfile", "ssl_keyfile")
+    for name in ("api_key", "admin_api_key", *files):
         settings[name] = "set" if settings[name] is not None else None
     state = await _snapshot(service, STATE_TIMEOUT_S)
     config = dataclasses.asdict(engine.config)
@@ -168,6 +170,40 @@ async def server_info(service: Service) -> Response:
             "state": state,
         }
     )
+
+
+def version() -> Response:
+    """The project's version."""
+    return Json({"version": metadata.version("overlap-spec")})
+
+
+def model_info(service: Service) -> Response:
+    """What the model is, under SGLang's names."""
+    config = service.engine.config
+    return Json(
+        {
+            "model_path": config.model,
+            "tokenizer_path": str(config.target_path),
+            "served_model_name": service.settings.served_model_name,
+            "is_generation": True,
+            "max_model_len": service.engine.context_length,
+            "vocab_size": service.engine.tokenizer.vocab_size,
+            "speculative_algorithm": config.drafter,
+            "tool_call_parser": service.settings.tool_call_parser,
+            "reasoning_parser": service.settings.reasoning_parser,
+            "chat_template_switches": sorted(service.engine.tokenizer.switches),
+        }
+    )
+
+
+async def flush_cache(service: Service, http: Request) -> Response:
+    """Forget computed prompts, for the administrator: the reply says how many pages were free of
+    running requests, and are forgotten."""
+    if not http.scope[IS_ADMIN]:
+        message = "the cache is shared with other clients: send the key of --admin-api-key"
+        raise ApiError(403, message, code="not_admin")
+    pages = await service.run_until_disconnect(http, service.engine.flush_cache())
+    return Json({"flushed_pages": pages})
 
 
 async def timeline(service: Service, steps: int) -> Response:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from overlap_spec.async_engine import AsyncRequestHandle
-from overlap_spec.grammar.reasoning import (
-    ReasoningFormat,
-    ReasoningStream,
-    load_reasoning,
-    opened_by,
-)
-from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.tool_stream import CallStream
 from overlap_spec.server.chat_assembler import ChatAssembler
-from overlap_spec.server.logprobs import chat_logprobs
+from overlap_spec.server.conversation import Conversation
+from overlap_spec.server.logprobs import chat_logprobs, cut_stop, without_stop
 from overlap_spec.server.middleware import OWNER
 from overlap_spec.server.origins import TokenOrigins
 from overlap_spec.server.protocol.chat import ChatBody
@@ -28,22 +21,26 @@ from overlap_spec.server.service import (
     RequestGroup,
     Service,
     fan_out,
+    findings,
     interleaved,
     new_id,
-    remarks,
     stop_reason,
     usage,
 )
-from overlap_spec.types import Delta, Output, Request, TokenLogprobs
+from overlap_spec.tokenizer import Tokenizer
+from overlap_spec.types import FinishReason, Output, Request, TokenLogprobs
 
 
 async def chat_completions(service: Service, body: ChatBody, http: HttpRequest) -> Response:
     """Complete a chat, as one reply or as a stream."""
-    chat = Chat(service, body, new_id("chatcmpl"), service.check_model(body.model))
+    model, label = service.check_model(body.model), new_id("chatcmpl-")
     service.check_choices(body.n or 1)
-    request, field = await service.run_until_disconnect(http, chat.prepare())
+    work = _prepare(service, body)
+    conversation = await service.run_until_disconnect(http, work)
+    request = conversation.request
+    chat = ChatFormatter(conversation, body, label, model)
     made = fan_out([request], body.n or 1)
-    group = RequestGroup([chat.id] * len(made), made, field, http.scope[OWNER])
+    group = RequestGroup([label] * len(made), made, conversation.field, http.scope[OWNER])
     with_usage = body.include_usage
     if body.stream:
         return await service.stream(http, group, lambda handles: chat.events(handles, with_usage))
@@ -51,54 +48,34 @@ async def chat_completions(service: Service, body: ChatBody, http: HttpRequest) 
     return await service.reply(outputs, lambda: chat.whole(outputs, request))
 
 
+async def _prepare(service: Service, body: ChatBody) -> Conversation:
+    service.engine.check_length(body.count_characters())
+    return await Conversation.prepare(service, body.task())
+
+
 @dataclass
-class Chat:
-    """One request for a chat completion.
+class ChatFormatter:
+    """Formats the outputs of one chat as chat completions."""
 
-    Attributes:
-        opened: True if the prompt ends inside the model's thinking, False if it has closed the
-            thinking; None if it does neither or the model does not think.
-    """
-
-    service: Service
+    conversation: Conversation
     body: ChatBody
     id: str
     model: str
-    opened: bool | None = None
-
-    async def prepare(self) -> tuple[Request, str | None]:
-        """The request, checked and tokenised, and the body's field that its grammar comes from."""
-        body, service = self.body, self.service
-        service.engine.check_length(body.count_characters())
-        constraint = await service.constraints.tools(body, await service.constraints.of(body))
-        request = await service.engine.prepare(
-            body.template_messages(),
-            constraint.grammar,
-            body.sampling(),
-            tools=body.tools,
-            priority=body.priority or 0,
-        )
-        form = self._reasoning()
-        if form is not None:
-            ending = service.engine.tokenizer.ending(request.prompt_ids)
-            self.opened = opened_by(form, ending)
-            request = replace(request, grammar=self._after_thinking(request.grammar, form))
-        return request, constraint.field
 
     def whole(self, outputs: Sequence[Output], request: Request) -> dict[str, Any]:
         """The reply as one object."""
         choices = []
         for index, output in enumerate(outputs):
-            assembler = self._assembler()
+            assembler = self.conversation.assembler()
             assembler.push(output.text)
             assembler.finish()
-            reason = assembler.finish_reason(output.finish_reason)
-            ids, logprobs = _without_stop(output)
-            choice = self._choice(index, {"message": assembler.message()}, ids, logprobs, reason)
-            eos_ids = self.service.engine.tokenizer.eos_ids
-            ended = {"stop_reason": stop_reason(output, eos_ids), **remarks(output)}
-            choices.append(choice | ended)
-        head = self._head("chat.completion")
+            reason = self._reason(assembler, output.finish_reason)
+            ids, logprobs = without_stop(output)
+            message = self._named(assembler.message())
+            choice = self._choice(index, {"message": message}, ids, logprobs, reason)
+            ended = {"stop_reason": stop_reason(output, self.tokenizer.eos_ids), **findings(output)}
+            choices.append(choice | ended | self._token_ids(output.token_ids))
+        head = self._head("chat.completion") | self._prompt_ids(request)
         return head | {"choices": choices, "usage": usage(outputs, [request])}
 
     async def events(
@@ -108,26 +85,29 @@ class Chat:
         head = self._head("chat.completion.chunk")
         if with_usage:
             head["usage"] = None
-        assemblers = [self._assembler() for _ in handles]
-        decoders = [TokenOrigins(self.service.engine.tokenizer) for _ in handles]
-        for index in range(len(handles)):
+        assemblers = [self.conversation.assembler() for _ in handles]
+        decoders = [TokenOrigins(self.tokenizer) for _ in handles]
+        for index, handle in enumerate(handles):
             first = {"role": "assistant", "content": ""}
-            yield head | {"choices": [self._choice(index, {"delta": first})]}
+            choice = self._choice(index, {"delta": first})
+            shown = self._prompt_ids(handle.request) if index == 0 else {}
+            yield head | {"choices": [choice]} | shown
         async for index, delta in interleaved(handles):
             assembler, ended = assemblers[index], delta.finish_reason is not None
             pieces = assembler.push(delta.text) + (assembler.finish() if ended else [])
-            ids, logprobs = _cut_stop(handles[index].request, delta)
-            extra = decoders[index].chunk_fields(delta)
-            if not pieces and (logprobs or extra):
+            ids, logprobs = cut_stop(handles[index].request, delta)
+            extra, own = decoders[index].chunk_fields(delta), self._token_ids(delta.token_ids)
+            if not pieces and (logprobs or extra or (own and delta.token_ids)):
                 pieces = [{"content": ""}]
             for number, piece in enumerate(pieces):
-                # Of the deltas of one run of tokens, the first carries the log-probabilities.
+                # Of the deltas of one run of tokens, the first carries what there is a token.
                 mine = (ids, logprobs) if number == 0 else ((), ())
-                choice = self._choice(index, {"delta": piece}, *mine)
+                choice = self._choice(index, {"delta": self._named(piece)}, *mine)
+                choice |= own if number == 0 else {}
                 yield head | {"choices": [choice]} | (extra if number == 0 else {})
             if delta.finish_reason is not None and delta.finish_reason != "error":
-                reason = assembler.finish_reason(delta.finish_reason)
-                choice = self._choice(index, {"delta": {}}, reason=reason) | remarks(delta)
+                reason = self._reason(assembler, delta.finish_reason)
+                choice = self._choice(index, {"delta": {}}, reason=reason) | findings(delta)
                 yield head | {"choices": [choice]}
         if with_usage:
             outputs = [handle.output for handle in handles if handle.output is not None]
@@ -147,40 +127,33 @@ class Chat:
     ) -> dict[str, Any]:
         shown = None
         if self.body.logprobs and (logprobs or "message" in inside):
-            shown = chat_logprobs(self.service.engine.tokenizer, ids, logprobs)
+            shown = chat_logprobs(self.tokenizer, ids, logprobs)
         return {"index": index, **inside, "logprobs": shown, "finish_reason": reason}
 
-    def _assembler(self) -> ChatAssembler:
-        settings, body = self.service.settings, self.body
-        form = self._reasoning()
-        with_calls = bool(body.tools) and body.tool_choice != "none"
-        return ChatAssembler(
-            ReasoningStream(form, self.opened) if form is not None else None,
-            CallStream(settings.tool_call_parser)
-            if with_calls and settings.tool_call_parser
-            else None,
-        )
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return self.conversation.service.engine.tokenizer
 
-    def _reasoning(self) -> ReasoningFormat | None:
-        parser = self.service.settings.reasoning_parser
-        return None if parser is None else load_reasoning(parser)
+    def _named(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return delta if self.body.functions is None else _legacy(delta)
 
-    def _after_thinking(self, grammar: Grammar | None, form: ReasoningFormat) -> Grammar | None:
-        if grammar is None or self.opened is False:
-            return grammar
-        begins_inside = self.opened or form.opens_inside
-        return grammar.after_thinking(form.end, None if begins_inside else form.begin)
+    def _reason(self, assembler: ChatAssembler, reason: FinishReason) -> str:
+        ended = assembler.finish_reason(reason)
+        legacy = ended == "tool_calls" and self.body.functions is not None
+        return "function_call" if legacy else ended
+
+    def _token_ids(self, ids: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(ids)} if self.body.return_token_ids else {}
+
+    def _prompt_ids(self, request: Request) -> dict[str, Any]:
+        return {"prompt_token_ids": list(request.prompt_ids)} if self.body.return_token_ids else {}
 
 
-def _without_stop(output: Output) -> tuple[Sequence[int], Sequence[TokenLogprobs]]:
-    """Tokens of an output without the stop token that ended it."""
-    end = -1 if isinstance(output.stop_match, int) else None
-    return output.token_ids[:end], output.logprobs[:end]
-
-
-def _cut_stop(request: Request, delta: Delta) -> tuple[Sequence[int], Sequence[TokenLogprobs]]:
-    """Tokens of a piece without the stop token that ended the output."""
-    ids = delta.token_ids
-    stopped = delta.finish_reason == "stop" and ids and ids[-1] in request.stop_ids
-    end = -1 if stopped else None
-    return ids[:end], delta.logprobs[:end]
+def _legacy(delta: dict[str, Any]) -> dict[str, Any]:
+    """A delta or message whose call is named as where ``functions`` were sent, of which one is
+    called at most."""
+    calls = delta.pop("tool_calls", None)
+    if calls:
+        delta["function_call"] = calls[0]["function"]
+    return delta

@@ -19,9 +19,9 @@ from overlap_spec.server.service import (
     RequestGroup,
     Service,
     fan_out,
+    findings,
     interleaved,
     new_id,
-    remarks,
     stop_reason,
     usage,
 )
@@ -31,7 +31,7 @@ from overlap_spec.types import Request
 
 async def completions(service: Service, body: CompletionBody, http: HttpRequest) -> Response:
     """Complete texts, as one reply or as a stream."""
-    model, label = service.check_model(body.model), new_id("cmpl")
+    model, label = service.check_model(body.model), new_id("cmpl-")
     prompts, count = each_prompt(body.prompt), body.n or 1
     service.check_choices(len(prompts) * count)
     prepared = _prepare(service, body, prompts)
@@ -45,7 +45,8 @@ async def completions(service: Service, body: CompletionBody, http: HttpRequest)
     if body.stream:
 
         def events(handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Any]:
-            return _events(tokenizer, handles, head, echoes, requests if with_usage else None)
+            counted = requests if with_usage else None
+            return _events(tokenizer, handles, body, head, echoes, counted)
 
         return await service.stream(http, group, events)
     outputs = await service.outputs(http, group)
@@ -57,8 +58,8 @@ async def completions(service: Service, body: CompletionBody, http: HttpRequest)
             if body.logprobs is not None:
                 shown = text_logprobs(tokenizer, output.token_ids, output.logprobs, 0)
             choice = _piece(index, echoes[index] + output.text, shown, output.finish_reason)
-            ended = {"stop_reason": stop_reason(output, tokenizer.eos_ids), **remarks(output)}
-            choices.append(choice | ended)
+            ended = {"stop_reason": stop_reason(output, tokenizer.eos_ids), **findings(output)}
+            choices.append(choice | ended | _token_ids(body, output.token_ids, made[index]))
         return head | {"choices": choices, "usage": usage(outputs, requests)}
 
     return await service.reply(outputs, whole)
@@ -70,12 +71,18 @@ async def _prepare(
     """The requests, checked and tokenised, and the body's field that their grammar comes from."""
     for prompt in prompts:
         service.engine.check_length(len(prompt))
-    constraint, sampling = await service.constraints.of(body), body.sampling()
+    sampling = body.sampling()
+    constraint = await service.constraints.of(body, body.response_format)
     requests, priority = [], body.priority or 0
     for prompt in prompts:
         requests.append(
             await service.engine.prepare(
-                prompt, constraint.grammar, sampling, raw=True, priority=priority
+                prompt,
+                constraint.grammar,
+                sampling,
+                raw=True,
+                priority=priority,
+                cache_salt=body.cache_salt or "",
             )
         )
         await asyncio.sleep(0)
@@ -91,6 +98,7 @@ def _echo(tokenizer: Tokenizer, body: CompletionBody, prompt: str | list[int]) -
 async def _events(
     tokenizer: Tokenizer,
     handles: Sequence[AsyncRequestHandle],
+    body: CompletionBody,
     head: dict[str, Any],
     echoes: Sequence[str],
     counted: Sequence[Request] | None,
@@ -100,8 +108,9 @@ async def _events(
     offsets = [0] * len(handles)
     decoders = [TokenOrigins(tokenizer) for _ in handles]
     for index, text in enumerate(echoes):
-        if text:
-            yield head | {"choices": [_piece(index, text, None, None)]}
+        first = _token_ids(body, (), handles[index].request)
+        if text or first:
+            yield head | {"choices": [_piece(index, text, None, None) | first]}
     async for index, delta in interleaved(handles):
         shown = None
         if delta.logprobs:
@@ -109,12 +118,23 @@ async def _events(
             offsets[index] += sum(map(len, shown["tokens"]))
         reason = delta.finish_reason
         extra = decoders[index].chunk_fields(delta)
-        if reason != "error" and (delta.text or shown or reason or extra):
-            choice = _piece(index, delta.text, shown, reason) | remarks(delta)
+        own = _token_ids(body, delta.token_ids) if delta.token_ids else {}
+        if reason != "error" and (delta.text or shown or reason or extra or own):
+            choice = _piece(index, delta.text, shown, reason) | findings(delta) | own
             yield head | {"choices": [choice]} | extra
     if counted is not None:
         outputs = [handle.output for handle in handles if handle.output is not None]
         yield head | {"choices": [], "usage": usage(outputs, counted)}
+
+
+def _token_ids(
+    body: CompletionBody, ids: Sequence[int], request: Request | None = None
+) -> dict[str, Any]:
+    """Fields of a choice's tokens and its prompt's, if they are asked for."""
+    if not body.return_token_ids:
+        return {}
+    prompt = {} if request is None else {"prompt_token_ids": list(request.prompt_ids)}
+    return {"token_ids": list(ids), **prompt}
 
 
 def _piece(index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:

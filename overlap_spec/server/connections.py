@@ -69,6 +69,13 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
+        # Of a plain connection it is one piece; TLS gives more at once.
+        for start in range(0, len(data), READ_BYTES):
+            if start and self.transport.is_closing():
+                return
+            self._received(data[start : start + READ_BYTES])
+
+    def _received(self, data: bytes) -> None:
         cycle, before = self.cycle, self._content_bytes()
         super().data_received(data)
         if cycle is not None and self.cycle is cycle and not cycle.response_complete:

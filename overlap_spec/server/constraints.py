@@ -14,15 +14,19 @@ import msgspec
 from overlap_spec.errors import GrammarError, InvalidRequest
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.server.grammar_reader import GrammarReader
-from overlap_spec.server.protocol.base import Constraint, OpenAIBody, StructuredOutputs
+from overlap_spec.server.protocol.base import (
+    Constraint,
+    GenerationBody,
+    OpenAIBody,
+    StructuredOutputs,
+)
 from overlap_spec.server.protocol.chat import (
-    ChatBody,
     JsonObjectFormat,
     JsonSchemaFormat,
     StructuralTagFormat,
 )
-from overlap_spec.server.protocol.text import CompletionBody
-from overlap_spec.server.settings import ServerSettings
+from overlap_spec.server.protocol.task import ToolAsk
+from overlap_spec.server.settings import ServerSettings, Whitespace
 
 # Sources longer than this are read in another process, in bytes: reading them would block the loop.
 LONG_SOURCE = 512
@@ -54,13 +58,19 @@ class Constraints:
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
         self._kept_bytes = 0
 
-    async def of(self, body: Constraint) -> ResolvedConstraint:
+    async def of(
+        self, body: Constraint, form: Any = None, form_field: str = "response_format"
+    ) -> ResolvedConstraint:
         """The grammar that a body asks for.
+
+        Args:
+            form: Its response format, if it has one.
+            form_field: The field that this comes from.
 
         Raises:
             InvalidRequest: more than one, or one that is too large or broken; names the field.
         """
-        candidates = self._candidates(body)
+        candidates = self._candidates(body) + self._formats(form, form_field)
         if len(candidates) > 1:
             names = " and ".join(candidate.field for candidate in candidates)
             raise InvalidRequest(f"{names}: send one constraint", candidates[1].field)
@@ -68,20 +78,21 @@ class Constraints:
             return ResolvedConstraint()
         return ResolvedConstraint(await self._read(candidates[0]), candidates[0].field)
 
-    async def tools(self, body: ChatBody, otherwise: ResolvedConstraint) -> ResolvedConstraint:
+    async def tools(self, ask: ToolAsk, otherwise: ResolvedConstraint) -> ResolvedConstraint:
         """The grammar of a body with tools; ``otherwise`` constrains an answer without a call."""
-        tools, choice = body.tools, body.tool_choice
+        tools, choice = ask.tools, ask.choice
+        field, choice_field = ask.fields
         if not tools:
-            for name in ("tool_choice", "parallel_tool_calls"):
-                if getattr(body, name) not in (None, "none"):
-                    raise InvalidRequest(f"{name} goes with tools", name)
+            for name, value in ((choice_field, choice), ("parallel_tool_calls", ask.parallel)):
+                if field == "tools" and value not in (None, "none"):
+                    raise InvalidRequest(f"{name} goes with {field}", name)
             return otherwise
         parser = self.settings.tool_call_parser
         if parser is None:
             raise InvalidRequest(
                 "this server has no tool_call_parser for its model: start it with "
                 "--tool-call-parser",
-                "tools",
+                field,
             )
         choice = "auto" if choice is None else choice
 
@@ -89,17 +100,15 @@ class Constraints:
             Grammar.tools,
             tools,
             choice=choice,
-            parallel=body.parallel_tool_calls is not False,
+            parallel=ask.parallel is not False,
             format=parser,
             otherwise=otherwise.grammar if choice == "auto" else None,
             whitespace=self.settings.whitespace,
         )
-        made = await self._read(ConstraintCandidate("tools", tools, make))
-        return (
-            otherwise
-            if choice == "none" and otherwise.grammar
-            else ResolvedConstraint(made, "tools")
-        )
+        made = await self._read(ConstraintCandidate(field, tools, make))
+        if choice == "none" and otherwise.grammar:
+            return otherwise
+        return ResolvedConstraint(made, field)
 
     async def _read(self, candidate: ConstraintCandidate) -> Grammar:
         name, source, make = candidate
@@ -122,7 +131,8 @@ class Constraints:
             raise GrammarError(f"the constraint is not valid Unicode: {error}", name) from None
         except GrammarError as error:
             inside = error.param or ""
-            param = inside if inside.startswith(("tools", "tool_choice")) else name
+            own = name == "tools" and inside.startswith(("tools", "tool_choice"))
+            param = inside if own else name
             raise GrammarError(str(error), param) from None
 
     async def _read_elsewhere(self, make: Callable[[], Grammar]) -> Grammar:
@@ -141,12 +151,19 @@ class Constraints:
         return grammar
 
     def _candidates(self, body: Constraint) -> list[ConstraintCandidate]:
-        settings = self.settings
         candidates = self._plain(body)
-        if isinstance(body, OpenAIBody) and body.structured_outputs is not None:
+        if isinstance(body, GenerationBody) and body.structured_outputs is not None:
             candidates.append(self._structured(body.structured_outputs))
-        form = body.response_format if isinstance(body, ChatBody | CompletionBody) else None
-        name = "response_format"
+        if isinstance(body, OpenAIBody):
+            makers = self._makers(self.settings.whitespace)
+            for kind, value in body.guided.items():
+                make = partial(makers[kind], value)
+                candidates.append(ConstraintCandidate(f"guided_{kind}", value, make))
+        return candidates
+
+    def _formats(self, form: Any, name: str) -> list[ConstraintCandidate]:
+        """That of a response format, if it is one."""
+        settings, candidates = self.settings, list[ConstraintCandidate]()
         if isinstance(form, JsonObjectFormat) and form.schema_ is not None:
             given = form.schema_
             make = partial(self._schema(), given)
@@ -182,17 +199,14 @@ class Constraints:
 
     def _structured(self, given: StructuredOutputs) -> ConstraintCandidate:
         """vLLM's ``structured_outputs``."""
-        whitespace = self.settings.whitespace
+        whitespace: Whitespace = self.settings.whitespace
         if given.disable_any_whitespace is not None:
             whitespace = "compact" if given.disable_any_whitespace else "bounded"
-        makers: dict[str, Callable[[Any], Grammar]] = {
-            "json": self._schema(whitespace=whitespace),
-            "regex": Grammar.regex,
-            "choice": Grammar.choice,
-            "grammar": Grammar.ebnf,
-            "json_object": lambda _: Grammar.json_object(whitespace=whitespace),
-            "structural_tag": self._tag(),
+        makers = self._makers(whitespace)
+        weighed: dict[str, Any] = {
+            name: getattr(given, name) is True for name in ("probabilities", "faithful")
         }
+        makers["choice"] = partial(Grammar.choice, **weighed)
         values = {kind: getattr(given, kind if kind != "json" else "json_") for kind in makers}
         kinds = [kind for kind, value in values.items() if value is not None and value is not False]
         if len(kinds) != 1:
@@ -202,8 +216,24 @@ class Constraints:
                 "structured_outputs",
             )
         kind = kinds[0]
+        for name, asked in weighed.items():
+            if asked and kind != "choice":
+                raise InvalidRequest(
+                    f"structured_outputs.{name} goes with choice", f"structured_outputs.{name}"
+                )
         field, value = f"structured_outputs.{kind}", values[kind]
         return ConstraintCandidate(field, value, partial(makers[kind], value))
+
+    def _makers(self, whitespace: Whitespace) -> dict[str, Callable[[Any], Grammar]]:
+        """By vLLM's names."""
+        return {
+            "json": self._schema(whitespace=whitespace),
+            "regex": Grammar.regex,
+            "choice": Grammar.choice,
+            "grammar": Grammar.ebnf,
+            "json_object": lambda _: Grammar.json_object(whitespace=whitespace),
+            "structural_tag": self._tag(),
+        }
 
     def _schema(
         self, best_effort: bool | None = None, whitespace: Any = None

@@ -1,4 +1,5 @@
-"""Errors in OpenAI's form: ``{"error": {message, type, param, code}}``."""
+"""Errors in OpenAI's form: ``{"error": {message, type, param, code}}``, and in Anthropic's under
+its paths: ``{"type": "error", "error": {type, message}}``."""
 
 from __future__ import annotations
 
@@ -18,6 +19,18 @@ RETRY_AFTER_S = 1
 LONGEST_MESSAGE, LONGEST_PARAM = 2000, 200
 # Errors of a running request that its own grammar causes; any other is the server's.
 GRAMMAR_ERRORS = ("RequestFailed", "GrammarFailed")
+# Routes whose errors have Anthropic's form; their types by status.
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ApiError(OverlapSpecError):
@@ -37,12 +50,23 @@ class ApiError(OverlapSpecError):
 
     def body(self) -> dict[str, Any]:
         """The error as plain data."""
+        text, param = self._told()
+        return {"error": {"message": text, "type": self.kind, "param": param, "code": self.code}}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """The error as plain data in Anthropic's form, where the message names the field."""
+        otherwise = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = ANTHROPIC_KINDS.get(self.status, otherwise)
+        return {"type": "error", "error": {"type": kind, "message": self._told()[0]}}
+
+    def _told(self) -> tuple[str, str | None]:
+        """The message, and the field that it names."""
         text, param = _cut(str(self), LONGEST_MESSAGE), self.param
         if param is not None:
             param = _cut(param, LONGEST_PARAM)
         if param and not text.startswith(param):
             text = f"{param}: {text}"
-        return {"error": {"message": text, "type": self.kind, "param": param, "code": self.code}}
+        return text, param
 
 
 def _cut(text: str, most: int) -> str:
@@ -86,30 +110,36 @@ def _compile_failure(error: CompileFailure) -> ApiError:
     return ApiError(400, str(error), error.param, code=f"grammar_{error.kind}")
 
 
-def error_response(error: ApiError) -> Json:
-    """An error as a response; transient errors carry Retry-After."""
+def error_response(error: ApiError, path: str) -> Json:
+    """An error as a response of the route at ``path``; transient errors carry Retry-After."""
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else None
     if error.status == 401:
         headers = {"WWW-Authenticate": "Bearer"}
-    return Json(error.body(), error.status, headers)
+    body = error.anthropic_body() if has_anthropic_errors(path) else error.body()
+    return Json(body, error.status, headers)
+
+
+def has_anthropic_errors(path: str) -> bool:
+    """Whether the errors of the route at ``path`` have Anthropic's form."""
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Turn every exception of a route into an error in OpenAI's form."""
+    """Turn every exception of a route into an error in its form."""
 
-    async def invalid(_: Request, error: Exception) -> Response:
+    async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(from_validation(error))
+        return error_response(from_validation(error), request.url.path)
 
-    async def http(_: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = str(error.detail)
         if error.status_code == 404:
             message = "there is no such route"
-        return error_response(ApiError(error.status_code, message))
+        return error_response(ApiError(error.status_code, message), request.url.path)
 
-    async def other(_: Request, error: Exception) -> Response:
-        return error_response(as_api_error(error))
+    async def other(request: Request, error: Exception) -> Response:
+        return error_response(as_api_error(error), request.url.path)
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)

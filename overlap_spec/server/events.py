@@ -12,6 +12,8 @@ import msgspec
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from overlap_spec.server.errors import ApiError
+
 # How long a client may take to read one event.
 EVENT_TIMEOUT_S = 30.0
 # What is written at once of a long event.
@@ -52,10 +54,26 @@ class InParts:
     parts: Sequence[bytes]
 
 
-def sse(event: Any) -> Iterator[bytes]:
+@dataclass(frozen=True)
+class Wire:
+    """How a route's streams look.
+
+    Attributes:
+        failed: Makes the last event of a stream that fails.
+        done: What follows the last event.
+        named: Whether each event, which is plain data, has a line with its ``type``.
+    """
+
+    failed: Callable[[ApiError], Any] = ApiError.body
+    done: bytes = DONE
+    named: bool = False
+
+
+def sse(event: Any, named: bool = False) -> Iterator[bytes]:
     """The bytes of one event, of plain data or :class:`InParts`."""
     parts = event.parts if isinstance(event, InParts) else [msgspec.json.encode(event)]
-    held = bytearray(b"data: ")
+    held = bytearray(f"event: {event['type']}\n".encode() if named else b"")
+    held += b"data: "
     for part in parts:
         held += part
         if len(held) >= PART_BYTES:
@@ -64,7 +82,7 @@ def sse(event: Any) -> Iterator[bytes]:
     yield bytes(held) + b"\n\n"
 
 
-async def written(event: Any) -> AsyncIterator[bytes]:
+async def written(event: Any, named: bool = False) -> AsyncIterator[bytes]:
     """The bytes of one event, each in a turn of its own.
 
     Raises:
@@ -72,7 +90,7 @@ async def written(event: Any) -> AsyncIterator[bytes]:
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + EVENT_TIMEOUT_S
-    for part in sse(event):
+    for part in sse(event, named):
         if loop.time() > deadline:
             raise TimeoutError
         yield part

@@ -9,8 +9,11 @@ from typing import Any
 from overlap_spec.async_engine import AsyncEngine
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import ConfigError
+from overlap_spec.grammar.tool_formats import guess_format
+from overlap_spec.hub import find_folder, is_hub_name
 from overlap_spec.server.run import serve
 from overlap_spec.server.settings import ServerSettings, Whitespace
+from overlap_spec.tokenizer import read_template
 
 LEVELS = ("debug", "info", "warning", "error")
 # Format of the embedded model's tool calls.
@@ -38,13 +41,13 @@ def launch(
     if log_level not in LEVELS:
         raise ConfigError(f"log_level must be one of {', '.join(LEVELS)}: {log_level!r}")
     model = flags["model"]
-    if tool_call_parser is None and model is None:
-        tool_call_parser = EMBEDDED_CALLS
+    if tool_call_parser is None:
+        tool_call_parser = _guess_parser(model, chat_template)
     known = {field.name for field in fields(EngineConfig)}
     server = {name: value for name, value in flags.items() if name not in known}
     settings = ServerSettings(
         **server,
-        served_model_name=served_model_name or (Path(model).name if model else "overlap-spec"),
+        served_model_name=served_model_name or _name(model),
         tool_call_parser=tool_call_parser,
         whitespace=whitespace,
         cors_origins=tuple(cors_origin or ()),
@@ -58,3 +61,18 @@ def launch(
         **{name: value for name, value in flags.items() if name in known},
     )
     serve(engine, settings, log_level)
+
+
+def _name(model: str | None) -> str:
+    """What clients call the model: its hub name, or its folder's."""
+    if model is None:
+        return "overlap-spec"
+    return model if is_hub_name(model) else Path(model).name
+
+
+def _guess_parser(model: str | None, chat_template: str | None) -> str | None:
+    """The format of tool calls that the chat template shows, if it is one of the known."""
+    if model is None:
+        return EMBEDDED_CALLS
+    template = chat_template or read_template(find_folder(model))
+    return guess_format(template) if isinstance(template, str) else None

@@ -9,7 +9,7 @@ import msgspec
 
 from overlap_spec.server.events import GrowingList
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import TokenLogprobs
+from overlap_spec.types import Delta, Output, Request, TokenLogprobs
 
 # Stands for -inf, which JSON does not have.
 LOWEST = -9999.0
@@ -52,6 +52,20 @@ def text_logprobs(
         ],
         "text_offset": offsets,
     }
+
+
+def without_stop(output: Output) -> tuple[Sequence[int], Sequence[TokenLogprobs]]:
+    """Tokens of an output without the stop token that ended it."""
+    end = -1 if isinstance(output.stop_match, int) else None
+    return output.token_ids[:end], output.logprobs[:end]
+
+
+def cut_stop(request: Request, delta: Delta) -> tuple[Sequence[int], Sequence[TokenLogprobs]]:
+    """Tokens of a piece without the stop token that ended the output."""
+    ids = delta.token_ids
+    stopped = delta.finish_reason == "stop" and ids and ids[-1] in request.stop_ids
+    end = -1 if stopped else None
+    return ids[:end], delta.logprobs[:end]
 
 
 class SGLangLogprobs:

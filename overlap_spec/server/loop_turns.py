@@ -81,6 +81,21 @@ class TimedSelector(selectors.DefaultSelector):
             self._turns.begin()
 
 
-def timed_loop(turns: TurnTimes) -> Callable[[], asyncio.AbstractEventLoop]:
-    """A factory of event loops whose turns are entered in ``turns``."""
-    return lambda: asyncio.SelectorEventLoop(TimedSelector(turns))
+class TimedLoop(asyncio.SelectorEventLoop):
+    """An event loop whose turns are entered in ``turns``, and whose servers give a TLS handshake
+    ``handshake_s``."""
+
+    def __init__(self, turns: TurnTimes, handshake_s: float) -> None:
+        super().__init__(TimedSelector(turns))
+        self._handshake_s = handshake_s
+
+    async def create_server(self, *arguments: Any, **more: Any) -> Any:
+        """See asyncio."""
+        if more.get("ssl") is not None:
+            more["ssl_handshake_timeout"] = self._handshake_s
+        return await super().create_server(*arguments, **more)
+
+
+def timed_loop(turns: TurnTimes, handshake_s: float) -> Callable[[], asyncio.AbstractEventLoop]:
+    """A factory of loops; see :class:`TimedLoop`."""
+    return lambda: TimedLoop(turns, handshake_s)

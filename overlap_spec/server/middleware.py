@@ -18,7 +18,7 @@ from overlap_spec.server.settings import ServerSettings
 # Health probes carry no key, and the playground's page asks its user for it.
 # Keys of a request's scope: who asks, and whether as administrator.
 OWNER, IS_ADMIN = "overlap_spec.owner", "overlap_spec.is_admin"
-OPEN_PATHS = ("/", "/health")
+OPEN_PATHS = ("/", "/health", "/ping")
 
 
 class GuardMiddleware:
@@ -75,7 +75,7 @@ class GuardMiddleware:
         headers = dict(scope["headers"])
         error = self._check(scope["path"], scope["method"], headers)
         if error is not None:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         try:
             async with asyncio.timeout(self._body_timeout_s):
@@ -86,7 +86,7 @@ class GuardMiddleware:
         if chunks is None:
             return
         if isinstance(chunks, ApiError):
-            await error_response(chunks)(scope, receive, send)
+            await error_response(chunks, scope["path"])(scope, receive, send)
             return
         if held.size > LARGE_BODY:
             await self._own_turn()
@@ -94,11 +94,11 @@ class GuardMiddleware:
         del chunks
         if count_values(body) > MOST_VALUES:
             error = ApiError(413, f"the body has more than {MOST_VALUES} values")
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         scope[OWN_TURN] = self._own_turn
         address = scope["client"][0] if scope.get("client") else ""
-        given = headers.get(b"authorization", b"")
+        given = _credentials(headers)
         scope[OWNER], scope[IS_ADMIN] = self._keys.owner(given, address), self._keys.is_admin(given)
         await self.app(scope, _replay(body, receive), send)
 
@@ -137,9 +137,9 @@ class GuardMiddleware:
             return ApiError(503, text, code="out_of_memory", kind="service_unavailable")
         if not self._keys.are_asked_for or path in OPEN_PATHS or method == "OPTIONS":
             return None
-        if self._keys.owner(headers.get(b"authorization", b""), "") is not None:
+        if self._keys.owner(_credentials(headers), "") is not None:
             return None
-        message = "no or a wrong API key: send `Authorization: Bearer KEY`"
+        message = "no or a wrong API key: send `Authorization: Bearer KEY`, or `x-api-key: KEY`"
         return ApiError(401, message, code="invalid_api_key")
 
     def _is_full(self) -> bool:
@@ -168,6 +168,16 @@ class HeldBody:
         if not self._released:
             self._released = True
             self._guard.hold(-self.size)
+
+
+def _credentials(headers: dict[bytes, bytes]) -> bytes:
+    """The key that was sent, as ``Authorization`` has it; Anthropic's clients have a header of
+    their own."""
+    key = headers.get(b"x-api-key")
+    given = headers.get(b"authorization")
+    if given is None:
+        given = b"" if key is None else b"Bearer " + key
+    return given
 
 
 def _allowed_names(settings: ServerSettings) -> frozenset[str] | None:

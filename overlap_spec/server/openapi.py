@@ -7,6 +7,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from overlap_spec.server.errors import has_anthropic_errors
+
 ERROR = {
     "type": "object",
     "required": ["error"],
@@ -23,6 +25,19 @@ ERROR = {
         }
     },
 }
+ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate")
 STATUSES = {
     "400": "The request is invalid; `param` names the field.",
     "401": "The API key is missing or wrong.",
@@ -51,25 +66,26 @@ def describe(app: FastAPI) -> None:
 def _document(app: FastAPI) -> dict[str, Any]:
     whole = get_openapi(title=app.title, version="1", routes=app.routes)
     schemas = whole["components"]["schemas"]
-    schemas["Error"] = ERROR
+    schemas |= {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR}
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     for path, operations in whole["paths"].items():
+        name = "AnthropicError" if has_anthropic_errors(path) else "Error"
+        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
         for operation in operations.values():
             responses = operation["responses"]
             responses.pop("422", None)
             responses["200"] = _good(path)
             for status, about in STATUSES.items():
                 responses[status] = {"description": about, "content": content}
-            if path == "/health":
+            if path in ("/health", "/ping"):
                 responses["503"] = _good(path) | {"description": "Not ready."}
     return whole
 
 
 def _good(path: str) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": {}}}
-    if path in ("/v1/chat/completions", "/v1/completions", "/generate"):
+    if path in STREAMS:
         # No schema: it would describe the whole stream and not one event.
         content["text/event-stream"] = {}
     if path == "/metrics":

@@ -24,7 +24,10 @@ class TokenOrigins:
         if not delta.origins or delta.tier is None:
             return {}
         tokens = [
-            {"text": "" if token in self._eos_ids else self._decoder.push(token), "origin": origin}
+            {
+                "text": "" if token in self._eos_ids else self._decoder.push((token,)),
+                "origin": origin,
+            }
             for token, origin in zip(delta.token_ids, delta.origins, strict=True)
         ]
         accepted = max(len(tokens) - 1, 0)

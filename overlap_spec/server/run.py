@@ -8,6 +8,7 @@ import gc
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Generator
 from functools import partial
 from typing import Any, cast
@@ -44,6 +45,7 @@ def serve(engine: AsyncEngine, settings: ServerSettings, log_level: str = "info"
         ConfigError, CheckpointError: the engine cannot be started.
     """
     logging.basicConfig(format=LOG_FORMAT, level=log_level.upper())
+    log.info("tool_call_parser: %s", settings.tool_call_parser or "none")
     raise_descriptor_limit(settings)
     app = create_app(engine, settings)
     service: Service = app.state.service
@@ -60,7 +62,10 @@ def serve(engine: AsyncEngine, settings: ServerSettings, log_level: str = "info"
         timeout_keep_alive=cast("int", settings.idle_timeout_s),
         http=cast("Any", partial(Connection, settings, service.metrics.refused.inc)),
         h11_max_incomplete_event_size=LONGEST_HEAD_BYTES,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
     )
+    check_certificate(settings)
     # Kept by the application: its first reader would hold the loop.
     app.openapi()
     # Before the engine loads, which takes long for nothing if the port is taken.
@@ -68,7 +73,9 @@ def serve(engine: AsyncEngine, settings: ServerSettings, log_level: str = "info"
     # A signal while the engine loads cancels the task: there is nothing to drain.
     with (
         contextlib.suppress(asyncio.CancelledError),
-        asyncio.Runner(loop_factory=timed_loop(service.metrics.turns)) as runner,
+        asyncio.Runner(
+            loop_factory=timed_loop(service.metrics.turns, settings.header_timeout_s)
+        ) as runner,
     ):
         runner.run(_serve(service, Server(config, service), sockets))
 
@@ -90,6 +97,21 @@ async def _serve(service: Service, server: Server, sockets: list[socket.socket])
             log.info("drained; closing the engine")
     finally:
         await reader.close()
+
+
+def check_certificate(settings: ServerSettings) -> None:
+    """Raise ConfigError where the certificate or its key cannot be used."""
+    if settings.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # Without a password a key that has one is an error, and not asked for at the terminal.
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, lambda: "")
+    except (OSError, ValueError) as error:
+        files = " and ".join(
+            str(file) for file in (settings.ssl_certfile, settings.ssl_keyfile) if file is not None
+        )
+        raise ConfigError(f"ssl_certfile: cannot use {files}: {error}") from None
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -141,7 +163,8 @@ class Server(uvicorn.Server):
         self._service.metrics.turns.reset()
         for each in sockets or []:
             host, port = each.getsockname()[:2]
-            log.info("serving on http://%s:%s", f"[{host}]" if ":" in host else host, port)
+            scheme = "http" if settings.ssl_certfile is None else "https"
+            log.info("serving on %s://%s:%s", scheme, f"[{host}]" if ":" in host else host, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""

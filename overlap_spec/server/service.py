@@ -17,7 +17,7 @@ from overlap_spec.async_engine import AsyncEngine, AsyncRequestHandle
 from overlap_spec.errors import GrammarError, InvalidRequest
 from overlap_spec.server.constraints import Constraints
 from overlap_spec.server.errors import GRAMMAR_ERRORS, ApiError, Json, as_api_error
-from overlap_spec.server.events import DONE, Events, written
+from overlap_spec.server.events import Events, Wire, written
 from overlap_spec.server.metrics import Metrics
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Output, Request
@@ -191,6 +191,7 @@ class Service:
         http: HttpRequest,
         group: RequestGroup,
         events: Callable[[Sequence[AsyncRequestHandle]], AsyncIterator[Any]],
+        wire: Wire = Wire(),  # noqa: B008, frozen
     ) -> Response:
         """A group's outputs as server-sent events.
 
@@ -198,6 +199,7 @@ class Service:
 
         Args:
             events: Makes the events, as plain data or :class:`InParts`, from the handles.
+            wire: How the events look.
         """
         started = asyncio.get_running_loop().time()
         handles = await self.run_until_disconnect(http, self.start(group))
@@ -214,10 +216,11 @@ class Service:
                 except StopAsyncIteration:
                     break
                 except Exception as error:
-                    event, more = as_api_error(error).body(), False
-                async for part in written(event):
+                    event, more = wire.failed(as_api_error(error)), False
+                async for part in written(event, wire.named):
                     yield part
-            yield DONE
+            if wire.done:
+                yield wire.done
 
         def end(whole: bool) -> None:
             self.finish(group)
@@ -296,12 +299,15 @@ def stop_reason(output: Output, eos_ids: frozenset[int]) -> str | int | None:
     return None if output.stop_match in eos_ids else output.stop_match
 
 
-def remarks(ended: Output | Delta) -> dict[str, Any]:
-    """The ``verdict`` field of a validated best-effort output, and the ``warnings`` of a grammar
-    that asks for what nothing holds; no field where there is nothing to tell."""
+def findings(ended: Output | Delta) -> dict[str, Any]:
+    """What else is told of a whole output: the ``verdict`` of a validated best-effort one, the
+    ``choice_probabilities`` of a choice, where they were asked for, and the ``warnings`` of a
+    grammar that asks for what nothing holds."""
     found: dict[str, Any] = {}
     if ended.verdict is not None:
         found["verdict"] = asdict(ended.verdict)
+    if ended.choices:
+        found["choice_probabilities"] = [asdict(choice) for choice in ended.choices]
     if ended.warnings:
         found["warnings"] = list(ended.warnings)
     return found
@@ -309,7 +315,7 @@ def remarks(ended: Output | Delta) -> dict[str, Any]:
 
 def new_id(prefix: str) -> str:
     """A random id."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}{uuid.uuid4().hex}"
 
 
 def usage(outputs: Sequence[Output], prompts: Sequence[Request]) -> dict[str, Any]:

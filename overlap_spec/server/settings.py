@@ -18,6 +18,12 @@ class ServerSettings:
 
     host: Annotated[str, Help("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Help("Port to listen on; 0 takes a free one.")] = 30000
+    ssl_certfile: Annotated[
+        Path | None, Help("Certificate chain (PEM); with it, the server speaks HTTPS.")
+    ] = None
+    ssl_keyfile: Annotated[
+        Path | None, Help("The certificate's private key (PEM), if its file has none.")
+    ] = None
     api_key: Annotated[
         str | None, Help("Bearer token that clients must send; by default none is needed.")
     ] = None
@@ -37,7 +43,8 @@ class ServerSettings:
         str | None,
         Help(
             "Format of the model's tool calls (hermes, mistral, …: the files of "
-            "grammar/tool_formats); without one, requests with tools are refused."
+            "grammar/tool_formats); by default the one that the chat template shows, and where it "
+            "shows none, requests with tools are refused."
         ),
     ] = None
     reasoning_parser: Annotated[
@@ -129,6 +136,8 @@ class ServerSettings:
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} must be at least {low}: {getattr(self, name)}")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile goes with ssl_certfile")
         _load_parsers(self.tool_call_parser, self.reasoning_parser)
 
 

@@ -19,7 +19,14 @@ from overlap_spec.server.events import InParts
 from overlap_spec.server.logprobs import SGLangLogprobs
 from overlap_spec.server.middleware import IS_ADMIN, OWNER
 from overlap_spec.server.protocol.text import AbortBody, GenerateBody, SGLangSampling
-from overlap_spec.server.service import RequestGroup, Service, fan_out, interleaved, new_id, remarks
+from overlap_spec.server.service import (
+    RequestGroup,
+    Service,
+    fan_out,
+    findings,
+    interleaved,
+    new_id,
+)
 from overlap_spec.stats import RequestStats
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Delta, Output, Request
@@ -52,7 +59,7 @@ async def generate(service: Service, body: GenerateBody, http: HttpRequest) -> R
 def _labels(body: GenerateBody, count: int) -> list[str]:
     """The id that each prompt's requests are aborted by: its own, or one for all."""
     if not isinstance(body.rid, list):
-        return [body.rid or new_id("gen")] * count
+        return [body.rid or new_id("gen-")] * count
     labels: list[str] = _each("rid", body.rid, count)
     if len(set(labels)) < count:
         raise InvalidRequest("two prompts have the same id", "rid")
@@ -186,7 +193,7 @@ class SGLangFormatter:
             "grammar_ms": stats.grammar_ms,
             "exposed_ms": stats.exposed_ms,
             "idle_ms": stats.idle_ms,
-            **remarks(output),
+            **findings(output),
         }
 
     def _logprobs(self) -> SGLangLogprobs | None:

@@ -23,13 +23,6 @@ BLOCK_SHARE = 0.6
 # Weight of a block in what is known of that and of the load; a mean absolute deviation's factor to
 # a standard one.
 SCATTER_ALPHA, TO_STANDARD = 0.1, 1.25
-# The load's at first, since what was measured was measured under another one; and of a tier's own
-# deviation from one block to the next, so that what was found once is looked at again.
-FIRST_LOAD_SPREAD, OFFSET_DRIFT_SPREAD = 0.5, 0.005
-# The same as shares of that of the steps within blocks, on a machine where these vary more.
-BLOCK_SHARE, LOAD_SHARE = 0.6, 0.3
-# Weight of a block in what is known of that; a mean absolute deviation's factor to a standard one.
-SCATTER_ALPHA, TO_STANDARD = 0.1, 1.25
 # A tier's own deviation from the straight lines, as a share of the coefficients' at first, and at
 # most.
 OFFSET_SHARE, OFFSET_MOST = 0.6, 0.15

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from overlap_spec.errors import ConfigError
 from overlap_spec.models.decoder import Heads
 
 # Up to this width the plain products beat the fused kernel, whose backward pass on the CPU costs
@@ -36,6 +37,11 @@ class CausalRows:
 
     def __call__(self, layer: int, heads: Heads) -> Tensor:  # noqa: ARG002
         """Heads of ``B·W`` tokens → ``(B·W, heads · D)``."""
+        if any(rule is not None for rule in heads.scoring):
+            raise ConfigError(
+                "model: training reads no target with soft caps, sinks or a scale of its own in "
+                "its attention: take another"
+            )
         return self.attend(*heads.rotated())
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

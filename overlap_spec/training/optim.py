@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from overlap_spec.models.weights import part_views
+from overlap_spec.models.places import part_views
 
 _NS = (3.4445, -4.7750, 2.0315)
 

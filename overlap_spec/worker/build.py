@@ -15,7 +15,8 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.models.config import ModelConfig, read_json
 from overlap_spec.models.packing import pack
 from overlap_spec.models.quantization import has_int8, quantize
-from overlap_spec.models.weights import load_decoder, parameter_count
+from overlap_spec.models.tensors import parameter_count
+from overlap_spec.models.weights import load_decoder
 from overlap_spec.worker.acceptance import AcceptanceRule
 from overlap_spec.worker.cores import physical_cores, pick_float, pick_threads
 from overlap_spec.worker.cuda import CudaStreams

@@ -115,6 +115,7 @@ class InFlightStep:
         batch, prefilled, drafted, verified, decided: What the streams' work hands on.
         limits: Depth down to which each request's mask rows are good.
         results: The packed results of the trees and of the final chunks, on the host.
+        scores: Of choices that are weighed, on the host.
     """
 
     plan: StepPlan
@@ -130,6 +131,7 @@ class InFlightStep:
     limits: tuple[int, ...] = ()
     results: list[Tensor] = field(default_factory=list)
     logprobs: list[tuple[Tensor, ...]] = field(default_factory=list)
+    scores: Tensor | None = None
 
     @property
     def events(self) -> Events:

@@ -110,4 +110,5 @@ class PagedAttend:
     def __call__(self, layer: int, heads: Heads) -> Tensor:
         keys, values = self.pool.k[layer], self.pool.v[layer]
         q = rotate_and_store(heads.qkv, heads.rotary, keys, values, self.slots, heads.norm)
-        return tree_attention(q, keys, values, self.span, self.pool.config.window(layer))
+        window = self.pool.config.window(layer)
+        return tree_attention(q, keys, values, self.span, window, heads.scoring)

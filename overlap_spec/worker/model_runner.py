@@ -27,6 +27,7 @@ from overlap_spec.models.decoder import Decoder
 from overlap_spec.types import RUN_TOKENS, StepPlan, Tier
 from overlap_spec.worker.acceptance import AcceptanceRule
 from overlap_spec.worker.batch import Batch, Chunks
+from overlap_spec.worker.choices import ChoiceScorer
 from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.graphs import Tensors, padded, padded_size
 from overlap_spec.worker.kv_pool import KVPool, PagedAttend, lazy_zeros
@@ -43,6 +44,7 @@ from overlap_spec.worker.passes import (
 )
 from overlap_spec.worker.sampler import Nodes, Sampler
 from overlap_spec.worker.tables import RowTables, SamplingFeatures
+from overlap_spec.worker.tries import child, draft_known, follow
 
 
 class DrafterFaults:
@@ -97,6 +99,7 @@ class ModelRunner(nn.Module):
         self.target, self.drafter, self.tables = target, drafter, tables
         self.pool, self.draft_pools = pool, nn.ModuleList(draft_pools)
         self.sampler, self.rule = Sampler(tables), rule
+        self.choices = ChoiceScorer(target, pool, tables, self._token_slots)
         self.device = tables.device
         self.last_position = target.config.max_position - 1
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
@@ -179,7 +182,8 @@ class ModelRunner(nn.Module):
         if sampled and self.rule.coupled:
             noise = {"temperature": tables.temperature[rows], "seeds": tables.seed[rows]}
             roots = roots._replace(**noise, support=self.rule.support)
-        if self.drafter is None or tier.steps == 0:
+        own = tier.own
+        if self.drafter is None or own.steps == 0:
             draft = _no_draft(roots, 0)
         elif proposed is not None:
             missing = len(rows) - len(proposed.tokens)
@@ -188,13 +192,15 @@ class ModelRunner(nn.Module):
             draft = Draft(padded(tokens, len(rows)), above, padded(scores, len(rows)))
             if missing:
                 draft.scores[-missing:] = -torch.inf
-            draft = self._sound(roots, draft, tier)
+            draft = self._sound(roots, draft, own)
         elif self.drafter.host:
-            draft = _no_draft(roots, tier.nodes - 1)
+            draft = _no_draft(roots, own.nodes - 1)
         elif self.graphs.recording:
-            draft = self._sound(roots, self.drafter.draft(roots, tier), tier)
+            draft = self._sound(roots, self.drafter.draft(roots, own), own)
         else:
-            draft = self._draft_or_none(roots, tier)
+            draft = self._draft_or_none(roots, own)
+        if tier.base is not None:
+            draft = draft_known(draft, roots, tables.tries, tables.place, tier)
         known = roots.tokens, roots.positions, roots.forced
         linked = *known, *_link(roots.tokens, draft, tier.steps)
         return linked if draft.odds is None else (*linked, *draft.odds)
@@ -319,7 +325,8 @@ class ModelRunner(nn.Module):
         hidden, features = self.target(chunks.tokens, chunks.positions, attend, self.feature_layers)
         if not len(chunks.last):
             return Prefilled(None, features)
-        return Prefilled(self.target.logits(hidden[chunks.last]), features)
+        logits = self.target.logits(hidden[chunks.last])
+        return Prefilled(logits, features, self.choices(batch.plan, logits))
 
     # Accept
 
@@ -423,6 +430,10 @@ class ModelRunner(nn.Module):
         behind = runs[(self._count(rows.shape[0]) * tier.nodes)[:, None] + last].squeeze(1)
         forced = _after(behind, accepted.bonus)
         tables.forced[rows] = forced
+        if tier.base is not None:
+            before, reached = tables.place[rows], last[:, 0]
+            place = follow(tables.tries, rows, before, tier, reached, accepted.bonus)
+            tables.place[rows] = place
         # Else the padding row would grow out of its pages, and follow what nobody wrote.
         tables.committed[-1:], tables.forced[-1:] = 0, -1
         refused = torch.where(tree.parents == last, tree.scores, -torch.inf).amax(1, keepdim=True)
@@ -455,6 +466,9 @@ class ModelRunner(nn.Module):
         tokens = self.sampler.choose(logits, place, features, allowed)
         self.tables.roots[rows] = tokens.clamp(min=0)
         self.tables.forced[rows] = forced = _after(runs, tokens)
+        if features.tries:
+            before = self.tables.place[rows]
+            self.tables.place[rows] = child(self.tables.tries, rows, before, tokens)
         lengths, tokens = torch.zeros_like(tokens), tokens[:, None]
         packed = torch.cat([tokens, forced], 1)
         accepted = AcceptResult(lengths, tokens, lengths[:, None], packed)

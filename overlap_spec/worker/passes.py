@@ -47,11 +47,13 @@ class Prefilled(NamedTuple):
     """The target's answers to the chunks.
 
     ``logits (F, V)``: of the final chunks' last tokens, None where there are none; ``features``:
-    the drafter's, of all chunks' tokens.
+    the drafter's, of all chunks' tokens; ``scores``: what :mod:`overlap_spec.worker.choices` reads,
+    None where no choice is weighed.
     """
 
     logits: Tensor | None
     features: Tensor | None
+    scores: Tensor | None = None
 
 
 class AcceptResult(NamedTuple):

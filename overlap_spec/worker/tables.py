@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from overlap_spec.types import RUN_TOKENS, Request
+from overlap_spec.types import RUN_TOKENS, TRIE_NODES, Int64s, Request, TokenTrie
+from overlap_spec.worker.tries import trie_table
 
 # More drafts than a run can have.
 DEEPEST = 2**31
@@ -25,6 +26,7 @@ class SamplingFeatures:
     min_tokens: bool
     top_logprobs: int | None
     origins: bool
+    tries: bool
 
     @property
     def by_node(self) -> bool:
@@ -37,7 +39,10 @@ class RowTables(nn.Module):
 
     ``committed`` int64 ``(R,)``: tokens whose target keys are cached, which is the root's position.
     ``roots`` int64 ``(R,)``: last committed tokens. ``forced`` int64 ``(R, L)``: tokens that the
-    grammar forces behind them, -1 behind their end. ``pages`` int64 ``(R, P)``. What only some
+    grammar forces behind them, -1 behind their end. ``pages`` int64 ``(R, P)``. ``tries`` int64
+    ``(R, 4, TRIE_NODES)``: of the texts that a request's whole output can be, its trie as
+    :mod:`overlap_spec.worker.tries` has it; ``place`` int64 ``(R,)``: its node at the root, -1
+    where there is none. What only some
     requests need over the whole vocabulary (counts, bias, stop masks) is allocated on first use.
 
     R is ``max_rows + 1``: the last, :attr:`padding_row`, belongs to no request, and its pages are
@@ -48,6 +53,8 @@ class RowTables(nn.Module):
     roots: Tensor
     forced: Tensor
     pages: Tensor
+    tries: Tensor
+    place: Tensor
     depth_limit: Tensor
     temperature: Tensor
     seed: Tensor
@@ -61,6 +68,8 @@ class RowTables(nn.Module):
         self.register_buffer("committed", table(torch.int64))
         self.register_buffer("roots", table(torch.int64))
         self.register_buffer("forced", table(torch.int64, RUN_TOKENS - 1).fill_(-1))
+        self.register_buffer("tries", table(torch.int64, 4, TRIE_NODES))
+        self.register_buffer("place", table(torch.int64).fill_(-1))
         self.register_buffer("pages", table(torch.int64, max_pages))
         self.register_buffer("temperature", table(torch.float32))
         self.register_buffer("seed", table(torch.int64))
@@ -70,6 +79,7 @@ class RowTables(nn.Module):
         self.repetition, self.presence, self.frequency = (table(torch.float32) for _ in range(3))
         self._wide: dict[str, Tensor] = {}
         self._features: dict[int, SamplingFeatures] = {}
+        self._kinds: dict[SamplingFeatures, SamplingFeatures] = {}
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -93,13 +103,13 @@ class RowTables(nn.Module):
         """bool ``(R, vocab)``: whether the prompt holds the token."""
         return self.wide("in_prompt", torch.bool)
 
-    def assign(self, row: int, request: Request) -> None:
+    def assign(self, row: int, request: Request, trie: TokenTrie | None = None) -> None:
         """Note on the host what the row's new request asks for; :meth:`write` must follow."""
         s = request.sampling
         sampled = s.temperature != 0
         filtered = s.top_k not in (None, -1) or s.top_p not in (None, 1) or s.min_p > 0
         penalties = (s.presence_penalty, s.frequency_penalty, (s.repetition_penalty or 1.0) - 1)
-        self._features[row] = SamplingFeatures(
+        features = SamplingFeatures(
             sampled=sampled,
             filtered=sampled and filtered,
             penalised=any(penalties),
@@ -107,11 +117,14 @@ class RowTables(nn.Module):
             min_tokens=s.min_tokens > 0,
             top_logprobs=s.logprobs,
             origins=s.origins,
+            tries=trie is not None,
         )
+        # Equal ones are one object, so that a step compares as many as differ.
+        self._features[row] = self._kinds.setdefault(features, features)
 
     def features(self, rows: Iterable[int]) -> SamplingFeatures:
         """What a step over ``rows`` cannot skip."""
-        each = [self._features[row] for row in rows]
+        each = {id(n): n for n in map(self._features.__getitem__, rows)}.values()
         tops = [n.top_logprobs for n in each if n.top_logprobs is not None]
         return SamplingFeatures(
             sampled=any(n.sampled for n in each),
@@ -121,19 +134,31 @@ class RowTables(nn.Module):
             min_tokens=any(n.min_tokens for n in each),
             top_logprobs=max(tops) if tops else None,
             origins=any(n.origins for n in each),
+            tries=any(n.tries for n in each),
         )
 
     def features_of(self, row: int) -> SamplingFeatures:
         """What the row's request asks for."""
         return self._features[row]
 
-    def write(self, row: int, request: Request, output_ids: tuple[int, ...]) -> None:
+    def write(
+        self,
+        row: int,
+        request: Request,
+        output_ids: tuple[int, ...],
+        trie: TokenTrie | None = None,
+    ) -> None:
         """Give ``row`` on the device to a request whose output so far is ``output_ids``."""
         s = request.sampling
         # A number written to one index would make CUDA wait; to a slice it does not.
         here = slice(row, row + 1)
         top_p = 1.0 if s.top_p is None else s.top_p
         self.committed[here] = 0
+        place = None if trie is None else trie.follow(-1, output_ids)
+        self.place[here] = -1 if place is None else place + 1
+        if trie is not None:
+            numbers = self._ids(trie_table(trie).flatten())
+            self.tries[here] = numbers.view(1, 4, TRIE_NODES)
         self.temperature[here] = 1.0 if s.temperature is None else s.temperature
         self.min_p[here] = s.min_p
         # At 1.0 every token stays, however the running sum rounds.
@@ -161,7 +186,7 @@ class RowTables(nn.Module):
             stops = self.wide("stops", torch.bool)[row].zero_()
             stops.index_fill_(0, self._ids(sorted(request.stop_ids)), True)
 
-    def _ids(self, ids: Sequence[int]) -> Tensor:
+    def _ids(self, ids: Sequence[int] | Int64s) -> Tensor:
         pinned = self.device.type == "cuda"
         found = torch.tensor(ids, dtype=torch.int64, pin_memory=pinned)
         return found.to(self.device, non_blocking=True)

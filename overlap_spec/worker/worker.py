@@ -8,7 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from overlap_spec.drafters.grafts import graft
 from overlap_spec.errors import NumericFault
 from overlap_spec.types import (
     RUN_TOKENS,
+    Chunk,
     History,
     HostTrees,
     Int32s,
@@ -28,13 +31,22 @@ from overlap_spec.types import (
     StepResult,
     Tier,
     TokenLogprobs,
+    TokenTrie,
 )
+from overlap_spec.worker import choices
 from overlap_spec.worker.batch import Batch, PlanUpload
 from overlap_spec.worker.in_flight import Buffers, InFlightStep, TierState
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.origins import token_origins
 from overlap_spec.worker.pass_times import PassTimes, Point, measure_passes
-from overlap_spec.worker.passes import DEAD_SCORE, SCORE_UNIT, Accepted, Drafted, GrammarRows
+from overlap_spec.worker.passes import (
+    DEAD_SCORE,
+    SCORE_UNIT,
+    Accepted,
+    Drafted,
+    GrammarRows,
+    Prefilled,
+)
 from overlap_spec.worker.sampler import Masks, token_logprobs
 from overlap_spec.worker.streams import RecordSpan, Streams
 
@@ -42,6 +54,24 @@ NAN_CHOICE = -2
 # Steps whose accept may still be asked for its time.
 ACCEPTS = 4
 NO_SCORE = DEAD_SCORE / SCORE_UNIT / 2
+
+
+class TriePlace(NamedTuple):
+    """Where a row's output stands in its trie, as far as results have been read; None: outside."""
+
+    trie: TokenTrie
+    node: int | None
+
+    @property
+    def left(self) -> float:
+        """Nodes below the place."""
+        if self.node is None:
+            return math.inf
+        return len(self.trie.tokens) if self.node < 0 else int(self.trie.sizes[self.node])
+
+    def after(self, tokens: Sequence[int]) -> TriePlace:
+        """The place after more tokens."""
+        return TriePlace(self.trie, self.trie.follow(self.node, tokens))
 
 
 class Worker:
@@ -64,6 +94,8 @@ class Worker:
         self._states: dict[Tier, TierState] = {}
         # Behind each row's root, as far as results have been read.
         self._runs: dict[int, list[int]] = {}
+        self._requests: dict[int, Request] = {}
+        self._places: dict[int, TriePlace | None] = {}
         self._accepted = [streams.event() for _ in range(ACCEPTS)]
         columns = self._tables.pages.shape[1]
         self._upload = PlanUpload(
@@ -132,10 +164,20 @@ class Worker:
         return found.get()
 
     @torch.inference_mode()
-    def assign(self, row: int, request: Request, output_ids: list[int]) -> None:
-        """Prepare ``row`` for a request that starts, or starts again, with its prefill."""
-        self._tables.assign(row, request)
-        self.streams.compute.run("assign", self._tables.write, row, request, tuple(output_ids))
+    def assign(
+        self, row: int, request: Request, output_ids: list[int], trie: TokenTrie | None = None
+    ) -> None:
+        """Prepare ``row`` for a request that starts, or starts again, with its prefill.
+
+        Args:
+            trie: Of the texts that its whole output can be, where these are few.
+        """
+        self._tables.assign(row, request, trie)
+        self._places[row] = None if trie is None else TriePlace(trie, trie.follow(-1, output_ids))
+        self._requests[row] = request
+        self.streams.compute.run(
+            "assign", self._tables.write, row, request, tuple(output_ids), trie
+        )
 
     @torch.inference_mode()
     def upload(self, plan: StepPlan) -> InFlightStep:
@@ -205,7 +247,7 @@ class Worker:
             drafter.forget(history)
 
     def _propose(self, step: InFlightStep, histories: Sequence[History]) -> Draft | None:
-        drafter, tier = self.runner.drafter, step.plan.tier
+        drafter, tier = self.runner.drafter, step.plan.tier.own
         if drafter is None or tier.steps == 0 or not histories or self.drafter_fault is not None:
             return None
         start = time.perf_counter_ns()
@@ -294,7 +336,7 @@ class Worker:
         )
         compute.record(step.accepted)
         copy.wait(step.accepted)
-        copy.run("results", _copy_results, step.decided, step)
+        copy.run("results", _copy_results, step.decided, step.prefilled, step)
         copy.record(events.results_on_host)
         step.buffers.keep = (
             step.batch,
@@ -356,9 +398,13 @@ class Worker:
                 for index, result in enumerate(zip(numbers.tolist(), scores, strict=True))
             ]
         chosen = step.results[-1].tolist() if plan.final_chunks else ()
+        weights = {} if step.scores is None else choices.read(plan, step.scores.numpy())
         for index, (token, *run) in enumerate(chosen):
             self._set_run(step, trees + index, run)
-            rows.append(self._row_result(step, trees + index, [token], 0, 0, False, (), 0, 0))
+            row = self._row_result(step, trees + index, [token], 0, 0, False, (), 0, 0)
+            if index in weights and row.error is None:
+                row = self._weighed(plan.final_chunks[index], weights[index], row)
+            rows.append(row)
         self.streams.note()
         if step.constrained:
             waited_ms = events.verified.elapsed_ms(events.masks_ready)
@@ -374,10 +420,29 @@ class Worker:
         verified_rows = 0 if verified is None else len(verified.logits)
         return StepResult(plan, tuple(rows), exposed_ms, idle_ms, verified_rows)
 
+    def _weighed(self, chunk: Chunk, weights: choices.Weights, row: RowResult) -> RowResult:
+        """A row whose choices were weighed; where these choose, it has the whole output."""
+        logprobs = weights.logprobs
+        if not np.isfinite(logprobs).all():
+            return row._replace(
+                error=NumericFault("the model's logits are not numbers: numeric fault")
+            )
+        row = row._replace(choice_logprobs=tuple(logprobs.tolist()))
+        assert chunk.choices is not None
+        if not chunk.choices.faithful:
+            return row
+        request = self._requests[chunk.row]
+        tokens = weights.tokens[choices.pick(logprobs, request)]
+        origins: list[Origin] = ["grafted"] * (len(tokens) - 1)
+        origins.append("bonus")
+        told = tuple(origins) if request.sampling.origins else ()
+        return row._replace(tokens=tokens, origins=told)
+
     def _tree_result(
         self, step: InFlightStep, index: int, numbers: list[int], scores: list[float]
     ) -> RowResult:
         length, drafted = numbers[:2]
+        row, tier = step.plan.verified[index][1], step.plan.tier
         limited = bool(step.limits) and step.limits[index] < step.plan.tier.steps
         # Along the path, the root's 0 first; then the best of what was refused after it.
         along = [*scores[: length + 1], scores[-1]]
@@ -385,15 +450,19 @@ class Worker:
             math.exp(after - before) for before, after in pairwise(along) if after > NO_SCORE
         )
         tokens = numbers[2 : 3 + length]
-        forced = self._runs[step.plan.verified[index][1]]
-        # Grafts come first: their scores are best. A tree of a fixed shape has none.
-        most = 0 if step.plan.tier.parents is not None else min(drafted, step.plan.tier.steps)
-        grafts = forced[:most]
-        agreed = zip(grafts, tokens[:length], strict=False)
-        grafted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], agreed))
+        place = self._places[row]
+        if tier.base is not None and place is not None and place.left < tier.nodes:
+            grafts, grafted = drafted, length
+        else:
+            # Grafts come first: their scores are best. A tree of a fixed shape has none.
+            most = 0 if tier.parents is not None else min(drafted, tier.steps)
+            run = self._runs[row][:most]
+            agreed = zip(run, tokens[:length], strict=False)
+            grafts = len(run)
+            grafted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], agreed))
         self._set_run(step, index, numbers[1 - RUN_TOKENS :])
         return self._row_result(
-            step, index, tokens, length, drafted, limited, confidences, len(grafts), grafted
+            step, index, tokens, length, drafted, limited, confidences, grafts, grafted
         )
 
     def _set_run(self, step: InFlightStep, index: int, run: list[int]) -> None:
@@ -418,6 +487,9 @@ class Worker:
             error = NumericFault("the model's logits are not numbers: numeric fault")
         if tokens[-1] < 0:
             tokens.pop()
+        place = self._places[row]
+        if place is not None:
+            self._places[row] = place.after(tokens)
         asked = self._tables.features_of(row)
         logprobs: tuple[TokenLogprobs, ...] = ()
         if asked.top_logprobs is not None and step.logprobs:
@@ -502,8 +574,12 @@ def _upload_masks(batch: Batch, buffers: Buffers) -> GrammarRows:
     return GrammarRows(masks, limits, runs)
 
 
-def _copy_results(accepted: Accepted, step: InFlightStep) -> None:
+def _copy_results(accepted: Accepted, prefilled: Prefilled | None, step: InFlightStep) -> None:
     room = step.buffers.results
+    scores = None if prefilled is None else prefilled.scores
+    if scores is not None:
+        host = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=scores.is_cuda)
+        step.scores = host.copy_(scores, non_blocking=True)
     for part in accepted:
         if part is None:
             continue

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import adaptive, overlap, soak, traces
+from bench import adaptive, overlap, report, soak, traces
 from bench.common import (
     Run,
     flags,
@@ -314,9 +314,16 @@ def test_adaptive_ends_in_its_record(
     assert record["worst_of_best"].keys() == set(adaptive.ADAPTIVE)
     assert record["whole"].keys() == adaptive.POLICIES.keys()
     raw = [json.loads(line) for line in samples_path(path).read_text().splitlines()]
-    assert len(raw) == record["samples"] == 5 * 2 * len(adaptive.POLICIES)
+    groups = 2 * len(adaptive.PHASES)
+    assert len(raw) == record["samples"] == groups * len(adaptive.POLICIES)
     again = rounded(adaptive.summary(raw))
     assert {name: record[name] for name in again} == again
+    assert record["calibration"].keys() == {"adaspec"}
+    for bins in record["calibration"]["adaspec"].values():
+        assert sum(each["trials"] for each in bins) > 0
+    page = report.render(tmp_path)
+    assert "Confidence and acceptance" in page
+    assert "adaspec: constrained" in page
 
 
 def test_shares_of_the_best_static_tier() -> None:

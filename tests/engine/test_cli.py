@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import typer.main
 
-from overlap_spec.cli import ENGINE_FLAGS, SERVER_FLAGS, SERVING_ENGINE_FLAGS, app
+from overlap_spec.cli import app
+from overlap_spec.cli.flags import ENGINE_FLAGS, SERVER_FLAGS, SERVING_ENGINE_FLAGS
 from overlap_spec.config import EngineConfig, helps
 from overlap_spec.server.settings import ServerSettings
 
@@ -28,7 +29,17 @@ def test_flags_are_fields_with_their_defaults() -> None:
     for settings, names in ((EngineConfig, SERVING_ENGINE_FLAGS), (ServerSettings, SERVER_FLAGS)):
         for name in names:
             assert served[name][1:] == (getattr(settings, name), helps(settings)[name].text)
-    assert served["num_steps"][0] == ["--speculative-num-steps"]
-    assert served["draft"][0] == ["--speculative-draft-model-path", "--draft"]
+    assert served["num_steps"][0] == ["--num-steps", "--speculative-num-steps"]
+    assert served["draft"][0] == ["--draft", "--speculative-draft-model-path"]
+    assert served["model"][0] == ["--model", "--model-path"]
     assert served["max_total_tokens"][0] == ["--max-total-tokens"]
     assert flags("doctor").keys() == {"model", "draft", "algorithm"}
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "batch"])
+def test_every_flag_of_the_settings_has_a_panel_and_its_short_name_first(command: str) -> None:
+    group: Any = typer.main.get_command(app)
+    for param in group.commands[command].params:
+        if param.name in ENGINE_FLAGS:
+            assert param.rich_help_panel == ENGINE_FLAGS[param.name]
+        assert param.opts[0] == min(param.opts, key=len), param.opts

@@ -129,7 +129,7 @@ def test_statistics_add_up(engine: Engine) -> None:
         ({"prompt": 7}, "prompt", "7"),
         ({"prompt": ["x", 7]}, "prompt", "7"),
         ({"prompt": ["x", "y"], "grammar": [DATE]}, "grammar", "1 values"),
-        ({"prompt": "x", "grammar": {"type": "object"}}, "grammar", "json_schema"),
+        ({"prompt": "x", "grammar": '{"type": "object"}'}, "grammar", "json_schema"),
     ],
 )
 def test_bad_requests_name_the_culprit_and_the_engine_goes_on(

@@ -32,6 +32,7 @@ GRAMMARS = {
     "schema": PERSON,
     "regex": Grammar.regex(r"ab(cd|ce)f*"),
     "choice": Grammar.choice(["alpha", "alphabet", "alps"]),
+    "characters": Grammar.choice(["über", "üben", "äß", "語"]),
     "nested": Grammar.ebnf('root ::= "a(" root ")" | "b"'),
 }
 

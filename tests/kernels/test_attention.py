@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from overlap_spec.kernels import KeySpan, attention, tree_attention
+from overlap_spec.kernels import KeySpan, Scoring, attention, tree_attention
 
 PAGE, DIM = 4, 6
 
@@ -40,7 +40,9 @@ def drawn(
     return q, k, v, KeySpan(places, prefix, position, mask, first, offsets, longest)
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, window: int | None) -> Tensor:
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, span: KeySpan, window: int | None, scoring: Scoring
+) -> Tensor:
     """:func:`tree_attention`, one key after the other: the definition."""
     assert span.offsets is not None
     total, heads, _ = q.shape
@@ -65,8 +67,12 @@ def attended(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, window: int | None)
                 kv = head // (heads // kv_heads)
                 keys = torch.stack([k[page, slot, kv] for page, slot in seen]).double()
                 values = torch.stack([v[page, slot, kv] for page, slot in seen]).double()
-                weights = (keys @ q[t, head].double() / math.sqrt(DIM)).softmax(0)
-                out[t, head] = weights @ values
+                scores = keys @ q[t, head].double() * (scoring.scale or 1 / math.sqrt(DIM))
+                if scoring.soft_cap is not None:
+                    scores = scoring.soft_cap * (scores / scoring.soft_cap).tanh()
+                if scoring.sinks is not None:
+                    scores = torch.cat([scores, scoring.sinks[head : head + 1].double()])
+                out[t, head] = scores.softmax(0)[: len(values)] @ values
     return out.flatten(1)
 
 
@@ -79,20 +85,26 @@ COUNTS = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any)
     st.booleans(),
     st.integers(0, 1),
     st.sampled_from([None, 3, 8]),
+    st.sampled_from(
+        [(None, None, False), (0.3, None, False), (None, 1.5, False), (2.0, 9.0, True)]
+    ),
     st.integers(0, 10**6),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_attention_of_ragged_queries_is_the_loops(
     counts: list[int],
     heads: tuple[int, int],
     masked: bool,
     first: int,
     window: int | None,
+    rule: tuple[float | None, float | None, bool],
     seed: int,
 ) -> None:
     q, k, v, span = drawn(counts, *heads, masked, first, seed)
-    want = attended(q, k, v, span, window)
-    got = tree_attention(q, k, v, span, window)
+    scale, soft_cap, sunk = rule
+    scoring = Scoring(scale, soft_cap, torch.linspace(-1, 3, heads[0]) if sunk else None)
+    want = attended(q, k, v, span, window, scoring)
+    got = tree_attention(q, k, v, span, window, scoring)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
 
 
@@ -118,8 +130,13 @@ def test_attention_of_chunks_reads_only_their_own_pages() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("scoring", [Scoring(), Scoring(0.3, 4.0, torch.linspace(-1, 3, 4))])
 def test_a_request_has_the_same_bits_beside_any_other(
-    at_once: bool, masked: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    scoring: Scoring,
+    at_once: bool,
+    masked: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever the others' lengths; where keys are copied request by request, nothing but its own
     pages is read."""
@@ -134,7 +151,7 @@ def test_a_request_has_the_same_bits_beside_any_other(
     prefix = torch.tensor(prefixes)
     positions = (prefix[:, None] + torch.arange(queries)).flatten()
     q = torch.randn(4 * queries, 4, DIM).to(dtype)
-    together = tree_attention(q, k, v, KeySpan(pages, prefix, positions, mask))
+    together = tree_attention(q, k, v, KeySpan(pages, prefix, positions, mask), None, scoring)
     for b, length in enumerate(prefixes):
         own = pages[b : b + 1, : -(-(length + queries) // size)]
         rest = torch.ones(len(k), dtype=torch.bool)
@@ -145,13 +162,14 @@ def test_a_request_has_the_same_bits_beside_any_other(
         span = KeySpan(
             own, prefix[b : b + 1], positions[here], None if mask is None else mask[here]
         )
-        assert torch.equal(tree_attention(q[here], keys, values, span), together[here]), length
+        got = tree_attention(q[here], keys, values, span, None, scoring)
+        assert torch.equal(got, together[here]), length
         # Beside requests of other lengths, which it does not read either.
         pair = [b, (b + 1) % 4]
         both = torch.cat([torch.arange(queries) + each * queries for each in pair])
         seen = None if mask is None else mask[both]
         span = KeySpan(pages[pair], prefix[pair], positions[both], seen)
-        got = tree_attention(q[both], keys, values, span)
+        got = tree_attention(q[both], keys, values, span, None, scoring)
         assert torch.equal(got[:queries], together[here]), length
 
 
@@ -169,7 +187,9 @@ def test_attention_of_trees_is_traced_without_its_numbers(
         ragged = KeySpan(pages, prefix, positions, mask, 0, offsets, 4)
         equal = KeySpan(pages, prefix, positions, mask)
         causal = KeySpan(pages, prefix, positions)
-        return tuple(tree_attention(q, k, v, span, 9) for span in (ragged, equal, causal))
+        bent = Scoring(0.3, 4.0, torch.linspace(-1, 3, 4))
+        usual = tuple(tree_attention(q, k, v, span, 9) for span in (ragged, equal, causal))
+        return *usual, tree_attention(q, k, v, ragged, 9, bent)
 
     def inputs(counts: list[int], seed: int) -> tuple[Tensor, ...]:
         q, k, v, span = drawn(counts, 4, 2, True, 0, seed)

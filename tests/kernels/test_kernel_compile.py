@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,18 @@ def noted(work: Work, blocks: Table) -> list[Launch]:
     return launches
 
 
+def bent(work: Work) -> Work:
+    """Attention with a window, a soft cap and sinks."""
+
+    def draw() -> tuple[Any, ...]:
+        q, *rest = work.draw()
+        return q, *rest, 100, kernels.Scoring(0.1, 50.0, q[0, :, 0])
+
+    return replace(work, draw=draw)
+
+
 def all_works() -> list[Work]:
-    """Serving's works in bfloat16, and attention in the other types and head sizes."""
+    """Serving's works in bfloat16, and attention in the other types, head sizes and scorings."""
     half, single = Draw(CPU, torch.bfloat16, 0), Draw(CPU, torch.float32, 0)
     serving = list(works(half, (1,)))
     more = [
@@ -51,6 +62,10 @@ def all_works() -> list[Work]:
         attention(half, 1, 256, 512, head_dim=256),
         attention(single, 1, 16, 512, tree=True, head_dim=128),
         attention(single, 1, 256, 512, head_dim=64),
+        bent(attention(half, 1, 16, 512, tree=True, head_dim=256)),
+        bent(attention(half, 1, 256, 512, head_dim=256)),
+        bent(attention(half, 1, 256, 512, head_dim=64)),
+        bent(attention(single, 1, 16, 512, head_dim=64)),
     ]
     assert len({work.name for work in serving}) == len(serving)
     return serving + more

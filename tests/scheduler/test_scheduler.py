@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -33,8 +34,10 @@ STOP = 0
 class Letters:
     """Token n is the n-th letter; tokens over 25 are two letters."""
 
-    def push(self, token: int) -> str:
-        return chr(97 + token) if token < 26 else chr(97 + token // 26) + chr(97 + token % 26)
+    def push(self, tokens: Collection[int]) -> str:
+        return "".join(
+            chr(97 + t) if t < 26 else chr(97 + t // 26) + chr(97 + t % 26) for t in tokens
+        )
 
 
 def sequence(number: int, prompt: int, max_tokens: int, **sampling: Any) -> Sequence:
@@ -204,10 +207,10 @@ def test_released_text_never_shows_part_of_a_stop_string() -> None:
     buffer = TextBuffer(Letters(), ("bcd",))
     shown = []
     for token in (0, 1, 2, 2, 1, 2):
-        assert buffer.push(token) is None
+        assert buffer.push([token]) is None
         shown.append(buffer.release(finished=False))
     assert shown == ["a", "", "", "bcc", "", ""]
-    assert buffer.push(3) == "bcd"
+    assert buffer.push([3]) == (0, "bcd")
     assert buffer.release(finished=True) == ""
     assert buffer.text == "abcc"
 

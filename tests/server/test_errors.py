@@ -12,7 +12,7 @@ from overlap_spec.config import EMBEDDED
 from overlap_spec.server import admin
 from tests.support.serving import Server, shared_server
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]
 pytestmark = pytest.mark.skipif(
     not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
@@ -73,11 +73,62 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than"),
     (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
     (CHAT, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
-    (CHAT, {"functions": []}, "functions", "send tools"),
+    (CHAT, {"functions": [{"name": "f"}], "tools": []}, "functions", "send tools"),
+    (CHAT, {"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "functions", "'g'"),
+    (CHAT, {"functions": [{"nam": "f"}]}, "functions", "nam"),
+    (CHAT, {"function_call": "auto"}, "function_call", "goes with functions"),
     (CHAT, {"store": True}, "store", "False"),
     (CHAT, {"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
-    (CHAT, {"guided_json": {}}, "guided_json", "send structured_outputs.json instead"),
-    (TEXT, {"prompt": "x", "guided_regex": "a"}, "guided_regex", "structured_outputs.regex"),
+    (CHAT, {"guided_json": {}, "regex": "a"}, "guided_json", "send one constraint"),
+    (TEXT, {"prompt": "x", "guided_regex": "("}, "guided_regex", ""),
+    (TEXT, {"prompt": "x", "prompt_logprobs": 1}, "prompt_logprobs", "of the output alone"),
+    (CHAT, {"skip_special_tokens": False}, "skip_special_tokens", "return_token_ids"),
+    (CHAT, {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs", "no switch 'x'"),
+    (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "no switch"),
+    (CHAT, {"continue_final_message": True}, "messages", "only a text of the assistant"),
+    (
+        CHAT,
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+        "send one of them",
+    ),
+    (CHAT, {"cache_salt": ""}, "cache_salt", "at least 1"),
+    (RESPONSES, {}, "input", "required"),
+    (RESPONSES, {"input": []}, "input", ""),
+    (RESPONSES, {"input": "x", "previous_response_id": "y"}, "previous_response_id", "stored"),
+    (RESPONSES, {"input": "x", "store": True}, "store", "False"),
+    (RESPONSES, {"input": "x", "background": True}, "background", "False"),
+    (RESPONSES, {"input": "x", "max_tokens": 1}, "max_tokens", "max_output_tokens"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "item_reference"),
+    (
+        RESPONSES,
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "input[0].content[0].type",
+        "'input_text'",
+    ),
+    (
+        RESPONSES,
+        {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]},
+        "input",
+        "input[0].arguments",
+    ),
+    (RESPONSES, {"input": "x", "text": {"verbosity": "low"}}, "text.verbosity", "no such switch"),
+    (RESPONSES, {"input": "x", "reasoning": {"effort": "low"}}, "reasoning.effort", "switch"),
+    (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+    (RESPONSES, {"input": "x", "tool_choice": "required"}, "tool_choice", "goes with tools"),
+    (
+        RESPONSES,
+        {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "objekt"}}}},
+        "text.format",
+        "objekt",
+    ),
+    (
+        RESPONSES,
+        {"input": "x", "tools": [{"type": "function", "name": "f"}], "top_logprobs": 1},
+        "top_logprobs",
+        "send no tools",
+    ),
+    (RESPONSES, {"input": "x " * 9000}, "prompt", "shorten"),
     (CHAT, {"response_format": {"type": "xml"}}, "response_format", "'xml'"),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
     (CHAT, schema({"type": "objekt"}), "response_format", "objekt"),
@@ -94,6 +145,18 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"structured_outputs": {}}, "structured_outputs", "exactly one"),
     (CHAT, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one"),
     (CHAT, {"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one"),
+    (
+        CHAT,
+        {"structured_outputs": {"regex": "a", "probabilities": True}},
+        "structured_outputs.probabilities",
+        "goes with choice",
+    ),
+    (
+        CHAT,
+        {"logprobs": True, "structured_outputs": {"choice": ["a"], "faithful": True}},
+        "logprobs",
+        "made among whole texts",
+    ),
     (
         CHAT,
         {"structured_outputs": {"json_object": True, "whitespace_pattern": " "}},
@@ -115,7 +178,7 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (TEXT, {"prompt": ["a"] * 200}, "n", "max_choices"),
     (TEXT, {"prompt": "a", "best_of": 3}, "best_of", "not supported"),
     (TEXT, {"prompt": "a", "suffix": "b"}, "suffix", ""),
-    (TEXT, {"prompt": "a", "echo": True, "logprobs": 1}, "echo", "one of them"),
+    (TEXT, {"prompt": "a", "echo": True, "logprobs": 1}, "echo", "not computed"),
     ("/generate", {}, "text", "either text or input_ids"),
     ("/generate", {"text": "a", "input_ids": [1]}, "text", "either"),
     (

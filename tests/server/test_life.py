@@ -23,7 +23,8 @@ import typer.main
 from bench.attack_disconnects import STAGES, disconnects
 from bench.served import rss_mib
 from overlap_spec import cli
-from overlap_spec.cli import app, config_values
+from overlap_spec.cli import app
+from overlap_spec.cli.flags import config_values
 from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
 from overlap_spec.ipc.process import EngineProcess

@@ -365,3 +365,33 @@ def test_a_request_can_do_without_speculation(server: Server) -> None:
     assert on.json()["choices"][0]["message"] == off.json()["choices"][0]["message"]
     wrong = server.post("/v1/chat/completions", body | {"speculate": "no"})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "speculate")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_choice_with_the_probability_of_each_text(server: Server, path: str) -> None:
+    texts = ["pending", "shipped", "delivered, thanks"]
+    wanted = {"choice": texts, "probabilities": True, "faithful": True}
+    prompt = "What is the status?"
+    chat = "chat" in path
+    body: dict[str, Any] = {"temperature": 0, "structured_outputs": wanted}
+    body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    (choice,) = server.post(path, body).json()["choices"]
+    found = choice["choice_probabilities"]
+    assert [entry["text"] for entry in found] == texts
+    assert sum(entry["probability"] for entry in found) == pytest.approx(1)
+    best = max(found, key=lambda entry: entry["logprob"])["text"]
+    assert (choice["message"]["content"] if chat else choice["text"]) == best
+    lines = server.post(path, body | {"stream": True}).text.splitlines()
+    pieces = [
+        piece
+        for line in lines
+        if line.startswith("data: {")
+        for piece in json.loads(line[6:])["choices"]
+    ]
+    (streamed,) = [p["choice_probabilities"] for p in pieces if "choice_probabilities" in p]
+    assert [p["finish_reason"] for p in pieces if "choice_probabilities" in p] == ["stop"]
+    for one, other in zip(found, streamed, strict=True):
+        assert one["text"] == other["text"]
+        assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
+    plain = body | {"structured_outputs": {"choice": texts}}
+    assert "choice_probabilities" not in server.post(path, plain).json()["choices"][0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,14 +41,17 @@ def server() -> Server:
 
 @pytest.fixture
 def page(browser: Browser, server: Server) -> Iterator[Browser]:
-    """The page, freshly opened; every request that it makes stays with the server."""
+    """The page, freshly opened, after the run of its first example; every request that it makes
+    stays with the server."""
     browser.events.clear()
     browser.open(server.url + "/")
-    browser.wait("document.getElementById('server').textContent.includes('context')")
+    wait_for_run(browser)
+    urls = [event["request"]["url"] for event in browser.told("Network.requestWillBeSent")]
+    assert server.url + "/v1/chat/completions" in urls
+    browser.events.clear()
     yield browser
     browser.call("Emulation.clearDeviceMetricsOverride")
-    urls = [event["request"]["url"] for event in browser.told("Network.requestWillBeSent")]
-    assert urls
+    urls += [event["request"]["url"] for event in browser.told("Network.requestWillBeSent")]
     assert [url for url in urls if not url.startswith((server.url + "/", "data:"))] == []
     assert browser.told("Runtime.exceptionThrown") == []
 
@@ -81,6 +86,12 @@ def write(page: Browser, name: str, content: str) -> None:
 def run(page: Browser) -> None:
     """Ctrl+Enter, and wait for the end."""
     page.press("Enter", 13, CTRL)
+    wait_for_run(page)
+
+
+def wait_for_run(page: Browser) -> None:
+    """Wait until a run has ended and its timeline is there."""
+    page.wait("!document.getElementById('verdict').textContent.includes('nothing')")
     page.wait(IDLE)
     page.wait("!document.getElementById('timeline-note').textContent.includes('after a run')")
 
@@ -89,7 +100,7 @@ def test_page_asks_for_nothing_from_elsewhere() -> None:
     source = PAGE.read_text()
     assert set(re.findall(r"https?://[^\"' ]+", source)) == {"http://www.w3.org/2000/svg"}
     assert re.findall(r"(?:src|href)=\"([^\"]*)\"", source) == ["data:,"]
-    assert not re.search(r"@import|url\(|innerHTML|import\s*\(|eval\(", source)
+    assert not re.search(r"@import|\burl\(|innerHTML|import\s*\(|eval\(", source)
     names = re.findall(r"<label for=\"([^\"]+)\"", source)
     assert names
     assert all(f'id="{name}"' in source for name in names)
@@ -153,10 +164,20 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"structured_outputs": {"choice": ["pending", "shipped", "delivered", "cancelled"]}},
         "shipped",
     ),
+    "Any object: JSON": (
+        "Anna is 30 and lives in Rome.",
+        {"response_format": {"type": "json_object"}},
+        '"name":"Anna"',
+    ),
     "A date: regex": (
         "The Robotics Fair takes place on 2025-03-14 at 18:30 in Oslo. Give only the date.",
         {"regex": r"20\d\d-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"},
         "2025-03-14",
+    ),
+    "Yes or no: grammar": (
+        "The lamp is red. Is the lamp red?",
+        {"ebnf": 'root ::= "yes" | "no"'},
+        "yes",
     ),
     "The weather: tools": (
         "What is the weather in Vienna in celsius?",
@@ -204,7 +225,7 @@ def test_every_example_comes_out_right(page: Browser) -> None:
 
 @needs_weights
 @needs_browser
-def test_constraints_without_an_example(page: Browser) -> None:
+def test_constraints_of_ones_own(page: Browser) -> None:
     select(page, "kind", "ebnf")
     write(page, "source", 'root ::= ("ha "){1,3} "!"')
     run(page)
@@ -266,10 +287,11 @@ def test_faults_are_told_beside_their_field(page: Browser, server: Server) -> No
 @needs_browser
 def test_keyboard_reaches_every_control(page: Browser) -> None:
     seen = []
-    for _ in range(16):
+    for _ in range(24):
         page.press("Tab", 9)
         seen.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
-    wanted = "example prompt kind source temperature max-tokens seed run output span-steps refresh"
+    wanted = "example prompt kind source temperature max-tokens seed run race"
+    wanted += " as-curl as-python as-link output span-steps refresh"
     assert [name for name in dict.fromkeys(seen) if name in wanted.split()] == wanted.split()
 
 
@@ -284,6 +306,138 @@ def test_page_fits_a_narrow_window(page: Browser, width: int) -> None:
     tops = "['form', 'output'].map(i => document.getElementById(i).getBoundingClientRect().top)"
     form, output = page.evaluate(tops)
     assert output > form + 300
+
+
+@needs_weights
+@needs_browser
+def test_the_page_shows_an_answer_before_anybody_asks(page: Browser) -> None:
+    assert text(page, "verdict").startswith("✓ whole JSON")
+    assert text(page, "output") == EXAMPLES["A person: JSON schema"][2]
+    assert page.evaluate("document.querySelector('.about').textContent").count(".") == 1
+    assert page.evaluate("window.scrollY") == 0
+
+
+@needs_weights
+@needs_browser
+def test_words_are_explained(page: Browser) -> None:
+    hints = page.evaluate(
+        "[...document.querySelectorAll('abbr')].map(a => [a.textContent, a.title])"
+    )
+    assert {word.lower() for word, _ in hints} == {"verify", "tier", "lane", "exposed wait"}
+    assert all(len(hint) > 40 for _, hint in hints)
+    listed = page.evaluate("[...document.querySelectorAll('#words dt')].map(d => d.textContent)")
+    assert {"verify", "tier", "lane", "exposed"} <= set(listed)
+
+
+@needs_weights
+@needs_browser
+def test_another_kind_brings_its_example_but_keeps_what_was_written(page: Browser) -> None:
+    for name, (prompt, _, _) in EXAMPLES.items():
+        select(page, "example", name)
+        kind = page.evaluate("document.getElementById('kind').value")
+        select(page, "example", "A person: JSON schema")
+        select(page, "kind", kind)
+        assert page.evaluate("document.getElementById('example').value") == name
+        assert page.evaluate("document.getElementById('prompt').value") == prompt
+    select(page, "example", "A person: JSON schema")
+    write(page, "prompt", "of my own")
+    select(page, "kind", "regex")
+    assert page.evaluate("document.getElementById('prompt').value") == "of my own"
+
+
+@needs_weights
+@needs_browser
+def test_on_a_phone_the_answer_comes_into_view(page: Browser) -> None:
+    size = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    page.call("Emulation.setDeviceMetricsOverride", **size)
+    top = "document.getElementById('output').getBoundingClientRect().top"
+    page.evaluate("window.scrollTo(0, 0)")
+    assert page.evaluate(top) > 800
+    run(page)
+    assert 0 <= page.evaluate(top) < 400
+
+
+def copied(page: Browser, button: str) -> str:
+    """What a button has made, which the page shows as well."""
+    page.evaluate("document.getElementById('copied').textContent = ''")
+    page.evaluate(f"document.getElementById('{button}').click()")
+    page.wait("document.getElementById('copied').textContent")
+    return text(page, "code")
+
+
+@needs_weights
+@needs_browser
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+def test_a_request_is_copied_as_curl(page: Browser) -> None:
+    select(page, "example", "A status: choice")
+    write(page, "prompt", "The order's status: it is now shipped. What is the status?")
+    done = subprocess.run(["bash", "-c", copied(page, "as-curl")], capture_output=True, check=True)
+    reply = json.loads(done.stdout)["choices"][0]["message"]["content"]
+    assert reply in ("pending", "shipped", "delivered", "cancelled")
+    page.evaluate("document.getElementById('key').value = 'sesame'")
+    assert "sesame" not in copied(page, "as-curl")
+    assert "$OVERLAP_SPEC_API_KEY" in text(page, "code")
+    page.evaluate("document.getElementById('key').value = ''")
+
+
+@needs_weights
+@needs_browser
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_request_is_copied_as_python(
+    page: Browser, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    select(page, "example", name)
+    write(page, "seed", "3")
+    code = copied(page, "as-python")
+    exec(compile(code, name, "exec"), {"__name__": "copied"})
+    printed = capsys.readouterr().out
+    assert (name == "The weather: tools") == ("get_weather" in printed)
+    if name != "The weather: tools":
+        assert EXAMPLES[name][2] in printed
+    page.evaluate("document.getElementById('key').value = 'sesame'")
+    assert "sesame" not in copied(page, "as-python")
+    page.evaluate("document.getElementById('key').value = ''")
+
+
+@needs_weights
+@needs_browser
+def test_a_link_holds_the_request_and_runs_nothing(page: Browser, server: Server) -> None:
+    select(page, "kind", "regex")
+    write(page, "prompt", "Ünïcode & spaces? #1")
+    write(page, "source", "[a-c]{3}")
+    write(page, "seed", "5")
+    link = copied(page, "as-link")
+    assert link.startswith(server.url + "/#")
+    page.call("Page.navigate", url="about:blank")
+    page.open(link)
+    page.wait("document.getElementById('server').textContent.includes('context')")
+    assert text(page, "verdict").startswith("the link’s request")
+    fields = {"kind": "regex", "prompt": "Ünïcode & spaces? #1", "source": "[a-c]{3}", "seed": "5"}
+    for name, value in fields.items():
+        assert page.evaluate(f"document.getElementById('{name}').value") == value
+    run(page)
+    assert re.fullmatch("[a-c]{3}", text(page, "output"))
+    for broken in ("#nonesuch", "#%7B%22kind%22%3A%22toString%22%7D"):
+        page.call("Page.navigate", url="about:blank")
+        page.open(f"{server.url}/{broken}")
+        assert text(page, "error").startswith("this link holds no request")
+
+
+@needs_weights
+@needs_browser
+def test_a_race_shows_the_same_text_in_fewer_steps(page: Browser, server: Server) -> None:
+    write(page, "temperature", "0")
+    page.evaluate("document.getElementById('race').click()")
+    page.wait("document.getElementById('race-note').textContent.includes('against')")
+    assert text(page, "race-with") == text(page, "race-without") == text(page, "output")
+    with_drafts, without = map(int, re.findall(r"(\d+)", text(page, "race-note"))[:2])
+    assert with_drafts * 2 < without
+    assert text(page, "race-note").endswith("the same text")
+    page.wait(IDLE)
+    classes = "[...document.querySelectorAll('#race-without span')].map(s => s.className)"
+    assert "token drafted" not in page.evaluate(classes)
+    assert errors(page) == []
+    server.settle()
 
 
 def token(content: str, origin: str) -> dict[str, str]:

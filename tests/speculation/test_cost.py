@@ -219,6 +219,13 @@ def test_too_few_points_at_start_tell_the_unit_alone() -> None:
     assert spread == ASSUMED_SPREAD
     assert model.verify_ms(1, 0) == pytest.approx(46.0)
     assert model.draft / model.verify == pytest.approx(ASSUMED.draft / ASSUMED.verify)
+    # Two sizes tell what a row costs, however vaguely.
+    chain = PassTimes(
+        Point(CHAIN.tier, 1), MODEL.draft_ms(1, 3, 1, 0), MODEL.verify_ms(CHAIN.tier.nodes, 0)
+    )
+    model, spread = startup_fit([PassTimes(point.point, 0.0, MODEL.verify_ms(1, 0)), chain])
+    assert spread == ASSUMED_SPREAD
+    assert model.verify_node == pytest.approx(MODEL.verify_node)
     times = [
         PassTimes(
             Point(tier, batch), MODEL.draft_ms(batch, tier.steps, tier.top_k, 0),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from overlap_spec import kernels
-from overlap_spec.kernels import KeySpan
+from overlap_spec.kernels import KeySpan, Scoring
 from overlap_spec.kernels.tuning import trial
 from tests.support.kernel_harness import Draw, Inputs, case, close, equal, reference, triton
 
@@ -23,6 +23,8 @@ def rms_norm(draw: Draw, device: torch.device) -> None:
         x, weight = i.normal(tokens, heads + extra, size)[:, :heads], i.normal(heads, size)
     else:
         x, weight = i.normal(tokens, size), i.normal(size)
+    if draw(st.booleans()):
+        weight = weight.float()
     close(triton(kernels.rms_norm, x, weight, 1e-5), reference(kernels.rms_norm, x, weight, 1e-5))
 
 
@@ -41,6 +43,13 @@ def silu_and_mul(draw: Draw, device: torch.device) -> None:
     i = Inputs(draw, device)
     x = i.normal(i.size(1, 5), 2 * i.size(1, 1500))
     close(triton(kernels.silu_and_mul, x), reference(kernels.silu_and_mul, x))
+
+
+@case
+def gelu_and_mul(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    x = i.normal(i.size(1, 5), 2 * i.size(1, 1500)) * i.one_of(1, 8)
+    close(triton(kernels.gelu_and_mul, x), reference(kernels.gelu_and_mul, x))
 
 
 @case
@@ -122,9 +131,14 @@ def _attention(i: Inputs, span: KeySpan, window: int | None) -> None:
         blocks |= {"rows": 16, "keys": 16}
     blocks |= {"waves": i.one_of(1, 20), "split_keys": 16, "max_splits": 5}
     names = [f"attention.{kind}__{bits}bit__{size}" for kind in ("decode", "prefill")]
+    scoring = Scoring(
+        i.one_of(None, 0.3),
+        i.one_of(None, 2.0, 50.0),
+        i.one_of(None, i.normal(kv_heads * group)),
+    )
     with trial(**dict.fromkeys(names, blocks)):
-        got = triton(kernels.tree_attention, q, k, v, span, window)
-    args = q.float(), k.float(), v.float(), span, window
+        got = triton(kernels.tree_attention, q, k, v, span, window, scoring)
+    args = q.float(), k.float(), v.float(), span, window, scoring
     close(got, reference(kernels.tree_attention, *args))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 START_S = 90.0
-LISTENS = re.compile(rb"serving on (http://\S+)")
+LISTENS = re.compile(rb"serving on (https?://\S+)")
 
 
 class Server:

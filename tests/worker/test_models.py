@@ -62,14 +62,92 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", {"head_dim": 24}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 9, "sliding_window": 6}),
+    "gemma2-caps": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 0.7,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 9,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 3e4, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 6, "head_dim": 16, "pad_token_id": 0}),
+    "phi4-partial": (
+        "Phi3",
+        {
+            "num_attention_heads": 4,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.2, 2.0],
+                "long_factor": [1.5, 3.0, 9.0],
+            },
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe-sparse": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "swiglu_limit": 0.9,
+            "pad_token_id": 0,
+            "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+    ),
 }
+# Gemma 3's file is that of its text model.
+CONFIGS = {"Gemma3": "Gemma3Text"}
 
 
 def reference(case: str, path: Path, shard: str = "5GB") -> Any:
     import transformers
 
     family, extra = CASES[case]
-    config = getattr(transformers, f"{family}Config")(**{**SMALL, **extra})
+    config = getattr(transformers, f"{CONFIGS.get(family, family)}Config")(**{**SMALL, **extra})
     config._attn_implementation = "eager"
     torch.manual_seed(3)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -109,7 +187,7 @@ class Cache:
         def attend(layer: int, heads: Heads) -> torch.Tensor:
             k, v = self.k[layer], self.v[layer]
             q = rotate_and_store(heads.qkv, heads.rotary, k, v, slots, heads.norm)
-            return tree_attention(q, k, v, span, config.window(layer))
+            return tree_attention(q, k, v, span, config.window(layer), heads.scoring)
 
         return self.decoder.logits(self.decoder(tokens, positions, attend)[0])
 

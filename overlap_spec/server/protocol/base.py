@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 from overlap_spec.engine.input_processor import check_text
 from overlap_spec.errors import InvalidRequest
@@ -31,15 +39,9 @@ def _few(data: Any) -> Any:
 
 Few = BeforeValidator(_few)
 
-GUIDED = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "guided_json_object": "json_object",
-    "guided_decoding_backend": None,
-    "guided_whitespace_pattern": None,
-}
+# Kinds of `structured_outputs` that vLLM once took as fields of the body itself.
+GUIDED = ("json", "regex", "choice", "grammar", "json_object")
+GUIDED_ABOUT = "Deprecated: send structured_outputs."
 
 
 class Strict(BaseModel):
@@ -51,6 +53,16 @@ class Strict(BaseModel):
 
     # Unsupported fields of other servers → what to do instead.
     refused: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Add what is refused to the description."""
+        made = handler(core)
+        if cls.refused:
+            handler.resolve_ref_schema(made)["x-refused"] = dict(cls.refused)
+        return made
 
     @model_validator(mode="before")
     @classmethod
@@ -100,6 +112,12 @@ class StructuredOutputs(Strict):
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool | None = None
+    probabilities: bool | None = Field(
+        None, description="With choice: the probability of each text, in `choice_probabilities`."
+    )
+    faithful: bool | None = Field(
+        None, description="With choice: choose by the probability of the whole text."
+    )
 
     refused: ClassVar[Mapping[str, str]] = {
         "whitespace_pattern": "white space is compact, or bounded with "
@@ -154,25 +172,82 @@ class StreamOptions(Strict):
     )
 
 
-class OpenAIBody(Body, Sampling, Constraint):
-    """Fields that chat and text completions share."""
+class GenerationBody(Body, Sampling, Constraint):
+    """Fields that all routes under ``/v1`` share that generate."""
 
     model: str | None = None
-    n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = None
     seed: Int | None = None
-    stop: str | Annotated[Items[str], Field(max_length=64)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     logit_bias: Annotated[dict[str, Number], Few] | None = None
-    max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
     structured_outputs: StructuredOutputs | None = None
-    priority: Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)] | None = None
+    priority: Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)] | None = Field(
+        None, description="Of the requests that wait, those with a higher one start first."
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="Computed prompts are shared among requests of the same salt alone."
+    )
+
+    def bias(self) -> dict[int, float] | None:
+        """``logit_bias`` by token id."""
+        if self.logit_bias is None:
+            return None
+        for token, value in self.logit_bias.items():
+            if not token.isascii() or not token.isdigit() or len(token) > 9:
+                raise InvalidRequest(f"logit_bias: {token!r} is not a token id", "logit_bias")
+            if not -100 <= value <= 100:
+                raise InvalidRequest(
+                    f"logit_bias: {value} is not between -100 and 100", "logit_bias"
+                )
+        return {int(token): value for token, value in self.logit_bias.items()}
+
+
+class OpenAIBody(GenerationBody):
+    """Fields that chat and text completions share."""
+
+    n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = None
+    stop: str | Annotated[Items[str], Field(max_length=64)] | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    return_token_ids: bool | None = Field(
+        None, description="Add `prompt_token_ids`, and `token_ids` of each choice."
+    )
+    skip_special_tokens: bool | None = Field(None, description="Only true: texts have none.")
+    spaces_between_special_tokens: bool | None = Field(None, description="Accepted and not used.")
     user: str | None = Field(None, description="Accepted and not used.")
+    guided_json: str | dict[str, Any] | bool | None = Field(
+        None, deprecated=True, description=GUIDED_ABOUT
+    )
+    guided_regex: str | None = Field(None, deprecated=True, description=GUIDED_ABOUT)
+    guided_choice: Items[str] | None = Field(None, deprecated=True, description=GUIDED_ABOUT)
+    guided_grammar: str | None = Field(None, deprecated=True, description=GUIDED_ABOUT)
+    guided_json_object: bool | None = Field(None, deprecated=True, description=GUIDED_ABOUT)
 
     refused: ClassVar[Mapping[str, str]] = {
-        name: f"send structured_outputs{f'.{kind}' if kind else ''} instead"
-        for name, kind in GUIDED.items()
+        "guided_decoding_backend": "the server chooses one that enforces the whole constraint",
+        "guided_whitespace_pattern": "send structured_outputs.disable_any_whitespace",
+        "prompt_logprobs": "log-probabilities are of the output alone",
+        "use_beam_search": "tokens are sampled; send temperature 0 for the most probable",
+        "truncate_prompt_tokens": "shorten the prompt",
     }
+
+    @property
+    def guided(self) -> dict[str, Any]:
+        """The deprecated names of constraints that are in use, each with its value."""
+        given = {kind: self.__dict__[f"guided_{kind}"] for kind in GUIDED}
+        return {kind: value for kind, value in given.items() if value not in (None, False)}
+
+    @property
+    def is_deprecated(self) -> bool:
+        """Whether a field is in use that is kept for older clients alone."""
+        return bool(self.guided)
+
+    def check_tokens(self) -> None:
+        """Raise InvalidRequest where special tokens should be in the text."""
+        if self.skip_special_tokens is False:
+            raise InvalidRequest(
+                "special tokens are never part of the text: send return_token_ids",
+                "skip_special_tokens",
+            )
 
     @property
     def include_usage(self) -> bool:
@@ -187,16 +262,3 @@ class OpenAIBody(Body, Sampling, Constraint):
         """Whether the stream has the origin of each token."""
         options = self.stream_options
         return bool(options is not None and options.include_token_origins)
-
-    def bias(self) -> dict[int, float] | None:
-        """``logit_bias`` by token id."""
-        if self.logit_bias is None:
-            return None
-        for token, value in self.logit_bias.items():
-            if not token.isascii() or not token.isdigit() or len(token) > 9:
-                raise InvalidRequest(f"logit_bias: {token!r} is not a token id", "logit_bias")
-            if not -100 <= value <= 100:
-                raise InvalidRequest(
-                    f"logit_bias: {value} is not between -100 and 100", "logit_bias"
-                )
-        return {int(token): value for token, value in self.logit_bias.items()}

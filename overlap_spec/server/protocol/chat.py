@@ -10,7 +10,11 @@ from pydantic import Field
 
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.server.protocol.base import MOST_ENTRIES, Few, Items, OpenAIBody, Strict
+from overlap_spec.server.protocol.task import ChatTask, Effort, ToolAsk
 from overlap_spec.types import SamplingParams
+
+# Roles of messages, where chat templates have another.
+ROLES = {"developer": "system", "function": "tool"}
 
 
 class TextPart(Strict):
@@ -67,7 +71,7 @@ class AssistantMessage(Strict):
     # Fields of a reply's message, so that clients can send it back unchanged.
     refusal: None = None
     audio: None = None
-    function_call: None = None
+    function_call: FunctionCall | None = Field(None, deprecated=True)
     annotations: list[Any] | None = None
 
 
@@ -80,9 +84,24 @@ class ToolMessage(Strict):
     name: str | None = None
 
 
+class FunctionMessage(Strict):
+    """The result of a call of one of the ``functions``."""
+
+    role: Literal["function"]
+    content: str
+    name: str
+
+
 Message = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage,
+    Field(discriminator="role"),
 ]
+
+
+class FunctionName(Strict):
+    """The one function to call."""
+
+    name: str
 
 
 class TextFormat(Strict):
@@ -112,6 +131,12 @@ class JsonSchemaFormat(Strict):
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
+
+
+def schema_format(schema: Any, strict: bool | None = None) -> JsonSchemaFormat:
+    """The response format of a schema that another body has."""
+    named = NamedSchema.model_construct(schema=schema, strict=strict)
+    return JsonSchemaFormat.model_construct(type="json_schema", json_schema=named)
 
 
 class StructuralTagFormat(Strict):
@@ -148,14 +173,32 @@ class ChatBody(OpenAIBody):
     modalities: Items[Literal["text"]] | None = None
     safety_identifier: str | None = Field(None, description="Accepted and not used.")
     prompt_cache_key: str | None = Field(None, description="Accepted and not used.")
+    functions: Annotated[Items[dict[str, Any]], Field(max_length=1024)] | None = Field(
+        None, deprecated=True, description="Deprecated: send tools."
+    )
+    function_call: Literal["none", "auto"] | FunctionName | None = Field(
+        None, deprecated=True, description="Deprecated: send tool_choice."
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], Few] | None = Field(
+        None, description="Switches of the model's chat template, such as enable_thinking."
+    )
+    reasoning_effort: Effort | None = Field(
+        None, description="How much the model thinks; for chat templates with such a switch."
+    )
+    separate_reasoning: bool | None = Field(
+        None, description="False: leave the thinking, with its marks, in the content."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="False: do not add the start of the model's answer to the prompt."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Go on with the last message, an assistant's."
+    )
 
     refused: ClassVar[Mapping[str, str]] = {
         **OpenAIBody.refused,
-        "functions": "send tools instead",
-        "function_call": "send tool_choice instead",
         "audio": "there is no audio",
         "prediction": "the draft head predicts",
-        "reasoning_effort": "the model's chat template has no such switch",
         "verbosity": "the model has no such switch",
         "web_search_options": "there is no search",
         "echo": "it is for /v1/completions",
@@ -175,6 +218,7 @@ class ChatBody(OpenAIBody):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs goes with logprobs: true", "top_logprobs")
+        self.check_tokens()
         return self.parameters(
             max_tokens=self.max_completion_tokens or self.max_tokens,
             stop=self.stop,
@@ -182,6 +226,60 @@ class ChatBody(OpenAIBody):
             logit_bias=self.bias(),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             origins=self.with_origins or None,
+        )
+
+    @property
+    def is_deprecated(self) -> bool:
+        """See the base class."""
+        return super().is_deprecated or self.functions is not None
+
+    def tool_ask(self) -> ToolAsk:
+        """The tools, or the older ``functions``.
+
+        Raises:
+            InvalidRequest: both.
+        """
+        if self.functions is None:
+            if self.function_call is not None:
+                raise InvalidRequest("function_call goes with functions", "function_call")
+            return ToolAsk(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if self.tools is not None or self.tool_choice is not None:
+            raise InvalidRequest("functions and tools: send tools alone", "functions")
+        choice: Any = self.function_call
+        if isinstance(choice, FunctionName):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        tools = [{"type": "function", "function": function} for function in self.functions]
+        return ToolAsk(tools, choice, False, ("functions", "function_call"))
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on with the last message."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt: send one of them",
+                "continue_final_message",
+            )
+        return self.continue_final_message is True
+
+    def task(self) -> ChatTask:
+        """What the body asks for.
+
+        Raises:
+            InvalidRequest: fields that contradict each other.
+        """
+        return ChatTask(
+            messages=self.template_messages(),
+            sampling=self.sampling(),
+            constraint=self,
+            form=self.response_format,
+            tools=self.tool_ask(),
+            variables=self.chat_template_kwargs or {},
+            effort=self.reasoning_effort,
+            open_answer=self.add_generation_prompt is not False,
+            continues=self.continues,
+            separate=self.separate_reasoning is not False,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
         )
 
     def count_characters(self) -> int:
@@ -195,35 +293,31 @@ class ChatBody(OpenAIBody):
 
 def _characters(message: Any) -> int:
     content, calls = message.content, getattr(message, "tool_calls", None)
+    call = getattr(message, "function_call", None)
     parts = content if isinstance(content, list) else ()
     return (
         (len(content) if isinstance(content, str) else 0)
         + sum(len(part.text) for part in parts)
         + len(getattr(message, "reasoning_content", None) or "")
         + sum(len(call.function.name) + len(call.function.arguments) for call in calls or ())
+        + (len(call.name) + len(call.arguments) if call else 0)
     )
 
 
 def _plain(message: Any, index: int) -> dict[str, Any]:
-    plain = {"role": message.role, "content": _text(message.content)}
-    if message.role == "developer":
-        plain["role"] = "system"
+    plain = {"role": ROLES.get(message.role, message.role), "content": _text(message.content)}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name, None) is not None:
             plain[name] = getattr(message, name)
     calls = getattr(message, "tool_calls", None)
+    call = getattr(message, "function_call", None)
     if calls:
         plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments, index, number),
-                },
-            }
+            _call(call.id, call.function, f"messages[{index}].tool_calls[{number}].function")
             for number, call in enumerate(calls)
         ]
+    elif call is not None:
+        plain["tool_calls"] = [_call("", call, f"messages[{index}].function_call")]
     elif message.content is None:
         raise InvalidRequest(
             f"messages[{index}]: an assistant's message has content or tool_calls", "messages"
@@ -237,12 +331,19 @@ def _text(content: str | list[TextPart] | None) -> str | None:
     return "".join(part.text for part in content)
 
 
-def _arguments(text: str, message: int, call: int) -> dict[str, Any]:
+def _call(label: str, call: FunctionCall, where: str) -> dict[str, Any]:
+    arguments = read_arguments(call.arguments, f"{where}.arguments")
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": label, "type": "function", "function": function}
+
+
+def read_arguments(text: str, where: str) -> dict[str, Any]:
+    """The object that a call's arguments are the text of; InvalidRequest if they are not."""
     try:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        where = f"messages[{message}].tool_calls[{call}].function.arguments"
-        raise InvalidRequest(f"{where} is not the text of a JSON object", "messages")
+        message = f"{where} is not the text of a JSON object"
+        raise InvalidRequest(message, where.partition("[")[0])
     return arguments

@@ -53,7 +53,12 @@ class CompletionBody(OpenAIBody):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequest("best_of is not supported: leave it out, or send n", "best_of")
         if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo with logprobs is not supported: send one of them", "echo")
+            raise InvalidRequest(
+                "echo with logprobs is not supported, as the log-probabilities of a prompt are not "
+                "computed: send one of them",
+                "echo",
+            )
+        self.check_tokens()
         return self.parameters(
             max_tokens=self.max_tokens,
             stop=self.stop,

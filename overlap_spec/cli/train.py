@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from overlap_spec.cli.terminal import stops
 from overlap_spec.config import EMBEDDED
 
 if TYPE_CHECKING:
@@ -99,21 +97,3 @@ def show(found: Acceptance, out: Path) -> None:
         highlight=False,
         soft_wrap=True,
     )
-
-
-@contextmanager
-def stops() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C or SIGTERM came; the first lets the step end, a second one does not."""
-    asked: list[int] = []
-
-    def note(number: int, frame: Any) -> None:  # noqa: ARG001
-        asked.append(number)
-        if len(asked) > 1:
-            raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,0 +1,344 @@
+"""``overlap-spec batch``: OpenAI's batch lines, answered by the server's own application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from overlap_spec.cli.flags import OUTPUT, SERVER_HELP, with_engine
+from overlap_spec.cli.request import reason
+from overlap_spec.config import EngineConfig
+from overlap_spec.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from starlette.types import ASGIApp, Message
+
+URLS = ("/v1/chat/completions", "/v1/completions")
+LINE_FIELDS = {"custom_id", "method", "url", "body"}
+ANSWERED = 200
+
+
+@with_engine
+def batch(
+    requests: Annotated[
+        Path, typer.Argument(metavar="IN.jsonl", help="A request a line, as OpenAI's batches.")
+    ],
+    results: Annotated[
+        Path, typer.Argument(metavar="OUT.jsonl", help="A result a line, in the order of ends.")
+    ],
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help=SERVER_HELP["tool_call_parser"], rich_help_panel=OUTPUT)
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help=SERVER_HELP["reasoning_parser"], rich_help_panel=OUTPUT)
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name that a line's `model` must be, if it has one.")
+    ] = None,
+    **flags: Any,
+) -> None:
+    """Answer a file of requests; the same command goes on after a stop.
+
+    Each line has custom_id, method, url and body; its fault is an error in its own result. The exit
+    code is 1 if a line was not answered.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from overlap_spec.doctor import check_files
+
+    lines = count_lines(requests)
+    check_files(EngineConfig.build(**flags))
+    run = Run(requests, results, settled(results), 2 * flags["max_running_requests"])
+    serving = {
+        "tool_call_parser": tool_call_parser,
+        "reasoning_parser": reasoning_parser,
+        "served_model_name": served_model_name,
+    }
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        try:
+            asyncio.run(work(run, flags, serving, progress, lines))
+        except KeyboardInterrupt:
+            console.print("stopped; the same command goes on", highlight=False)
+            raise
+    kept = f", {len(run.done)} were there" if run.done else ""
+    print(f"{run.answered} answered, {run.failed} failed{kept}: {results}")
+    if run.failed:
+        raise typer.Exit(1)
+
+
+@dataclass
+class Run:
+    """One run over a file: what is asked, what is there already, and how it went.
+
+    Attributes:
+        done: ``custom_id`` of the results that an earlier run has left.
+        at_once: How many lines are under way at once.
+    """
+
+    requests: Path
+    results: Path
+    done: set[str]
+    at_once: int
+    answered: int = 0
+    failed: int = 0
+    seen: set[str] = field(default_factory=set)
+
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Number and text of each line of the requests that is not empty."""
+        with self.requests.open(encoding="utf-8", errors="replace") as file:
+            for number, text in enumerate(file, 1):
+                if text.strip():
+                    yield number, text
+
+    def read(self, number: int, text: str) -> BatchLine | None:
+        """The request of a line; None if an earlier run has answered it.
+
+        Raises:
+            InvalidRequest: names the line's number and what is wrong.
+        """
+        line = read_line(number, text)
+        if line.custom_id in self.seen:
+            raise BadLine(f"line {number}: custom_id {line.custom_id!r} is there twice", None)
+        self.seen.add(line.custom_id)
+        return None if line.custom_id in self.done else line
+
+
+@dataclass(frozen=True)
+class BatchLine:
+    """One request of a batch."""
+
+    custom_id: str
+    url: str
+    body: bytes
+
+
+class BadLine(InvalidRequest):
+    """A line that is no request; ``custom_id`` if it has a usable one."""
+
+    def __init__(self, message: str, custom_id: str | None) -> None:
+        super().__init__(message)
+        self.custom_id = custom_id
+
+
+def read_line(number: int, text: str) -> BatchLine:
+    """The request of a line; BadLine names its number and what is wrong."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadLine(f"line {number}: {error}", None) from None
+    if not isinstance(data, dict):
+        raise BadLine(f"line {number}: an object is expected", None)
+    name = data.get("custom_id")
+    if not isinstance(name, str) or not name:
+        raise BadLine(f"line {number}: custom_id must be a text that is not empty", None)
+    if unknown := sorted(set(data) - LINE_FIELDS):
+        raise BadLine(f"line {number}: unknown field {unknown[0]!r}", name)
+    if data.get("method") != "POST":
+        raise BadLine(f"line {number}: method must be POST: {data.get('method')!r}", name)
+    if data.get("url") not in URLS:
+        raise BadLine(f"line {number}: url must be {' or '.join(URLS)}: {data.get('url')!r}", name)
+    body = data.get("body")
+    if not isinstance(body, dict):
+        raise BadLine(f"line {number}: body must be an object", name)
+    if body.get("stream"):
+        raise BadLine(f"line {number}: body.stream: a batch does not stream; leave it out", name)
+    return BatchLine(name, data["url"], json.dumps(body).encode())
+
+
+def count_lines(path: Path) -> int:
+    """Lines of a file that are not empty; InvalidRequest if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    except OSError as error:
+        raise InvalidRequest(f"{path}: {reason(error)}") from None
+
+
+def settled(path: Path) -> set[str]:
+    """The ``custom_id`` of the lines that have been answered; all others leave the file.
+
+    These are failures, which are asked again, and a line that broke off.
+
+    Raises:
+        InvalidRequest: the file cannot be read or written.
+    """
+    done: dict[str, str] = {}
+    try:
+        if path.exists():
+            for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                name = _settles(text)
+                if name is not None:
+                    done[name] = text
+            fresh = path.with_name(path.name + ".part")
+            fresh.write_text("".join(f"{text}\n" for text in done.values()), encoding="utf-8")
+            os.replace(fresh, path)
+        else:
+            path.touch()
+    except OSError as error:
+        raise InvalidRequest(f"{path}: {reason(error)}") from None
+    return set(done)
+
+
+def _settles(text: str) -> str | None:
+    """The ``custom_id`` of a result that is an answer."""
+    try:
+        data = json.loads(text)
+        status = data["response"]["status_code"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    name = data.get("custom_id")
+    return name if isinstance(name, str) and status == ANSWERED else None
+
+
+async def work(
+    run: Run, flags: dict[str, Any], serving: dict[str, Any], progress: Progress, count: int
+) -> None:
+    """Answer all lines of a run, ``run.at_once`` at a time, and write each result as it comes."""
+    task = progress.add_task("loading the model", total=None)
+    with run.results.open("a", encoding="utf-8") as out:
+        async with application(flags, serving) as app:
+            progress.update(task, description="answering", total=count)
+            waiting = asyncio.Semaphore(run.at_once)
+
+            async def answer(line: BatchLine) -> None:
+                try:
+                    _keep(run, out, await result_of(app, line))
+                finally:
+                    waiting.release()
+                    progress.advance(task)
+
+            async with asyncio.TaskGroup() as group:
+                for number, text in run.lines():
+                    await waiting.acquire()
+                    try:
+                        line = run.read(number, text)
+                    except BadLine as error:
+                        _keep(run, out, failure(error.custom_id, "invalid_line", str(error)))
+                        line = None
+                    if line is not None:
+                        group.create_task(answer(line))
+                    else:
+                        waiting.release()
+                        progress.advance(task)
+
+
+def _keep(run: Run, out: TextIO, result: dict[str, Any]) -> None:
+    out.write(json.dumps(result, ensure_ascii=False) + "\n")
+    out.flush()
+    if result["error"] is None and result["response"]["status_code"] == ANSWERED:
+        run.answered += 1
+    else:
+        run.failed += 1
+
+
+@contextlib.asynccontextmanager
+async def application(flags: dict[str, Any], serving: dict[str, Any]) -> AsyncIterator[ASGIApp]:
+    """The server's application around a started engine, without a socket."""
+    from overlap_spec.async_engine import AsyncEngine
+    from overlap_spec.server.app import create_app
+    from overlap_spec.server.launch import EMBEDDED_CALLS
+    from overlap_spec.server.settings import ServerSettings
+
+    model = flags["model"]
+    name = serving["served_model_name"] or (Path(model).name if model else "overlap-spec")
+    parser = serving["tool_call_parser"] or (None if model else EMBEDDED_CALLS)
+    settings = ServerSettings(
+        served_model_name=name,
+        tool_call_parser=parser,
+        reasoning_parser=serving["reasoning_parser"],
+        # Nobody waits for an answer: a line takes the time that it takes.
+        request_timeout_s=float("inf"),
+    )
+    engine = AsyncEngine(max_queued_requests=2**20, **flags)
+    app = create_app(engine, settings)
+    reader = app.state.service.constraints.reader
+    try:
+        async with engine:
+            await reader.warm()
+            yield app
+    finally:
+        await reader.close()
+
+
+async def result_of(app: ASGIApp, line: BatchLine) -> dict[str, Any]:
+    """A line's result in OpenAI's shape."""
+    status, body = await post(app, line.url, line.body)
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return failure(line.custom_id, "no_answer", f"HTTP {status} without an answer")
+    response = {"status_code": status, "request_id": answer.get("id"), "body": answer}
+    return _result(line.custom_id, response, None)
+
+
+def failure(name: str | None, code: str, message: str) -> dict[str, Any]:
+    """The result of a line that was not asked."""
+    return _result(name, None, {"code": code, "message": message})
+
+
+def _result(name: str | None, response: Any, error: Any) -> dict[str, Any]:
+    made = f"batch_req_{uuid.uuid4().hex}"
+    return {"id": made, "custom_id": name, "response": response, "error": error}
+
+
+async def post(app: ASGIApp, url: str, body: bytes) -> tuple[int, bytes]:
+    """Status and body of a POST to an application in this process."""
+    headers: Iterable[tuple[bytes, bytes]] = [
+        (b"host", b"localhost"),
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": url,
+        "raw_path": url.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": list(headers),
+        "client": ("127.0.0.1", 0),
+        "server": ("localhost", 80),
+    }
+    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    status, parts = 500, []
+
+    async def receive() -> Message:
+        if whole:
+            return whole.pop()
+        # This client does not leave.
+        never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        return await never
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            parts.append(message.get("body", b""))
+
+    # An error that the application did not expect is told as a 500, and raised besides.
+    with contextlib.suppress(Exception):
+        await app(scope, receive, send)
+    return status, b"".join(parts)

@@ -1,0 +1,183 @@
+"""Flags that several commands share: fields of settings, with their types, defaults, help."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from overlap_spec.config import (
+    ACCEPTANCE_RULES,
+    DTYPES,
+    OVERLAP_MODES,
+    QUANTIZATIONS,
+    EngineConfig,
+    drafter_names,
+    helps,
+)
+from overlap_spec.errors import ConfigError
+from overlap_spec.server.settings import ServerSettings
+
+MODEL, SPECULATION, GRAMMAR = "Model", "Speculation", "Grammar"
+BATCH, OUTPUT, SAMPLING = "Batch and memory", "Output", "Sampling"
+ADDRESS, BOUNDS = "Address and access", "Bounds"
+# Fields of the settings that are flags → their panel in the help.
+ENGINE_FLAGS = {
+    "model": MODEL,
+    "dtype": MODEL,
+    "quantization": MODEL,
+    "device": MODEL,
+    "threads": MODEL,
+    "context_length": MODEL,
+    "algorithm": SPECULATION,
+    "draft": SPECULATION,
+    "num_steps": SPECULATION,
+    "eagle_topk": SPECULATION,
+    "num_draft_tokens": SPECULATION,
+    "tree": SPECULATION,
+    "adaptive": SPECULATION,
+    "tpot_slo_ms": SPECULATION,
+    "acceptance": SPECULATION,
+    "threshold_single": SPECULATION,
+    "threshold_acc": SPECULATION,
+    "relaxed_topk": SPECULATION,
+    "relaxed_delta": SPECULATION,
+    "overlap": GRAMMAR,
+    "grammar_backend": GRAMMAR,
+    "mem_fraction_static": BATCH,
+    "max_running_requests": BATCH,
+    "chunked_prefill_size": BATCH,
+}
+SERVING_ENGINE_FLAGS = {
+    "max_total_tokens": BATCH,
+    "mask_deadline_ms": GRAMMAR,
+    "ngram_max_matching_size": SPECULATION,
+    "ngram_public_pool": SPECULATION,
+    "ngram_keep_all": SPECULATION,
+    "ngram_use_oldest": SPECULATION,
+    "ngram_pool_bytes": SPECULATION,
+}
+# Fields of the server's settings that `serve` takes in a way of its own: repeated, from the
+# environment, or as text.
+OWN_FLAGS = {
+    "api_key",
+    "admin_api_key",
+    "served_model_name",
+    "whitespace",
+    "cors_origins",
+    "allowed_hosts",
+}
+
+
+def _server_panel(name: str) -> str:
+    if name.startswith("max_") or name.endswith("_s"):
+        return BOUNDS
+    return {"best_effort": GRAMMAR}.get(name, OUTPUT if name.endswith("_parser") else ADDRESS)
+
+
+SERVER_FLAGS = {
+    field.name: _server_panel(field.name)
+    for field in fields(ServerSettings)
+    if field.name not in OWN_FLAGS
+}
+SERVER_HELP = {name: help.text for name, help in helps(ServerSettings).items()}
+# What a shell completes behind a flag.
+VALUES: dict[str, Callable[[], list[str]]] = {
+    "algorithm": lambda: [*drafter_names(), "none"],
+    "overlap": lambda: list(OVERLAP_MODES),
+    "acceptance": lambda: list(ACCEPTANCE_RULES),
+    "dtype": lambda: list(DTYPES),
+    "quantization": lambda: list(QUANTIZATIONS),
+    "device": lambda: ["auto", "cpu", "cuda"],
+}
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def with_flags(settings: Any, flags: Mapping[str, str]) -> Callable[[Command], Command]:
+    """Give a command fields of a settings class as flags, with their types, defaults and help.
+
+    The command takes them as keywords. Of several decorators the lowest flags come first.
+
+    Args:
+        flags: Names of fields → their panel in the help.
+    """
+    types, about = get_type_hints(settings), helps(settings)
+    defaults = {field.name: field.default for field in fields(settings)}
+    added = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=defaults[name],
+            annotation=Annotated[
+                types[name],
+                typer.Option(
+                    *about[name].flags,
+                    help=about[name].text,
+                    rich_help_panel=panel,
+                    autocompletion=VALUES.get(name),
+                ),
+            ],
+        )
+        for name, panel in flags.items()
+    ]
+
+    def add(command: Command) -> Command:
+        own = inspect.signature(command, eval_str=True)
+        kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        command.__signature__ = own.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
+        return command
+
+    return add
+
+
+def engine_flags(*names: str) -> dict[str, str]:
+    """Some of :data:`ENGINE_FLAGS`."""
+    return {name: ENGINE_FLAGS[name] for name in names}
+
+
+with_engine = with_flags(EngineConfig, ENGINE_FLAGS)
+
+
+def read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Set the defaults of the command's flags from a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key is not a flag.
+    """
+    if path is not None:
+        context.default_map = config_values(path, context.command.params)
+    return path
+
+
+def config_values(path: Path, params: Any) -> dict[str, Any]:
+    """Values of a YAML or TOML file by parameter name; keys are flags, with or without dashes."""
+    import tomllib
+
+    import yaml
+
+    try:
+        text = path.read_text()
+        data = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except (OSError, UnicodeError, yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"--config {path}: a mapping of flags to values is expected")
+    names = {}
+    for param in params:
+        for flag in [param.name, *param.opts]:
+            names[flag.lstrip("-").replace("-", "_")] = param
+    values = {}
+    for key, value in data.items():
+        param = names.get(str(key).lstrip("-").replace("-", "_"))
+        if param is None or param.name in ("config", "help"):
+            raise ConfigError(f"--config {path}: unknown key {key!r}; keys are named as the flags")
+        if isinstance(value, list) != (param.multiple is True):
+            raise ConfigError(f"--config {path}: {key}: one value or a list, as the flag takes it")
+        values[param.name] = value
+    return values

@@ -1,0 +1,188 @@
+"""Flags of one request: its constraint and its sampling."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from overlap_spec.cli.flags import GRAMMAR, OUTPUT, SAMPLING, SERVER_HELP
+from overlap_spec.config import Help
+from overlap_spec.errors import ConfigError, GrammarError, InvalidRequest
+
+if TYPE_CHECKING:
+    from overlap_spec.grammar.spec import Grammar
+    from overlap_spec.types import SamplingParams
+
+Flags = TypeVar("Flags")
+
+
+@dataclass(frozen=True)
+class ConstraintFlags:
+    """What the output must be; at most one of the first six, and tools."""
+
+    schema: Annotated[str | None, Help("JSON schema: a file or the text.")] = None
+    regex: Annotated[str | None, Help("Regular expression.")] = None
+    ebnf: Annotated[Path | None, Help("File with an EBNF grammar.")] = None
+    structural_tag: Annotated[Path | None, Help("File with a structural tag, JSON.")] = None
+    choice: Annotated[list[str] | None, Help("One of these; repeat it.")] = None
+    json_object: Annotated[bool, Help("Any JSON object.", ("--json-object",))] = False
+    tools: Annotated[
+        Path | None, Help("File with tool definitions, JSON as OpenAI has it: text or calls.")
+    ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        Help("Format of the model's tool calls: a file of grammar/tool_formats (hermes, …)."),
+    ] = None
+    whitespace: Annotated[str, Help(SERVER_HELP["whitespace"])] = "compact"
+    best_effort: Annotated[bool, Help(SERVER_HELP["best_effort"], ("--best-effort",))] = False
+
+    def asked(self) -> list[str]:
+        """The flags of the constraints that are given."""
+        names = ("schema", "regex", "ebnf", "structural_tag", "choice", "json_object")
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
+
+    def grammar(self, model: str | None) -> Grammar | None:
+        """The grammar of the flags, or None for free text.
+
+        Args:
+            model: Folder of the checkpoint; None is the embedded model, whose tool calls have a
+                format of their own.
+
+        Raises:
+            InvalidRequest: several constraints are given, or one cannot be read; names the file.
+        """
+        from overlap_spec.grammar.spec import Grammar
+
+        asked, layout = self.asked(), read_whitespace(self.whitespace)
+        if len(asked) > 1:
+            raise InvalidRequest(f"{' and '.join(asked)}: only one constraint at a time", asked[1])
+        with self.naming():
+            made = self._constraint(layout)
+        calls = self.read_tools()
+        if calls is None:
+            return made
+        with _naming(f"--tools {self.tools}"):
+            form = self._tool_format(model)
+            return Grammar.tools(calls, format=form, otherwise=made, whitespace=layout)
+
+    def _constraint(self, layout: Any) -> Grammar | None:
+        from overlap_spec.grammar.spec import Grammar
+
+        if self.schema:
+            path = self.schema_file
+            source = self.schema if path is None else read_text("--schema", path)
+            return Grammar.json_schema(source, whitespace=layout, best_effort=self.best_effort)
+        if self.regex:
+            return Grammar.regex(self.regex)
+        if self.ebnf:
+            return Grammar.ebnf(read_text("--ebnf", self.ebnf))
+        if self.structural_tag:
+            text = read_text("--structural-tag", self.structural_tag)
+            return Grammar.structural_tag(text, whitespace=layout)
+        if self.choice:
+            return Grammar.choice(self.choice)
+        return Grammar.json_object(whitespace=layout) if self.json_object else None
+
+    @property
+    def schema_file(self) -> Path | None:
+        """The file of ``--schema``; None where it is the text itself."""
+        if not self.schema or self.schema.lstrip().startswith("{"):
+            return None
+        return Path(self.schema)
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Have errors of the constraint inside the block name the file that it comes from."""
+        file = self.schema_file or self.ebnf or self.structural_tag
+        with _naming(f"{self.asked()[0]} {file}") if file else contextlib.nullcontext():
+            yield
+
+    def read_tools(self) -> list[Any] | None:
+        """The tool definitions of ``--tools``; None without it."""
+        if self.tools is None:
+            return None
+        try:
+            found = json.loads(read_text("--tools", self.tools))
+        except ValueError as error:
+            raise InvalidRequest(f"--tools {self.tools}: {error}") from None
+        if not isinstance(found, list):
+            raise InvalidRequest(f"--tools {self.tools}: a JSON list of tools is expected")
+        return found
+
+    def _tool_format(self, model: str | None) -> str:
+        if self.tool_call_parser is not None:
+            return self.tool_call_parser
+        if model is None:
+            from overlap_spec.server.launch import EMBEDDED_CALLS
+
+            return EMBEDDED_CALLS
+        raise ConfigError("--tools with --model needs --tool-call-parser, the format of its calls")
+
+
+CONSTRAINT_FLAGS = {field.name: GRAMMAR for field in fields(ConstraintFlags)} | {
+    "tools": OUTPUT,
+    "tool_call_parser": OUTPUT,
+}
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How tokens are chosen; None is the model's own."""
+
+    temperature: Annotated[float | None, Help("0 is greedy.")] = None
+    top_p: Annotated[float | None, Help("Smallest set of tokens whose mass reaches this.")] = None
+    top_k: Annotated[int | None, Help("The k most probable tokens; -1 is all.")] = None
+    min_p: Annotated[float, Help("No token less probable than this times the best one.")] = 0.0
+    seed: Annotated[int | None, Help("Same seed, same text.")] = None
+    max_tokens: Annotated[int | None, Help("Most output tokens.")] = None
+
+    def params(self, **more: Any) -> SamplingParams:
+        """As the engine takes them, with other fields ``more``."""
+        from overlap_spec.types import SamplingParams
+
+        return SamplingParams(**asdict(self) | more)
+
+
+SAMPLING_FLAGS = {field.name: SAMPLING for field in fields(SamplingFlags)}
+
+
+def take(settings: type[Flags], flags: dict[str, Any]) -> Flags:
+    """The settings that a command's keywords hold; their fields are removed from ``flags``."""
+    names = [field.name for field in fields(settings)]  # type: ignore[arg-type]
+    return settings(**{name: flags.pop(name) for name in names})
+
+
+def read_whitespace(text: str) -> Any:
+    """``compact``, ``bounded`` or an indent's width; ConfigError for any other text."""
+    if text in ("compact", "bounded"):
+        return text
+    if text.isdecimal() and int(text) <= 8:
+        return int(text)
+    raise ConfigError(f"whitespace must be compact, bounded or an indent up to 8: {text!r}")
+
+
+def read_text(flag: str, path: Path) -> str:
+    """The text of a flag's file; InvalidRequest names both if it cannot be read."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeError) as error:
+        hint = ", and no JSON object" if flag == "--schema" and not path.exists() else ""
+        raise InvalidRequest(f"{flag} {path}: {reason(error)}{hint}") from None
+
+
+def reason(error: OSError | UnicodeError) -> str:
+    """Why a file cannot be read or written, in the system's words."""
+    text = error.strerror if isinstance(error, OSError) else None
+    return text[:1].lower() + text[1:] if text else str(error)
+
+
+@contextlib.contextmanager
+def _naming(source: str) -> Iterator[None]:
+    try:
+        yield
+    except GrammarError as error:
+        raise GrammarError(f"{source}: {error}") from None

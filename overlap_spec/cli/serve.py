@@ -1,0 +1,128 @@
+"""``overlap-spec serve``: a model over HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from overlap_spec.cli.flags import (
+    ADDRESS,
+    GRAMMAR,
+    MODEL,
+    SERVER_FLAGS,
+    SERVER_HELP,
+    SERVING_ENGINE_FLAGS,
+    read_config,
+    with_engine,
+    with_flags,
+)
+from overlap_spec.cli.request import read_whitespace
+from overlap_spec.cli.terminal import loading
+from overlap_spec.config import EngineConfig
+from overlap_spec.errors import ConfigError
+from overlap_spec.server.settings import ServerSettings
+
+
+@with_engine
+@with_flags(EngineConfig, SERVING_ENGINE_FLAGS)
+@with_flags(ServerSettings, SERVER_FLAGS)
+def serve(
+    context: typer.Context,
+    checkpoint: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="As --model.", show_default="the embedded model"),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            callback=read_config,
+            is_eager=True,
+            help="YAML or TOML file with values of these flags; the command line overrides it.",
+        ),
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    served_model_name: Annotated[
+        str | None, typer.Option(help=SERVER_HELP["served_model_name"], rich_help_panel=MODEL)
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            help="Jinja file to use instead of the checkpoint's template.", rich_help_panel=MODEL
+        ),
+    ] = None,
+    stall_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="Restart an engine that owes an answer and sends nothing for so long, in seconds.",
+            rich_help_panel=MODEL,
+        ),
+    ] = 120.0,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OVERLAP_SPEC_API_KEY", help=SERVER_HELP["api_key"], rich_help_panel=ADDRESS
+        ),
+    ] = None,
+    admin_api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OVERLAP_SPEC_ADMIN_API_KEY",
+            help=SERVER_HELP["admin_api_key"],
+            rich_help_panel=ADDRESS,
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{SERVER_HELP['cors_origins']} Repeat it.", rich_help_panel=ADDRESS),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{SERVER_HELP['allowed_hosts']} Repeat it.", rich_help_panel=ADDRESS),
+    ] = None,
+    whitespace: Annotated[
+        str, typer.Option(help=SERVER_HELP["whitespace"], rich_help_panel=GRAMMAR)
+    ] = "compact",
+    **flags: Any,
+) -> None:
+    """Serve a model over HTTP with OpenAI's API; by default the embedded model."""
+    from overlap_spec.doctor import check_files
+    from overlap_spec.server.launch import launch
+
+    del config  # `read_config` has made its values the flags' defaults.
+    flags["model"] = one_model(context, checkpoint, flags["model"])
+    template = read_template(chat_template)
+    # Torch and the libraries only after a mistake in the files has been told.
+    check_files(EngineConfig.build(model=flags["model"]), template)
+    with loading(flags["model"], until=("overlap_spec", "uvicorn")):
+        launch(
+            api_key=api_key,
+            admin_api_key=admin_api_key,
+            served_model_name=served_model_name,
+            chat_template=template,
+            whitespace=read_whitespace(whitespace),
+            stall_timeout_s=stall_timeout_s,
+            cors_origin=cors_origin,
+            allowed_host=allowed_host,
+            log_level=log_level,
+            **flags,
+        )
+
+
+def one_model(context: typer.Context, checkpoint: str | None, model: str | None) -> str | None:
+    """The model of the argument or of ``--model``; ConfigError if the command line has both."""
+    if checkpoint is None:
+        return model
+    source = context.get_parameter_source("model")
+    if source is not None and source.name == "COMMANDLINE":
+        raise ConfigError(f"{checkpoint!r} and --model {model!r}: name the model once")
+    return checkpoint
+
+
+def read_template(path: Path | None) -> str | None:
+    """The text of a file with a chat template; ConfigError if it cannot be read."""
+    try:
+        return None if path is None else path.read_text()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--chat-template {path}: {error}") from None

@@ -1,0 +1,165 @@
+"""A chat on its way to the model and back, whatever the route's wire format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from overlap_spec.chat_template import Rendering
+from overlap_spec.errors import InvalidRequest
+from overlap_spec.grammar.reasoning import (
+    ReasoningFormat,
+    ReasoningStream,
+    load_reasoning,
+    opened_by,
+)
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.tool_stream import CallStream
+from overlap_spec.server.chat_assembler import ChatAssembler
+from overlap_spec.server.protocol.task import ChatTask, Effort
+from overlap_spec.server.service import Service
+from overlap_spec.tokenizer import Tokenizer
+from overlap_spec.types import Request
+
+# Switches of chat templates: how much to think, and whether to.
+EFFORT, THINKING = "reasoning_effort", "enable_thinking"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A chat whose request is ready.
+
+    Attributes:
+        request: Checked and tokenised, with its grammar.
+        field: The body's field that the grammar comes from.
+        opened: True if the prompt ends inside the model's thinking, False if it has closed the
+            thinking; None if it does neither or the model does not think.
+    """
+
+    service: Service
+    task: ChatTask
+    request: Request
+    field: str | None
+    opened: bool | None
+
+    @classmethod
+    async def prepare(cls, service: Service, task: ChatTask) -> Conversation:
+        """Check and tokenise a chat; the caller has checked the length of its messages.
+
+        Raises:
+            InvalidRequest: an invalid field; names it.
+        """
+        rendering = rendering_of(service, task)
+        constraint = await service.constraints.of(task.constraint, task.form, task.form_field)
+        constraint = await service.constraints.tools(task.tools, constraint)
+        request = await service.engine.prepare(
+            task.messages,
+            constraint.grammar,
+            task.sampling,
+            tools=task.tools.tools,
+            priority=task.priority,
+            rendering=rendering,
+            cache_salt=task.cache_salt,
+        )
+        form, opened = _reasoning(service), None
+        if form is not None:
+            opened = opened_by(form, service.engine.tokenizer.ending(request.prompt_ids))
+            grammar = _after_thinking(request.grammar, form, opened)
+            request = replace(request, grammar=grammar)
+        return cls(service, task, request, constraint.field, opened)
+
+    def assembler(self) -> ChatAssembler:
+        """Splits one output into thinking, content and calls."""
+        form = _reasoning(self.service) if self.task.separate else None
+        parser, ask = self.service.settings.tool_call_parser, self.task.tools
+        with_calls = bool(ask.tools) and ask.choice != "none" and parser is not None
+        return ChatAssembler(
+            ReasoningStream(form, self.opened) if form is not None else None,
+            CallStream(parser) if with_calls and parser is not None else None,
+        )
+
+    def thinking(self) -> ThinkingTokens:
+        """Counts the tokens of one output's thinking."""
+        return ThinkingTokens(self.service.engine.tokenizer, _reasoning(self.service), self.opened)
+
+
+class ThinkingTokens:
+    """Counts an output's tokens before the answer, its marks included, where the model thinks.
+
+    Attributes:
+        count: Of the tokens so far.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, form: ReasoningFormat | None, opened: bool | None
+    ) -> None:
+        self._stream = None if form is None else ReasoningStream(form, opened)
+        self._decoder = tokenizer.detokenizer()
+        self._before, self._thinks = 0, False
+
+    @property
+    def count(self) -> int:
+        """See the class."""
+        return self._before if self._thinks else 0
+
+    def push(self, ids: Sequence[int]) -> None:
+        """Add the next tokens."""
+        for token in ids:
+            if self._stream is None:
+                return
+            thought, answer = self._stream.push(self._decoder.push((token,)))
+            self._thinks = self._thinks or bool(thought)
+            if answer:
+                self._stream = None
+            else:
+                self._before += 1
+
+
+def rendering_of(service: Service, task: ChatTask) -> Rendering:
+    """How a chat is rendered.
+
+    Raises:
+        InvalidRequest: the template has no switch for what is asked, or it goes with other fields.
+    """
+    thinks = _reasoning(service) is not None
+    if not task.separate and thinks and task.tools.tools:
+        raise InvalidRequest(
+            "separate_reasoning: false goes without tools, whose calls could not be told from "
+            "thoughts about them",
+            "separate_reasoning",
+        )
+    variables: dict[str, Any] = dict(task.variables)
+    if task.effort is not None:
+        found = _effort(task.effort, service)
+        if not found and (thinks or task.effort != "none"):
+            raise InvalidRequest(
+                f"{task.effort_field} is not supported: the model's chat template has no switch "
+                f"{EFFORT} or {THINKING}",
+                task.effort_field,
+            )
+        variables = found | variables
+    return Rendering(task.open_answer, task.continues, variables)
+
+
+def _effort(effort: Effort, service: Service) -> dict[str, Any]:
+    switches, found = service.engine.tokenizer.switches, dict[str, Any]()
+    if THINKING in switches:
+        found[THINKING] = effort != "none"
+    if EFFORT in switches and found.get(THINKING) is not False:
+        found[EFFORT] = effort
+    return found
+
+
+def _reasoning(service: Service) -> ReasoningFormat | None:
+    parser = service.settings.reasoning_parser
+    return None if parser is None else load_reasoning(parser)
+
+
+def _after_thinking(
+    grammar: Grammar | None, form: ReasoningFormat, opened: bool | None
+) -> Grammar | None:
+    if grammar is None or opened is False:
+        return grammar
+    begins_inside = opened or form.opens_inside
+    return grammar.after_thinking(form.end, None if begins_inside else form.begin)

@@ -1,0 +1,136 @@
+"""Anthropic's ``/v1/messages`` and ``/v1/messages/count_tokens``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+
+from overlap_spec.async_engine import AsyncRequestHandle
+from overlap_spec.server.constraints import ResolvedConstraint
+from overlap_spec.server.conversation import Conversation, rendering_of
+from overlap_spec.server.errors import ApiError, Json
+from overlap_spec.server.events import Wire
+from overlap_spec.server.message_blocks import BlockWriter, Event
+from overlap_spec.server.middleware import OWNER
+from overlap_spec.server.protocol.messages import CountBody, MessagesBody
+from overlap_spec.server.service import RequestGroup, Service, findings, interleaved, new_id
+from overlap_spec.types import Output
+
+WIRE = Wire(ApiError.anthropic_body, b"", named=True)
+
+
+async def messages(service: Service, body: MessagesBody, http: HttpRequest) -> Response:
+    """Answer a chat, as one reply or as a stream of events."""
+    model, label = service.check_model(body.model), new_id("msg_")
+    conversation = await service.run_until_disconnect(http, _prepare(service, body))
+    request, is_cut = conversation.request, False
+    # Clients ask for more than a context may hold, which ends a message, and does not refuse it.
+    if body.max_tokens <= request.max_tokens:
+        request = replace(request, max_tokens=body.max_tokens)
+    else:
+        is_cut = True
+    formatter = MessageFormatter(conversation, label, model, is_cut)
+    group = RequestGroup([label], [request], conversation.field, http.scope[OWNER])
+    if body.stream:
+        return await service.stream(http, group, formatter.events, WIRE)
+    outputs = await service.outputs(http, group)
+    return await service.reply(outputs, lambda: formatter.whole(outputs[0]))
+
+
+async def _prepare(service: Service, body: CountBody) -> Conversation:
+    service.engine.check_length(body.count_characters())
+    return await Conversation.prepare(service, body.task())
+
+
+async def count_tokens(service: Service, body: CountBody, http: HttpRequest) -> Response:
+    """Tokens that messages have as a prompt."""
+    service.check_model(body.model)
+    service.engine.check_length(body.count_characters())
+    task = body.task()
+    await service.constraints.tools(task.tools, ResolvedConstraint())
+    rendering, engine = rendering_of(service, task), service.engine
+    work = partial(
+        engine.input_processor.prompt_ids,
+        task.messages,
+        tools=task.tools.tools,
+        rendering=rendering,
+    )
+    ids = await service.run_until_disconnect(http, engine.in_thread(work))
+    return Json({"input_tokens": len(ids)})
+
+
+class MessageFormatter:
+    """Formats one output as a message.
+
+    Args:
+        is_cut: Whether the context leaves less than was asked.
+    """
+
+    def __init__(self, conversation: Conversation, label: str, model: str, is_cut: bool) -> None:
+        self._conversation, self._is_cut = conversation, is_cut
+        self._writer = BlockWriter()
+        own = {"id": label, "type": "message", "role": "assistant", "model": model}
+        self._head: dict[str, Any] = own
+
+    def whole(self, output: Output) -> dict[str, Any]:
+        """The message as one object."""
+        assembler = self._conversation.assembler()
+        for piece in [*assembler.push(output.text), *assembler.finish()]:
+            self._writer.push(piece)
+        self._writer.finish()
+        ended = self._ended(output) | {"usage": _usage(output)}
+        return self._head | {"content": self._writer.blocks, **ended, **findings(output)}
+
+    async def events(self, handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Event]:
+        """The message in events."""
+        (handle,), assembler = handles, self._conversation.assembler()
+        tokens = {"input_tokens": len(handle.request.prompt_ids), "output_tokens": 0}
+        nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        begun = self._head | nothing | {"usage": CACHE | tokens}
+        yield {"type": "message_start", "message": begun}
+        async for _, delta in interleaved(handles):
+            pieces = assembler.push(delta.text)
+            if delta.finish_reason is not None:
+                pieces += assembler.finish()
+            for piece in pieces:
+                for event in self._writer.push(piece):
+                    yield event
+        for event in self._writer.finish():
+            yield event
+        output = await handle.finish()
+        ended = {"delta": self._ended(output), "usage": _usage(output), **findings(output)}
+        yield {"type": "message_delta", **ended}
+        yield {"type": "message_stop"}
+
+    def _ended(self, output: Output) -> dict[str, Any]:
+        """Why the message ended."""
+        reason: str | None
+        match output.finish_reason:
+            case "length":
+                reason = "model_context_window_exceeded" if self._is_cut else "max_tokens"
+            case "stop" if isinstance(output.stop_match, str):
+                return {"stop_reason": "stop_sequence", "stop_sequence": output.stop_match}
+            case "stop" if any(block["type"] == "tool_use" for block in self._writer.blocks):
+                reason = "tool_use"
+            case "stop":
+                reason = "end_turn"
+            case _:
+                # The caller aborted it.
+                reason = None
+        return {"stop_reason": reason, "stop_sequence": None}
+
+
+CACHE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+
+
+def _usage(output: Output) -> dict[str, Any]:
+    """Anthropic's usage, where tokens that were found in the cache do not count as input."""
+    stats = output.stats
+    read = min(stats.cached_tokens, stats.prompt_tokens)
+    own = {"input_tokens": stats.prompt_tokens - read, "cache_read_input_tokens": read}
+    return CACHE | own | {"output_tokens": stats.output_tokens}

@@ -1,0 +1,60 @@
+"""What a body asks of the model, in the words of no wire format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from overlap_spec.server.protocol.base import Constraint
+from overlap_spec.types import SamplingParams
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+@dataclass(frozen=True)
+class ToolAsk:
+    """Tools, and which of them may be called.
+
+    Attributes:
+        tools: In the form of chat completions.
+        choice: ``none``, ``auto``, ``required``, or the form of chat completions for some of them.
+        parallel: Whether several may be called at once; None where the body does not say.
+        fields: What the body calls tools and choice.
+    """
+
+    tools: Sequence[dict[str, Any]] | None = None
+    choice: Any = None
+    parallel: bool | None = None
+    fields: tuple[str, str] = ("tools", "tool_choice")
+
+
+@dataclass(frozen=True)
+class ChatTask:
+    """A chat to go on with.
+
+    Attributes:
+        messages: As chat templates expect them: content as text, arguments as objects.
+        constraint: Has SGLang's and vLLM's fields of constraints.
+        form: A response format, of :mod:`overlap_spec.server.protocol.chat`; ``form_field`` is what
+            the body calls it.
+        variables: Switches of the chat template.
+        effort: How much the model thinks; ``effort_field`` is what the body calls it.
+        open_answer, continues: See :class:`overlap_spec.chat_template.Rendering`.
+        separate: Split thinking from the answer.
+    """
+
+    messages: list[dict[str, Any]]
+    sampling: SamplingParams
+    constraint: Constraint
+    form: Any = None
+    form_field: str = "response_format"
+    tools: ToolAsk = ToolAsk()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    effort: Effort | None = None
+    effort_field: str = "reasoning_effort"
+    open_answer: bool = True
+    continues: bool = False
+    separate: bool = True
+    priority: int = 0
+    cache_salt: str = ""

@@ -1,0 +1,212 @@
+"""What generate takes: fields of sampling as keywords, types as grammars, and what is not known."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import pytest
+from mypy import api
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict
+
+from overlap_spec import AsyncEngine, Engine, Generator, Grammar, SamplingParams
+from overlap_spec.engine.input_processor import GenerateOptions, SamplingOptions
+from overlap_spec.errors import ConfigError, GrammarError, InvalidRequest
+
+ROOT = Path(__file__).parents[2]
+Digit = Annotated[int, Field(ge=0, le=9)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+class Point(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    x: Digit
+
+
+@dataclass
+class Pair:
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    left: Digit
+
+
+class Size(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    wide: Digit
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: dict[str, str]) -> Iterator[Engine]:
+    with Engine(**tiny, num_steps=3, mask_deadline_ms=5000.0) as made:
+        yield made
+
+
+def test_fields_of_sampling_are_keywords(engine: Engine) -> None:
+    wanted = engine.generate("go", None, GREEDY)
+    assert engine.generate("go", temperature=0.0, max_tokens=8).text == wanted.text
+    assert (
+        "".join(d.text for d in engine.stream("go", temperature=0.0, max_tokens=8)) == wanted.text
+    )
+    both = engine.generate(["go", "go"], None, [GREEDY, {"temperature": 0.0}], max_tokens=3)
+    assert [len(output.token_ids) for output in both] == [3, 3], "a keyword goes before sampling"
+    assert both[0].token_ids == wanted.token_ids[:3]
+    assert GREEDY.max_tokens == 8
+    generator = Generator(engine, str, GREEDY)
+    assert generator("go") == wanted.text
+    assert generator("go", max_tokens=3) == both[0].text
+
+
+def test_keywords_are_all_fields_of_sampling() -> None:
+    assert get_type_hints(SamplingOptions) == get_type_hints(SamplingParams)
+    assert {field.name for field in dataclasses.fields(SamplingParams)} == set(
+        SamplingOptions.__annotations__
+    )
+
+
+@pytest.mark.parametrize(
+    ("grammar", "check"),
+    [
+        ({"enum": [3]}, lambda v: v == 3),
+        (Point, lambda v: isinstance(v, Point)),
+        (Pair, lambda v: isinstance(v, Pair)),
+        (Size, lambda v: 0 <= v["wide"] <= 9),
+        (Literal["up", "down"], lambda v: v in ("up", "down")),
+        (re.compile("[ab]{3}"), lambda v: re.fullmatch("[ab]{3}", v)),
+        (bool, lambda v: isinstance(v, bool)),
+        (Grammar.choice(["one"]), lambda v: v == "one"),
+    ],
+    ids=str,
+)
+def test_a_schema_or_a_type_is_a_grammar(engine: Engine, grammar: Any, check: Any) -> None:
+    assert check(engine.generate("go", grammar).parsed)
+    free, held = engine.generate(["go", "go"], [None, grammar], max_tokens=40)
+    assert free.parsed is None
+    assert check(held.parsed)
+    outputs = engine.generate(["go", "on"], grammar)
+    assert all(check(output.parsed) for output in outputs)
+
+
+def test_str_is_free_text_and_a_text_is_no_grammar(engine: Engine) -> None:
+    wanted = engine.generate("go", None, GREEDY)
+    assert engine.generate("go", str, GREEDY).text == wanted.text
+    for given in ("[ab]+", '{"type": "integer"}'):
+        with pytest.raises(GrammarError, match=r"say Grammar\.json_schema\(text\)") as caught:
+            engine.generate("go", given)  # type: ignore[call-overload]
+        assert caught.value.param == "grammar"
+    with pytest.raises(GrammarError):
+        engine.generate("go", object())  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_token", "max_tokens"),
+        ("max_new_tokens", "max_tokens"),
+        ("temprature", "temperature"),
+        ("schema", "grammar"),
+        ("gramar", "grammar"),
+        ("sampling_params", "sampling"),
+    ],
+)
+def test_an_unknown_argument_is_named_with_what_was_meant(
+    engine: Engine, name: str, meant: str
+) -> None:
+    calls: list[Any] = [engine.generate, engine.submit, Generator(engine, bool)]
+    for call in [*calls, lambda *args, **more: list(engine.stream(*args, **more))]:
+        with pytest.raises(InvalidRequest, match=f"{name}'; did you mean '{meant}'") as caught:
+            call("go", **{name: 3})
+        assert caught.value.param == name
+    assert engine.core.scheduler.allocator.in_use == 0
+
+
+def test_a_wrong_value_is_named(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="top_p must be a number") as caught:
+        engine.generate("go", top_p=2)
+    assert caught.value.param == "top_p"
+
+
+def test_unknown_settings_are_named_with_what_was_meant() -> None:
+    with pytest.raises(ConfigError, match="'num_step'; did you mean 'num_steps'"):
+        Engine(num_step=3)
+    with pytest.raises(ConfigError, match="'max_model_len'; did you mean 'context_length'"):
+        AsyncEngine(max_model_len=3)
+    with pytest.raises(InvalidRequest, match="'temprature'; did you mean 'temperature'"):
+        SamplingParams.from_mapping({"temprature": 1})
+
+
+def test_the_async_engine_takes_the_same(tiny: dict[str, str]) -> None:
+    async def work() -> tuple[Any, Any, str]:
+        async with AsyncEngine(**tiny, num_steps=3, mask_deadline_ms=5000.0) as engine:
+            one = await engine.generate("go", Point, temperature=0.0)
+            many = await engine.generate(["go", "on"], [Pair, None], max_tokens=16)
+            with pytest.raises(InvalidRequest, match="did you mean 'max_tokens'"):
+                await engine.generate("go", max_token=3)  # type: ignore[call-overload]
+            pieces = [d.text async for d in engine.stream("go", {"enum": [5]}, seed=1)]
+            return one.parsed, many[0].parsed, "".join(pieces)
+
+    one, many, text = asyncio.run(work())
+    assert isinstance(one, Point)
+    assert isinstance(many, Pair)
+    assert text == "5"
+
+
+TYPED = """
+import re
+from dataclasses import dataclass
+from typing_extensions import TypedDict
+from overlap_spec import AsyncEngine, Engine, Generator, Grammar, Output
+
+@dataclass
+class Person:
+    name: str
+
+class Place(TypedDict):
+    city: str
+
+engine = Engine()
+one: Output = engine.generate("a", Person, temperature=0.5, max_tokens=3, raw=True)
+two: list[Output] = engine.generate(["a", "b"], [Person, None], seed=1)
+three: Output = engine.generate("a", {"type": "integer"})
+engine.stream("a", re.compile("a+"), stop=["x"])
+engine.submit("a", Place)
+Generator(engine, Person)("a", top_p=0.5)
+
+async def work(engine: AsyncEngine) -> Output:
+    return await engine.generate("a", Person, min_p=0.1)
+
+"""
+
+
+def test_type_checkers_know_the_arguments(tmp_path: Path) -> None:
+    """A right use has no error; a wrong name or value is one, on its line."""
+    wrong = [
+        'engine.stream("a", max_token=3)',
+        'engine.stream("a", temperature="hot")',
+        'engine.submit("a", 5)',
+        'engine.generate("a", Person, sed=1)',
+        'Generator(engine, Person)("a", top_pp=0.5)',
+    ]
+    source = tmp_path / "uses.py"
+    source.write_text(TYPED + "\n".join(wrong) + "\n")
+    flags = [
+        "--config-file",
+        str(ROOT / "pyproject.toml"),
+        "--cache-dir",
+        str(ROOT / ".mypy_cache"),
+    ]
+    told, faults, _ = api.run([*flags, "--no-error-summary", str(source)])
+    lines = [int(found) for found in re.findall(r"uses\.py:(\d+): error", told)]
+    first = TYPED.count("\n") + 1
+    assert faults == ""
+    assert sorted(set(lines)) == list(range(first, first + len(wrong))), told
+
+
+def test_options_are_documented() -> None:
+    assert set(GenerateOptions.__annotations__) == {
+        *SamplingOptions.__annotations__, "raw", "tools", "priority",
+    }  # fmt: skip

@@ -1,0 +1,387 @@
+"""What the commands do, run as a user runs them."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from overlap_spec import Engine, __version__, cli
+from overlap_spec.cli.batch import settled
+from overlap_spec.cli.chat import Chat
+from overlap_spec.cli.request import ConstraintFlags, SamplingFlags
+from overlap_spec.cli.terminal import loading
+from overlap_spec.doctor import cpu_features, memory
+
+SCHEMA = '{"type":"array","items":{"type":"integer","minimum":0,"maximum":9},"maxItems":4}'
+
+
+@pytest.fixture
+def model(tiny: dict[str, Any]) -> str:
+    """Flags of a small random model."""
+    return f"--model {tiny['model']} --draft {tiny['draft']}"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, command: str) -> int:
+    """Run a command line in this process; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["overlap-spec", *shlex.split(command)])
+    try:
+        cli.main()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"overlap-spec {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("overlap-spec ser", "serve"), ("overlap-spec serve --overlap once", "once-sync")],
+)
+def test_shells_complete_commands_and_values(typed: str, offered: str) -> None:
+    asked = {
+        "_OVERLAP_SPEC_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(typed.split()) - 1),
+    }
+    code = "import sys; sys.argv[0] = 'overlap-spec'; from overlap_spec import cli; cli.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **asked}, capture_output=True, text=True
+    )
+    assert done.stdout.split() == [offered], done.stderr
+
+
+def test_generate_reads_files_and_writes_one(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "prompt.txt").write_text("count")
+    (tmp_path / "schema.json").write_text(SCHEMA)
+    files = f"--prompt-file {tmp_path}/prompt.txt --schema {tmp_path}/schema.json"
+    sampling = "--temperature 1.5 --top-p 0.95 --top-k 50 --min-p 0.01 --seed 5 --max-tokens 40"
+    command = f"generate {files} {sampling} --system brief {model} --n 3 --stats"
+    assert run(monkeypatch, f"{command} --output {tmp_path}/out.txt") == 0
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 3
+    lines = (tmp_path / "out.txt").read_text().splitlines()
+    assert len(lines) == 3
+    assert len(set(lines)) > 1, "seeds count up"
+    for line in lines:
+        assert all(0 <= value <= 9 for value in json.loads(line))
+    assert run(monkeypatch, f"{command}".replace("--n 3", "--n 1")) == 0
+    assert capsys.readouterr().out.splitlines() == lines[:1]
+
+
+def test_generate_streams_to_a_terminal(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece is flushed before the next comes."""
+
+    class Terminal(io.StringIO):
+        def __init__(self) -> None:
+            super().__init__()
+            self.flushed: list[str] = []
+
+        def isatty(self) -> bool:
+            return True
+
+        def flush(self) -> None:
+            self.flushed.append(self.getvalue())
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert run(monkeypatch, f"generate go --regex [a-z]{{40}} {model}") == 0
+    texts = list(dict.fromkeys(screen.flushed))
+    assert len(texts) > 5
+    assert all(screen.getvalue().startswith(text) for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("generate go --prompt-file x", "give one of them"),
+        ("generate --prompt-file /nonexistent", "--prompt-file /nonexistent: no such file"),
+        ("generate go --system s --raw", "system: --system needs the chat template"),
+        ("generate go --schema {tmp}/bad.json", "--schema {tmp}/bad.json: $.items.type: 'integr'"),
+        ("generate go --schema {tmp}/none.json", "none.json: no such file or directory, and"),
+        ("generate go --ebnf {tmp}/bad.json {model}", "--ebnf {tmp}/bad.json: EBNF line 1"),
+        ("generate go --schema {tmp}/unique.json {model}", "{tmp}/unique.json: $: keyword 'unique"),
+        ("generate go --tools {tmp}/bad.json", "--tools {tmp}/bad.json: a JSON list"),
+        ("generate go --tools {tmp}/tools.json {model}", "needs --tool-call-parser"),
+        ("generate go --output {tmp}/no/out.txt", "--output {tmp}/no/out.txt: no such file"),
+        ("generate go --top-p 2", "top_p must be a number in"),
+        ("batch {tmp}/none.jsonl out.jsonl", "none.jsonl: no such file"),
+        ("serve a --model b", "name the model once"),
+    ],
+)  # fmt: skip
+def test_faults_of_the_command_line_are_one_line(
+    command: str,
+    words: str,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "bad.json").write_text('{"type":"array","items":{"type":"integr"}}')
+    unique = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    (tmp_path / "unique.json").write_text(json.dumps(unique))
+    (tmp_path / "tools.json").write_text("[]")
+    fill = {"{tmp}": str(tmp_path), "{model}": model}
+    for name, value in fill.items():
+        command, words = command.replace(name, value), words.replace(name, value)
+    assert run(monkeypatch, command) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+
+
+def test_a_taken_port_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny: dict[str, Any]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert run(monkeypatch, f"serve {tiny['model']} --port {port}") == 2
+    printed = capsys.readouterr()
+    assert printed.err == (
+        f"error: port: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    )
+
+
+def line(name: Any, body: Any = None, **more: Any) -> str:
+    body = {"prompt": "go", "max_tokens": 4} if body is None else body
+    fields = {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
+    return json.dumps(fields | more)
+
+
+def results(path: Path) -> dict[str | None, list[dict[str, Any]]]:
+    found: dict[str | None, list[dict[str, Any]]] = {}
+    for text in path.read_text().splitlines():
+        data = json.loads(text)
+        found.setdefault(data["custom_id"], []).append(data)
+    return found
+
+
+def test_batch(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked, told = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    chat = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 4, "seed": 1}
+    lines = [
+        line("whole", chat, url="/v1/chat/completions"),
+        *(line(f"text{number}") for number in range(12)),
+        line("field", {"prompt": "go", "max_tokns": 4}),
+        line("method", method="GET"),
+        line("url", url="/v1/embeddings"),
+        line("stream", {"prompt": "go", "stream": True}),
+        line("more", priority=1),
+        line("body", []),
+        line("text0"),
+        line(7),
+        "{",
+        "",
+    ]
+    asked.write_text("\n".join(lines))
+    command = f"batch {asked} {told} {model} --max-running-requests 2"
+    assert run(monkeypatch, command) == 1
+    assert "13 answered, 9 failed" in capsys.readouterr().out
+    found = results(told)
+    assert found["whole"][0]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
+    good = [name for name in found if name == "whole" or str(name).startswith("text")]
+    assert len(good) == 13
+    for name in good:
+        (result,) = found[name]
+        assert result.keys() == {"id", "custom_id", "response", "error"}
+        assert result["response"]["status_code"] == 200
+        assert result["error"] is None
+    refused = found["field"][0]["response"]
+    assert refused["status_code"] == 400
+    assert refused["body"]["error"]["param"] == "max_tokns"
+    messages = {name: found[name][0]["error"]["message"] for name in ("method", "url", "body")}
+    assert messages == {
+        "method": "line 15: method must be POST: 'GET'",
+        "url": "line 16: url must be /v1/chat/completions or /v1/completions: '/v1/embeddings'",
+        "body": "line 19: body must be an object",
+    }
+    nameless = [result["error"]["message"] for result in found[None]]
+    assert [text.partition(":")[0] for text in nameless] == ["line 20", "line 21", "line 22"]
+    # Stopped in the middle of a line, and the faults mended: what is there is not asked again.
+    kept = [text for text in told.read_text().splitlines() if '"text1' in text or '"whole"' in text]
+    told.write_text("\n".join(kept) + '\n{"id": "x", "custom_id": "text0", "resp')
+    asked.write_text("\n".join([*lines[:13], line("field")]))
+    assert run(monkeypatch, command) == 0
+    after = told.read_text().splitlines()
+    assert after[: len(kept)] == kept
+    assert sorted(results(told), key=str) == sorted([*good, "field"], key=str)
+    assert f"{14 - len(kept)} answered, 0 failed, {len(kept)} were there" in capsys.readouterr().out
+
+
+def test_a_failed_answer_is_asked_again(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    results = [{"custom_id": str(s), "response": {"status_code": s}} for s in (200, 400, 503)]
+    path.write_text("".join(json.dumps(result) + "\n" for result in results))
+    assert settled(path) == {"200"}
+    assert len(path.read_text().splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: dict[str, Any]) -> Iterator[Engine]:
+    with Engine(**tiny, num_steps=3, mask_deadline_ms=5000.0) as made:
+        yield made
+
+
+@pytest.fixture
+def chat(engine: Engine) -> Chat:
+    console = Console(file=io.StringIO(), soft_wrap=True, highlight=False)
+    constraint, sampling = ConstraintFlags(), SamplingFlags(max_tokens=12, temperature=0.0)
+    made = Chat(engine, "tiny", constraint, sampling, None, console)
+    made.start()
+    return made
+
+
+def shown(chat: Chat) -> str:
+    assert isinstance(chat.console.file, io.StringIO)
+    return chat.console.file.getvalue()
+
+
+def test_a_chat_remembers_and_starts_again(chat: Chat, engine: Engine) -> None:
+    chat.take("go")
+    chat.take("on")
+    said = [message["content"] for message in chat.messages]
+    first = engine.generate("go", sampling={"max_tokens": 12, "temperature": 0.0}).text
+    again = engine.generate(chat.messages[:3], sampling={"max_tokens": 12, "temperature": 0.0})
+    assert said == ["go", first, "on", again.text]
+    assert shown(chat) == f"{first}\n{again.text}\n"
+    chat.take("/system be brief")
+    assert chat.messages == [{"role": "system", "content": "be brief"}]
+    chat.take("/new")
+    assert len(chat.messages) == 1
+
+
+def test_a_chats_constraints(chat: Chat) -> None:
+    chat.take("/choice left | right")
+    chat.take("go")
+    chat.take("/regex [ab]{5}")
+    chat.take("go")
+    chat.take("/schema {")
+    chat.take("/nope")
+    chat.take("go")
+    first, second, wrong, unknown, third, _ = shown(chat).split("\n")
+    assert first in ("left", "right")
+    assert set(second) <= set("ab")
+    assert wrong.startswith("error: the schema is not JSON")
+    assert unknown == "error: there is no command /nope; /help lists them"
+    assert len(third) == 5, "a wrong constraint leaves the one before"
+    chat.take("/free")
+    assert chat.constraint.grammar(None) is None
+
+
+def test_a_chat_colours_tokens(engine: Engine) -> None:
+    screen = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    constraint, sampling = ConstraintFlags(regex="abcdefgh[xy]{3}"), SamplingFlags(max_tokens=20)
+    chat = Chat(engine, "tiny", constraint, sampling, None, screen)
+    chat.take("go")
+    assert isinstance(screen.file, io.StringIO)
+    codes = screen.file.getvalue()
+    assert "38;2;31;174;125" in codes, "the colour of forced tokens"
+    assert "tokens, accept length" in codes
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(
+    chat: Chat, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, steps = engine.step, []
+
+    def interrupted() -> bool:
+        steps.append(1)
+        if len(steps) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(engine, "step", interrupted)
+    chat.take("/regex [a-z]{200}")
+    chat.sampling = SamplingFlags()
+    chat.take("go")
+    assert shown(chat).endswith(" (stopped)\n")
+    assert chat.messages == []
+    assert engine.core.scheduler.allocator.in_use == 0
+
+
+def test_a_chat_reads_lines_to_the_end(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[Any] = ["/choice one", "", KeyboardInterrupt(), "go", EOFError()]
+
+    def read(_: str) -> str:
+        found = lines.pop(0)
+        if isinstance(found, BaseException):
+            raise found
+        return str(found)
+
+    monkeypatch.setattr(builtins, "input", read)
+    chat.run()
+    assert shown(chat) == "\none\n"
+    assert lines == []
+
+
+def test_nothing_spins_where_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with loading(None):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_a_spinner_ends_before_the_first_line_of_the_log(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    log = logging.getLogger("spinner")
+    log.setLevel(logging.INFO)
+    with loading("a model", until=("spinner",)):
+        time.sleep(0.3)
+        before = capsys.readouterr().err
+        log.info("serving")
+        capsys.readouterr()
+        time.sleep(0.3)
+        assert capsys.readouterr().err == ""
+    assert "loading a model …" in before
+    assert log.handlers == []
+
+
+def test_doctor_reads_processor_and_memory(tmp_path: Path) -> None:
+    (tmp_path / "cpu").write_text("flags : fpu avx2 avx512f avx512_vnni amx_bf16\n")
+    assert cpu_features(tmp_path / "cpu") == (
+        "avx2, avx512f, avx512_vnni, amx_bf16 (bfloat16, --quantization int8)"
+    )
+    assert cpu_features(tmp_path / "none").startswith("unknown")
+    (tmp_path / "cpu").write_text("flags : fpu")
+    assert cpu_features(tmp_path / "cpu") == "none (float32 alone)"
+    (tmp_path / "mem").write_text("MemTotal: 8388608 kB\nMemAvailable: 2097152 kB\n")
+    assert memory(tmp_path / "mem") == "2.0 of 8.0 GiB available"
+    (tmp_path / "mem").write_text("MemTotal")
+    assert memory(tmp_path / "mem").startswith("unknown")
+
+
+def test_doctor_ends_with_1_where_something_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "doctor --model /nonexistent") == 1
+    told = capsys.readouterr().out
+    for name in ("llguidance", "outlines-core", "cpu features", "memory"):
+        assert name in told

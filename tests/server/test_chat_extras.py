@@ -1,0 +1,248 @@
+"""What vLLM, SGLang and older clients send with a chat besides OpenAI's fields."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from overlap_spec.config import EMBEDDED
+from tests.support.serving import Server, shared_server
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SAID = "Maria Lopez is 34 years old and lives in Lisbon."
+ASKED = [{"role": "user", "content": SAID}]
+PAIR: dict[str, Any] = {
+    "type": "object",
+    "properties": {"zyx": {"type": "integer"}, "wvu": {"type": "boolean"}},
+    "required": ["zyx", "wvu"],
+    "additionalProperties": False,
+}
+# One that thinks, if it is told to.
+TEMPLATE = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>
+{%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
+{%- if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}{% endif %}"""
+pytestmark = pytest.mark.skipif(
+    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Server:
+    return shared_server()
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    file = tmp_path_factory.mktemp("template") / "chat.jinja"
+    file.write_text(TEMPLATE)
+    flags = ("--chat-template", str(file), "--reasoning-parser", "deepseek_r1")
+    server = Server(*flags, "--admin-api-key", "admin")
+    yield server
+    server.kill()
+
+
+def ask(server: Server, body: dict[str, Any], path: str = CHAT) -> dict[str, Any]:
+    given = {"prompt": SAID} if path == TEXT else {"messages": ASKED}
+    reply = server.post(path, {"max_tokens": 24} | given | body)
+    assert reply.status_code == 200, reply.text
+    whole: dict[str, Any] = reply.json()
+    return whole
+
+
+def prompt(server: Server, **more: Any) -> list[int]:
+    ids: list[int] = ask(server, {"max_tokens": 1, "return_token_ids": True, **more})[
+        "prompt_token_ids"
+    ]
+    return ids
+
+
+def chunks(server: Server, body: dict[str, Any], path: str = CHAT) -> list[dict[str, Any]]:
+    given = {"prompt": SAID} if path == TEXT else {"messages": ASKED}
+    reply = server.post(path, {"max_tokens": 24, "stream": True} | given | body)
+    assert reply.status_code == 200, reply.text
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def text_of(server: Server, ids: list[int]) -> str:
+    text: str = server.post("/detokenize", {"tokens": ids}).json()["text"]
+    return text
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_token_ids_are_those_of_the_text(server: Server, path: str) -> None:
+    body = {"return_token_ids": True, "max_tokens": 12}
+    whole = ask(server, body, path)
+    (choice,) = whole["choices"]
+    text = choice["message"]["content"] if path == CHAT else choice["text"]
+    assert text_of(server, choice["token_ids"]) == text
+    assert len(choice["token_ids"]) == whole["usage"]["completion_tokens"]
+    shown = whole if path == CHAT else choice
+    assert SAID in text_of(server, shown["prompt_token_ids"])
+    assert len(shown["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
+    first, *rest = streamed = chunks(server, body, path)
+    shown = first if path == CHAT else first["choices"][0]
+    assert "prompt_token_ids" in shown
+    assert not any("prompt_token_ids" in json.dumps(chunk) for chunk in rest)
+    ids = [token for chunk in streamed for token in chunk["choices"][0].get("token_ids", [])]
+    assert ids == choice["token_ids"]
+    assert "token_ids" not in ask(server, {}, path)["choices"][0]
+
+
+def test_the_prompt_ends_where_it_is_told_to(server: Server) -> None:
+    whole = prompt(server)
+    bare = prompt(server, add_generation_prompt=False)
+    assert whole[: len(bare)] == bare
+    assert len(bare) < len(whole)
+    begun = [*ASKED, {"role": "assistant", "content": "Her name is "}]
+    ids = prompt(server, messages=begun, continue_final_message=True)
+    assert text_of(server, ids).endswith("Her name is ")
+    closed = prompt(server, messages=begun, add_generation_prompt=False)
+    assert len(closed) == len(ids) + 1
+    # What follows is what the model would have said next.
+    said = ask(server, {"max_tokens": 12, "return_token_ids": True})["choices"][0]
+    first = said["message"]["content"]
+    begun = [*ASKED, {"role": "assistant", "content": first}]
+    more = ask(server, {"max_tokens": 6, "messages": begun, "continue_final_message": True})
+    longer = ask(server, {"max_tokens": 18})["choices"][0]["message"]["content"]
+    ids = prompt(server, messages=begun, continue_final_message=True)
+    if ids == [*whole, *said["token_ids"]]:
+        assert first + more["choices"][0]["message"]["content"] == longer
+
+
+def test_switches_of_the_template(server: Server, thinking: Server) -> None:
+    on = prompt(thinking)
+    off = prompt(thinking, chat_template_kwargs={"enable_thinking": False})
+    assert text_of(thinking, off) == text_of(thinking, on) + "<think></think>"
+    high = prompt(thinking, reasoning_effort="high")
+    assert text_of(thinking, high).endswith("high")
+    none = prompt(thinking, reasoning_effort="none")
+    assert text_of(thinking, none).endswith("<think></think>")
+    own = {"reasoning_effort": "own"}
+    assert text_of(thinking, prompt(thinking, chat_template_kwargs=own)).endswith("own")
+    info = thinking.get("/get_model_info").json()
+    assert info["chat_template_switches"] == ["enable_thinking", "reasoning_effort"]
+    refused = thinking.post(CHAT, {"messages": ASKED, "chat_template_kwargs": {"thinking": True}})
+    assert "it has: enable_thinking, reasoning_effort" in refused.json()["error"]["message"]
+    # A model that cannot think does not.
+    assert prompt(server, reasoning_effort="none") == prompt(server)
+    refused = server.post(CHAT, {"messages": ASKED, "reasoning_effort": "low"})
+    assert refused.json()["error"]["param"] == "reasoning_effort"
+
+
+def test_thinking_is_separate_or_not(thinking: Server) -> None:
+    body = {"regex": "answer", "max_tokens": 60, "seed": 1}
+    apart = ask(thinking, body)["choices"][0]["message"]
+    whole = ask(thinking, body | {"separate_reasoning": False})["choices"][0]["message"]
+    assert "reasoning_content" not in whole
+    thought = (apart["reasoning_content"] or "") + apart["content"]
+    assert re.sub(r"</?think>|\n", "", whole["content"]) == re.sub(r"\n", "", thought)
+    streamed = chunks(thinking, body | {"separate_reasoning": False})
+    parts = [chunk["choices"][0]["delta"] for chunk in streamed]
+    assert "".join(part.get("content", "") for part in parts) == whole["content"]
+    response = thinking.post("/v1/responses", {"input": SAID, "max_output_tokens": 20}).json()
+    used = response["usage"]
+    assert used["output_tokens_details"]["reasoning_tokens"] == used["output_tokens"] == 20
+    assert response["output"][0]["type"] == "reasoning"
+    message = thinking.post("/v1/messages", {"messages": ASKED, "max_tokens": 20}).json()
+    assert message["content"][0]["type"] == "thinking"
+    assert message["content"][0]["thinking"] == response["output"][0]["content"][0]["text"]
+    off = {"messages": ASKED, "max_tokens": 20, "thinking": {"type": "disabled"}}
+    answer = thinking.post("/v1/messages", off).json()
+    assert answer["content"][0]["type"] == "text"
+
+
+def test_the_cache_is_shared_under_one_salt(server: Server, thinking: Server) -> None:
+    def cached(at: Server, **more: Any) -> int:
+        body = {"messages": [{"role": "user", "content": "s" * 700}], "max_tokens": 1}
+        count: int = ask(at, body | more)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return count
+
+    assert cached(server, cache_salt="one") == 0
+    assert cached(server, cache_salt="one") > 0
+    assert cached(server, cache_salt="two") == 0
+    assert cached(server) == 0
+    assert cached(server) > 0
+    response = {"input": [{"role": "user", "content": "s" * 700}], "max_output_tokens": 1}
+    for salt, found in (("one", True), ("three", False)):
+        reply = server.post("/v1/responses", response | {"cache_salt": salt}).json()
+        assert bool(reply["usage"]["input_tokens_details"]["cached_tokens"]) == found
+    # The administrator may forget all of it.
+    refused = server.post("/flush_cache", None)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_admin")
+    assert cached(server) > 0
+    cached(thinking)
+    assert cached(thinking) > 0
+    thinking.headers = {"authorization": "Bearer admin"}
+    flushed = thinking.post("/flush_cache", None).json()["flushed_pages"]
+    thinking.headers = {}
+    assert flushed > 0
+    assert cached(thinking) == 0
+    thinking.settle()
+
+
+def test_functions_as_they_were(server: Server) -> None:
+    function = {"name": "zyx_tool", "parameters": PAIR}
+    body = {"functions": [function], "function_call": {"name": "zyx_tool"}, "max_tokens": 200}
+    reply = server.post(CHAT, {"messages": ASKED, **body})
+    assert reply.headers["deprecation"].startswith("@")
+    (choice,) = reply.json()["choices"]
+    assert choice["finish_reason"] == "function_call"
+    call = choice["message"]["function_call"]
+    assert "tool_calls" not in choice["message"]
+    assert call["name"] == "zyx_tool"
+    jsonschema.validate(json.loads(call["arguments"]), PAIR)
+    streamed = chunks(server, body)
+    deltas = [chunk["choices"][0]["delta"].get("function_call", {}) for chunk in streamed]
+    assert "".join(delta.get("arguments", "") for delta in deltas) == call["arguments"]
+    assert [delta["name"] for delta in deltas if "name" in delta] == ["zyx_tool"]
+    assert streamed[-1]["choices"][0]["finish_reason"] == "function_call"
+    tool = {"type": "function", "function": function}
+    body = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    new = ask(server, body | {"max_tokens": 200})["choices"][0]["message"]
+    assert new["tool_calls"][0]["function"] == call
+    # Call and result, as they were and as they are, are one prompt.
+    said = {"role": "assistant", "content": None}
+    old_past = [{**said, "function_call": call}, {"role": "function", "name": "f", "content": "1"}]
+    new_past = [
+        {**said, "tool_calls": new["tool_calls"]},
+        {"role": "tool", "tool_call_id": new["tool_calls"][0]["id"], "content": "1"},
+    ]
+    old = prompt(server, messages=[*ASKED, *old_past], functions=[function], function_call="none")
+    assert old == prompt(server, messages=[*ASKED, *new_past], tools=[tool], tool_choice="none")
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize(
+    ("kind", "value", "valid"),
+    [
+        ("json", PAIR, r'\{"zyx":-?\d+,"wvu":(true|false)\}'),
+        ("regex", "[x-z]{4}", "[x-z]{4}"),
+        ("choice", ["zyx", "wvu"], "zyx|wvu"),
+        ("grammar", 'root ::= "q" [xyz]', "q[xyz]"),
+        ("json_object", True, r"(?s)\{.*"),
+    ],
+)
+def test_guided_fields_are_structured_outputs(
+    server: Server, path: str, kind: str, value: Any, valid: str
+) -> None:
+    given = {"prompt": SAID} if path == TEXT else {"messages": ASKED}
+    body = {"max_tokens": 300, **given}
+    old = server.post(path, body | {f"guided_{kind}": value})
+    new = server.post(path, body | {"structured_outputs": {kind: value}})
+    assert "deprecation" not in new.headers
+    assert old.headers["deprecation"].startswith("@")
+    texts = [
+        choice["text"] if path == TEXT else choice["message"]["content"]
+        for reply in (old, new)
+        for choice in reply.json()["choices"]
+    ]
+    assert texts[0] == texts[1]
+    assert re.fullmatch(valid, texts[0])

@@ -1,0 +1,122 @@
+"""Routes about the server, other origins, and TLS."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import httpx
+import pytest
+
+from overlap_spec.config import EMBEDDED
+from overlap_spec.errors import ConfigError
+from overlap_spec.server.run import check_certificate
+from overlap_spec.server.settings import ServerSettings
+from tests.support.serving import Server, shared_server
+
+PAGE = "https://page.example"
+pytestmark = pytest.mark.skipif(
+    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
+)
+
+
+def test_routes_under_the_names_of_other_servers() -> None:
+    server = shared_server()
+    assert server.get("/version").json() == {"version": metadata.version("overlap-spec")}
+    assert server.get("/ping").json() == server.get("/health").json()
+    info = server.get("/get_model_info").json()
+    assert info["is_generation"] is True
+    assert info["max_model_len"] == 4096
+    assert set(server.get("/get_server_info").json()) == set(server.get("/server_info").json())
+
+
+def test_the_reference_page_needs_nothing_from_elsewhere() -> None:
+    page = shared_server().get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    for path in shared_server().get("/openapi.json").json()["paths"]:
+        assert path in page.text
+    assert "https://" not in page.text
+    assert "<script" not in page.text
+
+
+def test_clients_in_pages_may_send_headers_of_their_own() -> None:
+    server = Server("--cors-origin", PAGE, "--api-key", "secret")
+    asked = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
+    headers = {
+        "origin": PAGE,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": asked,
+    }
+    try:
+        url = f"{server.url}/v1/chat/completions"
+        allowed = httpx.options(url, headers=headers)
+        other = httpx.options(url, headers=headers | {"origin": "https://other.example"})
+        refused = httpx.post(url, json={}, headers={"origin": PAGE})
+    finally:
+        server.kill()
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == PAGE
+    assert set(asked.split(",")) <= set(
+        allowed.headers["access-control-allow-headers"].replace(" ", "").lower().split(",")
+    )
+    assert other.status_code == 400
+    assert "access-control-allow-origin" not in other.headers
+    # A page may read why it was refused.
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    chain, key = folder / "chain.pem", folder / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(key), "-out", str(chain)]
+    subprocess.run(command, check=True, capture_output=True)
+    return chain, key
+
+
+def test_it_speaks_https(certificate: tuple[Path, Path]) -> None:
+    chain, key = certificate
+    server = Server("--ssl-certfile", str(chain), "--ssl-keyfile", str(key))
+    try:
+        assert server.url.startswith("https://127.0.0.1:")
+        url, body = f"{server.url}/v1/completions", {"prompt": "x", "regex": "abc"}
+        with httpx.Client(verify=str(chain), timeout=60) as client:
+            assert client.post(url, json=body).json()["choices"][0]["text"] == "abc"
+            large = body | {"prompt": "x" * 10**6}
+            assert client.post(url, json=large).status_code == 400
+            shown = client.get(f"{server.url}/server_info").json()["server"]
+            assert shown["ssl_keyfile"] == "set"
+            # Such chunks are refused within the turn that reads them.
+            with pytest.raises(httpx.HTTPStatusError, match="400"):
+                client.post(url, content=(b"x" for _ in range(20_000))).raise_for_status()
+            worst = [
+                float(line.split()[1])
+                for line in client.get(f"{server.url}/metrics").text.splitlines()
+                if line.startswith("overlap_spec:front_turn_worst_seconds ")
+            ]
+        plain = server.url.replace("https", "http")
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{plain}/health")
+    finally:
+        server.kill()
+    assert worst[0] < 0.05
+
+
+def test_a_certificate_that_cannot_be_used_is_named(
+    certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    chain, key = certificate
+    check_certificate(ServerSettings(ssl_certfile=chain, ssl_keyfile=key))
+    missing, broken = tmp_path / "none.pem", tmp_path / "broken.pem"
+    broken.write_text("no certificate")
+    for file in (missing, broken):
+        with pytest.raises(ConfigError, match=f"ssl_certfile: cannot use {file}"):
+            check_certificate(ServerSettings(ssl_certfile=file))
+    with pytest.raises(ConfigError, match="ssl_keyfile goes with ssl_certfile"):
+        ServerSettings(ssl_keyfile=key)

@@ -1,0 +1,284 @@
+"""Every architecture: greedy text of random small weights in the engine is `transformers`'s."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from overlap_spec.engine import Engine
+from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.models.config import ExpertsConfig, architectures, read_config
+from overlap_spec.models.dequantize import read_scheme
+from overlap_spec.models.experts import Experts, _by_all, _by_chosen
+from overlap_spec.models.quantization import quantize
+from overlap_spec.models.rope import channel_order, inverse_frequencies
+from overlap_spec.models.weights import export_state, load_decoder
+from overlap_spec.training.attention import CausalRows
+from overlap_spec.worker.graphs import TracedGraph
+from tests.support.checkpoints import write_tokenizer
+from tests.worker.test_models import CASES, Cache, reference
+
+CPU = torch.device("cpu")
+PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+NEW = [name for name, (family, _) in CASES.items() if family not in ("Llama", "Mistral", "Qwen2")]
+# Shorter than, as long as and longer than the windows; the last one takes several chunks.
+LENGTHS = (1, 5, 6, 7, 40)
+TOKENS = 20
+
+
+@pytest.fixture
+def small(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
+    """A model of `transformers` and its folder, with a tokenizer beside it."""
+    torch.manual_seed(0)
+    family, extra = CASES[request.param]
+    name = f"{request.param} in the engine"
+    # Untied embeddings of a random model repeat a token for ever.
+    CASES[name] = family, {**extra, "vocab_size": 260, "tie_word_embeddings": False}
+    try:
+        model = reference(name, tmp_path)
+    finally:
+        del CASES[name]
+    write_tokenizer(tmp_path)
+    return model, tmp_path
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int]) -> list[int]:
+    """The plain way: the whole text again for every token."""
+    ids = list(prompt)
+    for _ in range(TOKENS):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+WAYS = [(name, True) for name in NEW] + [("gemma2-caps", False), ("gpt-oss", False)]
+
+
+@pytest.mark.parametrize(("small", "graphs"), WAYS, indirect=["small"])
+def test_greedy_text_is_that_of_transformers(small: tuple[Any, Path], graphs: bool) -> None:
+    """Prompts of several lengths at once, without drafts, by chains, and by trees."""
+    model, folder = small
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 256, (n,), generator=draw).tolist() for n in LENGTHS]
+    want = [greedy(model, prompt) for prompt in prompts]
+    assert len({tuple(tokens) for tokens in want}) == len(want)
+    shapes = {
+        "plain": {"algorithm": "none"},
+        "chain": {"algorithm": "ngram", "num_steps": 3},
+        "tree": {
+            "algorithm": "draft_model", "draft": str(folder), "num_steps": 3, "eagle_topk": 2,
+            "num_draft_tokens": 6,
+        },
+    }  # fmt: skip
+    for name, settings in shapes.items():
+        common = {"dtype": "float32", "graphs": graphs, "grammar_isolated": False}
+        common |= {"chunked_prefill_size": 16, "adaptive": "static"}
+        with Engine(str(folder), **common, **settings) as engine:
+            sampling = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
+            outputs = engine.generate(prompts, sampling=sampling)
+        got = [list(output.token_ids) for output in outputs]
+        assert got == want, name
+        if name == "tree":
+            # The model drafts for itself: its best child of a node is always accepted.
+            assert all(o.stats.accept_length >= 2 for o in outputs)
+
+
+def files(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        with safe_open(shard, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize("case", NEW)
+def test_what_was_read_is_written_as_it_was(case: str, tmp_path: Path) -> None:
+    """Fused, moved and shifted weights find back to their names, rows and numbers."""
+    reference(case, tmp_path, shard="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    written, want = export_state(load_decoder(tmp_path, torch.float32, CPU)), files(tmp_path)
+    assert written.keys() == want.keys()
+    for name, tensor in written.items():
+        # A norm's weight has had 1 added, and taken away.
+        torch.testing.assert_close(tensor, want[name], rtol=0, atol=2e-7, msg=name)
+
+
+@torch.no_grad()
+def test_longrope_turns_to_its_second_list_with_the_context(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = reference("phi4-partial", tmp_path)
+    short = load_decoder(tmp_path, torch.float32, CPU)
+    assert short.config.max_position == 64
+    assert "context_length of up to 256" in caplog.text
+    long = load_decoder(tmp_path, torch.float32, CPU, 256)
+    tokens = torch.randint(0, 131, (90,), generator=torch.Generator().manual_seed(5))
+    want = model(tokens[None]).logits[0]
+    torch.testing.assert_close(Cache(long, 96).run(tokens, 0), want, atol=2e-4, rtol=1e-4)
+    got, want = Cache(short, 96).run(tokens[:64], 0), model(tokens[None, :64]).logits[0]
+    torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
+    with pytest.raises(ConfigError, match="context_length 257 is over the checkpoint's 256"):
+        load_decoder(tmp_path, torch.float32, CPU, 257)
+
+
+def rewritten(folder: Path, **fields: Any) -> Path:
+    hf = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(hf | fields))
+    return folder
+
+
+def test_longrope_needs_one_factor_a_pair_of_channels(tmp_path: Path) -> None:
+    reference("phi4-partial", tmp_path)
+    rope = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
+    rewritten(tmp_path, rope_parameters={**rope, "short_factor": [1.0]})
+    with pytest.raises(CheckpointError, match="short_factor and long_factor must have 3 numbers"):
+        load_decoder(tmp_path, torch.float32, CPU)
+    rewritten(tmp_path, rope_parameters={**rope, "long_factor": "x"})
+    with pytest.raises(CheckpointError, match="long_factor must be lists of numbers: x"):
+        load_decoder(tmp_path, torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("older", "case"),
+    [
+        ({"rope_theta": 3e4, "rope_local_base_freq": 50.0, "rope_parameters": None,
+          "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "gemma3"),
+        ({"rope_theta": 1e4, "rope_parameters": None, "partial_rotary_factor": 0.5,
+          "rope_scaling": {"type": "su", "short_factor": [1.0, 1.2, 2.0],
+                           "long_factor": [1.5, 3.0, 9.0]}}, "phi4-partial"),
+    ],
+)  # fmt: skip
+def test_the_older_spelling_means_the_same(
+    older: dict[str, Any], case: str, tmp_path: Path
+) -> None:
+    reference(case, tmp_path)
+    new = read_config(tmp_path)
+    old = read_config(rewritten(tmp_path, **older))
+    assert old.local_rope == new.local_rope
+    for positions in (64, 65):
+        frequencies = [inverse_frequencies(c.rope, c.head_dim, positions) for c in (old, new)]
+        assert torch.equal(frequencies[0][0], frequencies[1][0])
+        assert frequencies[0][1] == frequencies[1][1]
+    order = channel_order(old.rope, old.head_dim)
+    if case == "gemma3":
+        assert order is None
+    else:
+        assert order is not None
+        assert sorted(order.tolist()) == list(range(old.head_dim))
+
+
+@torch.no_grad()
+def test_norms_of_gemma_are_not_rounded_before_they_are_used(tmp_path: Path) -> None:
+    """In bfloat16 `transformers` adds 1 to a norm's weight in float32."""
+    model = reference("gemma2", tmp_path).to(torch.bfloat16)
+    decoder = load_decoder(tmp_path, torch.bfloat16, CPU)
+    x = torch.randn(9, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for own, theirs in zip(decoder.layers, model.model.layers, strict=True):
+        norm, published = own.post_feedforward_layernorm, theirs.post_feedforward_layernorm
+        # Its weight has been rounded by `.to` above; ours comes from the file.
+        published.weight.data = norm.weight - 1
+        assert torch.equal(norm(x), published(x))
+        assert not torch.equal(norm.weight.bfloat16().float(), norm.weight)
+
+
+def experts(limit: float | None) -> Experts:
+    torch.manual_seed(0)
+    made = Experts(16, ExpertsConfig(6, 2, 12, (True,), True, limit)).requires_grad_(False)
+    for parameter in made.parameters():
+        parameter.normal_()
+    return made
+
+
+@pytest.mark.parametrize("limit", [None, 1.5])
+def test_all_experts_are_those_that_were_chosen(limit: float | None) -> None:
+    """What CUDA computes, against the loop over the chosen ones and one token after the other."""
+    layer, x = experts(limit), torch.randn(11, 16)
+    ids, shares = layer.route(x)
+    own = layer.experts
+    up, down = own.gate_up_proj, own.down_proj
+    if limit is not None:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    rest = up, down, own.gate_up_proj_bias, own.down_proj_bias, limit
+    chosen = _by_chosen(x, ids, shares, *rest)
+    torch.testing.assert_close(_by_all(x, ids, shares, *rest), chosen)
+    torch.testing.assert_close(layer(x), chosen)
+    each = torch.cat([layer(x[i : i + 1]) for i in range(11)])
+    torch.testing.assert_close(each, chosen)
+
+
+@pytest.mark.parametrize("limit", [None, 1.5])
+def test_a_recording_of_experts_sends_other_tokens_elsewhere(limit: float | None) -> None:
+    layer = experts(limit)
+    recorded = TracedGraph(layer, lambda x: (layer(x),), (torch.randn(3, 16),))
+    for tokens in (1, 3, 20):
+        x = torch.randn(tokens, 16)
+        torch.testing.assert_close(recorded(x)[0], layer(x))
+    # All to one expert, and so none to the others.
+    x = torch.randn(1, 16).repeat(5, 1)
+    torch.testing.assert_close(recorded(x)[0], layer(x))
+
+
+def test_what_is_not_built_for_them_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not built for models with experts"):
+        quantize([torch.nn.Sequential(experts(None))])
+    reference("gpt-oss", tmp_path)
+    decoder, rows = load_decoder(tmp_path, torch.float32, CPU), CausalRows(1, 3)
+    with pytest.raises(ConfigError, match="training reads no target with"):
+        decoder(torch.arange(3), torch.arange(3), rows)
+    rewritten(tmp_path, hidden_act="relu")
+    with pytest.raises(CheckpointError, match="hidden_act must be one of silu"):
+        read_config(tmp_path)
+
+
+def test_the_page_lists_what_is_registered_and_how_it_is_tested() -> None:
+    """The table's rows are the architectures that have a file, and all cases stand in it."""
+    section = PAGE.read_text().split("## Architectures")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| `")]
+    listed = {cells[0].strip().strip("`"): cells[3].strip() for cells in rows}
+    assert len(listed) == len(rows)
+    assert set(listed) == {module.ARCHITECTURE for module in architectures()}
+    tested: list[str] = []
+    for architecture, how in listed.items():
+        if how.startswith("tests/"):
+            assert architecture in (PAGE.parents[1] / how).read_text()
+            continue
+        for case in how.split(", "):
+            assert f"{CASES[case][0]}ForCausalLM" == architecture
+            tested.append(case)
+    assert sorted(tested) == sorted(CASES)
+
+
+def test_the_page_lists_the_quantisations_that_are_read() -> None:
+    with pytest.raises(CheckpointError, match="must be one of ") as caught:
+        read_scheme({"quant_method": "other"})
+    known = str(caught.value).split("must be one of ")[1].split(":")[0].split(", ")
+    section = PAGE.read_text().split("## Quantised weights")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert sorted(row.strip().strip("`") for row in rows if "quant_method" not in row) == known
+
+
+def test_weights_of_torch_save_are_read(tmp_path: Path) -> None:
+    """One file and shards, with nothing beside them."""
+    reference("qwen3", tmp_path)
+    want = files(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(want, tmp_path / "pytorch_model.bin")
+    got = export_state(load_decoder(tmp_path, torch.float32, CPU))
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    (tmp_path / "pytorch_model.bin").unlink()
+    names = sorted(want)
+    shards = {"pytorch_model-1.bin": names[::2], "pytorch_model-2.bin": names[1::2]}
+    for shard, own in shards.items():
+        torch.save({name: want[name] for name in own}, tmp_path / shard)
+    index = {"weight_map": {name: shard for shard, own in shards.items() for name in own}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    got = export_state(load_decoder(tmp_path, torch.float32, CPU))
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    (tmp_path / "pytorch_model-2.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"pytorch_model-2\.bin cannot be read"):
+        load_decoder(tmp_path, torch.float32, CPU)
