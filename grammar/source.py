@@ -72,7 +72,7 @@ def check_schema(schema: Any) -> None:
         raise GrammarError(f"$: a schema is an object or a boolean, not {schema!r}", "schema")
     default = validators.Draft202012Validator
     try:
-        kind = validators.validator_for(schema, default)  # type: ignore[arg-type]
+        kind: Any = validators.validator_for(schema, default)
         kind.check_schema(schema, format_checker=_formats(kind.FORMAT_CHECKER.checkers))
     except SchemaError as error:
         path = json_path("$", *error.absolute_path)
