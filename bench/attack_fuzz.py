@@ -34,6 +34,37 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     (TEXT, {"prompt": [1, 2, 3], "max_tokens": 4, "regex": "[a-c]{2,5}"}),
     ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 4, "ebnf": 'root ::= "a"'}}),
     ("/generate", {"input_ids": [[1], [2]], "sampling_params": {"max_new_tokens": 4}, "rid": "x"}),
+    (
+        "/v1/responses",
+        {
+            "input": [USER, {"type": "function_call_output", "call_id": "1", "output": "a"}],
+            "instructions": "Be brief.",
+            "max_output_tokens": 4,
+            "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+        },
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": "a",
+            "max_output_tokens": 4,
+            "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}],
+            "tool_choice": {"type": "function", "name": "f"},
+            "stream": True,
+        },
+    ),
+    (
+        "/v1/messages",
+        {
+            "messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}],
+            "max_tokens": 4,
+            "system": "Be brief.",
+            "stop_sequences": ["b"],
+            "tools": [{"name": "f", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "auto"},
+        },
+    ),
+    ("/v1/messages/count_tokens", {"messages": [USER]}),
     ("/tokenize", {"prompt": "some text", "add_special_tokens": True}),
     ("/tokenize", {"messages": [USER]}),
     ("/detokenize", {"tokens": [1, 2, 3]}),

@@ -7,12 +7,15 @@ group of requests through it with grafts ``on`` and ``off``, by turns first.
 Workloads: ``unknown schema``, rows of ``--data`` (JSONSchemaBench's development split if it is at
 hand) for a prompt that says nothing of them; ``extraction``, held-out cases of the format that the
 embedded model was trained in; ``shuffled keys``, the same with the keys in an order that it never
-saw; ``hostile``, extraction with a tokenizer that cuts words into bytes.
+saw; ``hostile``, extraction with a tokenizer that cuts words into bytes; ``choices``, one of 50
+labels of 1 to 6 tokens out of such answers, which are drafted whole; it has a third side,
+``faithful``, which chooses by the probability of the whole label and may say something else.
 Outputs must be the same on both sides: else the exit status is 1.
 
 Fields of the last line, beside those of every record (``bench.common``):
     workloads: Name → drafter → side → ``accept_length``, ``verifies_of_off`` (that many
-        verifies for the same text), ``tpot_of_off`` (paired by group),
+        verifies for the same text), ``verifies_an_answer``, ``tpot_of_off`` and ``seconds_of_off``
+        (of whole groups, prompts included; both paired by group),
         ``grafted_tokens``, ``graft_accept_rate``, ``illegal_share`` (of drafted tokens),
         ``lane_us`` (grammar time of a request's step, median of the groups) and ``lane_added_us``
         (over ``off``'s).
@@ -23,9 +26,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -54,7 +58,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     )
 }
 SIDES = ("off", "on")
-WORKLOADS = ("unknown schema", "extraction", "shuffled keys", "hostile")
+WORKLOADS = ("unknown schema", "extraction", "shuffled keys", "hostile", "choices")
+LABELS, LABEL_TOKENS = 50, 6
 PROMPT = "Write an example as JSON."
 
 
@@ -109,12 +114,28 @@ def shuffled(case: Case, rng: Random) -> Case:
     return replace(case, schema={**case.schema, "properties": dict(properties)})
 
 
+def labels_of(tokens: Callable[[str], Sequence[int]], cases: Sequence[Case]) -> list[str]:
+    """Labels of 1 to :data:`LABEL_TOKENS` tokens: texts in the answers of cases."""
+    texts = (value for case in cases for value in case.answer.values() if isinstance(value, str))
+    short = (text for text in dict.fromkeys(texts) if len(tokens(text)) <= LABEL_TOKENS)
+    return list(islice(short, LABELS))
+
+
 def groups_of(
-    workload: str, grammars: Sequence[Grammar], seed: int, size: Size, batch: int
+    workload: str,
+    grammars: Sequence[Grammar],
+    seed: int,
+    size: Size,
+    batch: int,
+    labels: Sequence[str] = (),
 ) -> list[list[Ask]]:
     """The requests of a workload."""
     if workload == "unknown schema":
         asks = [Ask(PROMPT, grammar, size.tokens) for grammar in grammars]
+    elif workload == "choices":
+        choice = Grammar.choice(labels)
+        cases = held_out_cases(seed, size.groups * batch)
+        asks = [Ask(case.prompt, choice, size.tokens) for case in cases]
     else:
         rng, cases = Random(seed), held_out_cases(seed, size.groups * batch)
         if workload == "shuffled keys":
@@ -135,18 +156,29 @@ def run_all(
             make = HostileRuns if workload == "hostile" else ForcedRuns
             runs = make(tokenizer.vocabulary, tokenizer.encode, RUN_TOKENS)
             for number, asks in enumerate(groups):
-                turn = number % len(SIDES)
+                sides = (*SIDES, "faithful") if workload == "choices" else SIDES
+                turn = number % len(sides)
                 for name, engine in engines.items():
                     said = {}
-                    for side in SIDES[turn:] + SIDES[:turn]:
+                    for side in sides[turn:] + sides[:turn]:
                         engine.core.grammar.pool.forced = runs if side == "on" else None
-                        result = measure(engine, asks)
+                        engine.core.widens = side == "on"
+                        result = measure(engine, faithful(asks) if side == "faithful" else asks)
                         said[side] = [output.token_ids for output in result.outputs]
                         raw = result.raw() | figures(result)
                         run.sample(workload=workload, drafter=name, side=side, group=number, **raw)
                     if said["on"] != said["off"]:
                         yield f"{workload}, {name}, group {number}: sides differ"
                     progress.advance(task)
+
+
+def faithful(asks: Sequence[Ask]) -> list[Ask]:
+    """Requests for choices, to be answered by the probability of the whole text."""
+    found = []
+    for ask in asks:
+        assert ask.grammar is not None
+        found.append(replace(ask, grammar=replace(ask.grammar, faithful=True)))
+    return found
 
 
 def figures(result: Measured) -> dict[str, float]:
@@ -158,6 +190,7 @@ def figures(result: Measured) -> dict[str, float]:
         "accepted_grafts": sum(s.accepted_grafts for s in stats),
         "illegal_drafts": sum(s.illegal_drafts for s in stats),
         "lane_us": sum(s.grammar_ms for s in stats) / steps * 1e3,
+        "answers": len(stats),
     }
 
 
@@ -178,14 +211,20 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 "accepted_grafts",
                 "illegal_drafts",
                 "drafted_tokens",
+                "answers",
             )
         }
         added = [a["lane_us"] - b["lane_us"] for a, b in zip(mine, off, strict=True)]
-        tpot = [[sample["tpot_ms"] for sample in some] for some in (mine, off)]
+        tpot, seconds = (
+            [[sample[name] for sample in some] for some in (mine, off)]
+            for name in ("tpot_ms", "seconds")
+        )
         found.setdefault(workload, {}).setdefault(drafter, {})[side] = {
             "accept_length": total["verified_tokens"] / max(1, total["verifies"]),
             "verifies_of_off": total["verifies"] / sum(sample["verifies"] for sample in off),
+            "verifies_an_answer": total["verifies"] / total["answers"],
             "tpot_of_off": paired(*tpot),
+            "seconds_of_off": paired(*seconds),
             "grafted_tokens": total["grafted_tokens"],
             "graft_accept_rate": total["accepted_grafts"] / max(1, total["grafted_tokens"]),
             "illegal_share": total["illegal_drafts"] / max(1, total["drafted_tokens"]),
@@ -205,7 +244,9 @@ def print_table(record: dict[str, Any], console: Console) -> None:
     for column in (
         "accept length",
         "verifies of off",
+        "an answer",
         "TPOT of off",
+        "time of off",
         "accepted",
         "illegal",
         "lane",
@@ -221,7 +262,9 @@ def print_table(record: dict[str, Any], console: Console) -> None:
                     side,
                     f"{own['accept_length']:.2f}",
                     f"{own['verifies_of_off']:.2f}",
+                    f"{own['verifies_an_answer']:.1f}",
                     f"{own['tpot_of_off']['median']:.2f}",
+                    f"{own['seconds_of_off']['median']:.2f}",
                     f"{own['graft_accept_rate']:.0%} of {own['grafted_tokens']}",
                     f"{own['illegal_share']:.0%}",
                     f"{own['lane_us']:.0f} µs",
@@ -265,14 +308,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             first = next(iter(engines.values()))
             for engine in engines.values():
                 engine.compiler = first.compiler
-                measure(engine, [Ask("Warm up.", None, 8)] * options.batch)
+                for grammar in (None, Grammar.choice(["warm", "warm up"])):
+                    measure(engine, [Ask("Warm up.", grammar, 8)] * options.batch)
             grammars = unknown_schemas(
                 options.data, first, options.seed, size.groups * options.batch
             )
             if len(grammars) < options.batch:
                 raise ConfigError(f"{len(grammars)} schemas are fewer than --batch")
+            cases = held_out_cases(options.seed, size.groups * options.batch + LABELS)
+            labels = labels_of(first.tokenizer.encode, cases)
             work = {
-                name: groups_of(name, grammars, options.seed, size, options.batch)
+                name: groups_of(name, grammars, options.seed, size, options.batch, labels)
                 for name in options.only or WORKLOADS
             }
             wrong = list(run_all(engines, work, run))

@@ -1,7 +1,8 @@
 """Everything that needs a GPU, in one command and within nine minutes.
 
 ``python -m bench.gpu [--quick] [--json PATH] [--seed S] [--like llama-3.1-8b] [--data FILE]
-[--budget-s 540] [--rehearse]`` runs, on a machine with one CUDA device of 80 GB, in this order:
+[--budget-s 540] [--only PART ...] [--rehearse]`` runs, on a machine with one CUDA device of 80 GB,
+in this order:
 
 - ``tests``: ``pytest -m gpu``;
 - ``kernels``: every kernel's share of the roofline (``bench.kernels``);
@@ -20,9 +21,11 @@
 - ``overlap``: the three overlap modes (``bench.overlap``): what is exposed, and what is saved.
 
 Parts run in a process of their own, which is replaced where one fails, hangs, or ends it: the
-others still run. A part for which too little of the budget is left is ``skipped: time``. The record
-is rewritten after every part. The exit status is 1 where a part failed or outputs differ (in
-bfloat16: by more than rounding, see ``bench.gpu_compare``), 2 without a CUDA device.
+others still run. What a part had told by then is kept: of ``kernels``, each one that was measured.
+A part for which too little of the budget is left is ``skipped: time``, and another run may have it
+``--only``. The record is rewritten after every part. The exit status is 1 where a part failed or
+outputs differ (in bfloat16: by more than rounding, see ``bench.gpu_compare``), 2 without a CUDA
+device.
 
 ``--rehearse`` runs the same on the CPU at tiny sizes, to see that it works. Its figures say
 nothing, are marked, and are written nowhere but to ``--json``, not into ``bench/results``.
@@ -44,7 +47,7 @@ Fields of the last line, beside those of every record (``bench.common``):
     parts: Name → ``status`` (``ok``, ``failed``, ``skipped: time``, ``skipped: no device``,
         ``skipped: no checkpoint``), ``seconds``, ``error`` and what else the part tells.
     equal: No outputs differ; None where none were compared.
-    complete: All parts have had their turn.
+    complete: All parts that were asked for have had their turn.
     like, budget_s, seconds, rehearsal, plot.
 
 The record is ``bench/results/GPU-DATE.json`` unless ``--json`` says otherwise, the plot beside it
@@ -206,7 +209,8 @@ class Report:
             result = work()
             strict_json([result.figures, result.details, result.samples])
         except PartFailed as error:
-            result = Result(faults=[str(error)])
+            result = error.so_far or Result()
+            result.faults = [str(error), *result.faults]
         except Exception as error:
             result = Result(faults=[describe(error)])
         wrong = [*result.faults, *(result.differences or ())]
@@ -249,21 +253,46 @@ def run_parts(
                 child.close()
 
 
-def run_all(report: Report, setup: Setup, clock: Clock) -> None:
-    """Everything, around one checkpoint."""
+def build_checkpoint(setup: Setup) -> Build:
+    """Begin to write the checkpoint."""
     sizes = REHEARSAL_SIZES if setup.rehearse else ("--like", setup.like)
-    build = Build(setup.folder, [*sizes, "--dtype", "bfloat16", "--seed", str(setup.seed)])
-    child = Child(setup)
+    return Build(setup.folder, [*sizes, "--dtype", "bfloat16", "--seed", str(setup.seed)])
+
+
+def run_around(
+    build: Build,
+    before: Sequence[Part],
+    after: Sequence[Part],
+    report: Report,
+    child: Child,
+    clock: Clock,
+) -> None:
+    """Parts that run while the checkpoint is written, and those that need it."""
     try:
-        run_parts(BEFORE, report, child, clock, build.tell)
+        run_parts(before, report, child, clock, build.tell)
         if report.attempt("checkpoint", lambda: build.wait(clock.left_s)):
-            run_parts(AFTER, report, child, clock, build.tell)
+            run_parts(after, report, child, clock, build.tell)
         else:
-            for part in AFTER:
+            for part in after:
                 report.skip(part.name, "no checkpoint")
     finally:
         child.close()
         build.close()
+
+
+def run_all(report: Report, setup: Setup, clock: Clock, only: Sequence[str] = ()) -> None:
+    """Everything, or the parts ``only``, around one checkpoint."""
+    before, after = (
+        [part for part in parts if not only or part.name in only] for parts in (BEFORE, AFTER)
+    )
+    child = Child(setup)
+    if not after:
+        try:
+            run_parts(before, report, child, clock, lambda: None)
+        finally:
+            child.close()
+    else:
+        run_around(build_checkpoint(setup), before, after, report, child, clock)
     report.record["complete"] = True
 
 
@@ -296,6 +325,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--like", choices=sorted(PRESETS), default=LIKE, help="cost to pad to")
     parser.add_argument("--data", type=Path, help="schemas, as rows of JSONSchemaBench")
     parser.add_argument("--budget-s", type=float, default=540.0, help="seconds in all (540)")
+    names = [part.name for part in (*BEFORE, *AFTER)]
+    parser.add_argument("--only", nargs="+", choices=names, default=(), help="these parts alone")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, at tiny sizes")
     options = parser.parse_args(arguments)
     if options.rehearse and options.json is not None and RESULTS in options.json.resolve().parents:
@@ -323,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = Path(work) / "checkpoint"
         data = options.data.resolve() if options.data is not None else None
         setup = Setup(options.rehearse, options.quick, options.seed, options.like, folder, data)
-        run_all(report, setup, clock)
+        run_all(report, setup, clock, options.only)
     if options.json is not None:
         plot = options.json.with_suffix(".svg")
         try:

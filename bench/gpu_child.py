@@ -23,7 +23,15 @@ LONGEST_MESSAGE = 2000
 
 
 class PartFailed(Exception):
-    """A part raised an error, took too long, or ended its process."""
+    """A part raised an error, took too long, or ended its process.
+
+    Args:
+        so_far: What it had told by then; None: nothing.
+    """
+
+    def __init__(self, why: str, so_far: Result | None = None) -> None:
+        super().__init__(why)
+        self.so_far = so_far
 
 
 class Child:
@@ -55,19 +63,25 @@ class Child:
 
     def _answer(self, work: str, limit_s: float, tell: Callable[[], None]) -> Result:
         pipe, end = self._open(), time.monotonic() + limit_s
+        result: Result | None = None
+        so_far: Result | None = None
+        error: str | None = None
         try:
             pipe.send(work)
-            while not pipe.poll(min(1.0, max(0.0, end - time.monotonic()))):
-                if time.monotonic() >= end:
-                    raise PartFailed(f"not done within {limit_s:.0f} s")
-                tell()
-            result: Result
-            error: str | None
-            result, error = pipe.recv()
+            done = False
+            while not done:
+                while not pipe.poll(min(1.0, max(0.0, end - time.monotonic()))):
+                    if time.monotonic() >= end:
+                        raise PartFailed(f"not done within {limit_s:.0f} s", so_far)
+                    tell()
+                result, error, done = pipe.recv()
+                so_far = result or so_far
         except (EOFError, ConnectionError):
-            raise PartFailed(f"its process ended with exit status {self._status()}") from None
+            why = f"its process ended with exit status {self._status()}"
+            raise PartFailed(why, so_far) from None
         if error is not None:
-            raise PartFailed(error)
+            raise PartFailed(error, so_far)
+        assert result is not None
         return result
 
     def close(self) -> None:
@@ -103,7 +117,7 @@ def _serve(pipe: Connection, setup: Setup) -> None:
     os.setsid()
     # Standard output is the record's.
     os.dup2(2, 1)
-    context = Context(setup)
+    context = Context(setup, lambda so_far: pipe.send((so_far, None, False)))
     while True:
         try:
             module, _, name = pipe.recv().partition(":")
@@ -116,7 +130,7 @@ def _serve(pipe: Connection, setup: Setup) -> None:
             # ``fail`` of another benchmark ends in SystemExit.
             traceback.print_exc()
             wrong = describe(error)
-        pipe.send((result, wrong))
+        pipe.send((result, wrong, True))
 
 
 def describe(error: BaseException) -> str:

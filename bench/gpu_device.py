@@ -87,4 +87,5 @@ def kernels(context: Context) -> Result:
         print(f"{work.name}: {rows[work.name]['share']:.0%} of the roofline", file=sys.stderr)
         found["kernels"] |= rows
         found |= record
+        context.keep(Result(details=found, samples=run.samples, faults=faults))
     return Result(details=found, samples=run.samples, faults=faults)

@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -125,10 +126,11 @@ class Context:
 
     Args:
         setup: What is measured.
+        keep: Takes what a part has found so far: it is kept if the part is ended before its end.
     """
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup, self.size = setup, setup.size
+    def __init__(self, setup: Setup, keep: Callable[[Result], object] = lambda _: None) -> None:
+        self.setup, self.size, self.keep = setup, setup.size, keep
         self._open: dict[str, Engine] = {}
         if setup.rehearse:
             # A rehearsal is the same everywhere.

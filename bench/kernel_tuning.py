@@ -14,26 +14,29 @@ from overlap_spec.kernels.tuning import Config, Table, own_table, trial
 
 FOLDER = ROOT / "kernels" / "tuning"
 Measure = Callable[[Work], float]
+Grid = dict[str, tuple[int, ...]]
+# Attention that tables are tuned on: requests, queries of each, and the prefix before them.
+SIZES = ((1, 16, 4096), (32, 16, 2048), (8, 1, 2048), (1, 64, 16384), (1, 1024, 1024))
 
 
-def candidates(name: str, now: Config) -> Iterator[Config]:
-    """What is tried for an entry; what serves now comes first."""
-    yield now
-    grid: dict[str, tuple[int, ...]]
+def grids(name: str) -> tuple[Grid, ...]:
+    """What is tried for an entry, one grid after the other: each around the best so far."""
     if name.startswith("attention."):
-        prefill = ".prefill/" in name
-        grid = {
-            "rows": (64, 128) if prefill else (16, 32, 64),
+        blocks: Grid = {
+            "rows": (64, 128) if ".prefill/" in name else (16, 32, 64),
             "keys": (16, 32, 64),
             "num_warps": (4, 8),
-            "num_stages": (2, 3, 5),
-            "waves": (now["waves"],) if prefill else (1, 2, 4),
-            "split_keys": (now["split_keys"],) if prefill else (128, 256, 512),
+            "num_stages": (2, 3, 4),
         }
-    elif "elements" in now:
-        grid = {"elements": (1024, 2048, 4096, 8192), "num_warps": (1, 2, 4, 8)}
-    else:
-        grid = {"block": (1024, 2048, 4096, 8192), "num_warps": (4, 8, 16)}
+        return blocks, {"waves": (1, 2, 4), "split_keys": (128, 256, 512)}
+    if name in ("rms_norm", "rope", "move_kv"):
+        return ({"elements": (1024, 2048, 4096, 8192), "num_warps": (1, 2, 4, 8)},)
+    return ({"block": (1024, 2048, 4096, 8192), "num_warps": (4, 8, 16)},)
+
+
+def candidates(now: Config, grid: Grid) -> Iterator[Config]:
+    """All of a grid around ``now``, which comes first."""
+    yield now
     for values in itertools.product(*grid.values()):
         tried = now | dict(zip(grid, values, strict=True))
         if tried != now:
@@ -45,10 +48,10 @@ def tuning_works(device: torch.device, seed: int) -> dict[str, list[Work]]:
     found: dict[str, list[Work]] = {}
     draw = Draw(device, torch.bfloat16, seed)
     extra = [
-        attention(d, batch, queries, prefix, tree=queries <= 16, head_dim=dim)
+        attention(d, batch, queries, prefix, tree=queries <= 64, head_dim=dim)
         for d in (draw, Draw(device, torch.float32, seed))
         for dim in (32, 64, 128, 256)
-        for batch, queries, prefix in ((1, 16, 4096), (32, 16, 2048), (8, 1, 2048), (1, 1024, 1024))
+        for batch, queries, prefix in SIZES
     ]
     for work in [*works(draw), *extra]:
         if work.config is not None:
@@ -68,20 +71,21 @@ def tune(
     for name, group in entries.items():
         base: list[float] = []
         winner, lead = now[name], 0.98
-        for config in candidates(name, now[name]):
-            try:
-                with trial(**{name.replace("/", "__"): config}):
-                    times = [measure(work) for work in group]
-            except Exception as error:
-                # Too much shared memory, or too many registers: only the compiler knows.
-                if not base or "out of resource" not in str(error):
-                    raise
-                continue
-            base = base or times
-            ratios = [t / b for t, b in zip(times, base, strict=True)]
-            score = float(torch.tensor(ratios, dtype=torch.float64).log().mean().exp())
-            if score < lead:
-                winner, lead = config, score
+        for grid in grids(name):
+            for config in candidates(winner, grid):
+                try:
+                    with trial(**{name.replace("/", "__"): config}):
+                        times = [measure(work) for work in group]
+                except Exception as error:
+                    # Too much shared memory, or too many registers: only the compiler knows.
+                    if not base or "out of resource" not in str(error):
+                        raise
+                    continue
+                base = base or times
+                ratios = [t / b for t, b in zip(times, base, strict=True)]
+                score = float(torch.tensor(ratios, dtype=torch.float64).log().mean().exp())
+                if score < lead:
+                    winner, lead = config, score
         best[name] = winner
         tell(f"{name}: {winner}, {1 - min(lead, 1.0):.0%} faster" if base else name)
     return best

@@ -79,6 +79,7 @@ def works(draw: Draw, batches: tuple[int, ...] = (1, 32)) -> Iterator[Work]:
         counts = tuple(1 + 5 * request % NODES for request in range(batch + 1))
         yield ragged(draw, counts, CONTEXT, NODES)
     yield ragged(draw, (1536, 300, 212), 1024)
+    yield attention(draw, 1, 4 * NODES, 8 * CONTEXT, tree=True)
     yield attention(draw, 1, 2048, 0)
     yield attention(draw, 1, 2048, 6144)
 

@@ -13,7 +13,7 @@ import warnings
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, List, NamedTuple, Optional  # noqa: UP035
+from typing import Any, List, NamedTuple, Optional, Tuple  # noqa: UP035
 
 import torch
 from torch import Tensor
@@ -308,15 +308,18 @@ def _attend(
     grouped = span.rectangle(q).unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4)
     queries = grouped.flatten(2, 3)
     added = span.dense(page_size, window, group, q.dtype)
-    attend = _scripted() if is_tracing() and not q.is_cuda else _by_request
-    own = span.own_pages(page_size)
     sinks = None
     if scoring.sinks is not None:
         # One a row: heads of a group, each with all queries.
         sinks = scoring.sinks.view(kv_heads, group).repeat_interleave(grouped.shape[3], 1)
         sinks = F.pad(sinks, (0, added.shape[2] - sinks.shape[1]))
     rule = scoring.scale, scoring.soft_cap, sinks
-    mixed = attend(queries, k_cache, v_cache, span.pages, own, added, TOGETHER_BYTES, *rule)
+    if q.is_cuda:
+        mixed = _at_once(queries, k_cache, v_cache, span.pages, added, *rule)
+    else:
+        attend = _scripted() if is_tracing() else _by_request
+        own = span.own_pages(page_size)
+        mixed = attend(queries, k_cache, v_cache, span.pages, own, added, TOGETHER_BYTES, *rule)
     mixed = mixed.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4)
     return span.flat(mixed.flatten(2))
 
@@ -354,6 +357,43 @@ def _scripted() -> Any:
         return torch.jit.script(_by_request)
 
 
+def _filled_up(q: Tensor, pages: Tensor, added: Tensor, page_size: int) -> Tuple[Tensor, Tensor]:  # noqa: UP006
+    """Queries and pages, as many as :meth:`KeySpan.dense` has rows and columns for."""
+    if added.size(2) > q.size(2):
+        q = F.pad(q, [0, 0, 0, added.size(2) - q.size(2)])
+    missing = added.size(3) // page_size - pages.size(1)
+    if missing > 0:
+        pages = torch.cat([pages, pages[:, -1:].expand(-1, missing)], 1)
+    return q, pages
+
+
+def _at_once(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pages: Tensor,
+    added: Tensor,
+    scale: Optional[float],  # noqa: UP045
+    soft_cap: Optional[float],  # noqa: UP045
+    sinks: Optional[Tensor],  # noqa: UP045
+) -> Tensor:
+    """Attention of ``q (B, kv_heads, Q, D)`` over ``pages (B, P)``, all copied before.
+
+    Args:
+        added: To the scores ``(B, 1, Q', K)``: rows of 0 from Q to Q'; from ``P * page_size`` to K,
+            -inf for keys that a last page stands in for.
+        scale, soft_cap: As in :class:`Scoring`; sinks: ``(kv_heads, Q')``, one a row.
+    """
+    rows = q.size(2)
+    q, pages = _filled_up(q, pages, added, k_cache.size(1))
+    batch, kv_heads, dim = q.size(0), q.size(1), q.size(3)
+    every = pages.flatten()
+    # Whole pages are copied, which indexing by a matrix of them would do number by number.
+    keys = k_cache.index_select(0, every).view(batch, -1, kv_heads, dim).transpose(1, 2)
+    values = v_cache.index_select(0, every).view(batch, -1, kv_heads, dim).transpose(1, 2)
+    return _mix(q, keys, values, added, scale, soft_cap, sinks)[:, :, :rows]
+
+
 def _by_request(
     q: Tensor,
     k_cache: Tensor,
@@ -366,37 +406,22 @@ def _by_request(
     soft_cap: Optional[float],  # noqa: UP045
     sinks: Optional[Tensor],  # noqa: UP045
 ) -> Tensor:
-    """Attention of ``q (B, kv_heads, Q, D)`` over the first ``own (B,)`` of ``pages (B, P)``.
+    """:func:`_at_once` on the CPU, where only the first ``own (B,)`` of the pages need be copied.
 
-    Keys are copied out of their pages. Those of all requests at once, where they take no more than
-    ``together_bytes``; else those of one request at a time, as many as it has, whatever the others
-    have: a copy of them all would go to memory and back, and be taken from the system and given
-    back in each layer. On CUDA always at once, as a graph cannot wait for a number of the device.
-
-    Args:
-        added: To the scores ``(B, 1, Q', K)``: rows of 0 from Q to Q'; from ``P * page_size`` to K,
-            -inf for keys that a last page stands in for.
-        scale, soft_cap: As in :class:`Scoring`; sinks: ``(kv_heads, Q')``, one a row.
+    Keys of all requests are copied at once where they take no more than ``together_bytes``; else
+    those of one request at a time, as many as it has, whatever the others have: a copy of them all
+    would go to memory and back, and be taken from the system and given back in each layer.
     """
-    batch, kv_heads, rows, dim = q.size(0), q.size(1), q.size(2), q.size(3)
-    page_size, columns = k_cache.size(1), pages.size(1)
-    if added.size(2) > rows:
-        q = F.pad(q, [0, 0, 0, added.size(2) - rows])
-    missing = added.size(3) // page_size - columns
-    if missing > 0:
-        pages = torch.cat([pages, pages[:, -1:].expand(-1, missing)], 1)
+    kv_heads, rows, dim, columns = q.size(1), q.size(2), q.size(3), pages.size(1)
     page_bytes = k_cache[0].numel() * k_cache.element_size()
-    if q.is_cuda or pages.numel() * page_bytes <= together_bytes:
-        every = pages.flatten()
-        # Whole pages are copied, which indexing by a matrix of them would do number by number.
-        keys = k_cache.index_select(0, every).view(batch, -1, kv_heads, dim).transpose(1, 2)
-        values = v_cache.index_select(0, every).view(batch, -1, kv_heads, dim).transpose(1, 2)
-        mixed = _mix(q, keys, values, added, scale, soft_cap, sinks)
-        return mixed[:, :, :rows]
+    page_size = k_cache.size(1)
+    if q.size(0) * (added.size(3) // page_size) * page_bytes <= together_bytes:
+        return _at_once(q, k_cache, v_cache, pages, added, scale, soft_cap, sinks)
+    q, pages = _filled_up(q, pages, added, page_size)
     out = torch.empty_like(q)
     step = pages_together(page_size)
     counts: List[int] = own.clamp(max=columns).tolist()  # noqa: UP006
-    for b in range(batch):
+    for b in range(q.size(0)):
         count = min((counts[b] + step - 1) // step * step, pages.size(1))
         # Past its own, a request's last page stands in: others' may hold anything.
         place = torch.arange(count, device=pages.device).clamp(max=counts[b] - 1)

@@ -20,7 +20,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide.to(weight.dtype) * weight).to(x.dtype)
+    out = wide.to(weight.dtype) * weight
+    # A recording would keep even a conversion that does nothing.
+    return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
 @operation

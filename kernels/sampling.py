@@ -26,7 +26,7 @@ _ROUND_1, _ROUND_2 = 2146121005, -2073254261
 # What random numbers are for: those of different purposes are independent. Drafters share CHOICE
 # with the target, so that both pick the same token where their distributions are alike. WHOLE
 # texts are drawn at once.
-CHOICE, DRAFT, ACCEPT, RESIDUAL, WHOLE = range(5)
+CHOICE, DRAFT, ACCEPT, RESIDUAL, WHOLE = PURPOSES = range(5)
 
 # Logits that a block of rows may have, so that it stays in a core's cache.
 CACHED_LOGITS = 2**17
@@ -71,16 +71,16 @@ def apply_penalties(
     repetition: Tensor,
     presence: Tensor,
     frequency: Tensor,
-) -> Tensor:
-    """Repetition, then presence and frequency penalties of every row.
+) -> None:
+    """Repetition, then presence and frequency penalties of every row, in place.
 
     ``logits (L, V)``; ``output_counts (L, V)``: occurrences in the output and on the row's own
     draft path; ``seen (L, V)`` bool: these or in the prompt; the three factors ``(L,)``.
     """
     factor = torch.where(seen, repetition[:, None], 1.0)
-    logits = torch.where(logits > 0, logits / factor, logits * factor)
-    logits = logits - presence[:, None] * (output_counts > 0)
-    return logits - frequency[:, None] * output_counts
+    torch.where(logits > 0, logits / factor, logits * factor, out=logits)
+    logits -= presence[:, None] * (output_counts > 0)
+    logits -= frequency[:, None] * output_counts
 
 
 @operation

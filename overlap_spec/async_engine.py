@@ -35,6 +35,8 @@ __all__ = ["AsyncEngine", "AsyncRequestHandle", "count_characters", "rss_bytes"]
 # Prompts longer than this are tokenised in a thread, in characters.
 LONG_PROMPT = 2048
 TOKENISER_THREADS = 2
+# What a message or a token costs besides its text, in characters.
+CHARACTERS_AROUND = 8
 Result = TypeVar("Result")
 
 
@@ -222,6 +224,12 @@ class AsyncEngine:
         process = partial(self.input_processor.process, prompt, grammar, sampling, **options)
         size = count_characters(prompt)
         self.check_length(size)
+        # A chat template writes something around each message, and may write these too.
+        if not isinstance(prompt, str):
+            size += CHARACTERS_AROUND * len(prompt)
+        rendering = options.get("rendering")
+        size += count_characters(rendering.variables if rendering is not None else {})
+        size += count_characters(options.get("tools") or ())
         return process() if size <= LONG_PROMPT else await self.in_thread(process)
 
     def check_length(self, characters: int) -> None:

@@ -200,6 +200,7 @@ def test_a_hub_name_is_downloaded_where_there_is_a_network(
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "0",
+        "NO_PROXY": "127.0.0.1",
         "HF_HOME": str(tmp_path / "home"),
         "HF_ENDPOINT": hub,
         "HF_HUB_DISABLE_XET": "1",
@@ -222,6 +223,7 @@ def test_a_network_that_fails_is_one_line(tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "0",
+        "NO_PROXY": "127.0.0.1",
         "HF_HOME": str(tmp_path),
         "HF_ENDPOINT": "http://127.0.0.1:9",
     }
@@ -278,8 +280,11 @@ def test_a_server_takes_the_guessed_format(
     launch.launch(**flags)
     launch.launch(**{**flags, "tool_call_parser": "mistral"})
     launch.launch(**{**flags, "model": None})
+    # A name of the hub is kept whole.
+    find_folder.cache_clear()
+    monkeypatch.setattr(launch, "find_folder", lambda _: folder)
+    launch.launch(**{**flags, "model": NAME})
     parsers = [settings.tool_call_parser for settings in served]
-    assert parsers == [None, "hermes", "mistral", "embedded"]
-    assert [settings.served_model_name for settings in served[1:]] == ["model"] * 2 + [
-        "overlap-spec"
-    ]
+    assert parsers == [None, "hermes", "mistral", "embedded", "hermes"]
+    names = [settings.served_model_name for settings in served]
+    assert names == ["model", "model", "model", "overlap-spec", NAME]

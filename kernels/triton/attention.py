@@ -29,8 +29,10 @@ __all__ = [
 ]  # fmt: skip
 
 LOG2_E = math.log2(math.e)
-# Rows (queries times heads of a group) beyond which a request is a prefill's.
+# Rows (queries times heads of a group) beyond which a request takes the table of prefills.
 LONG_ROWS = 64
+# So many warps that each scheduler of a multiprocessor has one.
+LEAST_WARPS = 4
 
 
 @triton.jit
@@ -54,66 +56,18 @@ def _window_bits(words, offset, live, WORDS: tl.constexpr):
     return (low | high) << (behind % 64)
 
 
-@triton.jit
-def _sweep(
-    tile, best, total, mean, k_cache, v_cache, pages, low, high, start, query, position, live,
-    words, first, window, key_slot, scale, cap,
-    MASKED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
-    WORDS: tl.constexpr,
-):  # fmt: skip
-    """Take keys ``low .. high - 1`` into the running softmax of a tile of rows."""
-    column = tl.arange(0, SIZE)
-    for begin in tl.range(low, high, KEYS):
-        key = begin + tl.arange(0, KEYS)
-        present = key < high
-        page = tl.load(pages + key // PAGE, mask=present, other=0)
-        slot = (page * PAGE + key % PAGE) * key_slot
-        inside = present[:, None] & (column < DIM)[None, :]
-        keys = tl.load(k_cache + slot[:, None] + column[None, :], mask=inside, other=0.0)
-        score = tl.dot(tile, tl.trans(keys), input_precision="ieee") * scale
-        if CAP:
-            # Of the scaled product over the cap; the cap brings its logarithm's base along.
-            score = soft_sign(score) * cap
-        if MASKED:
-            offset = key - start
-            if TREE:
-                bits = _window_bits(words, begin - start, live, WORDS)
-                bit = (bits[:, None] >> tl.arange(0, KEYS)[None, :]) & 1
-                seen = (bit != 0) | (offset < 0)[None, :]
-            else:
-                seen = offset[None, :] <= query[:, None]
-            seen = seen & (present & (key >= first))[None, :]
-            if WINDOW:
-                near = key[None, :] > position[:, None] - window
-                if TREE:
-                    near = near | (offset >= 0)[None, :]
-                seen = seen & near
-            score = tl.where(seen, score, -float("inf"))
-        new_best = tl.maximum(best, tl.max(score, 1))
-        # A row that has seen nothing yet: any finite number stands in for its maximum.
-        pivot = tl.where(new_best == -float("inf"), 0.0, new_best)
-        weight = tl.exp2(score - pivot[:, None])
-        fade = tl.exp2(best - pivot)
-        values = tl.load(v_cache + slot[:, None] + column[None, :], mask=inside, other=0.0)
-        total = total * fade + tl.sum(weight, 1)
-        mean = tl.dot(weight.to(values.dtype), values, mean * fade[:, None], input_precision="ieee")
-        best = new_best
-    return best, total, mean
-
-
 @triton.jit(
-    do_not_specialize=["queries", "pages_row", "width", "window"],
+    do_not_specialize=["queries", "pages_row", "width", "first", "window"],
     do_not_specialize_on_alignment=["pages", "prefix", "positions", "offsets"],
 )
 def _attend(
     q, k_cache, v_cache, pages, prefix, positions, mask, offsets, sinks, out, part, log_sum,
     queries, q_query, q_head, pages_row, width, first, window, key_slot, key_head, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    RAGGED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, OPEN: tl.constexpr,
-    CAP: tl.constexpr, SINK: tl.constexpr,
-    SPLITS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
-    WORDS: tl.constexpr,
+    RAGGED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SINK: tl.constexpr,
+    SPLITS: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SIZE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows (query, head of the group) of one key head over one share of its keys."""
     head = tl.program_id(1) % HEADS
@@ -134,19 +88,30 @@ def _attend(
     q_row = query.to(tl.int64) * q_query + (head * GROUP + member) * q_head
     tile = tl.load(q + begin * q_query + q_row[:, None] + column[None, :], mask=own, other=0.0)
     start = tl.load(prefix + request).to(tl.int32)
-    position = tl.load(positions + begin + query, mask=live, other=2147483647).to(tl.int32)
+    # Blocks from open_low to open_end are seen by every row as a whole.
     if TREE:
-        end = start + width
+        end, open_end = start + width, start
     else:
-        end = start + tl.minimum(queries, (tl.program_id(0) * ROWS + ROWS - 1) // GROUP + 1)
-    low = first
+        # The tile's first and last queries.
+        earliest = tl.program_id(0) * ROWS // GROUP
+        latest = (tl.program_id(0) * ROWS + ROWS - 1) // GROUP
+        end, open_end = start + tl.minimum(queries, latest + 1), start + earliest + 1
+    low, open_low = first, first
     if WINDOW:
-        low = tl.maximum(low, tl.minimum(tl.min(position, 0) - window + 1, start))
+        position = tl.load(positions + begin + query, mask=live, other=0).to(tl.int32)
+        nearest = tl.min(tl.where(live, position, 2147483647), 0)
+        low = tl.maximum(low, tl.minimum(nearest - window + 1, start))
+        open_low = tl.maximum(low, tl.max(position, 0) - window + 1)
     low = low // KEYS * KEYS
-    share = tl.cdiv(tl.cdiv(end - low, KEYS), SPLITS) * KEYS
+    share = tl.maximum(tl.cdiv(tl.cdiv(end - low, KEYS), SPLITS), LEAST) * KEYS
     low = low + split * share
     high = tl.minimum(low + share, end)
+    out_row = (begin + query) * (HEADS * GROUP) + head * GROUP + member
+    part_row = out_row * SPLITS + split
     best = tl.full([ROWS], -float("inf"), tl.float32)
+    if SPLITS > 1 and low >= end:
+        tl.store(log_sum + part_row, best, live)
+        return
     total = tl.zeros([ROWS], tl.float32)
     if SINK:
         # A key without a value, in the first share alone.
@@ -154,32 +119,56 @@ def _attend(
         best = tl.where(split == 0, sink * 1.4426950408889634, best)
         total = tl.where(split == 0, total + 1.0, total)
     mean = tl.zeros([ROWS, SIZE], tl.float32)
-    own_pages = pages + request * pages_row
+    pages += request * pages_row
     words = mask + begin * WORDS + query * WORDS
     k_cache += head * key_head
     v_cache += head * key_head
-    if OPEN:
-        # Whole blocks of the prefix, which every query sees.
-        open_end = tl.maximum(low, tl.minimum(high, start // KEYS * KEYS))
-        best, total, mean = _sweep(
-            tile, best, total, mean, k_cache, v_cache, own_pages, low, open_end, start,
-            query, position, live, words, first, window, key_slot, scale, cap,
-            False, TREE, WINDOW, CAP, DIM, PAGE, KEYS, SIZE, WORDS,
-        )  # fmt: skip
-        low = open_end
-    best, total, mean = _sweep(
-        tile, best, total, mean, k_cache, v_cache, own_pages, low, high, start,
-        query, position, live, words, first, window, key_slot, scale, cap,
-        True, TREE, WINDOW, CAP, DIM, PAGE, KEYS, SIZE, WORDS,
-    )  # fmt: skip
+    key = low + tl.arange(0, KEYS)
+    # Pages are looked up a block ahead: a copy that waited for its address could not be under way
+    # while the block before is computed.
+    page = tl.load(pages + key // PAGE, mask=key < high, other=0)
+    for block in tl.range(low, high, KEYS):
+        key = block + tl.arange(0, KEYS)
+        present = key < high
+        slot = (page * PAGE + key % PAGE) * key_slot
+        page = tl.load(pages + (key + KEYS) // PAGE, mask=key + KEYS < high, other=0)
+        inside = present[:, None] & (column < DIM)[None, :]
+        keys = tl.load(k_cache + slot[:, None] + column[None, :], mask=inside, other=0.0)
+        score = tl.dot(tile, tl.trans(keys), input_precision="ieee") * scale
+        if CAP:
+            # Of the scaled product over the cap; the cap brings its logarithm's base along.
+            score = soft_sign(score) * cap
+        if (block < open_low) | (block + KEYS > open_end):
+            # Not every query sees every key of the block.
+            offset = key - start
+            if TREE:
+                bits = _window_bits(words, block - start, live, WORDS)
+                bit = (bits[:, None] >> tl.arange(0, KEYS)[None, :]) & 1
+                seen = (bit != 0) | (offset < 0)[None, :]
+            else:
+                seen = offset[None, :] <= query[:, None]
+            seen = seen & (present & (key >= first))[None, :]
+            if WINDOW:
+                near = key[None, :] > position[:, None] - window
+                if TREE:
+                    near = near | (offset >= 0)[None, :]
+                seen = seen & near
+            score = tl.where(seen, score, -float("inf"))
+        new_best = tl.maximum(best, tl.max(score, 1))
+        # A row that has seen nothing yet: any finite number stands in for its maximum.
+        pivot = tl.where(new_best == -float("inf"), 0.0, new_best)
+        weight = tl.exp2(score - pivot[:, None])
+        fade = tl.exp2(best - pivot)
+        values = tl.load(v_cache + slot[:, None] + column[None, :], mask=inside, other=0.0)
+        total = total * fade + tl.sum(weight, 1)
+        mean = tl.dot(weight.to(values.dtype), values, mean * fade[:, None], input_precision="ieee")
+        best = new_best
     # A share may hold nothing that a row sees: its maximum is then -inf, and so is its weight.
     total = tl.where(total == 0.0, 1.0, total)
     mean = mean / total[:, None]
-    out_row = (begin + query) * (HEADS * GROUP) + head * GROUP + member
     if SPLITS == 1:
         tl.store(out + out_row[:, None] * DIM + column[None, :], mean.to(out.dtype.element_ty), own)
     else:
-        part_row = out_row * SPLITS + split
         tl.store(part + part_row[:, None] * DIM + column[None, :], mean, own)
         tl.store(log_sum + part_row, best + tl.log2(total), live)
 
@@ -197,7 +186,8 @@ def _merge(
     weight = tl.load(log_sum + row * SPLITS + split, mask=exists, other=-float("inf"))
     best = tl.max(weight, 0)
     weight = tl.exp2(weight - tl.where(best == -float("inf"), 0.0, best))
-    inside = exists[:, None] & (column < DIM)[None, :]
+    # What holds no weight may never have been written.
+    inside = (weight > 0.0)[:, None] & (column < DIM)[None, :]
     flat = (row * SPLITS + split)[:, None] * DIM + column[None, :]
     means = tl.load(part + flat, mask=inside, other=0.0)
     total = tl.sum(weight, 0)
@@ -206,20 +196,28 @@ def _merge(
 
 
 def _shares(tuned: Config, programs: int, keys: int, device: torch.device) -> int:
-    """Shares of the keys: enough programs to fill the device, none with too little to read."""
+    """Shares of at most ``keys`` keys: enough programs to fill the device.
+
+    A request of fewer keys has fewer shares: the kernel leaves those without work unwritten.
+    """
     wanted = -(-tuned["waves"] * multiprocessors(device) // programs)
     most = max(1, min(wanted, keys // tuned["split_keys"], tuned["max_splits"]))
     # A number of shares is a kernel of its own: few of them.
     return 1 << (most.bit_length() - 1)
 
 
-def _blocks(rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Config:
-    """The table's entry, with no more rows a program than there are; tensor cores want 16."""
+def _blocks(rows: int, chunks: bool, dim: int, dtype: torch.dtype, device: torch.device) -> Config:
+    """The table's entry, with no more rows a program than there are; tensor cores want 16.
+
+    Chunks have any number of rows, and one entry: each size would be a kernel of its own.
+    """
+    rows = max(rows, LONG_ROWS + 1) if chunks else rows
     kind = "prefill" if rows > LONG_ROWS else "decode"
     tuned = config(f"attention.{kind}/{8 * dtype.itemsize}bit/{dim}", device)
+    own = min(tuned["rows"], max(16, power_of_two(rows)))
+    warps = max(min(LEAST_WARPS, tuned["num_warps"]), tuned["num_warps"] * own // tuned["rows"])
     # A tree's bits are read 64 at a time.
-    least = max(16, power_of_two(rows))
-    return tuned | {"rows": min(tuned["rows"], least), "keys": min(tuned["keys"], 64)}
+    return tuned | {"rows": own, "keys": min(tuned["keys"], 64), "num_warps": warps}
 
 
 def tree_attention(
@@ -240,7 +238,7 @@ def tree_attention(
     ragged, tree = span.offsets is not None, span.mask is not None
     queries = span.longest if ragged else total // batch
     width = span.mask.shape[1] if span.mask is not None else queries
-    tuned = _blocks(queries * group, size, q.dtype, device)
+    tuned = _blocks(queries * group, ragged and not tree, size, q.dtype, device)
     tiles = -(-queries * group // tuned["rows"])
     # Programs with something to do: each request leaves at most one tile in part empty.
     working = min(tiles * batch, total * group // tuned["rows"] + batch)
@@ -263,9 +261,9 @@ def tree_attention(
         queries, *q.stride()[:2], pages.stride(0),
         width, span.first, window or 0, kv_heads * dim, dim, factor, (cap or 0.0) * LOG2_E,
         HEADS=kv_heads, GROUP=group, DIM=dim, PAGE=page_size, RAGGED=ragged,
-        TREE=tree, WINDOW=window is not None, OPEN=window is None and span.first == 0,
-        CAP=cap is not None, SINK=sinks is not None,
-        SPLITS=shares, ROWS=tuned["rows"], KEYS=tuned["keys"], SIZE=size, WORDS=-(-width // 64),
+        TREE=tree, WINDOW=window is not None, CAP=cap is not None, SINK=sinks is not None,
+        SPLITS=shares, LEAST=max(1, tuned["split_keys"] // tuned["keys"]), ROWS=tuned["rows"],
+        KEYS=tuned["keys"], SIZE=size, WORDS=-(-width // 64),
         num_warps=tuned["num_warps"], num_stages=tuned["num_stages"],
     )  # fmt: skip
     if shares > 1:

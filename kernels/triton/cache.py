@@ -20,7 +20,7 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rotate_and_store(
     qkv, rotary, weight, k_cache, v_cache, slots, out, rows, token_stride, head_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr,
@@ -87,7 +87,7 @@ def rotate_and_store(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "width", "pages_row", "logical_row", "logical_column"])
 def _page_slots(pages, logical, out, count, width, pages_row, logical_row, logical_column,
                 PAGE: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)

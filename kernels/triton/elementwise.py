@@ -25,7 +25,7 @@ def normed(x, weight, eps, size, INSIDE):
     return (wide.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
     x, residual, weight, out, total, rows, x_outer, x_inner, size, eps,
     INNER: tl.constexpr, WEIGHT_ROWS: tl.constexpr, ADD: tl.constexpr,
@@ -91,7 +91,7 @@ def rotated(x, partner, cos, sin):
     return (first + partner.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _apply_rope(
     x, rotary, out, rows, x_token, x_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,

@@ -29,7 +29,7 @@ def _allowed(words, row, token, inside, WORDS: tl.constexpr):
     return ((word >> (token % 32)) & 1) != 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["words"])
 def _apply_bitmask(
     logits, words, index, vocab, row_stride,
     WORDS: tl.constexpr, SOME: tl.constexpr, SIZE: tl.constexpr,
@@ -67,7 +67,7 @@ def _mixed(z):
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _noise_keys(seeds, positions, out, count, salt, SIZE: tl.constexpr):
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = index < count
@@ -129,7 +129,7 @@ def _perturbed(value, temperature, keys, row, token):
     return value
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["words", "flags"])
 def _survey(
     logits, words, flags, temperature, keys, bests, tokens, vocab, row_stride,
     MASKED: tl.constexpr, FLAGGED: tl.constexpr, SAVED: tl.constexpr, NOISY: tl.constexpr,

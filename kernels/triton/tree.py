@@ -68,7 +68,10 @@ def rerank(scores: Tensor, count: int) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["score_row", "mask_tree", "mask_row", "width"],
+    do_not_specialize_on_alignment=["token", "branch", "best"],
+)
 def _grow(
     score, added, choices, mask, out_score, token, branch, best, out_mask,
     score_row, mask_tree, mask_row, width,
@@ -166,7 +169,7 @@ def _counted(flag, EACH: tl.constexpr):
     return number
 
 
-@triton.jit(do_not_specialize=["batch", "count"])
+@triton.jit(do_not_specialize=["batch", "count"], do_not_specialize_on_alignment=["least", "most"])
 def _select_nodes(
     scores, least, most, pack, kept_scores, batch, count, row_stride,
     LEAST: tl.constexpr, MOST: tl.constexpr, NODES: tl.constexpr,
@@ -218,7 +221,19 @@ def select_nodes(
     return Selected(pack, kept)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["token_row", "parent_row", "score_row", "depth"],
+    do_not_specialize_on_alignment=[
+        "tokens",
+        "parents",
+        "scores",
+        "all_tokens",
+        "all_parents",
+        "child",
+        "sibling",
+        "depths",
+    ],
+)
 def _build_tree(
     root, tokens, parents, scores, all_tokens, all_parents, child, sibling, depths, ancestors,
     all_scores, token_row, parent_row, score_row, depth, NODES: tl.constexpr, SIZE: tl.constexpr,

@@ -14,29 +14,30 @@ TABLE: dict[str, dict[str, int]] = {
 }
 
 
-def attention(rows: int, keys: int, warps: int, stages: int, splits: int) -> dict[str, int]:
-    """``splits``: most shares of a request's keys, each of ``split_keys`` at least."""
+def attention(rows: int, keys: int, warps: int, stages: int) -> dict[str, int]:
+    """At most ``max_splits`` shares of a request's keys, each of ``split_keys`` at least."""
     return {
         "rows": rows,
         "keys": keys,
         "waves": 2,
         "split_keys": 256,
-        "max_splits": splits,
+        "max_splits": 64,
         "num_warps": warps,
         "num_stages": stages,
     }
 
 
-# By head size: what a program holds must fit in registers and in shared memory.
+# By head size. What a program holds fits in registers on sm_80 to sm_120, and in the 99 KiB of
+# shared memory that sm_86, 89 and 120 have; two copies are under way while a block is computed.
 for _head, _decode, _prefill in (
-    (16, (64, 64, 4, 3), (128, 64, 4, 3)),
-    (32, (64, 64, 4, 3), (128, 64, 4, 3)),
-    (64, (64, 64, 4, 3), (128, 64, 4, 3)),
-    (128, (64, 64, 4, 2), (128, 64, 8, 2)),
-    (256, (32, 32, 4, 2), (64, 32, 8, 2)),
+    (16, (64, 64, 4, 3), (128, 64, 8, 3)),
+    (32, (64, 64, 4, 3), (128, 64, 8, 3)),
+    (64, (64, 64, 4, 3), (128, 64, 8, 3)),
+    (128, (64, 32, 8, 3), (128, 32, 8, 3)),
+    (256, (32, 16, 4, 3), (64, 16, 8, 3)),
 ):
-    TABLE[f"attention.decode/16bit/{_head}"] = attention(*_decode, splits=64)
-    TABLE[f"attention.prefill/16bit/{_head}"] = attention(*_prefill, splits=8)
+    TABLE[f"attention.decode/16bit/{_head}"] = attention(*_decode)
+    TABLE[f"attention.prefill/16bit/{_head}"] = attention(*_prefill)
 for _head, _keys, _rows in ((16, 64, 32), (32, 64, 32), (64, 32, 32), (128, 32, 16), (256, 16, 16)):
-    TABLE[f"attention.decode/32bit/{_head}"] = attention(_rows, _keys, 4, 2, splits=64)
-    TABLE[f"attention.prefill/32bit/{_head}"] = attention(_rows, _keys, 4, 2, splits=8)
+    TABLE[f"attention.decode/32bit/{_head}"] = attention(_rows, _keys, 4, 2)
+    TABLE[f"attention.prefill/32bit/{_head}"] = attention(_rows, _keys, 4, 2)

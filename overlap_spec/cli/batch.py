@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from starlette.types import ASGIApp, Message
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 LINE_FIELDS = {"custom_id", "method", "url", "body"}
 ANSWERED = 200
 
@@ -155,7 +155,9 @@ def read_line(number: int, text: str) -> BatchLine:
     if data.get("method") != "POST":
         raise BadLine(f"line {number}: method must be POST: {data.get('method')!r}", name)
     if data.get("url") not in URLS:
-        raise BadLine(f"line {number}: url must be {' or '.join(URLS)}: {data.get('url')!r}", name)
+        raise BadLine(
+            f"line {number}: url must be one of {', '.join(URLS)}: {data.get('url')!r}", name
+        )
     body = data.get("body")
     if not isinstance(body, dict):
         raise BadLine(f"line {number}: body must be an object", name)
@@ -255,15 +257,13 @@ async def application(flags: dict[str, Any], serving: dict[str, Any]) -> AsyncIt
     """The server's application around a started engine, without a socket."""
     from overlap_spec.async_engine import AsyncEngine
     from overlap_spec.server.app import create_app
-    from overlap_spec.server.launch import EMBEDDED_CALLS
+    from overlap_spec.server.launch import guess_parser, served_name
     from overlap_spec.server.settings import ServerSettings
 
     model = flags["model"]
-    name = serving["served_model_name"] or (Path(model).name if model else "overlap-spec")
-    parser = serving["tool_call_parser"] or (None if model else EMBEDDED_CALLS)
     settings = ServerSettings(
-        served_model_name=name,
-        tool_call_parser=parser,
+        served_model_name=serving["served_model_name"] or served_name(model),
+        tool_call_parser=serving["tool_call_parser"] or guess_parser(model, None),
         reasoning_parser=serving["reasoning_parser"],
         # Nobody waits for an answer: a line takes the time that it takes.
         request_timeout_s=float("inf"),

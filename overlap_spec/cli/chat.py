@@ -166,6 +166,8 @@ class Chat:
         self.console.print()
         assert handle.output is not None
         self.tell(handle.output)
+        for warning in handle.output.warnings:
+            self.console.print(f"warning: {warning}", style="yellow", markup=False)
         check(handle.output)
         self.messages = [*asked, {"role": "assistant", "content": handle.output.text}]
 

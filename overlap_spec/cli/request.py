@@ -35,7 +35,10 @@ class ConstraintFlags:
     ] = None
     tool_call_parser: Annotated[
         str | None,
-        Help("Format of the model's tool calls: a file of grammar/tool_formats (hermes, …)."),
+        Help(
+            "Format of the model's tool calls: a file of grammar/tool_formats (hermes, …); by "
+            "default the one that the chat template shows."
+        ),
     ] = None
     whitespace: Annotated[str, Help(SERVER_HELP["whitespace"])] = "compact"
     best_effort: Annotated[bool, Help(SERVER_HELP["best_effort"], ("--best-effort",))] = False
@@ -49,8 +52,8 @@ class ConstraintFlags:
         """The grammar of the flags, or None for free text.
 
         Args:
-            model: Folder of the checkpoint; None is the embedded model, whose tool calls have a
-                format of their own.
+            model: The checkpoint, whose chat template shows the format of its tool calls; None is
+                the embedded model.
 
         Raises:
             InvalidRequest: several constraints are given, or one cannot be read; names the file.
@@ -116,11 +119,15 @@ class ConstraintFlags:
     def _tool_format(self, model: str | None) -> str:
         if self.tool_call_parser is not None:
             return self.tool_call_parser
-        if model is None:
-            from overlap_spec.server.launch import EMBEDDED_CALLS
+        from overlap_spec.server.launch import guess_parser
 
-            return EMBEDDED_CALLS
-        raise ConfigError("--tools with --model needs --tool-call-parser, the format of its calls")
+        guess = guess_parser(model, None)
+        if guess is None:
+            raise ConfigError(
+                "the chat template shows no known format of tool calls: name it with "
+                "--tool-call-parser"
+            )
+        return guess
 
 
 CONSTRAINT_FLAGS = {field.name: GRAMMAR for field in fields(ConstraintFlags)} | {

@@ -88,6 +88,7 @@ class EngineCore:
         # What the steps under way were planned for, the newest last.
         self._views: dict[int, StepView] = {}
         self._observed = Observed()
+        self.worker.warm_up(self.policy.tiers, config.chunked_prefill_size)
         if self.policy.weighs_cost:
             self.policy.calibrate(*cost_model(config, self.worker, self.policy.tiers))
         self.worker.prepare(self.policy.choose(StepView((RequestView(0, 1),))).tier)
@@ -125,19 +126,21 @@ class EngineCore:
         if self.worker.drafts_on_host:
             kept = self._results(last)
         self.worker.draft(step, self._histories(plan))
-        if kept is None and last is not None and self.scheduler.may_end_all(plan):
+        ahead = self.worker.verifies_ahead
+        if kept is None and last is not None and not ahead and self.scheduler.may_end_all(plan):
             # The one early wait, hidden under the draft.
             kept = self._results(last)
-        if kept is not None and self.scheduler.ended_all(plan):
+        ended = kept is not None and self.scheduler.ended_all(plan)
+        if not ended:
+            self.worker.prefill(step)
+            self.worker.verify(step)
+        self._accept(self._results(last) if kept is None else kept)
+        if ended or (not plan.chunks and self.scheduler.ended_all(plan)):
             self.worker.drop(step)
             self.scheduler.drop(plan)
             self._views.pop(plan.index)
-            self._accept(kept)
             self._before = None
             return True
-        self.worker.prefill(step)
-        self.worker.verify(step)
-        self._accept(self._results(last) if kept is None else kept)
         if step.constrained:
             self.grammar.fill(plan.verified_ids, *self.worker.trees(step))
         self.worker.accept(step, self._free(step))
@@ -402,11 +405,15 @@ def _view(sequence: Sequence, tpot_slo_ms: float | None) -> RequestView:
 
 
 def _room(sequence: Sequence) -> int:
-    """Nodes of the largest tree that a sequence's trie can be, after its first token."""
+    """Nodes of the largest tree that a sequence's trie can be, after what is known of its output,
+    the first token at least."""
     trie = sequence.trie
     if trie is None or not sequence.request.sampling.speculate:
         return 0
-    return 1 + int(trie.sizes[trie.parents < 0].max())
+    place = trie.follow(-1, sequence.output_ids)
+    if place is None:
+        return 0
+    return 1 + int(trie.sizes[place] if place >= 0 else trie.sizes[trie.parents < 0].max())
 
 
 def _target(sequence: Sequence, default_ms: float | None) -> float | None:

@@ -93,6 +93,7 @@ class ModelConfig:
         sandwich_norms: What attention and MLP add to the stream is normed, too.
         fused_in_file: The file holds ``qkv_proj`` and ``gate_up_proj`` whole.
         experts: None: every layer has one MLP.
+        beside_vision: The file holds a vision tower, too, and the text model under a name.
     """
 
     architecture: str
@@ -123,6 +124,7 @@ class ModelConfig:
     sandwich_norms: bool = False
     fused_in_file: bool = False
     experts: ExpertsConfig | None = None
+    beside_vision: bool = False
 
     def window(self, layer: int) -> int | None:
         """Sliding window of ``layer`` in tokens, or None."""

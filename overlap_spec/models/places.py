@@ -56,7 +56,9 @@ class Place(NamedTuple):
         """The tensor as a file holds it, a copy."""
         kept = (self.view[0] if self.repeated else self.view).detach()
         kept = kept - self.offset if self.offset else kept.clone()
-        return kept if self.rows is None else torch.empty_like(kept).index_copy_(0, self.rows, kept)
+        if self.rows is None:
+            return kept
+        return torch.empty_like(kept).index_copy_(0, self.rows.to(kept.device), kept)
 
 
 def tied(module: nn.Module) -> bool:

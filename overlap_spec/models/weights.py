@@ -26,16 +26,21 @@ log = logging.getLogger(__name__)
 
 Head = TypeVar("Head", EagleHead, Eagle3Head, MtpModule)
 AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 LATER_NORM = re.compile(r"^(layers\.\d+)\.hidden_norm\.")
 # What a weight may be stored in as it is; a number of fewer bits stands for another.
 WHOLE_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def _own_name(name: str) -> str:
+    return name
 
 
 @torch.no_grad()
 def load_state(
     module: nn.Module,
     path: Path,
-    rename: Callable[[str], str] = lambda name: name,
+    rename: Callable[[str], str] = _own_name,
     ignore: Callable[[str], bool] = lambda _: False,
     optional: Collection[str] = (),
 ) -> None:
@@ -73,6 +78,14 @@ def load_state(
         raise CheckpointError(f"{path}: missing weights: {_some(sorted(missing))}")
     if left_over:
         raise CheckpointError(f"{path}: weights that no layer takes: {_some(left_over)}")
+
+
+def _text_name(name: str) -> str:
+    """A tensor of a text model beside a vision tower, as it is called where it is alone."""
+    for inside in ("language_model.model.", "model.language_model."):
+        if name.startswith(inside):
+            return f"model.{name.removeprefix(inside)}"
+    return name.removeprefix("language_model.")
 
 
 def _eagle_name(name: str) -> str:
@@ -128,7 +141,8 @@ def load_decoder(
             path, trained, limit,
         )  # fmt: skip
         limit = trained
-    names = tensor_names(path)
+    rename = _text_name if config.beside_vision else _own_name
+    names = {rename(name) for name in tensor_names(path)}
     # A tied checkpoint that still stores a head of its own is served with that head.
     tied = config.tie_embeddings and "lm_head.weight" not in names
     config = replace(config, max_position=max_position or limit, tie_embeddings=tied)
@@ -140,7 +154,12 @@ def load_decoder(
     decoder.make_ropes(device)
     # Its next-token modules are the drafter's.
     others = tuple(module.prefix for module in find_modules(names))
-    load_state(decoder, path, ignore=lambda name: _is_rotary(name) or name.startswith(others))
+
+    def ignored(name: str) -> bool:
+        seeing = config.beside_vision and VISION.match(name) is not None
+        return seeing or _is_rotary(name) or name.startswith(others)
+
+    load_state(decoder, path, rename, ignored)
     _tell_cost(path, decoder)
     return decoder.eval().requires_grad_(False)
 

@@ -102,7 +102,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.get("/v1/responses/{response_id}", summary="Always 404: nothing is stored.")
     async def _response(response_id: str) -> Response:
         message = f"there is no response {response_id!r}: nothing is stored"
-        raise ApiError(404, message, "response_id", "not_found")
+        raise ApiError(404, message, "response_id", code="response_not_found")
 
     @app.post("/v1/messages", summary="Anthropic's messages.")
     async def _messages(body: MessagesBody, request: Request) -> Response:

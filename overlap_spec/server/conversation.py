@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,13 +36,16 @@ class Conversation:
         field: The body's field that the grammar comes from.
         opened: True if the prompt ends inside the model's thinking, False if it has closed the
             thinking; None if it does neither or the model does not think.
+        separate: Whether thinking is split from the answer.
+        with_calls: Whether the answer may have calls.
     """
 
     service: Service
-    task: ChatTask
     request: Request
     field: str | None
     opened: bool | None
+    separate: bool
+    with_calls: bool
 
     @classmethod
     async def prepare(cls, service: Service, task: ChatTask) -> Conversation:
@@ -50,6 +54,8 @@ class Conversation:
         Raises:
             InvalidRequest: an invalid field; names it.
         """
+        # Reading a body of many messages took a turn of the loop.
+        await asyncio.sleep(0)
         rendering = rendering_of(service, task)
         constraint = await service.constraints.of(task.constraint, task.form, task.form_field)
         constraint = await service.constraints.tools(task.tools, constraint)
@@ -67,16 +73,18 @@ class Conversation:
             opened = opened_by(form, service.engine.tokenizer.ending(request.prompt_ids))
             grammar = _after_thinking(request.grammar, form, opened)
             request = replace(request, grammar=grammar)
-        return cls(service, task, request, constraint.field, opened)
+        ask, parser = task.tools, service.settings.tool_call_parser
+        with_calls = bool(ask.tools) and ask.choice != "none" and parser is not None
+        # The task is not kept: a stream may go on for minutes, and does not need its body.
+        return cls(service, request, constraint.field, opened, task.separate, with_calls)
 
     def assembler(self) -> ChatAssembler:
         """Splits one output into thinking, content and calls."""
-        form = _reasoning(self.service) if self.task.separate else None
-        parser, ask = self.service.settings.tool_call_parser, self.task.tools
-        with_calls = bool(ask.tools) and ask.choice != "none" and parser is not None
+        form = _reasoning(self.service) if self.separate else None
+        parser = self.service.settings.tool_call_parser
         return ChatAssembler(
             ReasoningStream(form, self.opened) if form is not None else None,
-            CallStream(parser) if with_calls and parser is not None else None,
+            CallStream(parser) if self.with_calls and parser is not None else None,
         )
 
     def thinking(self) -> ThinkingTokens:

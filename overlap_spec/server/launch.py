@@ -42,12 +42,12 @@ def launch(
         raise ConfigError(f"log_level must be one of {', '.join(LEVELS)}: {log_level!r}")
     model = flags["model"]
     if tool_call_parser is None:
-        tool_call_parser = _guess_parser(model, chat_template)
+        tool_call_parser = guess_parser(model, chat_template)
     known = {field.name for field in fields(EngineConfig)}
     server = {name: value for name, value in flags.items() if name not in known}
     settings = ServerSettings(
         **server,
-        served_model_name=served_model_name or _name(model),
+        served_model_name=served_model_name or served_name(model),
         tool_call_parser=tool_call_parser,
         whitespace=whitespace,
         cors_origins=tuple(cors_origin or ()),
@@ -63,14 +63,14 @@ def launch(
     serve(engine, settings, log_level)
 
 
-def _name(model: str | None) -> str:
+def served_name(model: str | None) -> str:
     """What clients call the model: its hub name, or its folder's."""
     if model is None:
         return "overlap-spec"
     return model if is_hub_name(model) else Path(model).name
 
 
-def _guess_parser(model: str | None, chat_template: str | None) -> str | None:
+def guess_parser(model: str | None, chat_template: str | None) -> str | None:
     """The format of tool calls that the chat template shows, if it is one of the known."""
     if model is None:
         return EMBEDDED_CALLS

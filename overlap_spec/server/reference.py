@@ -1,7 +1,4 @@
-"""The routes and their fields as tables, from the server's OpenAPI document.
-
-``python -m overlap_spec.server.print_reference`` prints what ``docs/http.md`` has of it.
-"""
+"""The routes and their fields as tables, from the server's OpenAPI document."""
 
 from __future__ import annotations
 

@@ -54,11 +54,11 @@ class ResponseFormatter:
     def __init__(
         self, conversation: Conversation, body: ResponsesBody, label: str, model: str
     ) -> None:
-        self._conversation, self._body = conversation, body
+        self._conversation, self._with_logprobs = conversation, body.with_logprobs
         self._writer = ItemWriter()
         self._thinking = conversation.thinking()
         self._sequence = 0
-        self._head = self._fields(label, model)
+        self._head = self._fields(body, label, model)
 
     def whole(self, output: Output) -> dict[str, Any]:
         """The response as one object."""
@@ -68,7 +68,7 @@ class ResponseFormatter:
             self._writer.push(piece, [])
         status = STATUS.get(output.finish_reason, "completed")
         self._writer.finish(_item_status(output.finish_reason))
-        if self._body.with_logprobs:
+        if self._with_logprobs:
             (part,) = self._writer.items[-1]["content"]
             part["logprobs"] = self._logprobs(*without_stop(output))
         return self._response(status, output)
@@ -84,7 +84,7 @@ class ResponseFormatter:
             pieces = assembler.push(delta.text)
             if delta.finish_reason is not None:
                 pieces += assembler.finish()
-            if self._body.with_logprobs:
+            if self._with_logprobs:
                 pending += self._logprobs(*cut_stop(handle.request, delta))
                 if pending and not pieces:
                     pieces = [{"content": ""}]
@@ -118,9 +118,9 @@ class ResponseFormatter:
         shown: list[Any] = chat_logprobs(tokenizer, ids, logprobs)["content"]
         return shown
 
-    def _fields(self, label: str, model: str) -> dict[str, Any]:
+    def _fields(self, body: ResponsesBody, label: str, model: str) -> dict[str, Any]:
         """What a response has from its beginning."""
-        body, sampling = self._body, self._conversation.request.sampling
+        sampling = self._conversation.request.sampling
         # With the names of the wire, and without what was left out.
         sent = body.model_dump(by_alias=True, exclude_none=True, include=ECHOED)
         reasoning = {"effort": None, "summary": None} | sent.get("reasoning", {})

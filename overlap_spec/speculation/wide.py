@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from overlap_spec.types import Budget, Tier
 
 # Depth and nodes of a tree, root included, where the grammar knows what can come.
-WIDE_STEPS, WIDE_NODES = 15, 32
+WIDE_STEPS, WIDE_NODES = 8, 32
 
 
 def wide_tier(base: Tier) -> Tier:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 from typing import Any
@@ -199,6 +200,9 @@ def count_pages(config: EngineConfig, page_bytes: int, wanted: int, device: torc
     """
     fraction = config.mem_fraction_static
     if device.type == "cuda":
+        # What closed engines and loading left counts as taken while torch holds it.
+        gc.collect()
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         budget = int(free - total * (1 - (fraction or 0.85)))
     elif fraction is not None:

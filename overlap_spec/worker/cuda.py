@@ -17,7 +17,8 @@ T = TypeVar("T")
 class CudaClock:
     """Translates events into the host's clock, ``time.perf_counter_ns``.
 
-    Distances are single-precision milliseconds, so they are taken from an event of late.
+    Distances are single-precision milliseconds, so they are taken from an event of late. The two
+    clocks do not run alike: :meth:`hold` keeps them together.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,6 +30,12 @@ class CudaClock:
     def ns(self, event: torch.cuda.Event) -> int:
         """When ``event``, which has passed, did so."""
         return self._ns + int(self._event.elapsed_time(event) * 1e6)
+
+    def hold(self, event: torch.cuda.Event, queued_ns: int, seen_ns: int) -> None:
+        """Correct the translation by an event that was queued at ``queued_ns`` on the host's clock,
+        before which it cannot have passed, and was seen to have passed at ``seen_ns``."""
+        found = self.ns(event)
+        self._ns += min(max(found, queued_ns), seen_ns) - found
 
     def rebase(self, event: torch.cuda.Event) -> torch.cuda.Event:
         """Measure from ``event`` from now on, which is not recorded again until it is returned
@@ -81,6 +88,7 @@ REMEMBERED_SPANS = 64
 class _Span(NamedTuple):
     label: str
     step: int
+    queued_ns: int
     start: torch.cuda.Event
     end: torch.cuda.Event
 
@@ -110,10 +118,11 @@ class CudaStream(Stream):
         value: Value[T] = Value()
         with torch.cuda.stream(self._stream), torch.cuda.nvtx.range(label):
             start, end = self._event(), self._event()
+            queued_ns = time.perf_counter_ns()
             start.record()
             value.set(call(work, args))
             end.record()
-        self._spans.append(_Span(label, self.step, start, end))
+        self._spans.append(_Span(label, self.step, queued_ns, start, end))
         self._started += 1
         return value
 
@@ -123,7 +132,9 @@ class CudaStream(Stream):
     def note(self) -> None:
         """Record the spans of work that has passed."""
         while self._spans and self._spans[0].end.query():
-            label, step, start, end = self._spans.popleft()
+            label, step, queued_ns, start, end = self._spans.popleft()
+            self._clock.hold(end, queued_ns, time.perf_counter_ns())
+            self._clock.hold(start, queued_ns, time.perf_counter_ns())
             self._record(self.name, label, self._clock.ns(start), self._clock.ns(end), step)
             self._lengths_ms.append(start.elapsed_time(end))
             self._noted += 1

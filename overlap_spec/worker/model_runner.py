@@ -112,9 +112,10 @@ class ModelRunner(nn.Module):
         no_run = torch.full((1, RUN_TOKENS), -1, dtype=torch.int32, device=self.device)
         self.register_buffer("no_run", no_run)
         if self.feature_layers:
-            # One feature a page, so that a prefix can be reused with the drafter's cache.
+            # One feature a page, so that a prefix can be reused with the drafter's cache: zeros of
+            # page 0, which starts of sequences read, and a last row for what is not to be kept.
             width = len(self.feature_layers) * target.config.hidden_size
-            shape = pool.k.shape[1], width
+            shape = pool.k.shape[1] + 1, width
             self.register_buffer("page_features", lazy_zeros(shape, pool.k.dtype, self.device))
 
     @property
@@ -583,10 +584,10 @@ class ModelRunner(nn.Module):
 
         Tokens that a tree rejected write to pages that are not full yet, and are overwritten.
         """
-        size = self.pool.page_size
+        size, dump = self.pool.page_size, self.page_features.shape[0] - 1
         page = self.tables.pages[rows, positions // size]
         ends = (positions + 1) % size == 0
-        self.page_features[torch.where(ends, page, 0)] = features
+        self.page_features[torch.where(ends & (page > 0), page, dump)] = features
 
     def _token_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Physical slots of tokens at ``positions (T,)`` of ``rows (T,)``."""

@@ -12,6 +12,10 @@ from overlap_spec.kernels import Tree, apply_bitmask, apply_penalties, masked_ch
 from overlap_spec.types import TokenLogprobs
 from overlap_spec.worker.tables import RowTables, SamplingFeatures
 
+# Entries of logits that are biased and penalised at once: of a vocabulary of 128k, 64 nodes. What
+# that takes besides is some times as much, whatever the batch.
+BLOCK_ENTRIES = 1 << 23
+
 
 @dataclass(frozen=True)
 class Nodes:
@@ -26,6 +30,12 @@ class Nodes:
     positions: Tensor
     tree: Tree | None
     pack: Tensor | None
+
+    def numbers(self, here: slice) -> Tensor:
+        """int64: the flat numbers of the nodes ``here`` among those of all trees."""
+        if self.pack is not None:
+            return self.pack[here]
+        return torch.arange(here.start, here.stop, device=self.rows.device)
 
 
 class Masks(NamedTuple):
@@ -64,34 +74,41 @@ class Sampler:
     def process(self, logits: Tensor, nodes: Nodes | None, features: SamplingFeatures) -> Tensor:
         """Logits as the choice sees them, but for the mask: ``(L, V)`` → ``(L, V)``.
 
-        ``nodes`` is needed where the features are :attr:`SamplingFeatures.by_node`.
+        ``logits`` may be overwritten; ``nodes`` is needed where the features are
+        :attr:`SamplingFeatures.by_node`.
         """
-        if nodes is None:
+        if nodes is None or not (features.biased or features.min_tokens or features.penalised):
             return logits
-        tables, rows = self.tables, nodes.rows
-        if features.biased or features.min_tokens or features.penalised:
-            logits = logits.float()
+        logits = logits.float()
+        block = max(1, BLOCK_ENTRIES // logits.shape[1])
+        for start in range(0, len(logits), block):
+            here = slice(start, min(start + block, len(logits)))
+            self._process_block(logits[here], nodes, here, features)
+        return logits
+
+    def _process_block(
+        self, logits: Tensor, nodes: Nodes, here: slice, features: SamplingFeatures
+    ) -> None:
+        """:meth:`process` of the nodes ``here``, in place."""
+        tables, rows = self.tables, nodes.rows[here]
         if features.biased:
-            logits = logits + tables.wide("bias", torch.float32)[rows]
+            logits += tables.wide("bias", torch.float32)[rows]
         if features.min_tokens:
-            early = nodes.positions < tables.min_position[rows]
+            early = nodes.positions[here] < tables.min_position[rows]
             stops = tables.wide("stops", torch.bool)[rows]
-            logits = logits.masked_fill(early[:, None] & stops, -torch.inf)
+            logits.masked_fill_(stops.logical_and_(early[:, None]), -torch.inf)
         if features.penalised:
             counts = tables.output_counts[rows]
             if nodes.tree is not None:
-                drafted = _path_counts(nodes.tree, self.tables.vocab_size)
-                pack = nodes.pack
-                counts += drafted[: len(counts)] if pack is None else drafted[pack]
-            logits = apply_penalties(
+                _add_path(counts, nodes.tree, nodes.numbers(here))
+            apply_penalties(
                 logits,
                 counts,
-                tables.in_prompt[rows] | (counts > 0),
+                tables.in_prompt[rows].logical_or_(counts > 0),
                 tables.repetition[rows],
                 tables.presence[rows],
                 tables.frequency[rows],
             )
-        return logits
 
     def choose(
         self,
@@ -128,13 +145,13 @@ class Sampler:
         return own, *found.topk(min(top, logits.shape[1]))
 
 
-def _path_counts(tree: Tree, vocab_size: int) -> Tensor:
-    """Occurrences of each token on each node's path below the root: int32 ``(B * N, vocab)``."""
-    batch, nodes = tree.tokens.shape
-    counts = torch.zeros(batch, nodes, vocab_size, dtype=torch.int32, device=tree.tokens.device)
-    drafted = tree.tokens[:, None, 1:].expand(batch, nodes, nodes - 1)
-    counts.scatter_add_(2, drafted, tree.ancestors[:, :, 1:].to(torch.int32))
-    return counts.flatten(0, 1)
+def _add_path(counts: Tensor, tree: Tree, numbers: Tensor) -> None:
+    """Add to ``counts (L, vocab)`` each token on the paths of nodes ``numbers (L,)``, without the
+    roots."""
+    nodes = tree.tokens.shape[1]
+    trees = numbers // nodes
+    above = tree.ancestors[trees, numbers % nodes, 1:]
+    counts.scatter_add_(1, tree.tokens[trees, 1:], above.to(counts.dtype))
 
 
 def token_logprobs(own: Tensor, best: Tensor, ids: Tensor, top: int) -> tuple[TokenLogprobs, ...]:

@@ -1,4 +1,4 @@
-"""Drafts out of what the grammar tells alone: tries of whole outputs, and long forced runs.
+"""Drafts out of what the grammar tells alone: tries of whole outputs.
 
 Where the texts that an output can still be fit into the tree, they are the draft: one verify then
 decides all that is left, whatever it is.
@@ -30,7 +30,7 @@ def trie_table(trie: TokenTrie) -> Int64s:
 
 
 def draft_known(draft: Draft, roots: Roots, tries: Tensor, place: Tensor, tier: Tier) -> Draft:
-    """A draft with room for more nodes; in its place, where there is one, what is known.
+    """A draft with room for more nodes; in its place, where it fits, what is left of a trie.
 
     Args:
         draft: Of ``tier.base``; not drawn.
@@ -46,14 +46,6 @@ def draft_known(draft: Draft, roots: Roots, tries: Tensor, place: Tensor, tier: 
     missing = 0, count - drafted
     tokens, parents = F.pad(tokens, missing), F.pad(parents, missing)
     scores = F.pad(scores, missing, value=-torch.inf)
-    # A run that is longer than the drafter's tree is deep.
-    forced = roots.forced[:, : tier.steps]
-    run = F.pad(forced, (0, count - forced.shape[1]), value=-1)
-    is_long = run[:, tier.own.steps, None] >= 0
-    tokens = torch.where(is_long, run, tokens)
-    parents = torch.where(is_long, index, parents)
-    scores = torch.where(is_long, torch.where(run >= 0, 0.0, -torch.inf), scores)
-    # The rest of a trie.
     place = place[roots.rows]
     whole = fits(tries, roots.rows, place, tier)[:, None]
     known = tries[roots.rows]

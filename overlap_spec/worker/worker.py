@@ -49,6 +49,7 @@ from overlap_spec.worker.passes import (
 )
 from overlap_spec.worker.sampler import Masks, token_logprobs
 from overlap_spec.worker.streams import RecordSpan, Streams
+from overlap_spec.worker.warm_up import warm_up
 
 NAN_CHOICE = -2
 # Steps whose accept may still be asked for its time.
@@ -147,10 +148,39 @@ class Worker:
         """Whether drafts need the tokens of the step before on the host."""
         return self.runner.drafter is not None and self.runner.drafter.host
 
+    @property
+    def verifies_ahead(self) -> bool:
+        """Whether a verify is queued before it is known that anyone wants it.
+
+        On a GPU its launch would wait for the host else, in each step of a request that may end. On
+        the CPU a verify for nobody takes the cores from others.
+        """
+        return self._device.type == "cuda"
+
     @torch.inference_mode()
     def prepare(self, tier: Tier) -> None:
         """Queue the recording of a tier's passes for a single request, ahead of its first step."""
         self.streams.compute.run("record", self.runner.graphs.find, tier, 1)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether kernels are compiled when they first run, which no request should wait for."""
+        return self._device.type == "cuda"
+
+    @torch.inference_mode()
+    def warm_up(self, tiers: Sequence[Tier], chunk_tokens: int) -> None:
+        """Compile all that serving may want, before the first step; see :func:`warm_up`.
+
+        Args:
+            tiers: All that a plan may have.
+            chunk_tokens: Most prompt tokens of a step.
+        """
+        if self.compiles:
+            work = warm_up, self.runner, self._upload, tiers, self._rows, chunk_tokens
+            passed = self.streams.event()
+            self.streams.compute.run("warm up", *work)
+            self.streams.compute.record(passed)
+            passed.synchronize()
 
     @torch.inference_mode()
     def measure(self, points: Sequence[Point], deadline_s: float) -> list[PassTimes]:
@@ -370,7 +400,7 @@ class Worker:
         """Give up a step that was drafted: nothing of it is asked for."""
         if step.constrained:
             self.streams.compute.wait(step.events.tree_on_host)
-        step.buffers.keep = (step.batch, step.drafted)
+        step.buffers.keep = (step.batch, step.drafted, step.verified)
         self.streams.compute.record(step.events.free)
 
     @torch.inference_mode()
@@ -562,7 +592,7 @@ def _upload_masks(batch: Batch, buffers: Buffers) -> GrammarRows:
     count, requests = trees * nodes + final, len(batch.rows)
     rows, limits = buffers.device_masks[:count], buffers.device_limits[:requests]
     runs = buffers.device_runs[: max(count, requests * nodes)]
-    if rows.is_cuda:
+    if buffers.device_masks is not buffers.masks:
         rows.copy_(buffers.masks[:count], non_blocking=True)
         limits.copy_(buffers.limits[:requests], non_blocking=True)
         runs.copy_(buffers.runs[: len(runs)], non_blocking=True)

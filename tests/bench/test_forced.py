@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 
-from bench.forced import DRAFTERS, QUICK, HostileRuns, groups_of, shuffled, summary
+from bench.forced import (
+    DRAFTERS,
+    LABELS,
+    QUICK,
+    HostileRuns,
+    groups_of,
+    labels_of,
+    shuffled,
+    summary,
+)
 from overlap_spec.grammar.guesses import Guesses
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.training.data import held_out_cases
@@ -24,6 +34,16 @@ def test_groups_are_whole() -> None:
         [ask.prompt for ask in group] for group in other
     ]
     assert len(seen) == QUICK.groups
+
+
+def test_labels_are_short_and_all_different() -> None:
+    cases = held_out_cases(3, 120)
+    labels = labels_of(str.split, cases)
+    assert len(set(labels)) == LABELS
+    assert all(any(label in case.answer.values() for case in cases) for label in labels)
+    assert labels_of(lambda text: [1] * (7 - (text == labels[3])), cases) == [labels[3]]
+    (group,) = groups_of("choices", [], 3, replace(QUICK, groups=1), 2, labels)
+    assert {ask.grammar for ask in group} == {Grammar.choice(labels)}
 
 
 def test_shuffled_keys_are_the_same_keys_in_another_order() -> None:
@@ -45,13 +65,22 @@ def sample(side: str, group: int, **fields: Any) -> dict[str, Any]:
     counts = {"verified_tokens": 30, "verifies": 10, "drafted_tokens": 50, "illegal_drafts": 5}
     grafts = {"grafted_tokens": 8, "accepted_grafts": 6}
     head = {"workload": "extraction", "drafter": "eagle3 chain", "side": side, "group": group}
-    return {**head, **counts, **grafts, "tpot_ms": 4.0, "lane_us": 50.0, **fields}
+    return {
+        **head,
+        **counts,
+        **grafts,
+        "tpot_ms": 4.0,
+        "seconds": 1.0,
+        "answers": 2,
+        "lane_us": 50.0,
+        **fields,
+    }
 
 
 def test_figures_are_sums_and_pairs() -> None:
     samples = [
         sample("off", 0),
-        sample("on", 0, tpot_ms=2.0, lane_us=70.0, verifies=5),
+        sample("on", 0, tpot_ms=2.0, lane_us=70.0, verifies=5, seconds=0.5),
         sample("off", 1, tpot_ms=10.0),
         sample("on", 1, tpot_ms=6.0, lane_us=60.0, accepted_grafts=2),
     ]
@@ -59,6 +88,8 @@ def test_figures_are_sums_and_pairs() -> None:
     assert found["on"]["accept_length"] == 60 / 15
     assert found["on"]["verifies_of_off"] == 0.75
     assert found["on"]["tpot_of_off"] == {"median": 0.55, "min": 0.5, "max": 0.6, "n": 2}
+    assert found["on"]["seconds_of_off"]["median"] == 0.75
+    assert found["on"]["verifies_an_answer"] == 15 / 4
     assert found["on"]["graft_accept_rate"] == 0.5
     assert found["on"]["illegal_share"] == 0.1
     assert found["on"]["lane_added_us"] == pytest.approx(15.0)

@@ -67,6 +67,11 @@ def dying(context):
 
 def hanging(context):
     time.sleep(60)
+
+def telling(context):
+    for number in range(60):
+        context.keep(Result(details={"numbers": list(range(number + 1))}, faults=["one is odd"]))
+        time.sleep(0.01 if number < 3 else 60)
 """
 
 
@@ -167,6 +172,29 @@ def test_a_part_that_fails_leaves_the_others(
     assert record["figures"]["one"]["met"] is True
     (fault,) = gpu.faults(record)
     assert fault.startswith(f"{name}: {error}")
+
+
+def test_a_part_that_is_ended_keeps_what_it_told(start: Callable[..., gpu.Report]) -> None:
+    row = start("telling", most_s=20).record["parts"]["telling"]
+    assert row["status"] == "failed"
+    assert row["numbers"] == [0, 1, 2, 3]
+    assert row["error"] == "not done within 20 s; one is odd"
+
+
+def test_parts_can_be_run_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def run_parts(parts: Any, *_: Any) -> None:
+        ran.extend(part.name for part in parts)
+
+    monkeypatch.setattr(gpu, "run_parts", run_parts)
+    (tmp_path / "checkpoint").mkdir()
+    report = gpu.Report(Run("gpu", Namespace(quick=True, seed=0, json=None), []), rehearsal=True)
+    setup = Setup(True, True, 0, "", tmp_path / "checkpoint")
+    gpu.run_all(report, setup, gpu.Clock(100), ["kernels"])
+    assert ran == ["kernels"]
+    # No one waited for the checkpoint.
+    assert report.record["parts"] == {}
 
 
 def test_parts_share_a_process_until_one_fails(

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from overlap_spec import AsyncEngine, Engine, Generator, Grammar, SamplingParams
-from overlap_spec.engine.input_processor import GenerateOptions, SamplingOptions
+from overlap_spec.engine.input_processor import SamplingOptions
 from overlap_spec.errors import ConfigError, GrammarError, InvalidRequest
 
 ROOT = Path(__file__).parents[2]
@@ -204,9 +204,3 @@ def test_type_checkers_know_the_arguments(tmp_path: Path) -> None:
     first = TYPED.count("\n") + 1
     assert faults == ""
     assert sorted(set(lines)) == list(range(first, first + len(wrong))), told
-
-
-def test_options_are_documented() -> None:
-    assert set(GenerateOptions.__annotations__) == {
-        *SamplingOptions.__annotations__, "raw", "tools", "priority",
-    }  # fmt: skip

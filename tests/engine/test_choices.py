@@ -152,10 +152,11 @@ def test_draws_have_the_distribution_of_whole_texts(
         texts = ["ab", "a", "b", "ba", "c", "bb", "aa", "cc"]
         scores = np.array([scored(model, ids, encode(text), stops) for text in texts]) * power
         grammar = Grammar.choice(texts, faithful=True)
-        outputs = engine.generate([PROMPTS[1]] * count, grammar, asked)
-        again = engine.generate(PROMPTS[1], grammar, asked[17])
+        outputs = engine.generate([ids] * count, grammar, asked)
+        again = engine.generate(ids, grammar, asked[17])
     assert again.token_ids == outputs[17].token_ids
     assert not outputs[0].choices
+    assert {output.error for output in outputs} == {None}
     drawn = Counter(output.text for output in outputs)
     weights = np.exp(scores - scores.max())
     weights[np.argsort(-weights)[kept:]] = 0.0
@@ -175,8 +176,9 @@ def test_a_mask_over_tokens_draws_from_another_distribution(still: dict[str, Any
     texts, count = ["ab", "a", "b", "ba", "c", "bb", "aa", "cc"], 600
     asked = [{"temperature": 1, "max_tokens": 24, "seed": n} for n in range(count)]
     with Engine(**still, adaptive="static", max_running_requests=32, context_length=128) as engine:
-        told = engine.generate(PROMPTS[1], Grammar.choice(texts, probabilities=True), GREEDY)
-        outputs = engine.generate([PROMPTS[1]] * count, Grammar.choice(texts), asked)
+        ids = engine.tokenizer.chat([{"role": "user", "content": PROMPTS[1]}])
+        told = engine.generate(ids, Grammar.choice(texts, probabilities=True), GREEDY)
+        outputs = engine.generate([ids] * count, Grammar.choice(texts), asked)
     drawn = Counter(output.text for output in outputs)
     shares = {choice.text: choice.probability for choice in told.choices}
     distance = sum(abs(drawn[text] / count - shares[text]) for text in texts) / 2

@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 
 from overlap_spec import Engine, __version__, cli
-from overlap_spec.cli.batch import settled
+from overlap_spec.cli.batch import URLS, settled
 from overlap_spec.cli.chat import Chat
 from overlap_spec.cli.request import ConstraintFlags, SamplingFlags
 from overlap_spec.cli.terminal import loading
@@ -120,9 +120,9 @@ def test_generate_streams_to_a_terminal(model: str, monkeypatch: pytest.MonkeyPa
         ("generate go --schema {tmp}/bad.json", "--schema {tmp}/bad.json: $.items.type: 'integr'"),
         ("generate go --schema {tmp}/none.json", "none.json: no such file or directory, and"),
         ("generate go --ebnf {tmp}/bad.json {model}", "--ebnf {tmp}/bad.json: EBNF line 1"),
-        ("generate go --schema {tmp}/unique.json {model}", "{tmp}/unique.json: $: keyword 'unique"),
+        ("generate go --schema {tmp}/behind.json {model}", "{tmp}/behind.json: regex '(?<=a)b'"),
         ("generate go --tools {tmp}/bad.json", "--tools {tmp}/bad.json: a JSON list"),
-        ("generate go --tools {tmp}/tools.json {model}", "needs --tool-call-parser"),
+        ("generate go --tools {tmp}/tools.json {model}", "name it with --tool-call-parser"),
         ("generate go --output {tmp}/no/out.txt", "--output {tmp}/no/out.txt: no such file"),
         ("generate go --top-p 2", "top_p must be a number in"),
         ("batch {tmp}/none.jsonl out.jsonl", "none.jsonl: no such file"),
@@ -138,8 +138,7 @@ def test_faults_of_the_command_line_are_one_line(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "bad.json").write_text('{"type":"array","items":{"type":"integr"}}')
-    unique = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
-    (tmp_path / "unique.json").write_text(json.dumps(unique))
+    (tmp_path / "behind.json").write_text('{"type":"string","pattern":"(?<=a)b"}')
     (tmp_path / "tools.json").write_text("[]")
     fill = {"{tmp}": str(tmp_path), "{model}": model}
     for name, value in fill.items():
@@ -218,7 +217,7 @@ def test_batch(
     messages = {name: found[name][0]["error"]["message"] for name in ("method", "url", "body")}
     assert messages == {
         "method": "line 15: method must be POST: 'GET'",
-        "url": "line 16: url must be /v1/chat/completions or /v1/completions: '/v1/embeddings'",
+        "url": f"line 16: url must be one of {', '.join(URLS)}: '/v1/embeddings'",
         "body": "line 19: body must be an object",
     }
     nameless = [result["error"]["message"] for result in found[None]]

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from bench import kernel_tuning, kernels
-from bench.kernel_tuning import candidates, source, tune, tuning_works
+from bench.kernel_tuning import candidates, grids, source, tune, tuning_works
 from bench.kernel_work import Work
 from overlap_spec.kernels import tuning
 
@@ -87,7 +87,8 @@ def test_kernel_tuner_covers_every_entry() -> None:
     # Head sizes below 32 are no model's; they serve the tests' small ones.
     assert {name for name in default if not name.endswith("/16")} <= set(entries)
     for name in default:
-        tried = list(candidates(name, default[name]))
-        assert tried[0] == default[name]
-        assert len(tried) > 8
-        assert all(set(each) == set(default[name]) for each in tried)
+        for grid in grids(name):
+            tried = list(candidates(default[name], grid))
+            assert tried[0] == default[name]
+            assert len(tried) > 8
+            assert all(set(each) == set(default[name]) for each in tried)

@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from overlap_spec import kernels
-from tests.support.kernel_cases import CASES, CLOSE, MODULES, close, enter_interpreter, run_case
+from tests.support.kernel_cases import (
+    CASES,
+    CLOSE,
+    MODULES,
+    close,
+    enter_checked_interpreter,
+    enter_interpreter,
+    run_case,
+    run_planted,
+)
 
 EXAMPLES = dict.fromkeys(CASES, 15) | {"prefill_attention": 4}
 EXAMPLES |= dict.fromkeys(
@@ -29,6 +38,14 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
+@pytest.fixture(scope="module")
+def checked() -> Iterator[ProcessPoolExecutor]:
+    """The same, where every load and store is checked."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, enter_checked_interpreter) as pool:
+        yield pool
+
+
 def test_every_kernel_has_a_case() -> None:
     text = "".join(inspect.getsource(module) for module in MODULES)
     operations = [n for n in kernels.__all__ if hasattr(getattr(kernels, n), "__wrapped__")]
@@ -40,6 +57,40 @@ def test_every_kernel_has_a_case() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_in_the_interpreter(name: str, interpreter: ProcessPoolExecutor) -> None:
     interpreter.submit(run_case, name, EXAMPLES[name], "cpu").result()
+
+
+@pytest.mark.parametrize(
+    ("step", "back", "past", "error"),
+    [
+        (8, 0, 0, None),
+        (8, 0, 1, "lie in no argument"),
+        (7, 0, 0, "touches what 1 wrote"),
+        (8, 1, 0, "touches what 1 wrote"),
+        (8, -8, 0, "writes what 1 read"),
+    ],
+)
+def test_the_interpreter_checks_what_kernels_touch(
+    step: int, back: int, past: int, error: str | None, checked: ProcessPoolExecutor
+) -> None:
+    """Beyond an argument, or what another program writes or reads."""
+    run = checked.submit(run_planted, 16, step, back, past)
+    if error is None:
+        run.result()
+        return
+    with pytest.raises(Exception, match=error):
+        run.result()
+
+
+@pytest.mark.parametrize("name", ["move_kv", "causal_attention"])
+def test_a_kernel_touches_its_arguments_alone(name: str, checked: ProcessPoolExecutor) -> None:
+    checked.submit(run_case, name, 3, "cpu").result()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", CASES)
+def test_every_kernel_touches_its_arguments_alone(name: str, checked: ProcessPoolExecutor) -> None:
+    checked.submit(run_case, name, 4, "cpu").result()
 
 
 @gpu

@@ -27,7 +27,7 @@ from overlap_spec.server import sglang
 from overlap_spec.server.body import MOST_VALUES
 from overlap_spec.server.keys import Keys
 from overlap_spec.server.middleware import GuardMiddleware
-from overlap_spec.server.protocol import chat, text
+from overlap_spec.server.protocol import chat, messages, responses, text
 from overlap_spec.server.protocol.base import Strict
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Request, SamplingParams, TokenLogprobs
@@ -413,7 +413,7 @@ def lists_of(annotation: Any, fails_fast: bool = False) -> Iterator[tuple[Any, b
 def test_every_list_of_a_body_fails_fast() -> None:
     bodies = [
         each
-        for module in (chat, text)
+        for module in (chat, messages, responses, text)
         for each in vars(module).values()
         if isinstance(each, type) and issubclass(each, Strict)
     ]

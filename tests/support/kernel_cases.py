@@ -13,12 +13,34 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.support import kernel_cases_choice, kernel_cases_layers
-from tests.support.kernel_harness import CASES, CLOSE, close, enter_interpreter
+from tests.support.kernel_harness import (
+    CASES,
+    CLOSE,
+    close,
+    enter_checked_interpreter,
+    enter_interpreter,
+)
 
-__all__ = ["CASES", "CLOSE", "MODULES", "close", "enter_interpreter", "run_case"]
+__all__ = [
+    "CASES",
+    "CLOSE",
+    "MODULES",
+    "close",
+    "enter_checked_interpreter",
+    "enter_interpreter",
+    "run_case",
+    "run_planted",
+]
 
 # Importing a module of cases enters them.
 MODULES = (kernel_cases_layers, kernel_cases_choice)
+
+
+def run_planted(size: int, step: int, back: int, past: int) -> None:
+    """A kernel that copies, with or without a fault; see :func:`planted_kernels.copy`."""
+    from tests.support.planted_kernels import copy
+
+    copy(size, step, back, past)
 
 
 def run_case(name: str, examples: int, device: str) -> None:

@@ -129,7 +129,7 @@ def _attention(i: Inputs, span: KeySpan, window: int | None) -> None:
     blocks = {"rows": 64, "keys": i.one_of(64, 16), "num_warps": 4, "num_stages": 2}
     if i.device.type == "cuda":
         blocks |= {"rows": 16, "keys": 16}
-    blocks |= {"waves": i.one_of(1, 20), "split_keys": 16, "max_splits": 5}
+    blocks |= {"waves": i.one_of(1, 20), "split_keys": i.one_of(16, 48), "max_splits": 5}
     names = [f"attention.{kind}__{bits}bit__{size}" for kind in ("decode", "prefill")]
     scoring = Scoring(
         i.one_of(None, 0.3),
@@ -146,11 +146,18 @@ PAGES = (4, 16, 1, 24)
 NO_PAGES = torch.empty(0)
 
 
+def _prefixes(i: Inputs, low: int, count: int) -> Tensor:
+    """Anywhere, or about where a block of keys ends."""
+    if i.one_of(True, False):
+        return i.integers(low, i.one_of(4, 90), count)
+    return (i.integers(1, 6, count) * 16 + i.integers(-2, 2, count)).clamp(min=low)
+
+
 @case
 def causal_attention(draw: Draw, device: torch.device) -> None:
     i = Inputs(draw, device)
     batch, queries, window = i.size(1, 2), i.size(1, 9), i.one_of(3, None, 40)
-    prefix = i.integers(0, 90, batch)
+    prefix = _prefixes(i, 0, batch)
     position = prefix[:, None] + torch.arange(queries, device=device)
     _attention(i, KeySpan(NO_PAGES, prefix, position.flatten()), window)
 
@@ -160,7 +167,7 @@ def tree_attention(draw: Draw, device: torch.device) -> None:
     """Nodes share depths; the window of keys may be wider than the queries are many."""
     i = Inputs(draw, device)
     batch, queries, window = i.size(1, 2), i.size(1, 9), i.one_of(None, 3, 40)
-    prefix, offset = i.integers(0, 90, batch), torch.arange(queries, device=device)
+    prefix, offset = _prefixes(i, 0, batch), torch.arange(queries, device=device)
     mask = i.bools(0.5, batch, queries, queries + i.one_of(0, 70, 130))
     # Every query sees a key, also where nothing else is near.
     mask[:, offset, offset] = True
@@ -173,7 +180,7 @@ def draft_attention(draw: Draw, device: torch.device) -> None:
     """A draft step's branches share one position, and slot 0 does not exist."""
     i = Inputs(draw, device)
     batch, queries, steps = i.size(1, 2), i.size(1, 5), i.size(1, 4)
-    prefix = i.integers(1, i.one_of(4, 90), batch, 2)[:, 0]
+    prefix = _prefixes(i, 1, 2 * batch)[::2]
     mask = i.bools(0.3, batch, queries, queries * steps)
     mask[:, :, -queries:] = torch.eye(queries, dtype=torch.bool)
     position = (prefix + steps).repeat_interleave(queries)
@@ -197,7 +204,7 @@ def ragged_attention(draw: Draw, device: torch.device) -> None:
     i = Inputs(draw, device)
     longest, first, window = i.size(1, 20), i.one_of(0, 1), i.one_of(None, 3, 40)
     offsets, request, query = _ragged(i, i.size(1, 5), longest)
-    prefix = i.integers(first, i.one_of(4, 90), len(offsets) - 1)
+    prefix = _prefixes(i, first, len(offsets) - 1)
     position, mask = prefix[request] + query, None
     if i.one_of(True, False):
         position = prefix[request] + query // 2

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from overlap_spec.kernels.dispatch import use
 from overlap_spec.kernels.tuning import trial
+from tests.support.kernel_memory import check_accesses
 
 Draw = Callable[[Any], Any]
 Case = Callable[[Draw, torch.device], None]
@@ -55,6 +56,14 @@ def enter_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(np.squeeze(self.handle.data)))
 
     interpreter._patch_lang_tensor = patch
+
+
+def enter_checked_interpreter() -> None:
+    """As :func:`enter_interpreter`, and check what kernels read and write."""
+    enter_interpreter()
+    from triton.runtime import interpreter
+
+    check_accesses(interpreter)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from overlap_spec.engine import Engine
 from overlap_spec.errors import CheckpointError, ConfigError
@@ -86,6 +87,46 @@ def test_greedy_text_is_that_of_transformers(small: tuple[Any, Path], graphs: bo
         if name == "tree":
             # The model drafts for itself: its best child of a node is always accepted.
             assert all(o.stats.accept_length >= 2 for o in outputs)
+
+
+@pytest.mark.parametrize("names", ["published", "newer"])
+@torch.no_grad()
+def test_the_text_model_beside_a_vision_tower(names: str, tmp_path: Path) -> None:
+    """Gemma3ForConditionalGeneration, with the fields that published files leave out."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sizes = {"num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 64}
+    text = {**sizes, "vocab_size": 140, "num_attention_heads": 8, "num_key_value_heads": 4}
+    layers = ["sliding_attention", "full_attention"]
+    vision = {**sizes, "num_attention_heads": 4, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(
+        text_config={**text, "head_dim": 256, "sliding_window": 6, "layer_types": layers},
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=139,
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(3)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    state = files(tmp_path)
+    assert any("vision_tower." in name for name in state)
+    assert any(name.startswith("language_model.model.") for name in state)
+    if names == "newer":
+        inside = "language_model.model."
+        moved = {
+            f"model.language_model.{n.removeprefix(inside)}" if n.startswith(inside) else n: tensor
+            for n, tensor in state.items()
+        }
+        save_file(moved, tmp_path / "model.safetensors")
+    hf = json.loads((tmp_path / "config.json").read_text())
+    for field in ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"):
+        del hf["text_config"][field]
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    tokens = torch.randint(0, 130, (30,), generator=torch.Generator().manual_seed(5))
+    decoder = load_decoder(tmp_path, torch.float32, CPU, 64)
+    want = model(input_ids=tokens[None]).logits[0]
+    torch.testing.assert_close(Cache(decoder, 64).run(tokens, 0), want, atol=2e-4, rtol=1e-4)
 
 
 def files(folder: Path) -> dict[str, torch.Tensor]:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from overlap_spec import Engine, Grammar
-from overlap_spec.config import EMBEDDED
+from overlap_spec.config import EMBEDDED, EngineConfig
+from overlap_spec.worker.build import count_pages
 from overlap_spec.worker.kv_pool import ALIGNMENT, lazy_zeros
 
 # Measured 421 MB with torch 2.13 and xgrammar; 1,230 MB when caches were written ahead.
@@ -69,3 +70,34 @@ def test_a_closed_engine_holds_nothing(tiny: dict[str, Any], overlap: str) -> No
     assert engine.snapshot()["pages_in_use"] == 0
     assert engine.context_length == engine.core.context_length
     engine.close()
+
+
+def test_pages_are_counted_after_what_is_free_is_given_back(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an engine after another one would find the first one's memory taken."""
+    held, freed = [40 << 20], []
+
+    def empty_cache() -> None:
+        freed.append(held.pop())
+
+    def mem_get_info(_: torch.device) -> tuple[int, int]:
+        return (100 << 20) - sum(held), 100 << 20
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    config = EngineConfig(**tiny)
+    pages = count_pages(config, 1 << 20, 1000, torch.device("cuda"))
+    assert freed
+    assert pages == 85 + 1
+
+
+def test_a_start_reads_zeros_whatever_was_computed_before(tiny: dict[str, Any]) -> None:
+    """The feature before a prompt is page 0's; what is kept of no page goes elsewhere."""
+    with Engine(**tiny, page_size=4, overlap="none") as engine:
+        engine.generate(["one", "two and three", "4"], None, {"max_tokens": 12})
+        features = engine.core.worker.runner.page_features
+        assert features.shape[0] == engine.core.worker.pages + 1
+        assert not features[0].any()
+        assert features[1:-1].any()
+        assert features[-1].any()

@@ -12,8 +12,10 @@ import pytest
 from overlap_spec.engine import Engine
 from overlap_spec.engine import core as core_module
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.types import Output, SamplingParams
+from overlap_spec.types import Output, SamplingParams, StepPlan
+from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.streams import ChaosStream, Streams, ThreadStreams
+from overlap_spec.worker.worker import Worker
 
 PERSON = {
     "type": "object",
@@ -132,9 +134,9 @@ def settings_of(tier: str, room: str) -> tuple[int, dict[str, Any]]:
     return 1000 * (list(TIERS).index(tier) * 2 + list(ROOM).index(room)), settings
 
 
-def outputs_equal(oracle: Engine, engine: Engine, first: int) -> None:
-    """17 random batches through both, the laws held and the outputs the same."""
-    for seed in range(first, first + 17):
+def outputs_equal(oracle: Engine, engine: Engine, first: int, count: int = 17) -> None:
+    """Random batches through both, the laws held and the outputs the same."""
+    for seed in range(first, first + count):
         asks = random_asks(seed)
         wanted = run(oracle, [replace(ask, abort_step=None) for ask in asks])
         for ask, want, got in zip(asks, wanted, run(engine, asks), strict=True):
@@ -181,3 +183,51 @@ def test_nothing_is_verified_for_requests_that_have_ended(
         verified = [s for s in engine.timeline.spans() if s.name == "verify"]
     assert len(verified) == 2 * (1 + out.stats.verifies)
     assert engine.core.scheduler.idle
+
+
+@pytest.mark.parametrize("room", ROOM)
+@pytest.mark.parametrize("tier", TIERS)
+def test_verify_waits_for_no_results_on_a_gpu(
+    tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, tier: str, room: str
+) -> None:
+    """As a GPU's worker orders it, under chaos: a verify that no one wants changes nothing."""
+    first, settings = settings_of(tier, room)
+    oracle = build(tiny, overlap="none", algorithm="none")
+    chaos(monkeypatch, first)
+    monkeypatch.setattr(Worker, "verifies_ahead", True)
+    uploaded: list[int] = []
+    verified: list[int] = []
+    needless, read_late = 0, 0
+    upload, verify, results, drop = Worker.upload, Worker.verify, Worker.results, Worker.drop
+
+    def note_upload(worker: Worker, plan: StepPlan) -> InFlightStep:
+        uploaded.append(plan.index)
+        return upload(worker, plan)
+
+    def note_verify(worker: Worker, step: InFlightStep) -> None:
+        verified.append(step.plan.index)
+        verify(worker, step)
+
+    def note_results(worker: Worker, step: InFlightStep, *rest: Any) -> Any:
+        nonlocal read_late
+        # Whatever step is under way has been verified, as far as the host is concerned.
+        assert verified[-1] == uploaded[-1]
+        read_late += uploaded[-1] == step.plan.index + 1
+        return results(worker, step, *rest)
+
+    def note_drop(worker: Worker, step: InFlightStep) -> None:
+        nonlocal needless
+        needless += 1
+        drop(worker, step)
+
+    notes = (
+        ("upload", note_upload),
+        ("verify", note_verify),
+        ("results", note_results),
+        ("drop", note_drop),
+    )
+    for name, note in notes:
+        monkeypatch.setattr(Worker, name, note)
+    with oracle, build(tiny, **settings) as engine:
+        outputs_equal(oracle, engine, first, 5)
+    assert read_late > needless > 0

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.kernels import (
@@ -23,6 +25,7 @@ from overlap_spec.kernels import (
 )
 from overlap_spec.kernels.sampling import draw, negative_exponentials
 from overlap_spec.types import Request, SamplingParams
+from overlap_spec.worker import sampler as sampler_module
 from overlap_spec.worker.sampler import Masks, Nodes, Sampler, token_logprobs
 from overlap_spec.worker.tables import RowTables
 
@@ -273,6 +276,64 @@ def test_tree_verification_has_plain_samplings_distribution(
     wanted *= observed.sum() / wanted.sum()
     if len(keys) > 1:
         assert stats.chisquare(observed, wanted).pvalue > 1e-4
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most entries that any new tensor has."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
+        new = (x for x in tensors(out) if x.untyped_storage()._cdata not in given)
+        self.entries = max([self.entries, *(x.numel() for x in new)])
+        return out
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_penalties_take_memory_for_a_block_of_nodes_alone(
+    is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    batch, nodes, vocab, block = 6, len(TREE_PATHS), 40, 3
+    params = SamplingParams(
+        repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, min_tokens=4,
+        logit_bias={7: 1.5},
+    )  # fmt: skip
+    tables = RowTables(batch, 1, vocab, torch.device("cpu"))
+    for row in range(batch):
+        request = Request(row, PROMPT[row % 2 :], params, None, 99, frozenset({3}), 0, 0)
+        tables.assign(row, request)
+        tables.write(row, request, tuple(OUTPUT[: row + 1]))
+    tree = build_tree(
+        torch.full((batch,), TREE_TOKENS[0]),
+        torch.tensor(TREE_TOKENS[1:]).expand(batch, -1),
+        torch.tensor(TREE_PARENTS).expand(batch, -1),
+        torch.zeros(batch, len(TREE_PARENTS)),
+        3,
+    )
+    rows = torch.arange(batch).repeat_interleave(nodes)
+    positions = (tree.depths + len(PROMPT)).flatten()
+    pack = torch.randperm(batch * nodes, generator=generator)[: 2 * batch].sort().values
+    place = Nodes(rows, positions, tree, None)
+    if is_packed:
+        place = Nodes(rows[pack], positions[pack], tree, pack)
+    logits = torch.randn(len(place.rows), vocab, generator=generator)
+    sampler, features = Sampler(tables), tables.features(range(batch))
+    want = sampler.process(logits.clone(), place, features)
+    assert not torch.equal(want, logits)
+    monkeypatch.setattr(sampler_module, "BLOCK_ENTRIES", block * vocab + 1)
+    with Largest() as largest:
+        got = sampler.process(logits, place, features)
+    assert torch.equal(got, want)
+    assert block * vocab == largest.entries < logits.numel()
+    first = sampler.process(logits[:0], place, features)
+    assert first.shape == (0, vocab)
 
 
 def test_logprobs_are_before_temperature_and_list_no_forbidden_token() -> None:

@@ -32,9 +32,11 @@ def read_ropes(hf: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     )
 
 
-def describe(hf: Mapping[str, Any]) -> ModelConfig:
+def describe(hf: Mapping[str, Any], **differences: Any) -> ModelConfig:
     if hf.get("use_bidirectional_attention"):
         raise CheckpointError("config.json: use_bidirectional_attention is for encoders, not here")
     rope, local = read_ropes(hf)
     windows = alternating_windows(hf, whole(hf, "sliding_window_pattern", 6))
-    return gemma(hf, qk_norm=True, rope=rope, local_rope=local, sliding_windows=windows)
+    return gemma(
+        hf, qk_norm=True, rope=rope, local_rope=local, sliding_windows=windows, **differences
+    )

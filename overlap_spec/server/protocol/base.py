@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import msgspec
 from pydantic import (
@@ -13,12 +13,14 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    ModelWrapValidatorHandler,
     model_validator,
 )
 from pydantic_core import CoreSchema
 
 from overlap_spec.engine.input_processor import check_text
 from overlap_spec.errors import InvalidRequest
+from overlap_spec.server.collector import collector_off
 from overlap_spec.types import SamplingParams
 
 Int = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
@@ -53,6 +55,12 @@ class Strict(BaseModel):
 
     # Unsupported fields of other servers → what to do instead.
     refused: ClassVar[Mapping[str, str]] = {}
+    known: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """See pydantic."""
+        cls.known = frozenset(field.alias or name for name, field in cls.model_fields.items())
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -67,13 +75,13 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
+        # Nearly always, and tens of thousands of times for one body.
+        if not isinstance(data, dict) or data.keys() <= cls.known:
             return data
-        known = {field.alias or name for name, field in cls.model_fields.items()}
         for name in data:
             if name in cls.refused:
                 raise InvalidRequest(f"{name} is not supported: {cls.refused[name]}", name)
-            if len(data) > len(known) and name not in known:
+            if len(data) > len(cls.known) and name not in cls.known:
                 # Here and not by pydantic, which makes an error of each unknown field.
                 raise InvalidRequest("unknown field", name)
         return data
@@ -81,6 +89,14 @@ class Strict(BaseModel):
 
 class Body(Strict):
     """A whole body."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _without_collector(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """The collector of reference cycles would go over tens of thousands of new parts again and
+        again."""
+        with collector_off():
+            return handler(data)
 
     @model_validator(mode="before")
     @classmethod

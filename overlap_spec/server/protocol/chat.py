@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from overlap_spec.errors import InvalidRequest
+from overlap_spec.server.collector import collector_off
 from overlap_spec.server.protocol.base import MOST_ENTRIES, Few, Items, OpenAIBody, Strict
 from overlap_spec.server.protocol.task import ChatTask, Effort, ToolAsk
 from overlap_spec.types import SamplingParams
@@ -340,7 +341,8 @@ def _call(label: str, call: FunctionCall, where: str) -> dict[str, Any]:
 def read_arguments(text: str, where: str) -> dict[str, Any]:
     """The object that a call's arguments are the text of; InvalidRequest if they are not."""
     try:
-        arguments = json.loads(text or "{}")
+        with collector_off():
+            arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

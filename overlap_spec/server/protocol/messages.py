@@ -228,7 +228,9 @@ class MessagesBody(CountBody):
         description="What the context leaves is the most, whatever is asked."
     )
     stop_sequences: Annotated[Items[str], Field(max_length=64)] | None = None
-    metadata: dict[str, str | None] | None = Field(None, description="Accepted and not used.")
+    metadata: Annotated[dict[str, str | None], Few] | None = Field(
+        None, description="Accepted and not used."
+    )
     service_tier: Literal["auto", "standard_only"] | None = None
 
     def sampling(self) -> SamplingParams:

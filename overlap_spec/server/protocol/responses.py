@@ -19,6 +19,12 @@ from overlap_spec.server.protocol.chat import (
 from overlap_spec.server.protocol.task import ChatTask, Effort, ToolAsk
 from overlap_spec.types import SamplingParams
 
+# As OpenAI bounds it: a response repeats it.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+    Few,
+]
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 LOGPROBS = "message.output_text.logprobs"
 NOT_STORED = "nothing is stored: send the whole conversation as input"
@@ -199,8 +205,8 @@ class ResponsesBody(GenerationBody):
     ) = Field(None, description="Thinking is never encrypted: it is in the output as it is.")
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     stream_options: ResponseStreamOptions | None = None
-    metadata: Annotated[dict[str, str], Few] | None = Field(
-        None, description="Repeated in the response, and not used."
+    metadata: Metadata | None = Field(
+        None, description="At most 16 short texts, repeated in the response and not used."
     )
     store: Literal[False] | None = Field(None, description="Nothing is ever stored.")
     truncation: Literal["disabled"] | None = None

@@ -1,0 +1,196 @@
+"""No two streams touch the same bytes unordered, in any tier, mode and mix of requests; and each
+wait of the step that is left out is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from overlap_spec.engine import Engine
+from overlap_spec.engine import core as core_module
+from overlap_spec.kernels import attention
+from overlap_spec.worker import build as build_module
+from overlap_spec.worker import model_runner as runner_module
+from overlap_spec.worker.batch import Staging
+from overlap_spec.worker.in_flight import Buffers, Events, InFlightStep
+from overlap_spec.worker.worker import Worker
+from tests.support.race import PLAIN_NUMPY, PLAIN_TOLIST, ClockEvent, ClockStreams, Watch, World
+from tests.worker import test_overlap, test_replay
+
+
+def watch_host(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host reads and writes, the lane for it."""
+
+    def reading(plain: Callable[[Tensor], Any]) -> Callable[..., Any]:
+        def read(tensor: Tensor, *rest: Any) -> Any:
+            if world.actor == 0 and tensor.untyped_storage()._cdata in world.memory:
+                world.by_host(tensor, write=False)
+            return plain(tensor, *rest)
+
+        return read
+
+    monkeypatch.setattr(Tensor, "numpy", reading(PLAIN_NUMPY))
+    monkeypatch.setattr(Tensor, "tolist", reading(PLAIN_TOLIST))
+    trees = Worker.trees
+
+    def lent(worker: Worker, step: InFlightStep) -> Any:
+        found = trees(worker, step)
+        nodes = int(found[0].offsets[-1])
+        buffers = step.buffers
+        for buffer in (buffers.masks[:nodes], buffers.runs[:nodes], buffers.limits):
+            world.by_host(buffer, write=True)
+        return found
+
+    monkeypatch.setattr(Worker, "trees", lent)
+
+
+def give_the_device_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: what goes up is copied, by the stream that uploads it; events have names."""
+    make_buffers, make_events = Buffers.__init__, Events.__init__
+
+    def buffers(self: Buffers, *args: Any) -> None:
+        make_buffers(self, *args)
+        for name in ("masks", "limits", "runs"):
+            setattr(self, f"device_{name}", torch.zeros_like(getattr(self, name)))
+
+    def events(self: Events, *args: Any) -> None:
+        make_events(self, *args)
+        for name, event in vars(self).items():
+            event.name = name
+
+    monkeypatch.setattr(Buffers, "__init__", buffers)
+    monkeypatch.setattr(Events, "__init__", events)
+    monkeypatch.setattr(
+        Staging, "upload", lambda _, numbers, __: torch.from_numpy(numbers.copy()).clone()
+    )
+    monkeypatch.setattr(core_module, "build_streams", lambda *_: ClockStreams(world))
+    # Weights that are packed for the CPU are no tensors of the device's kind.
+    monkeypatch.setattr(build_module, "pack", lambda _: None)
+    # Keys of a request's own pages alone are read: others' are masked, and may be anything.
+    monkeypatch.setattr(attention, "TOGETHER_BYTES", 0)
+
+
+@contextmanager
+def watched(
+    tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, held: bool = False, **settings: Any
+) -> Iterator[tuple[World, Engine]]:
+    world = World()
+    watch_host(world, monkeypatch)
+    give_the_device_memory(world, monkeypatch)
+    if held:
+        monkeypatch.setattr(runner_module, "GraphRunner", test_replay.HeldGraphs)
+        monkeypatch.setattr(
+            runner_module.ModelRunner, "_visible", lambda self, _: self.tables.pages.shape[1]
+        )
+    more = {"lane_threads": 0, "mask_deadline_ms": None, "graphs": held, **settings}
+    with Watch(world), test_overlap.build(tiny, **more) as engine:
+        worker = engine.core.worker
+        for event in worker._accepted:
+            assert isinstance(event, ClockEvent)
+            event.name = "accepted"
+        exempt(world, worker)
+        # The worker waits for the device before its first step.
+        world.settle()
+        yield world, engine
+        world.poll()
+
+
+def exempt(world: World, worker: Worker) -> None:
+    """Padding's: in page 0, and where features of no page go, any write may win."""
+    runner = worker.runner
+    for pool in (runner.pool, *runner.draft_pools):
+        for cache in (pool.k, pool.v):
+            found = world.enter(cache)
+            assert found is not None
+            layers, pages = cache.shape[:2]
+            found.exempt.reshape(layers, pages, -1)[:, 0] = True
+    if runner.feature_layers:
+        found = world.enter(runner.page_features)
+        assert found is not None
+        found.exempt.reshape(len(runner.page_features), -1)[-1] = True
+
+
+def races(world: World) -> list[str]:
+    return [" ".join(race) for race in world.races]
+
+
+def serve(engine: Engine, first: int, batches: int) -> None:
+    for seed in range(first, first + batches):
+        test_overlap.run(engine, test_overlap.random_asks(seed))
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("tier", ["chain", "tree"])
+def test_no_stream_races_another(
+    tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, tier: str, held: bool
+) -> None:
+    first, settings = test_overlap.settings_of(tier, "crowded")
+    with watched(tiny, monkeypatch, held, **settings) as (world, engine):
+        serve(engine, first, 2)
+    assert races(world) == []
+    assert world.accesses > 10_000
+    assert world.freed > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("mode", ["once-sync", "double-sync", "none"])
+@pytest.mark.parametrize("room", test_overlap.ROOM)
+@pytest.mark.parametrize("tier", test_overlap.TIERS)
+def test_no_stream_races_another_in_any_mode(
+    tiny: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tier: str,
+    room: str,
+    mode: str,
+    held: bool,
+    ahead: bool,
+) -> None:
+    monkeypatch.setattr(Worker, "verifies_ahead", ahead)
+    first, settings = test_overlap.settings_of(tier, room)
+    with watched(tiny, monkeypatch, held, overlap=mode, **settings) as (world, engine):
+        serve(engine, first, 4)
+    assert races(world) == []
+
+
+FAULTS = [
+    ("compute", "uploaded"),
+    ("copy", "drafted"),
+    ("host", "tree_on_host"),
+    ("compute", "masks_ready"),
+    ("copy", "accepted"),
+    ("host", "results_on_host"),
+    ("prefill", "pages_entered"),
+    ("compute", "prefilled"),
+    ("prefill", "accepted"),
+    ("compute", "prefill_extended"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids="-".join)
+def test_a_wait_that_is_left_out_is_found(
+    tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, fault: tuple[str, str]
+) -> None:
+    with watched(tiny, monkeypatch, num_steps=3, adaptive="static") as (world, engine):
+        world.dropped.add(fault)
+        for seed in range(1000, 1003):
+            if not world.races:
+                serve(engine, seed, 1)
+    assert world.waited[fault]
+    assert races(world)
+
+
+def test_memory_that_is_let_go_too_early_is_found(
+    tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step keeps until all streams are through with it."""
+    monkeypatch.setattr(Buffers, "keep", property(lambda _: None, lambda *_: None), raising=False)
+    with watched(tiny, monkeypatch, num_steps=3, adaptive="static") as (world, engine):
+        serve(engine, 1000, 2)
+    assert [race for race in world.races if race.kind == "freed"]

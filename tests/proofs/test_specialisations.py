@@ -1,0 +1,97 @@
+"""Serving compiles nothing that the start did not: no step waits for Triton's compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from overlap_spec.engine import Engine
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.worker import model_runner as runner_module
+from overlap_spec.worker import warm_up as warm_up_module
+from overlap_spec.worker.worker import Worker
+from tests.support.specialisations import Key, noted_kernels
+from tests.worker import test_overlap, test_replay
+
+TIERS: dict[str, dict[str, Any]] = {
+    "plain": {"algorithm": "none"},
+    "chain": {"num_steps": 3, "adaptive": "static"},
+    "tree": {"num_steps": 3, "eagle_topk": 3, "num_draft_tokens": 9, "adaptive": "static"},
+    "several": {"adaptive": "default"},
+}
+EVERYTHING: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 3},
+    {"temperature": 0.7, "seed": 5, "logprobs": 2},
+    {"temperature": 0.0, "presence_penalty": 1.0, "logit_bias": {5: 2.0}, "min_tokens": 2},
+]
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings of one size each, over all columns of the page tables; and a warm start."""
+    monkeypatch.setattr(runner_module, "GraphRunner", test_replay.HeldGraphs)
+    monkeypatch.setattr(
+        runner_module.ModelRunner, "_visible", lambda self, _: self.tables.pages.shape[1]
+    )
+    monkeypatch.setattr(Worker, "compiles", True)
+
+
+def serve(engine: Engine, batches: range) -> None:
+    """Random requests, and one of each kind alone and beside others."""
+    for seed in batches:
+        test_overlap.run(engine, test_overlap.random_asks(seed))
+    grammar = Grammar.regex(r"[a-f]{3}-\d{1,9}")
+    for asked in EVERYTHING:
+        for allowed in (None, grammar):
+            engine.generate("a b c", allowed, {**asked, "max_tokens": 6})
+    # Beside a request that takes no drafts, only some nodes are verified.
+    asked = [*EVERYTHING[:3], {"temperature": 0.0, "speculate": False}]
+    prompts, grammars = ["x" * 3, "yy", "abc" * 30, "z"], [None, grammar, None, grammar]
+    for count in (1, 2, 3, 4):
+        samplings = [{**each, "max_tokens": 8} for each in asked[-count:]]
+        engine.generate(prompts[-count:], grammars[-count:], samplings)
+
+
+def late(tiny: dict[str, str], tier: str, batches: range) -> set[Key]:
+    """What is compiled after the start."""
+    settings = {"dtype": "bfloat16", "overlap": "none", "mask_deadline_ms": None, **TIERS[tier]}
+    with noted_kernels() as keys, test_overlap.build(tiny, **settings) as engine:
+        before = set(keys)
+        assert len(before) > 10
+        serve(engine, batches)
+        return keys - before
+
+
+@pytest.mark.parametrize("tier", ["chain", "tree"])
+def test_serving_compiles_nothing_that_the_start_did_not(tiny: dict[str, str], tier: str) -> None:
+    assert late(tiny, tier, range(300, 302)) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", TIERS)
+def test_serving_random_requests_compiles_nothing(tiny: dict[str, str], tier: str) -> None:
+    assert late(tiny, tier, range(310, 330)) == set()
+
+
+@pytest.mark.parametrize("forgotten", ["warm_sampler", "warm_chunk"])
+def test_a_start_that_forgets_a_part_is_seen(
+    tiny: dict[str, str], forgotten: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_up_module, forgotten, lambda *_: None)
+    assert late(tiny, "chain", range(0))
+
+
+def test_a_warm_start_leaves_no_trace(tiny: dict[str, str]) -> None:
+    with test_overlap.build(tiny, overlap="none", num_steps=3, adaptive="static") as engine:
+        runner = engine.core.worker.runner
+        for pool in (runner.pool, *runner.draft_pools):
+            assert not pool.k.any()
+            assert not pool.v.any()
+        assert not runner.page_features[:-1].any()
+        assert not runner.tables.committed.any()
+        assert not runner.tables.roots.any()
+        assert (runner.tables.forced == -1).all()

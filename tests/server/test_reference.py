@@ -1,0 +1,43 @@
+"""``docs/http.md`` has the routes and fields that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from overlap_spec.server.print_reference import document
+from overlap_spec.server.reference import markdown, tables
+
+PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+
+
+def test_the_reference_is_the_servers_own() -> None:
+    own, made, _ = PAGE.partition("## Routes\n")
+    assert made
+    want = markdown(document())
+    command = "python -m overlap_spec.server.print_reference"
+    assert made + PAGE[len(own) + len(made) :] == want, f"{command} prints it as it is now"
+
+
+def test_the_pages_words_are_fields_routes_or_events() -> None:
+    routes, parts = tables(document())
+    own = PAGE.partition("## Routes\n")[0]
+    paths = {table.title.split()[1] for table in routes} | {"/docs", "/openapi.json", "/v1"}
+    for path in re.findall(r"`(?:GET |POST )?(/[\w/{}]+)`", own):
+        assert path in paths or path == "/v1/responses/{id}", path
+    fields = {row.name for table in (*routes, *parts) for row in table.rows}
+    fields |= {name for table in (*routes, *parts) for name in table.refused}
+    # Fields of replies, and values.
+    others = {"cache_read_input_tokens", "input_tokens", "prompt_token_ids", "token_ids"}
+    others |= {"sequence_number", "message_start", "message_delta", "enable_thinking"}
+    others |= {"model_context_window_exceeded", "tool_result", "tool_use", "count_tokens"}
+    for name in re.findall(r"`([a-z]+(?:_[a-z]+)+)`", own):
+        assert name in fields | others, name
+
+
+def test_every_route_has_a_line_about_it() -> None:
+    routes, parts = tables(document())
+    assert len(routes) > 20
+    assert len(parts) > 20
+    assert all(table.about.endswith(".") for table in routes)
+    assert len({table.title for table in (*routes, *parts)}) == len(routes) + len(parts)
