@@ -145,6 +145,31 @@ def _base64(char: str) -> str:
     return f"({char}{{4}})*({char}{{2}}==|{char}{{3}}=)?"
 
 
+def _networks() -> str:
+    """IPv4 networks: an address and a prefix behind which all bits are 0."""
+    found = [rf"{_IPV4}(/32)?", r"0\.0\.0\.0/0"]
+    for prefix in range(1, 32):
+        whole, bits = divmod(prefix, 8)
+        step = 1 << (8 - bits)
+        octets = [_BYTE] * whole
+        if bits:
+            octets.append(f"({'|'.join(str(value) for value in range(0, 256, step))})")
+        octets += ["0"] * (4 - len(octets))
+        address = r"\.".join(octets)
+        found.append(f"{address}/{prefix}")
+    return f"({'|'.join(found)})"
+
+
+_INTERFACE4 = rf"{_IPV4}(/(3[0-2]|[12]?[0-9]))?"
+_INTERFACE6 = rf"{_IPV6}(/(12[0-8]|1[01][0-9]|[1-9]?[0-9]))?"
+_NETWORK4 = _networks()
+# Prefixes of whole groups.
+_NETWORK6 = (
+    f"({_IPV6}(/128)?|::/0|"
+    + "|".join(f"({_H16}:){{{groups}}}:/{16 * groups}" for groups in range(1, 8))
+    + ")"
+)
+
 _WHOLE = {
     "date": _DATE,
     "date-time": f"{_DATE}[Tt]{_TIME}",
@@ -156,6 +181,13 @@ _WHOLE = {
     "idn-hostname": f"{_IDN_LABEL}({_DOTS}{_IDN_LABEL}){{0,7}}",
     "ipv4": _IPV4,
     "ipv6": _IPV6,
+    "ipv4interface": _INTERFACE4,
+    "ipv6interface": _INTERFACE6,
+    "ipv4network": _NETWORK4,
+    "ipv6network": _NETWORK6,
+    "ipvanyaddress": f"({_IPV4}|{_IPV6})",
+    "ipvanyinterface": f"({_INTERFACE4}|{_INTERFACE6})",
+    "ipvanynetwork": f"({_NETWORK4}|{_NETWORK6})",
     "uri": _reference("", "", True),
     "uri-reference": _reference("", "", False),
     "iri": _reference(_OTHER, _PRIVATE, True),
@@ -175,7 +207,7 @@ INTEGERS = {
     for bits in (8, 16, 32, 64)
 }
 """Least and most of the formats of whole numbers (OpenAPI's registry)."""
-_HINTS = frozenset(("binary", "double", "float", "password"))
+_HINTS = frozenset(("binary", "directory-path", "double", "file-path", "float", "password", "path"))
 
 
 # A part of some languages, whose longest text grows slowly with the turns of its repeats.

@@ -11,7 +11,7 @@ from overlap_spec.errors import GrammarError
 
 
 def schema_of(source: Any) -> Any:
-    """The JSON schema of a type, as pydantic writes it.
+    """The JSON schema of a type, as pydantic writes and parses it (`type_schemas`).
 
     Raises:
         GrammarError: it is not a type, or has no JSON schema.
@@ -19,10 +19,12 @@ def schema_of(source: Any) -> Any:
     from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter
     from pydantic.errors import PydanticInvalidForJsonSchema
 
+    from overlap_spec.grammar.type_schemas import TypeSchemas
+
     if source is None:
         raise GrammarError("None is not a schema: give a dict, JSON text or a type", "schema")
     try:
-        return TypeAdapter(source).json_schema()
+        return TypeAdapter(source).json_schema(schema_generator=TypeSchemas)
     except PydanticInvalidForJsonSchema as error:
         raise GrammarError(f"{_name(source)} has no JSON schema: {error}", "schema") from error
     except (PydanticSchemaGenerationError, PydanticUserError) as error:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from decimal import Decimal
 from typing import Any
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.automata.unicode_classes import rewritten
 
 
 def check_text(kind: str, text: str) -> None:
@@ -70,7 +72,8 @@ def check_schema(schema: Any) -> None:
         raise GrammarError(f"$: a schema is an object or a boolean, not {schema!r}", "schema")
     default = validators.Draft202012Validator
     try:
-        validators.validator_for(schema, default).check_schema(schema)  # type: ignore[arg-type]
+        kind: Any = validators.validator_for(schema, default)
+        kind.check_schema(schema, format_checker=_formats(kind.FORMAT_CHECKER.checkers))
     except SchemaError as error:
         path = json_path("$", *error.absolute_path)
         reason = error.message
@@ -79,6 +82,19 @@ def check_schema(schema: Any) -> None:
         raise GrammarError(f"{path}: {reason}", "schema") from error
     except RecursionError as error:
         raise GrammarError("the schema is nested too deep", "schema") from error
+
+
+def _formats(known: Any) -> Any:
+    """A metaschema's formats, with patterns as they are read here."""
+    from jsonschema import FormatChecker
+
+    checker = FormatChecker(())
+    checker.checkers = {**known, "regex": (_is_pattern, re.error)}
+    return checker
+
+
+def _is_pattern(text: Any) -> bool:
+    return not isinstance(text, str) or re.compile(rewritten(text)) is not None
 
 
 def json_path(path: str, *keys: str | int) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar import lark
 from overlap_spec.grammar.automata.regex import parse
 from overlap_spec.grammar.outputs import pattern_text, schema_of, texts_of, value_of
 from overlap_spec.grammar.reasoning import answer_of
@@ -125,14 +126,16 @@ class Grammar:
 
     @classmethod
     def ebnf(cls, text: str) -> Grammar:
-        """Text of an EBNF grammar in GBNF's dialect; the start rule is `root`.
+        """Text of an EBNF grammar in GBNF's dialect, whose start rule is `root`, or of a Lark
+        grammar, whose start rule is `start` (`grammar/lark.py` has what is read of it).
 
         Raises:
-            GrammarError: the text is empty. The syntax is checked by the compile.
+            GrammarError: the text is empty, or Lark that has an error or is not supported. The
+                syntax of EBNF is checked by the compile.
         """
         if not text.strip():
             raise GrammarError("the EBNF grammar is empty; it needs a rule named root", "ebnf")
-        return cls("ebnf", text)
+        return cls("ebnf", lark.to_ebnf(text) if lark.is_lark(text) else text)
 
     @classmethod
     def choice(

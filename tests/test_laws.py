@@ -205,6 +205,7 @@ GRAMMAR_FILES: dict[str, set[str]] = {
     "spec": {
         "few_texts",
         "formats",
+        "lark",
         "markers",
         "outputs",
         "reasoning",
@@ -215,6 +216,7 @@ GRAMMAR_FILES: dict[str, set[str]] = {
         "tool_formats",
         "tool_stream",
         "tools",
+        "type_schemas",
         "unheld",
     },
     "contract": {

@@ -1,9 +1,9 @@
 """User regular expressions, parsed exactly.
 
-Python's own parser reads them, so its syntax holds, with ECMAScript's `(?<name>…)`, `\\/` and
-`\\uXXXX`. Python and ECMAScript disagree on `\\d`, `\\w`, `.` and `$`: a text matches only if it
-matches in both; a `wide` pattern, which is to be excluded, matches if either does. Constructs that
-are not regular are refused.
+Python's own parser reads them, so its syntax holds, with ECMAScript's `(?<name>…)`, `\\/`,
+`\\uXXXX`, `\\u{…}` and `\\p{…}`. Python and ECMAScript disagree on `\\d`, `\\w`, `.` and `$`: a
+text matches only if it matches in both; a `wide` pattern, which is to be excluded, matches if
+either does. Constructs that are not regular are refused.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from overlap_spec.grammar.automata.regex_ast import (
     alternate,
     concat,
 )
+from overlap_spec.grammar.automata.unicode_classes import rewritten
 
 _parser: Any = importlib.import_module("re._parser")
 
@@ -317,8 +318,8 @@ def _bound(high: Any) -> int | None:
 
 
 def _python(source: str) -> str:
-    """Rewrite ECMAScript's named groups in Python's syntax."""
-    return re.sub(r"\(\?<(?![=!])", "(?P<", source)
+    """Rewrite what ECMAScript has of its own in Python's syntax."""
+    return re.sub(r"\(\?<(?![=!])", "(?P<", rewritten(source))
 
 
 def _is_start(item: Any) -> bool:

@@ -108,7 +108,7 @@ class DistinctPlan:
             [shape.prefix[i] if i < len(shape.prefix) else shape.rest for shape in arrays]
             for i in range(length)
         ]
-        rest = [shape.rest for shape in arrays]
+        rest = [shape.rest for shape in arrays if shape.most != len(shape.prefix)]
         node.items = [
             self._node(exprs, json_path(path, "prefixItems", i)) for i, exprs in enumerate(places)
         ]

@@ -1,7 +1,7 @@
 """Regular expressions for JSON numbers within bounds.
 
-Bounded numbers have no exponent and at most about 15 significant digits: a reader would round
-longer ones, possibly across a bound.
+Bounded numbers have no exponent. Where a bound is exclusive they have at most about 15 significant
+digits: a reader would round longer ones, possibly onto the bound.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ INTEGER = "(0|-?[1-9][0-9]*)"
 NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]{1,2})?"
 
 _FRACTION_DIGITS = 15
+# What a double is written with.
+_CLOSED_DIGITS = 17
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,13 @@ def decimal_regex(bounds: Bounds) -> str | None:
     if bounds.is_empty:
         return None
     parts = []
+    digits = _FRACTION_DIGITS if bounds.open_low or bounds.open_high else _CLOSED_DIGITS
     mirrored = bounds.negated()
     if mirrored.high is None or mirrored.high > 0:
-        part = _nonnegative(_above_zero(mirrored))
+        part = _nonnegative(_above_zero(mirrored), digits)
         parts += [f"-{part}"] if part else []
     if bounds.high is None or bounds.high > 0 or (bounds.high == 0 and not bounds.open_high):
-        part = _nonnegative(bounds)
+        part = _nonnegative(bounds, digits)
         parts += [part] if part else []
     return f"({'|'.join(parts)})" if parts else None
 
@@ -142,38 +145,38 @@ def _split(value: Decimal) -> tuple[int, str]:
     return int(whole), fraction.rstrip("0")
 
 
-def _nonnegative(bounds: Bounds) -> str | None:
-    """A regex for non-negative decimals inside the bounds."""
+def _nonnegative(bounds: Bounds, digits: int) -> str | None:
+    """A regex for non-negative decimals of so many digits inside the bounds."""
     if bounds.low is None or bounds.low < 0:
         bounds = Bounds(Decimal(0), bounds.high, False, bounds.open_high)
     if bounds.is_empty or bounds.low is None:
         return None
     low, low_fraction = _split(bounds.low)
     if bounds.high is None:
-        parts = [_with_fraction(_natural(low + 1, None), "", "", False, None)]
-        parts.append(_with_fraction(str(low), low_fraction, "", bounds.open_low, None))
+        parts = [_with_fraction(_natural(low + 1, None), "", "", False, None, digits)]
+        parts.append(_with_fraction(str(low), low_fraction, "", bounds.open_low, None, digits))
     else:
         high, high_fraction = _split(bounds.high)
         if low == high:
             return _with_fraction(
-                str(low), low_fraction, high_fraction, bounds.open_low, bounds.open_high
+                str(low), low_fraction, high_fraction, bounds.open_low, bounds.open_high, digits
             )
         parts = [
-            _with_fraction(_natural(low + 1, high - 1), "", "", False, None),
-            _with_fraction(str(low), low_fraction, "", bounds.open_low, None),
-            _with_fraction(str(high), "", high_fraction, False, bounds.open_high),
+            _with_fraction(_natural(low + 1, high - 1), "", "", False, None, digits),
+            _with_fraction(str(low), low_fraction, "", bounds.open_low, None, digits),
+            _with_fraction(str(high), "", high_fraction, False, bounds.open_high, digits),
         ]
     kept = [part for part in parts if part]
     return f"({'|'.join(kept)})" if kept else None
 
 
 def _with_fraction(
-    whole: str | None, low: str, high: str, open_low: bool, open_high: bool | None
+    whole: str | None, low: str, high: str, open_low: bool, open_high: bool | None, digits: int
 ) -> str | None:
     """`whole` with fractions between two; `open_high` None means up to the next integer."""
     if whole is None:
         return None
-    room = max(_FRACTION_DIGITS - (len(whole) if whole.isdigit() else 1), len(low), len(high), 1)
+    room = max(digits - (len(whole) if whole.isdigit() else 1), len(low), len(high), 1)
     fraction = _fraction(low, None if open_high is None else high, open_low, bool(open_high), room)
     bare = not low and not open_low and not (open_high and not high)
     if fraction is None:

@@ -83,7 +83,7 @@ class Values:
     def shape_is_written_once(self, shape: Shape, inside: frozenset[Expr] = frozenset()) -> bool:
         """The same of a shape."""
         if isinstance(shape, Arrays):
-            parts = [*shape.prefix, shape.rest]
+            parts = [*shape.prefix, *([] if shape.most == len(shape.prefix) else [shape.rest])]
             return not shape.unique and all(self.is_written_once(e, inside) for e in parts)
         if isinstance(shape, Objects):
             closed = any(
