@@ -88,7 +88,8 @@ class EngineCore:
         # What the steps under way were planned for, the newest last.
         self._views: dict[int, StepView] = {}
         self._observed = Observed()
-        self.worker.warm_up(self.policy.tiers, config.chunked_prefill_size)
+        widened_ones = [wide_tier(t) for t in tiers if self.widens and t.steps and not t.parents]
+        self.worker.warm_up([*tiers, *widened_ones], config.chunked_prefill_size)
         if self.policy.weighs_cost:
             self.policy.calibrate(*cost_model(config, self.worker, self.policy.tiers))
         self.worker.prepare(self.policy.choose(StepView((RequestView(0, 1),))).tier)
