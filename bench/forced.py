@@ -302,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with ExitStack() as stack:
             engines = {
-                name: stack.enter_context(Engine(**settings, **drafter))
+                name: stack.enter_context(Engine(**settings, **drafter, tries=True))
                 for name, drafter in DRAFTERS.items()
             }
             first = next(iter(engines.values()))

@@ -241,6 +241,13 @@ class EngineConfig:
             "CUDA graphs on a GPU (for each tier and batch size), as TorchScript on the CPU."
         ),
     ] = True
+    tries: Annotated[
+        bool | None,
+        Help(
+            "Draft all texts of an output that is one of few as one tree. By default on a GPU "
+            "alone, where a verified row costs little."
+        ),
+    ] = None
     threads: Annotated[
         int | None,
         Help(

@@ -49,7 +49,8 @@ class EngineCore:
     """Scheduler, worker, grammar manager and length policy of one engine; not thread-safe.
 
     Attributes:
-        widens: Whether there may be wide tiers: the slots that these need are at most half of all.
+        widens: Whether there may be wide tiers, for ``config.tries``: the slots that these need are
+            at most half of all.
 
     Raises:
         ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
@@ -66,7 +67,9 @@ class EngineCore:
         wider = max(reserve, reserve_tokens(max(wide, default=0)))
         self.worker = build_worker(config, wider, build_streams(config, record), record)
         slots = self.worker.pages * config.page_size
-        self.widens = self.grafts and config.max_running_requests * wider <= slots // 2
+        fits = config.max_running_requests * wider <= slots // 2
+        tries = self.worker.on_gpu if config.tries is None else config.tries
+        self.widens = tries and self.grafts and fits
         reserve = wider if self.widens else reserve
         self.grammar = GrammarManager(MatcherPool(config.lanes, config.mask_deadline_ms), record)
         self.drafter = DrafterGuard(self.worker, config.drafter)

@@ -115,6 +115,11 @@ class Worker:
         return self.runner.target.config.max_position
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether steps run on a GPU."""
+        return self._device.type == "cuda"
+
+    @property
     def vocab_size(self) -> int:
         """The target's."""
         return self._tables.vocab_size
