@@ -207,7 +207,9 @@ class EngineClient:
             try:
                 loads = self._process is None
                 timeout_s = max(self._stall_timeout_s, LOAD_S) if loads else self._stall_timeout_s
-                message = await asyncio.wait_for(process.receive(), timeout_s)
+                # `wait_for` of Python 3.11 loses a cancellation that meets a message.
+                async with asyncio.timeout(timeout_s):
+                    message = await process.receive()
             except TimeoutError:
                 owes = self._process is None or self.open or self._queries
                 if owes or self.silence_s > max(self._stall_timeout_s, LONGEST_SILENCE_S):

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Coroutine, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import zmq
@@ -21,6 +21,7 @@ from overlap_spec.errors import (
     QueueFull,
 )
 from overlap_spec.ipc import messages, process
+from overlap_spec.ipc.client import EngineClient
 from overlap_spec.types import Request
 
 DATE = Grammar.regex(r"\d{4}-\d\d-\d\d")
@@ -286,3 +287,26 @@ def test_messages_come_back_as_they_were() -> None:
     request = Request(1, (1, 2), sampling, None, 5, frozenset([1]), 2**61, 7)
     start = messages.AddRequest(request, DATE)
     assert messages.decode_to_server(messages.encode(start)) == start
+
+
+async def end_as_a_message_comes() -> bool:
+    client = EngineClient({}, 60.0, lambda _: None)
+    arriving: list[asyncio.Future[messages.EngineOutputs]] = []
+
+    class Talking:
+        async def receive(self) -> messages.EngineOutputs:
+            arriving.append(asyncio.get_running_loop().create_future())
+            return await arriving[-1]
+
+    started = asyncio.get_running_loop().create_future()
+    receiver = asyncio.create_task(client._receive(cast("Any", Talking()), started))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    arriving[-1].set_result(messages.EngineOutputs())
+    receiver.cancel()
+    await asyncio.wait({receiver}, timeout=1.0)
+    return receiver.cancelled()
+
+
+def test_a_message_does_not_hold_up_the_end() -> None:
+    assert asyncio.run(end_as_a_message_comes())
