@@ -16,6 +16,8 @@ from jsonschema import validators
 from jsonschema.exceptions import ValidationError
 from referencing.exceptions import Unresolvable
 
+from overlap_spec.grammar.automata.unicode_classes import rewritten
+
 _DEEPEST = 24
 
 
@@ -106,6 +108,6 @@ def _members(parts: list[dict[str, Any]], name: str) -> Iterator[Any]:
     for part in parts:
         found = [part["properties"][name]] if name in part.get("properties", {}) else []
         for pattern, schema in part.get("patternProperties", {}).items():
-            if re.search(pattern, name):
+            if re.search(rewritten(pattern), name):
                 found.append(schema)
         yield from found or [part.get("additionalProperties")]

@@ -45,7 +45,6 @@ def serve(engine: AsyncEngine, settings: ServerSettings, log_level: str = "info"
         ConfigError, CheckpointError: the engine cannot be started.
     """
     logging.basicConfig(format=LOG_FORMAT, level=log_level.upper())
-    log.info("tool_call_parser: %s", settings.tool_call_parser or "none")
     raise_descriptor_limit(settings)
     app = create_app(engine, settings)
     service: Service = app.state.service
@@ -70,6 +69,7 @@ def serve(engine: AsyncEngine, settings: ServerSettings, log_level: str = "info"
     app.openapi()
     # Before the engine loads, which takes long for nothing if the port is taken.
     sockets = bind(settings.host, settings.port)
+    log.info("tool_call_parser: %s", settings.tool_call_parser or "none")
     # A signal while the engine loads cancels the task: there is nothing to drain.
     with (
         contextlib.suppress(asyncio.CancelledError),

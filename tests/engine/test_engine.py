@@ -351,7 +351,7 @@ def test_cli_generates_text_alone_and_stats_on_stderr(tiny: dict[str, str]) -> N
         (["--regex", "a", "--choice", "b"], "only one constraint"),
         (["--temperature", "-3"], "temperature"),
         (["--temprature", "1"], "No such option"),
-        (["--model", "/nonexistent"], "config.json is missing"),
+        (["--model", "/nonexistent"], "no such folder"),
         (["--overlap", "sometimes"], "overlap"),
         (["--speculative-algorithm", "medusa"], "must be one of"),
     ],

@@ -347,7 +347,7 @@ def test_an_engine_whose_client_is_gone_ends() -> None:
         (["--tool-call-parser", "nonesuch"], "nonesuch"),
         (["--reasoning-parser", "nonesuch"], "nonesuch"),
         (["--whitespace", "lots"], "whitespace"),
-        (["--model", "/nonexistent"], "config.json is missing"),
+        (["--model", "/nonexistent"], "no such folder"),
         (["--max-running-requests", "0"], "max_running_requests"),
         (["--log-level", "loud"], "log_level"),
     ],
