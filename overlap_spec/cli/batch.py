@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import sys
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -265,8 +266,9 @@ async def application(flags: dict[str, Any], serving: dict[str, Any]) -> AsyncIt
         served_model_name=serving["served_model_name"] or served_name(model),
         tool_call_parser=serving["tool_call_parser"] or guess_parser(model, None),
         reasoning_parser=serving["reasoning_parser"],
-        # Nobody waits for an answer: a line takes the time that it takes.
+        # Nobody waits for an answer: a line takes the time and the memory that it takes.
         request_timeout_s=float("inf"),
+        max_front_bytes=sys.maxsize,
     )
     engine = AsyncEngine(max_queued_requests=2**20, **flags)
     app = create_app(engine, settings)
