@@ -80,7 +80,6 @@ def test_keywords_are_all_fields_of_sampling() -> None:
         (bool, lambda v: isinstance(v, bool)),
         (Grammar.choice(["one"]), lambda v: v == "one"),
     ],
-    ids=str,
 )
 def test_a_schema_or_a_type_is_a_grammar(engine: Engine, grammar: Any, check: Any) -> None:
     assert check(engine.generate("go", grammar).parsed)

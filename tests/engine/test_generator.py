@@ -56,7 +56,6 @@ def engine(tiny: dict[str, str]) -> Iterator[Engine]:
           "additionalProperties": False}, lambda v: v == {"a": 1}),
         (Grammar.choice(["one"]), lambda v: v == "one"),
     ],
-    ids=str,
 )  # fmt: skip
 def test_values_of_a_type(engine: Engine, output_type: Any, check: Any) -> None:
     generator = Generator(engine, output_type)
