@@ -175,7 +175,7 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any], str]] = {
         "2025-03-14",
     ),
     "Yes or no: grammar": (
-        "The lamp is red. Is the lamp red?",
+        "The flight is delayed. Is the flight delayed?",
         {"ebnf": 'root ::= "yes" | "no"'},
         "yes",
     ),
