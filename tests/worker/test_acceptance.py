@@ -274,7 +274,7 @@ def test_an_engine_under_rejection_writes_what_plain_decoding_writes(
     found, outputs = texts(256, acceptance="rejection", eagle_topk=top_k, overlap=overlap)
     assert outputs[0].stats.acceptance == "rejection"
     assert not outputs[0].stats.lossy
-    assert sum(o.stats.accepted_drafts for o in outputs) > 40
+    assert sum(o.stats.accepted_drafts for o in outputs) > 20
     keys = sorted(plain.keys() | found.keys())
     table = np.array([[counts.get(key, 0) for key in keys] for counts in (plain, found)])
     common = table.sum(0) >= 10
