@@ -270,11 +270,11 @@ def test_an_engine_under_rejection_writes_what_plain_decoding_writes(
     top_k: int, overlap: str
 ) -> None:
     """Texts of other seeds, in the same shares: with a grammar, chains and trees."""
-    plain, _ = texts(256, algorithm="none")
-    found, outputs = texts(256, acceptance="rejection", eagle_topk=top_k, overlap=overlap)
+    plain, _ = texts(384, algorithm="none")
+    found, outputs = texts(384, acceptance="rejection", eagle_topk=top_k, overlap=overlap)
     assert outputs[0].stats.acceptance == "rejection"
     assert not outputs[0].stats.lossy
-    assert sum(o.stats.accepted_drafts for o in outputs) > 20
+    assert sum(o.stats.accepted_drafts for o in outputs) > 40
     keys = sorted(plain.keys() | found.keys())
     table = np.array([[counts.get(key, 0) for key in keys] for counts in (plain, found)])
     common = table.sum(0) >= 10
