@@ -11,17 +11,11 @@ import jsonschema
 import pytest
 
 from overlap_spec.config import EMBEDDED
-from tests.support.serving import Server, shared_server
+from tests.support.serving import PAIR, Server, shared_server
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SAID = "Maria Lopez is 34 years old and lives in Lisbon."
 ASKED = [{"role": "user", "content": SAID}]
-PAIR: dict[str, Any] = {
-    "type": "object",
-    "properties": {"zyx": {"type": "integer"}, "wvu": {"type": "boolean"}},
-    "required": ["zyx", "wvu"],
-    "additionalProperties": False,
-}
 # One that thinks, if it is told to.
 TEMPLATE = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>

@@ -10,16 +10,10 @@ import jsonschema
 import pytest
 
 from overlap_spec.config import EMBEDDED
-from tests.support.serving import Server, shared_server
+from tests.support.serving import PAIR, Server, shared_server
 
 TEXT = "Maria Lopez is 34 years old and lives in Lisbon."
 ASKED = [{"role": "user", "content": TEXT}]
-PAIR: dict[str, Any] = {
-    "type": "object",
-    "properties": {"zyx": {"type": "integer"}, "wvu": {"type": "boolean"}},
-    "required": ["zyx", "wvu"],
-    "additionalProperties": False,
-}
 TOOL = {"name": "zyx_tool", "description": "Takes a pair.", "input_schema": PAIR}
 CHAT_TOOL = {
     "type": "function",

@@ -11,18 +11,11 @@ import pytest
 from pydantic import BaseModel
 
 from overlap_spec.config import EMBEDDED
-from tests.support.serving import Server, shared_server
+from tests.support.serving import PAIR, Server, shared_server
 
 MODEL = "overlap-spec"
 TEXT = "Maria Lopez is 34 years old and lives in Lisbon."
 ASKED = [{"role": "user", "content": TEXT}]
-# No answer by chance has this shape.
-PAIR: dict[str, Any] = {
-    "type": "object",
-    "properties": {"zyx": {"type": "integer"}, "wvu": {"type": "boolean"}},
-    "required": ["zyx", "wvu"],
-    "additionalProperties": False,
-}
 TOOL: dict[str, Any] = {"type": "function", "name": "zyx_tool", "parameters": PAIR, "strict": True}
 pytestmark = pytest.mark.skipif(
     not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"

@@ -21,6 +21,14 @@ import httpx
 START_S = 90.0
 LISTENS = re.compile(rb"serving on (https?://\S+)")
 
+# No answer by chance has this shape.
+PAIR: dict[str, Any] = {
+    "type": "object",
+    "properties": {"zyx": {"type": "integer"}, "wvu": {"type": "boolean"}},
+    "required": ["zyx", "wvu"],
+    "additionalProperties": False,
+}
+
 
 class Server:
     """``overlap-spec serve`` on a free port.
