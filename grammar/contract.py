@@ -174,10 +174,6 @@ class Backend(ABC):
             GrammarError: the grammar has an error, or this backend cannot enforce it exactly.
         """
 
-    def compile_lowered(self, grammar: Grammar, ebnf: str) -> CompiledGrammar:  # noqa: ARG002
-        """As `compile`, when the EBNF (`lowering.to_ebnf`) is already available."""
-        return self.compile(grammar)
-
     def deserialize(self, grammar: Grammar, data: bytes) -> CompiledGrammar:  # noqa: ARG002
         """Restore a compiled grammar from the bytes of its `serialize`.
 

@@ -8,7 +8,13 @@ from itertools import product
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex import parse
-from overlap_spec.grammar.automata.regex_ast import Alternation, CharClass, Concat, Node
+from overlap_spec.grammar.automata.regex_ast import (
+    Alternation,
+    CharClass,
+    Concat,
+    Node,
+    Repetition,
+)
 from overlap_spec.grammar.spec import Grammar
 
 # Texts that a pattern may have.
@@ -71,7 +77,7 @@ def _of(node: Node) -> Iterator[str]:
         parts = [list(_few(_of(part))) for part in node.parts]
         yield from map("".join, product(*parts))
     else:
-        if node.most is None:
+        if not isinstance(node, Repetition) or node.most is None:
             raise _TooManyError
         body = list(_few(_of(node.body)))
         for count in range(node.least, node.most + 1):

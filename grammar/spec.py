@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import lark
 from overlap_spec.grammar.automata.regex import parse
 from overlap_spec.grammar.outputs import pattern_text, schema_of, texts_of, value_of
+from overlap_spec.grammar.parsing import lark
 from overlap_spec.grammar.reasoning import answer_of
 from overlap_spec.grammar.source import (
     canonical,
@@ -127,7 +127,7 @@ class Grammar:
     @classmethod
     def ebnf(cls, text: str) -> Grammar:
         """Text of an EBNF grammar in GBNF's dialect, whose start rule is `root`, or of a Lark
-        grammar, whose start rule is `start` (`grammar/lark.py` has what is read of it).
+        grammar, whose start rule is `start` (`grammar/parsing/lark.py` has what is read of it).
 
         Raises:
             GrammarError: the text is empty, or Lark that has an error or is not supported. The
@@ -135,7 +135,9 @@ class Grammar:
         """
         if not text.strip():
             raise GrammarError("the EBNF grammar is empty; it needs a rule named root", "ebnf")
-        return cls("ebnf", lark.to_ebnf(text) if lark.is_lark(text) else text)
+        if lark.is_lark(text):
+            lark.read(text)
+        return cls("ebnf", text)
 
     @classmethod
     def choice(

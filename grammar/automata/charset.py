@@ -55,28 +55,3 @@ def negate(ranges: Ranges) -> Ranges:
     if start <= _LAST:
         gaps.append((start, _LAST))
     return intersect(tuple(gaps), ALL)
-
-
-@lru_cache(8192)
-def regex_class(ranges: Ranges) -> str:
-    """A class for a non-empty set, in the syntax of a `Regex("…")` terminal.
-
-    Writes one class for each UTF-8 length: if a range spans lengths, xgrammar 0.2.8 also accepts
-    overlong encodings.
-    """
-    lengths = (intersect(ranges, (span,)) for span in UTF8_LENGTHS)
-    classes = [_class(part, r"\u{{{:x}}}") for part in lengths if part]
-    return classes[0] if len(classes) == 1 else f"({'|'.join(classes)})"
-
-
-@lru_cache(8192)
-def rule_class(ranges: Ranges) -> str:
-    """A class for a set, in the syntax of an EBNF rule."""
-    return _class(ranges, r"\U{:08x}")
-
-
-def _class(ranges: Ranges, point: str) -> str:
-    spans = (
-        point.format(low) + (f"-{point.format(high)}" if high > low else "") for low, high in ranges
-    )
-    return f"[{''.join(spans)}]"

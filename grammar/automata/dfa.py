@@ -12,7 +12,13 @@ from itertools import pairwise
 from typing import TypeVar
 
 from overlap_spec.grammar.automata.charset import ALL, Ranges, intersect, negate, union
-from overlap_spec.grammar.automata.regex_ast import Alternation, CharClass, Concat, Node
+from overlap_spec.grammar.automata.regex_ast import (
+    Alternation,
+    CharClass,
+    Concat,
+    Node,
+    Repetition,
+)
 
 Move = tuple[int, int, int]
 S = TypeVar("S", bound=Hashable)
@@ -80,6 +86,7 @@ class _Nfa:
             for way in node.ways:
                 self.free[self.add(way, start)].append(end)
             return end
+        assert isinstance(node, Repetition)
         for _ in range(node.least):
             start = self.add(node.body, start)
         end = self.state()

@@ -1,17 +1,12 @@
-"""Regular expressions as trees, and their two written forms: terminals and rules.
-
-xgrammar 0.2.8 compiles a `Regex("…")` terminal into one automaton, which makes masks a thousand
-times cheaper than rules. But it merges states wrongly if two alternatives share a prefix
-(`(c(c|)|c)` accepts "ccc") or if `?` follows a loop. So only deterministic expressions become
-terminals, with `?` written as an alternation; all others become rules.
-"""
+"""Expressions: one tree for regular expressions and for the rules of grammars."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from overlap_spec.grammar.automata.charset import Ranges, regex_class, rule_class
+from overlap_spec.grammar.automata.charset import Ranges
 
 # Larger expressions count as nondeterministic, unchecked.
 _MOST_POSITIONS = 3000
@@ -19,7 +14,7 @@ _MOST_POSITIONS = 3000
 
 @dataclass(frozen=True)
 class CharClass:
-    """One character of a non-empty set."""
+    """One character of a set; an empty set matches nothing."""
 
     members: Ranges
 
@@ -47,7 +42,14 @@ class Repetition:
     most: int | None
 
 
-Node = CharClass | Concat | Alternation | Repetition
+@dataclass(frozen=True)
+class Ref:
+    """A reference to a rule; regular expressions have none."""
+
+    name: str
+
+
+Node = CharClass | Concat | Alternation | Repetition | Ref
 EMPTY = Concat(())
 
 
@@ -66,37 +68,38 @@ def text(fixed: str) -> Node:
     return Concat(tuple(CharClass(((ord(char), ord(char)),)) for char in fixed))
 
 
-def to_regex(node: Node) -> str:
-    """An expression in the syntax of a `Regex("…")` terminal."""
-    if isinstance(node, CharClass):
-        return regex_class(node.members)
+def parts_of(node: Node) -> tuple[Node, ...]:
+    """The direct parts of an expression."""
     if isinstance(node, Concat):
-        return "".join(to_regex(part) for part in node.parts)
+        return node.parts
     if isinstance(node, Alternation):
-        return f"({'|'.join(to_regex(way) for way in node.ways)})"
-    body, least, most = f"({to_regex(node.body)})", node.least, node.most
-    if most is None:
-        return body * (least - 1) + f"{body}+" if least else f"{body}*"
-    if most == 0:
-        return ""
-    if most == 1:
-        return body if least else f"({to_regex(node.body)}|)"
-    counted = f"{body}{{{max(least, 1)},{most}}}"
-    return counted if least else f"({counted}|)"
+        return node.ways
+    return (node.body,) if isinstance(node, Repetition) else ()
 
 
-def to_rule(node: Node) -> str:
-    """An expression as the body of an EBNF rule."""
-    if isinstance(node, CharClass):
-        return rule_class(node.members)
+def references(node: Node) -> set[str]:
+    """Names of the rules that an expression refers to directly."""
+    found: set[str] = set()
+    pending = [node]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, Ref):
+            found.add(part.name)
+        pending.extend(parts_of(part))
+    return found
+
+
+def is_nullable(node: Node, rules: Container[str] = ()) -> bool:
+    """Whether an expression matches the empty text, given the rules that do."""
+    if isinstance(node, Ref):
+        return node.name in rules
     if isinstance(node, Concat):
-        return " ".join(to_rule(part) for part in node.parts) or '""'
+        return all(is_nullable(part, rules) for part in node.parts)
     if isinstance(node, Alternation):
-        return f"({' | '.join(to_rule(way) for way in node.ways)})"
-    body = f"({to_rule(node.body)})"
-    if node.most is None:
-        return f"{body}{{{node.least},}}" if node.least > 1 else f"{body}{'*+'[node.least]}"
-    return f"{body}{{{node.least},{node.most}}}" if node.most else '""'
+        return any(is_nullable(way, rules) for way in node.ways)
+    if isinstance(node, Repetition):
+        return node.least == 0 or is_nullable(node.body, rules)
+    return False
 
 
 @dataclass
@@ -117,6 +120,7 @@ class _Glushkov:
             return any(part[0] for part in seen), first, set().union(*(part[2] for part in seen))
         if isinstance(node, Concat):
             return self._chain(node)
+        assert isinstance(node, Repetition)
         empty, first, last = self.visit(node.body)
         if node.most is None or node.most > 1:
             # A counted repetition is treated as a loop: stricter, and independent of the count.
@@ -146,11 +150,7 @@ def is_deterministic(node: Node) -> bool:
 
 
 def _positions(node: Node) -> int:
-    if isinstance(node, CharClass):
-        return 1
-    if isinstance(node, Repetition):
-        return _positions(node.body)
-    return sum(map(_positions, node.parts if isinstance(node, Concat) else node.ways))
+    return isinstance(node, CharClass) + sum(map(_positions, parts_of(node)))
 
 
 def _apart(sets: list[Ranges], group: set[int]) -> bool:

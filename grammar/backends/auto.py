@@ -1,4 +1,4 @@
-"""Routes each grammar to a backend; `parsing/route.py` has the rules."""
+"""Routes each grammar to a backend; `ir/route.py` has the rules."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import threading
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher
-from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.parsing.route import CHARACTERS, FOREIGN, Route, route
-from overlap_spec.grammar.parsing.syntax import ForeignConstruct, read
+from overlap_spec.grammar.dialects.lark import to_lark
+from overlap_spec.grammar.ir.route import CHARACTERS, FOREIGN, Route, route
+from overlap_spec.grammar.lowering import lower
+from overlap_spec.grammar.parsing.ebnf import ForeignConstruct
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 
@@ -25,14 +26,11 @@ class AutoBackend(Backend):
         self._built: dict[str, Backend] = {}
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        return self.compile_lowered(grammar, to_ebnf(grammar))
-
-    def compile_lowered(self, grammar: Grammar, ebnf: str) -> CompiledGrammar:
-        found = self._route(ebnf)
+        found = _route(grammar)
         refusals: dict[str, GrammarError] = {}
         for name in found.backends:
             try:
-                compiled = self._read(name, grammar, ebnf)
+                compiled = self._backend(name).compile(grammar)
             except GrammarError as error:
                 refusals[name] = error
                 continue
@@ -45,29 +43,22 @@ class AutoBackend(Backend):
         name, _, reason = head.decode().partition(" ")
         return _Routed(self._backend(name).deserialize(grammar, body), reason)
 
-    def _read(self, name: str, grammar: Grammar, ebnf: str) -> CompiledGrammar:
-        # Only xgrammar needs another lowering, with ambiguous expressions as automata.
-        if name == "xgrammar":
-            return self._backend(name).compile(grammar)
-        return self._backend(name).compile_lowered(grammar, ebnf)
-
     def _backend(self, name: str) -> Backend:
         with self._lock:
             if name not in self._built:
                 self._built[name] = load(name)(self.vocabulary)
             return self._built[name]
 
-    def _route(self, ebnf: str) -> Route:
-        try:
-            found = route(read(ebnf))
-        except ForeignConstruct:
-            return FOREIGN
-        if found.backends[0] == "llguidance":
-            from overlap_spec.grammar.backends.llguidance import to_lark
 
-            if to_lark(ebnf).by_characters:
-                return CHARACTERS
-        return found
+def _route(grammar: Grammar) -> Route:
+    try:
+        syntax = lower(grammar)
+    except ForeignConstruct:
+        return FOREIGN
+    found = route(syntax)
+    if found.backends[0] == "llguidance" and to_lark(syntax).by_characters:
+        return CHARACTERS
+    return found
 
 
 class _Routed(CompiledGrammar):

@@ -12,32 +12,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from overlap_spec.errors import GrammarError, GrammarFailed
 from overlap_spec.grammar import walk
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
-from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.parsing.exclusions import excluded
-from overlap_spec.grammar.parsing.expressions import (
-    Chain,
-    Expression,
-    Ref,
-    Repeat,
-    parts_of,
-    references,
-)
-from overlap_spec.grammar.parsing.lexemes import Lexemes, cut
-from overlap_spec.grammar.parsing.regular import EpsilonFree, literal, to_regex
-from overlap_spec.grammar.parsing.slice_hints import later, letters_first
-from overlap_spec.grammar.parsing.syntax import read
+from overlap_spec.grammar.dialects.lark import to_lark
+from overlap_spec.grammar.lowering import lower
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 
-_DEEPEST = 5
 _LOWER, _LETTERS = "[a-z]", "[A-Za-z]"
 # A pattern's dot does not match the two line ends of Unicode.
 _INSIDE = r'[^"\\\x00-\x1f\x7f\u2028\u2029]'
@@ -52,7 +37,6 @@ _SLICES = [
 ]
 # Marks of the library's own limits in its errors.
 OVER_LIMIT = ("too many", "too complex", "too large", "limit")
-_OPTIONS = '%llguidance {"no_forcing": true}\n'
 
 
 class LLGuidanceBackend(Backend):
@@ -71,10 +55,7 @@ class LLGuidanceBackend(Backend):
         )
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        return self.compile_lowered(grammar, to_ebnf(grammar))
-
-    def compile_lowered(self, grammar: Grammar, ebnf: str) -> CompiledGrammar:
-        return self.deserialize(grammar, to_lark(ebnf).text.encode())
+        return self.deserialize(grammar, to_lark(lower(grammar)).text.encode())
 
     def deserialize(self, grammar: Grammar, data: bytes) -> CompiledGrammar:
         lark = data.decode()
@@ -257,117 +238,6 @@ def _failure(library: LLMatcher) -> Exception:
             "the usual cause)"
         )
     return RuntimeError(f"llguidance failed: {reason}")
-
-
-@dataclass(frozen=True)
-class Lark:
-    """A grammar in llguidance's dialect of Lark.
-
-    Attributes:
-        text: The grammar.
-        by_characters: Whether its lexemes are single characters; a mask then costs milliseconds.
-    """
-
-    text: str
-    by_characters: bool = False
-
-
-@lru_cache(maxsize=4)
-def to_lark(ebnf: str) -> Lark:
-    """Translate EBNF text to equivalent Lark.
-
-    Raises:
-        GrammarError: the text has an error or is too large.
-    """
-    syntax = read(ebnf)
-    grammar = EpsilonFree(syntax)
-    if "root" not in grammar.rules:
-        return Lark(f'{_OPTIONS}start: ""\n')
-    lexemes = cut(grammar, syntax.recursive)
-    return Lark(_LarkWriter(lexemes, grammar.root_nullable).text, lexemes.by_characters)
-
-
-class _LarkWriter:
-    """Writes a grammar over lexemes as Lark: rules in lower case, lexemes in upper case."""
-
-    def __init__(self, lexemes: Lexemes, may_be_empty: bool) -> None:
-        self.names = {name: f"r{i}" for i, name in enumerate(lexemes.parsed)}
-        self.names |= {name: f"L{i}" for i, name in enumerate(lexemes.lexed)}
-        own_names = self.names.copy()
-        self.lines: list[str] = []
-        rules = {**lexemes.parsed, **lexemes.lexed}
-        for name in lexemes.names:
-            self._beside(name, rules)
-        used = {"root": None}
-        pending = ["root"]
-        while pending:
-            name = pending.pop()
-            own = own_names[name]
-            written = self._but(rules[name], rules) if name in lexemes.lexed else None
-            inner = set() if written else references(rules[name])
-            written = written or self._of(own, rules[name], 0)
-            self.lines.append(f"{own}: {written}")
-            new = sorted(inner - used.keys(), reverse=True)
-            used |= dict.fromkeys(new)
-            pending += new
-        start = f"start: {self.names['root']}" + (' | ""' if may_be_empty else "")
-        self.text = _OPTIONS + "\n".join([start, *self.lines]) + "\n"
-
-    def _beside(self, lexeme: str, rules: dict[str, Expression]) -> None:
-        """Add a second lexeme for some of a lexeme's texts; rules then refer to either."""
-        found = later(rules[lexeme], rules)
-        if found is not None:
-            own = self.names[lexeme]
-            self.lines.append(f"LATER_{own}: {self._of(f'LATER_{own}', found, 0)}")
-            self.names[lexeme] = f"either_{own.lower()}"
-            self.lines.append(f"{self.names[lexeme]}: {own} | LATER_{own}")
-
-    def _but(self, expression: Expression, rules: dict[str, Expression]) -> str | None:
-        """A quoted lexeme written as "any string except these"; None if it is no such thing.
-
-        Covers the whole lexeme with its quotes; otherwise the library does not profit.
-        """
-        parts = expression.parts if isinstance(expression, Chain) else ()
-        if len(parts) != 3 or references(parts[0]) or references(parts[2]):
-            return None
-        inside, may_be_empty = parts[1], False
-        if isinstance(inside, Repeat) and (inside.least, inside.most) == (0, 1):
-            inside, may_be_empty = inside.body, True
-        if isinstance(inside, Ref):
-            inside = rules[inside.name]
-        found = excluded(inside)
-        if found is None:
-            return None
-        base, texts = found
-        if may_be_empty:
-            base = Repeat(base.body, 0, None)
-        left, middle, right = (
-            to_regex(part, self.names.__getitem__) for part in (parts[0], base, parts[2])
-        )
-        if not texts:
-            return f"/{left}{middle}{right}/"
-        names = "|".join(map(literal, texts))
-        return f"/{left}{middle}{right}/ & ~/{left}(?:{names}){right}/"
-
-    def _of(self, owner: str, expression: Expression, depth: int) -> str:
-        if not references(expression):
-            return f"/{to_regex(letters_first(expression), self.names.__getitem__)}/"
-        if isinstance(expression, Ref):
-            return self.names[expression.name]
-        if depth == _DEEPEST:
-            # The library does not parse deeply nested parentheses.
-            name = f"{owner}_{len(self.lines)}"
-            self.lines.append("")
-            at = len(self.lines) - 1
-            self.lines[at] = f"{name}: {self._of(name, expression, 0)}"
-            return name
-        if isinstance(expression, Repeat):
-            most = "" if expression.most is None else expression.most
-            body = self._of(owner, expression.body, depth + 1)
-            return f"({body}){{{expression.least},{most}}}"
-        mark = " " if isinstance(expression, Chain) else " | "
-        inside = mark.join(self._of(owner, p, depth + 1) for p in parts_of(expression))
-        return f"({inside})" if inside else '""'
 
 
 def _reason(library: LLMatcher) -> str:

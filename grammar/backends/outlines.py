@@ -19,11 +19,12 @@ import numpy as np
 import outlines_core
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.automata.regex_ast import Node, Ref, Repetition, parts_of
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher, Row
-from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.parsing.expressions import Expression, Ref, Repeat, parts_of
-from overlap_spec.grammar.parsing.regular import EpsilonFree, to_regex
-from overlap_spec.grammar.parsing.syntax import Syntax, read
+from overlap_spec.grammar.dialects.rust import to_regex
+from overlap_spec.grammar.ir.epsilon import EpsilonFree
+from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
+from overlap_spec.grammar.lowering import lower
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.states import Automaton, StateMatcher
 from overlap_spec.grammar.vocabulary import Vocabulary
@@ -46,17 +47,15 @@ class OutlinesBackend(Backend):
                 ids.setdefault(text, []).append(token)
         self._table = outlines_core.Vocabulary(vocabulary.stop_ids[0], ids)
 
+    @bounded_depth()
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        return self.compile_lowered(grammar, to_ebnf(grammar))
-
-    def compile_lowered(self, grammar: Grammar, ebnf: str) -> CompiledGrammar:
-        syntax = read(ebnf)
-        refusal = _refusal(syntax)
+        syntax = lower(grammar).plain
+        plain = EpsilonFree(syntax)
+        refusal = _refusal(syntax, plain)
         if refusal:
             raise GrammarError(
                 f"outlines cannot read this {grammar.kind} grammar: {refusal}", grammar.kind
             )
-        plain = EpsilonFree(syntax)
         try:
             index = outlines_core.Index(_whole(plain), self._table)
         except ValueError as error:
@@ -76,23 +75,23 @@ class OutlinesBackend(Backend):
         return _Compiled(index, self.vocabulary, bool(data[0]))
 
 
-def _refusal(syntax: Syntax) -> str | None:
+def _refusal(syntax: Syntax, plain: EpsilonFree) -> str | None:
     if "root" in syntax.recursive:
         return "it nests without bound, and the library supports regular expressions only"
-    if "root" not in EpsilonFree(syntax).rules:
+    if "root" not in plain.rules:
         return "it allows the empty text only"
     counts: dict[str, int] = {}
 
-    def classes(expression: Expression) -> int:
-        if isinstance(expression, Ref):
-            name = expression.name
+    def classes(node: Node) -> int:
+        if isinstance(node, Ref):
+            name = node.name
             if name not in counts:
                 counts[name] = classes(syntax.rules[name])
             return counts[name]
-        inner = sum(classes(part) for part in parts_of(expression))
-        if isinstance(expression, Repeat):
-            return inner * max(1, expression.least, expression.most or 0)
-        return inner if parts_of(expression) else 1
+        inner = sum(classes(part) for part in parts_of(node))
+        if isinstance(node, Repetition):
+            return inner * max(1, node.least, node.most or 0)
+        return inner if parts_of(node) else 1
 
     if classes(syntax.rules["root"]) > _MOST_CLASSES:
         return f"with repetitions expanded it has more than {_MOST_CLASSES} characters"

@@ -14,30 +14,25 @@ from collections.abc import Iterator
 import numpy as np
 
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher, Row
-from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.parsing.network import Network
-from overlap_spec.grammar.parsing.syntax import Syntax, read
+from overlap_spec.grammar.ir.network import Network
+from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
+from overlap_spec.grammar.lowering import lower
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.states import Automaton, StateMatcher
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 
 class ReferenceBackend(Backend):
-    """Supports all EBNF that `parsing.syntax` does; slow beyond a few thousand tokens."""
+    """Supports every grammar that is lowered; slow beyond a few thousand tokens."""
 
     name = "reference"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
 
+    @bounded_depth()
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        return self.compile_lowered(grammar, to_ebnf(grammar))
-
-    def compile_lowered(self, grammar: Grammar, ebnf: str) -> CompiledGrammar:
-        return self.deserialize(grammar, ebnf.encode())
-
-    def deserialize(self, grammar: Grammar, data: bytes) -> CompiledGrammar:  # noqa: ARG002
-        return _Compiled(_Chart(read(data.decode()), self.vocabulary), data)
+        return _Compiled(_Chart(lower(grammar).plain, self.vocabulary))
 
 
 class _Set:
@@ -158,9 +153,8 @@ class _Chart(Automaton[_Set]):
 class _Compiled(CompiledGrammar):
     backend = "reference"
 
-    def __init__(self, chart: _Chart, ebnf: bytes) -> None:
+    def __init__(self, chart: _Chart) -> None:
         self._chart = chart
-        self._ebnf = ebnf
 
     @property
     def memory_bytes(self) -> int:
@@ -168,9 +162,6 @@ class _Compiled(CompiledGrammar):
 
     def matcher(self) -> Matcher:
         return StateMatcher(self._chart)
-
-    def serialize(self) -> bytes:
-        return self._ebnf
 
 
 BACKEND = ReferenceBackend

@@ -18,13 +18,12 @@ import numpy as np
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import walk
-from overlap_spec.grammar.automata.charset import rule_class
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
+from overlap_spec.grammar.dialects.gbnf import to_gbnf
 from overlap_spec.grammar.import_stubs import awaiting
-from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.parsing.expressions import Chain, Chars, Either, Expression, Ref
-from overlap_spec.grammar.parsing.regular import EpsilonFree
-from overlap_spec.grammar.parsing.syntax import ForeignConstruct, read
+from overlap_spec.grammar.ir.epsilon import EpsilonFree
+from overlap_spec.grammar.lowering import lower
+from overlap_spec.grammar.parsing.ebnf import ForeignConstruct
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 
@@ -56,10 +55,16 @@ class XGrammarBackend(Backend):
         self._compiler = xgr.GrammarCompiler(self._info, max_threads=threads, cache_enabled=False)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        return self.compile_lowered(grammar, to_ebnf(grammar, linear=True))
-
-    def compile_lowered(self, grammar: Grammar, ebnf: str) -> CompiledGrammar:
-        return self._compile(grammar, _rewritten(ebnf) if grammar.kind == "ebnf" else ebnf)
+        try:
+            syntax = lower(grammar)
+        except ForeignConstruct:
+            if grammar.kind != "ebnf":
+                raise
+            return self._compile(grammar, grammar.source)
+        if grammar.kind == "ebnf":
+            # The library crashes the process if a rule is nullable and left-recursive.
+            syntax = EpsilonFree(syntax).syntax
+        return self._compile(grammar, to_gbnf(syntax))
 
     def _compile(self, grammar: Grammar, text: str) -> CompiledGrammar:
         start = time.perf_counter()
@@ -199,44 +204,6 @@ class _XGrammarMatcher(Matcher):
         for token in self._history:
             if not self._library.accept_token(token):
                 raise RuntimeError(f"xgrammar rejected token {token} that it had accepted before")
-
-
-def _rewritten(ebnf: str) -> str:
-    """A user's EBNF, rewritten so that the library reads it as every other backend does.
-
-    The library accepts the bytes of lone surrogates in classes such as `[^"]`, misreads some
-    regular expressions in `Regex("…")`, leads into rules that no finite text can complete, and
-    crashes the process if a rule is nullable and left-recursive (`x ::= x{0,2}`).
-    """
-    try:
-        grammar = EpsilonFree(read(ebnf))
-    except ForeignConstruct:
-        return ebnf
-    if "root" not in grammar.rules:
-        return 'root ::= ""\n'
-    # Every rule is renamed, to make room for a new root if the old one is nullable.
-    names = {name: f"r{i}" for i, name in enumerate(grammar.rules)}
-    lines = [f"{names[name]} ::= {_rule(body, names)}" for name, body in grammar.rules.items()]
-    start = f'{names["root"]} | ""' if grammar.root_nullable else names["root"]
-    return "\n".join([f"root ::= {start}", *lines]) + "\n"
-
-
-def _rule(expression: Expression, names: dict[str, str]) -> str:
-    if isinstance(expression, Chars):
-        return rule_class(expression.members)
-    if isinstance(expression, Ref):
-        return names[expression.name]
-    if isinstance(expression, Chain):
-        return " ".join(_rule(part, names) for part in expression.parts) or '""'
-    if isinstance(expression, Either):
-        return f"({' | '.join(_rule(way, names) for way in expression.ways)})"
-    least, most = expression.least, expression.most
-    if most == 0:
-        return '""'
-    body = f"({_rule(expression.body, names)})"
-    if most is None:
-        return body + ("*+"[least] if least < 2 else f"{{{least},}}")
-    return f"{body}{{{least},{most}}}"
 
 
 def _exportable(links: Links) -> Links:

@@ -1,4 +1,4 @@
-"""Lowers every kind of grammar to EBNF text, the one language that backends read.
+"""Lowers every kind of grammar to the rules and tokens that backends read.
 
 The lowering is exact or refuses: it allows nothing that the grammar forbids, and a keyword or
 construct that it cannot enforce is a GrammarError that names it.
@@ -7,14 +7,17 @@ construct that it cannot enforce is a GrammarError that names it.
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Any
 
-from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex import parse
+from overlap_spec.grammar.automata.regex_ast import Node
+from overlap_spec.grammar.ir.rules import Rules, choice, literal
+from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
 from overlap_spec.grammar.lowering.composite import KINDS, lower_composite
 from overlap_spec.grammar.lowering.distinct import packed
-from overlap_spec.grammar.lowering.ebnf import Rules, choice, literal
 from overlap_spec.grammar.lowering.schema import SchemaLowering
+from overlap_spec.grammar.parsing import read
 from overlap_spec.grammar.spec import Grammar
 
 # Keywords that may leave something to the matcher.
@@ -22,31 +25,17 @@ _COUNTED = ("uniqueItems", "minProperties")
 _PUBLISHED = "//json-schema.org/"
 
 
-def to_ebnf(grammar: Grammar, linear: bool = False) -> str:
-    """A grammar as EBNF in GBNF's dialect, with `Regex("…")` terminals; the start rule is `root`.
-
-    Args:
-        grammar: The grammar.
-        linear: Write ambiguous expressions as automata, for xgrammar; see `Rules`.
+def lower(grammar: Grammar) -> Syntax:
+    """A grammar as rules and tokens.
 
     Raises:
         GrammarError: names the keyword and its path, or the pattern and the position.
     """
-    if grammar.kind in KINDS:
-        return lower_composite(grammar, to_ebnf)
-    if grammar.kind == "ebnf":
-        return grammar.source
-    if grammar.kind == "regex":
-        rules = Rules(linear)
-        return rules.text(rules.terminal(parse(grammar.source)))
-    if grammar.kind == "choice":
-        return Rules().text(choice([literal(text) for text in json.loads(grammar.source)]))
-    schema = {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.source)
-    return _text(_lowering(grammar, schema, Rules(linear)))
+    return _lowered(grammar)[0]
 
 
 def to_plan(grammar: Grammar) -> bytes:
-    """What a grammar that `to_ebnf` has taken leaves to `distinct_matcher`; empty if nothing.
+    """What a grammar that `lower` has taken leaves to `distinct_matcher`; empty if nothing.
 
     Raises:
         GrammarError: it cannot be told where items must differ.
@@ -56,21 +45,37 @@ def to_plan(grammar: Grammar) -> bytes:
     asks |= grammar.source.count(_PUBLISHED) > grammar.source.count('"$schema":"http')
     if not grammar.apart or grammar.kind != "json_schema" or not asks:
         return b""
-    lowering = _lowering(grammar, json.loads(grammar.source), Rules())
-    _text(lowering)
+    lowering = _lowered(grammar)[1]
+    assert lowering is not None
     return packed(lowering.plan(), grammar.whitespace == "bounded")
 
 
-def _lowering(grammar: Grammar, schema: Any, rules: Rules) -> SchemaLowering:
+# A compile asks for the rules, then for the plan; `auto` may ask for several backends.
+@lru_cache(maxsize=2)
+@bounded_depth()
+def _lowered(grammar: Grammar) -> tuple[Syntax, SchemaLowering | None]:
+    rules = Rules()
+    if grammar.kind == "ebnf":
+        return read(grammar.source), None
+    if grammar.kind == "json_schema":
+        lowering = _schema(rules, grammar, json.loads(grammar.source))
+        return rules.syntax(lowering.start()), lowering
+    return rules.syntax(_lower(rules, grammar)), None
+
+
+def _lower(rules: Rules, grammar: Grammar) -> Node:
+    """The start expression of a grammar, whose rules are added."""
+    if grammar.kind in KINDS:
+        return lower_composite(rules, grammar, _lower)
+    if grammar.kind == "ebnf":
+        return rules.embed(read(grammar.source))
+    if grammar.kind == "regex":
+        return rules.token(parse(grammar.source))
+    if grammar.kind == "choice":
+        return choice([literal(text) for text in json.loads(grammar.source)])
+    schema = {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.source)
+    return _schema(rules, grammar, schema).start()
+
+
+def _schema(rules: Rules, grammar: Grammar, schema: Any) -> SchemaLowering:
     return SchemaLowering(schema, grammar.whitespace, grammar.best_effort, rules, grammar.apart)
-
-
-def _text(lowering: SchemaLowering) -> str:
-    try:
-        return lowering.text()
-    except RecursionError as error:
-        raise GrammarError(
-            "the schema is nested too deep, or has a name of some hundred characters "
-            'beside free keys ("additionalProperties": false would do without these)',
-            "schema",
-        ) from error

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from overlap_spec.grammar.automata.regex_ast import EMPTY, Node, Ref
+from overlap_spec.grammar.ir.rules import choice, literal, sequence
 from overlap_spec.grammar.lowering import keywords
-from overlap_spec.grammar.lowering.ebnf import choice, literal, sequence
 from overlap_spec.grammar.lowering.keywords import Refusal
 from overlap_spec.grammar.lowering.members import Member, Members, Tail
 from overlap_spec.grammar.lowering.objects import Writer
@@ -45,7 +46,7 @@ class ArrayWriter:
     depth: int
     once: Once = Once.NO
 
-    def rule(self) -> str | None:
+    def rule(self) -> Node | None:
         """An expression for the shape; None if it is empty.
 
         Raises:
@@ -70,7 +71,7 @@ class ArrayWriter:
         build = Members(self.writer.rules, layout, "[]", self.depth, shape.least, shape.most)
         return build.array(members, tail)
 
-    def _item(self, expr: Expr, place: int | None) -> str | None:
+    def _item(self, expr: Expr, place: int | None) -> Node | None:
         keys: tuple[str | int, ...] = ("items",) if place is None else ("prefixItems", place)
         once = self.once
         if self.shape.unique and once is Once.NO:
@@ -115,18 +116,18 @@ class ArrayWriter:
                 break
         self.writer.looks = True
 
-    def _spellings(self, value: Any) -> list[str]:
+    def _spellings(self, value: Any) -> list[Node]:
         """The texts of a fixed item: 2.0 equals 2."""
         equal = [int(value)] if isinstance(value, float) and value.is_integer() else []
         return [self.writer.layout.value(one, self.depth + 1) for one in (value, *equal)]
 
-    def _distinct(self, values: list[str]) -> str | None:
+    def _distinct(self, values: list[str]) -> Node | None:
         """Arrays without equal items, for items of a few fixed values."""
         shape = self.shape
         texts = [choice(self._spellings(json.loads(text))) for text in values]
         most = len(texts) if shape.most is None else min(shape.most, len(texts))
 
-        def ways(state: State) -> Iterator[tuple[str | None, State]]:
+        def ways(state: State) -> Iterator[tuple[Node | None, State]]:
             if len(state) < most:
                 for i, text in enumerate(texts):
                     if i not in state:
@@ -134,13 +135,13 @@ class ArrayWriter:
 
         return self._array(ways, lambda state: len(state) >= shape.least, (), "uniqueItems")
 
-    def _counted(self) -> str | None:
+    def _counted(self) -> Node | None:
         """Arrays by position and by how many items match each `contains`."""
         shape = self.shape
         far = max([len(shape.prefix), *(one.start for one in shape.contains)])
         top = max(far, shape.least if shape.most is None else shape.most)
 
-        def ways(state: State) -> Iterator[tuple[str | None, State]]:
+        def ways(state: State) -> Iterator[tuple[Node | None, State]]:
             place, counts = state[0], state[1:]
             if shape.most is not None and place >= shape.most:
                 return
@@ -174,18 +175,18 @@ class ArrayWriter:
 
     def _array(
         self,
-        ways: Callable[[State], Iterator[tuple[str | None, State]]],
+        ways: Callable[[State], Iterator[tuple[Node | None, State]]],
         may_end: Callable[[State], bool],
         start: State,
         keyword: str,
-    ) -> str | None:
+    ) -> Node | None:
         """The rules of an automaton that reads one item per step."""
         layout, rules = self.writer.layout, self.writer.rules
         comma = layout.comma(self.depth + 1)
-        names: dict[State, str] = {}
+        names: dict[State, Ref] = {}
         pending: list[State] = []
 
-        def name(state: State) -> str:
+        def name(state: State) -> Ref:
             if state not in names:
                 if len(names) >= _MOST_STATES:
                     raise keywords.refusal(keyword, self.path, "has too many cases to count")
@@ -200,9 +201,10 @@ class ArrayWriter:
                 for item, after in ways(state)
                 if item is not None
             ]
-            # A dead state matches nothing: a rule that only refers to itself.
-            ends = ['""'] if may_end(state) else []
-            rules.define(names[state], choice([*steps, *ends]) if steps or ends else names[state])
+            # A dead state matches nothing, as reserved.
+            ends = [EMPTY] if may_end(state) else []
+            if steps or ends:
+                rules.define(names[state], choice([*steps, *ends]))
         opening = layout.opening("[", self.depth + 1)
         closing = layout.closing("]", self.depth)
         found = [sequence(opening, choice(first), closing)] if first else []

@@ -7,61 +7,64 @@ inside are lowered as they are on their own.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.lowering.ebnf import Rules, choice, literal, repeat, sequence
+from overlap_spec.grammar.automata.regex_ast import EMPTY, Node, Ref
+from overlap_spec.grammar.ir.rules import Rules, choice, literal, repeat, sequence
 from overlap_spec.grammar.lowering.free_text import free_start, free_text
-from overlap_spec.grammar.lowering.splice import splice
 from overlap_spec.grammar.reasoning import GAP, MOST_GAP
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tool_format import ToolFormat
 from overlap_spec.grammar.tool_formats import load_format
 
 KINDS = ("structural_tag", "tools", "after_thinking")
+Lower = Callable[[Rules, Grammar], Node]
 
 
-def lower_composite(grammar: Grammar, lower: Callable[[Grammar], str]) -> str:
-    """EBNF of a grammar of one of the `KINDS`.
+def lower_composite(rules: Rules, grammar: Grammar, lower: Lower) -> Node:
+    """The start expression of a grammar of one of the `KINDS`.
 
     Args:
+        rules: Receives the rules.
         grammar: The grammar.
         lower: Lowers each grammar inside.
 
     Raises:
         GrammarError: as `lower` raises it.
     """
-    parts = _Parts(grammar, lower)
+    parts = _Parts(rules, grammar, lower)
     source = json.loads(grammar.source)
     if grammar.kind == "structural_tag":
-        return parts.rules.text(_Tags(parts).lower(source, ()))
+        return _Tags(parts).lower(source, ())
     if grammar.kind == "tools":
-        return parts.rules.text(_Calls(parts, source).lower())
+        return _Calls(parts, source).lower()
     assert grammar.inner is not None
     inner = sequence(repeat(literal(GAP), 0, MOST_GAP), parts.add(grammar.inner))
-    root = free_text(parts.rules, {source["end"]: inner}, may_end=False)
+    root = free_text(rules, {source["end"]: inner}, may_end=False)
     if source["begin"]:
         root = choice([sequence(literal(source["begin"]), root), parts.add(grammar.inner)])
-    return parts.rules.text(root)
+    return root
 
 
 class _Parts:
     """The rules under construction, and the grammars inside."""
 
-    def __init__(self, grammar: Grammar, lower: Callable[[Grammar], str]) -> None:
-        self.rules = Rules()
+    def __init__(self, rules: Rules, grammar: Grammar, lower: Lower) -> None:
+        self.rules = rules
         self._grammar, self._lower = grammar, lower
-        self._known: dict[Grammar, str] = {}
+        self._known: dict[Grammar, Node] = {}
 
-    def add(self, inner: Grammar) -> str:
-        """The name of the rule of a grammar inside."""
+    def add(self, inner: Grammar) -> Node:
+        """The rule of a grammar inside."""
         if inner not in self._known:
-            self._known[inner] = splice(self.rules, self._lower(inner), self._grammar.kind)
+            start = self._lower(self.rules, inner)
+            self._known[inner] = start if isinstance(start, Ref) else self.rules.add(start)
         return self._known[inner]
 
-    def json(self, schema: Any, best_effort: bool = False) -> str:
-        """The name of the rule of JSON under a schema."""
+    def json(self, schema: Any, best_effort: bool = False) -> Node:
+        """The rule of JSON under a schema."""
         layout = self._grammar.whitespace
         return self.add(Grammar.json_schema(schema, whitespace=layout, best_effort=best_effort))
 
@@ -70,7 +73,7 @@ class _Tags:
     def __init__(self, parts: _Parts) -> None:
         self.parts, self.rules = parts, parts.rules
 
-    def lower(self, form: dict[str, Any], ends: tuple[str, ...]) -> str:
+    def lower(self, form: dict[str, Any], ends: tuple[str, ...]) -> Node:
         """The expression of a format; `ends` close the tag around it and occur in no free text."""
         kind = form["type"]
         if kind == "const_string":
@@ -101,43 +104,43 @@ class _Tags:
             "plus": (1, None),
             "star": (0, None),
         }.get(kind) or (form["min"], None if form["max"] == -1 else form["max"])
-        return repeat(self.lower(form["content"], ends), least, most) or '""'
+        return repeat(self.lower(form["content"], ends), least, most)
 
-    def _tag(self, tag: dict[str, Any], begin: str, ends: tuple[str, ...]) -> str:
+    def _tag(self, tag: dict[str, Any], begin: str, ends: tuple[str, ...]) -> Node:
         inside = tuple(end for end in tag["end"] if end) or ends
         closing = choice([literal(end) for end in tag["end"]])
-        return self.rules.add(
-            sequence(literal(begin) if begin else "", self.lower(tag["content"], inside), closing)
-        )
+        return self.rules.add(sequence(literal(begin), self.lower(tag["content"], inside), closing))
 
-    def _triggered(self, form: dict[str, Any], ends: tuple[str, ...]) -> str:
-        after: dict[str, str] = {}
+    def _triggered(self, form: dict[str, Any], ends: tuple[str, ...]) -> Node:
+        after: dict[str, Node | None] = {}
         for trigger in form["triggers"]:
             rest = [
                 self._tag(tag, tag["begin"].removeprefix(trigger), ())
                 for tag in form["tags"]
                 if tag["begin"].startswith(trigger)
             ]
-            after[trigger] = choice(rest) if rest else ""
+            after[trigger] = choice(rest) if rest else None
         loop, excludes = not form["stop_after_first"], (*form["excludes"], *ends)
         if not form["at_least_one"]:
             return self._dispatch(after, loop, excludes)
         first = choice([self._tag(tag, tag["begin"], ()) for tag in form["tags"]])
         return sequence(first, self._dispatch(after, loop, excludes)) if loop else first
 
-    def _dispatch(self, after: dict[str, str], loop: bool, excludes: tuple[str, ...]) -> str:
-        exits: dict[str, str | None] = dict.fromkeys(excludes)
-        again = self.rules.reserve() if loop else ""
+    def _dispatch(
+        self, after: Mapping[str, Node | None], loop: bool, excludes: tuple[str, ...]
+    ) -> Node:
+        exits: dict[str, Node | None] = dict.fromkeys(excludes)
+        again = self.rules.reserve() if loop else None
         for text, part in after.items():
             # A trigger without a tag is a dead end.
-            exits.setdefault(text, sequence(part, again) if part else None)
+            exits.setdefault(text, None if part is None else sequence(part, again or EMPTY))
         start = free_text(self.rules, exits, may_end=True)
-        if not loop:
+        if again is None:
             return start
         self.rules.define(again, start)
         return again
 
-    def _separated(self, form: dict[str, Any], ends: tuple[str, ...]) -> str:
+    def _separated(self, form: dict[str, Any], ends: tuple[str, ...]) -> Node:
         one = choice([self._tag(tag, tag["begin"], ends) for tag in form["tags"]])
         if not form["stop_after_first"]:
             one = sequence(one, repeat(sequence(literal(form["separator"]), one), 0, None))
@@ -149,7 +152,7 @@ class _Calls:
         self.parts, self.source = parts, source
         self.format: ToolFormat = load_format(source["format"])
 
-    def lower(self) -> str:
+    def lower(self) -> Node:
         form, wanted = self.format, self.source["choice"]
         starts = dict.fromkeys(form.starts)
         if wanted == "none":
@@ -162,41 +165,39 @@ class _Calls:
                 kind, text, layout, best_effort = self.source["otherwise"]
                 whole.append(self.parts.add(Grammar(kind, text, layout, best_effort)))
             return choice(whole)
-        after: dict[str, str | None] = {}
+        after: dict[str, Node | None] = {}
         for start in starts:
             rest = [head.removeprefix(start) for head in heads if head.startswith(start)]
-            after[start] = choice([sequence(literal(r) if r else "", calls) for r in rest])
+            after[start] = choice([sequence(literal(r), calls) for r in rest])
         return self._free(after)
 
-    def _free(self, exits: dict[str, str | None]) -> str:
+    def _free(self, exits: dict[str, Node | None]) -> Node:
         if self.format.anywhere:
             return free_text(self.parts.rules, exits, may_end=True)
         return free_start(self.parts.rules, exits)
 
-    def _calls(self) -> str:
+    def _calls(self) -> Node:
         """What follows the `begin` of the first call."""
         form, names = self.format, self.source["choice"]
         tools = self.source["tools"]
         if isinstance(names, list):
             tools = [tool for tool in tools if tool[0] in names]
         bodies = [
-            sequence(literal(name + form.middle), self._arguments(schema, strict), _text(form.end))
+            sequence(
+                literal(name + form.middle), self._arguments(schema, strict), literal(form.end)
+            )
             for name, schema, strict in tools
         ]
         body = self.parts.rules.add(choice(bodies))
         again = sequence(literal(form.separator + form.begin), body)
         single = isinstance(names, list) or not self.source["parallel"]
-        more = "" if single else repeat(again, 0, None)
-        return self.parts.rules.add(sequence(body, more, _text(form.close)))
+        more = EMPTY if single else repeat(again, 0, None)
+        return self.parts.rules.add(sequence(body, more, literal(form.close)))
 
-    def _arguments(self, schema: Any, strict: bool) -> str:
+    def _arguments(self, schema: Any, strict: bool) -> Node:
         if strict:
             return self.parts.json(schema)
         try:
             return self.parts.json(schema, best_effort=True)
         except GrammarError:
             return self.parts.json({"type": "object"})
-
-
-def _text(fixed: str) -> str:
-    return literal(fixed) if fixed else ""

@@ -1,4 +1,4 @@
-"""White space between JSON tokens, as EBNF expressions."""
+"""White space between JSON tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from overlap_spec.grammar.automata.regex import parse
-from overlap_spec.grammar.lowering.ebnf import Rules, literal, sequence
+from overlap_spec.grammar.automata.regex_ast import EMPTY, Node
+from overlap_spec.grammar.ir.rules import Rules, literal, sequence
 
 # One line break and some indentation: enough for any pretty printer, too little for endless output.
 _BOUNDED = parse(r"\n?[ \t]{0,16}")
@@ -30,37 +31,37 @@ class Layout:
         """Whether an expression depends on its nesting depth."""
         return isinstance(self.whitespace, int)
 
-    def opening(self, bracket: str, depth: int) -> str:
+    def opening(self, bracket: str, depth: int) -> Node:
         """The opening bracket of a container whose members are at `depth`."""
         return self._spaced(bracket, depth)
 
-    def comma(self, depth: int) -> str:
+    def comma(self, depth: int) -> Node:
         """The separator of two members at `depth`."""
         return self._spaced(",", depth)
 
-    def colon(self) -> str:
+    def colon(self) -> Node:
         """The separator of key and value."""
         if self.by_depth:
             return literal(": ")
         return self._spaced(":", 0)
 
-    def closing(self, bracket: str, depth: int) -> str:
+    def closing(self, bracket: str, depth: int) -> Node:
         """The closing bracket of a container at `depth`."""
         if isinstance(self.whitespace, int):
             return literal("\n" + " " * (self.whitespace * depth) + bracket)
         return sequence(self._space(), literal(bracket))
 
-    def value(self, value: Any, depth: int) -> str:
+    def value(self, value: Any, depth: int) -> Node:
         """The text of a fixed value at `depth`."""
         if isinstance(self.whitespace, int):
             text = json.dumps(value, ensure_ascii=False, indent=self.whitespace)
             return literal(text.replace("\n", "\n" + " " * (self.whitespace * depth)))
         return literal(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
 
-    def _spaced(self, mark: str, depth: int) -> str:
+    def _spaced(self, mark: str, depth: int) -> Node:
         if isinstance(self.whitespace, int):
             return literal(mark + "\n" + " " * (self.whitespace * depth))
         return sequence(literal(mark), self._space())
 
-    def _space(self) -> str:
-        return self.rules.terminal(_BOUNDED) if self.whitespace == "bounded" else ""
+    def _space(self) -> Node:
+        return self.rules.token(_BOUNDED) if self.whitespace == "bounded" else EMPTY

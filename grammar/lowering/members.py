@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.lowering.ebnf import Rules, choice, literal, repeat, sequence
+from overlap_spec.grammar.automata.regex_ast import EMPTY, Node
+from overlap_spec.grammar.ir.rules import Rules, choice, literal, repeat, sequence
 from overlap_spec.grammar.lowering.layout import Layout
 
 # Each member's rule refers to the next one's, and the backends' libraries follow rules by
@@ -15,21 +16,21 @@ MOST_NAMED = 1024
 
 @dataclass(frozen=True)
 class Member:
-    """A named or positional member: its rule (None if it is impossible), and whether it is
+    """A named or positional member: its expression (None if it is impossible), and whether it is
     required."""
 
-    rule: str | None
+    rule: Node | None
     required: bool
 
 
 @dataclass(frozen=True)
 class Tail:
-    """Free members: the rule of any, and, if one of a kind is required, the rules of that one and
-    of those that may follow it (None if none may)."""
+    """Free members: the expression of any, and, if one of a kind is required, those of that one and
+    of what may follow it (None if none may)."""
 
-    every: str
-    must: str | None = None
-    after: str | None = None
+    every: Node
+    must: Node | None = None
+    after: Node | None = None
 
 
 @dataclass
@@ -51,9 +52,9 @@ class Members:
     depth: int
     least: int
     most: int | None
-    _made: dict[tuple[int, int, bool], str | None] = field(default_factory=dict)
+    _made: dict[tuple[int, int, bool], Node | None] = field(default_factory=dict)
 
-    def array(self, members: list[Member], tail: Tail | None) -> str | None:
+    def array(self, members: list[Member], tail: Tail | None) -> Node | None:
         """Positional members, then free ones; an array may end before any of them."""
         for i, member in enumerate(members):
             if member.rule is None:
@@ -61,7 +62,7 @@ class Members:
                 return self._whole(members[:i], None, True)
         return self._whole(members, tail, True)
 
-    def object(self, members: list[Member], tail: Tail | None) -> str | None:
+    def object(self, members: list[Member], tail: Tail | None) -> Node | None:
         """Named members, of which those not required are optional, then free ones.
 
         Raises:
@@ -77,7 +78,7 @@ class Members:
             return None
         return self._whole([m for m in members if m.rule is not None], tail, False)
 
-    def _whole(self, members: list[Member], tail: Tail | None, positional: bool) -> str | None:
+    def _whole(self, members: list[Member], tail: Tail | None, positional: bool) -> Node | None:
         self._members, self._tail, self._positional = members, tail, positional
         # Counting multiplies the rules, so it is done only if a bound can be violated.
         need = sum(m.required for m in members)
@@ -92,7 +93,7 @@ class Members:
         if not self._counts:
             self._from_the_end()
         inside = self._from(0, 0, True)
-        ways = [] if inside is None else [sequence(opening, inside, closing)]
+        ways: list[Node] = [] if inside is None else [sequence(opening, inside, closing)]
         if self.least == 0 and (positional or need == 0) and not (tail and tail.must):
             ways.append(literal(self.brackets))
         return choice(ways) if ways else None
@@ -106,48 +107,49 @@ class Members:
             for index in range(last, 0, -1):
                 self._from(index, index, first)
 
-    def _from(self, index: int, count: int, first: bool) -> str | None:
+    def _from(self, index: int, count: int, first: bool) -> Node | None:
         """Members from `index` on, after `count` members; at least one if `first`."""
         if self.most is not None and self._counts and count > self.most:
             return None
         key = (index, count if self._counts else 0, first)
         if key not in self._made:
             body = self._rest(index, count, first)
-            self._made[key] = body if body in (None, '""') else self.rules.add(str(body))
+            self._made[key] = body if body is None or body == EMPTY else self.rules.add(body)
         return self._made[key]
 
-    def _rest(self, index: int, count: int, first: bool) -> str | None:
+    def _rest(self, index: int, count: int, first: bool) -> Node | None:
         if index == len(self._members):
             return self._tails(count, first)
         member = self._members[index]
-        ways = []
+        ways: list[Node] = []
         after = self._from(index + 1, count + 1, False)
         if after is not None:
-            comma = "" if first else self.layout.comma(self.depth + 1)
-            ways.append(sequence(comma, str(member.rule), "" if after == '""' else after))
+            assert member.rule is not None
+            comma = EMPTY if first else self.layout.comma(self.depth + 1)
+            ways.append(sequence(comma, member.rule, after))
         if self._positional:
             if not first and count >= self.least:
-                ways.append('""')
+                ways.append(EMPTY)
         elif not member.required:
             without = self._from(index + 1, count, first)
             ways += [without] if without is not None else []
         return choice(ways) if ways else None
 
-    def _tails(self, count: int, first: bool) -> str | None:
+    def _tails(self, count: int, first: bool) -> Node | None:
         least = max(self.least - count, 0) if self._counts else 0
         most = None if self.most is None or not self._counts else self.most - count
         tail = self._tail
         if tail is not None and tail.must is not None:
             return self._must(tail, least, most, first)
         if tail is None or most == 0:
-            return None if first or least > 0 else '""'
+            return None if first or least > 0 else EMPTY
         more = sequence(self.layout.comma(self.depth + 1), tail.every)
         if not first:
             return repeat(more, least, most)
         again = repeat(more, max(least - 1, 0), None if most is None else most - 1)
         return sequence(tail.every, again)
 
-    def _must(self, tail: Tail, least: int, most: int | None, first: bool) -> str | None:
+    def _must(self, tail: Tail, least: int, most: int | None, first: bool) -> Node | None:
         """Free members, one of a required kind: any, then the last of that kind, then others."""
         ways = []
         for ahead in range(0 if most is None else most):
@@ -165,8 +167,9 @@ class Members:
         before: tuple[int, int | None],
         after: tuple[int, int | None],
         first: bool,
-    ) -> str:
+    ) -> Node:
         comma = self.layout.comma(self.depth + 1)
         head = repeat(sequence(tail.every, comma), *before)
-        rest = "" if tail.after is None else repeat(sequence(comma, tail.after), *after)
-        return sequence("" if first else comma, head, str(tail.must), rest)
+        rest = EMPTY if tail.after is None else repeat(sequence(comma, tail.after), *after)
+        assert tail.must is not None
+        return sequence(EMPTY if first else comma, head, tail.must, rest)

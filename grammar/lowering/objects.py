@@ -15,8 +15,9 @@ from overlap_spec.grammar.automata.charset import ALL
 from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError
 from overlap_spec.grammar.automata.escape import in_json, once_in_json
 from overlap_spec.grammar.automata.regex import Pattern
+from overlap_spec.grammar.automata.regex_ast import Node
+from overlap_spec.grammar.ir.rules import Rules, choice, sequence
 from overlap_spec.grammar.lowering import keywords
-from overlap_spec.grammar.lowering.ebnf import Rules, choice, sequence
 from overlap_spec.grammar.lowering.intersect import member
 from overlap_spec.grammar.lowering.layout import Layout
 from overlap_spec.grammar.lowering.members import Member, Members, Tail
@@ -34,9 +35,9 @@ from overlap_spec.grammar.lowering.shapes import (
 )
 from overlap_spec.grammar.lowering.strings import (
     KEY_CHARS,
+    any_key,
     automaton,
     found_in,
-    key_node,
     repeated,
 )
 from overlap_spec.grammar.lowering.values import Once, Values, language_is_endless
@@ -56,8 +57,8 @@ class Writer(Protocol):
     apart: bool
     looks: bool
 
-    def value(self, expr: Expr, path: str, depth: int, once: Once = Once.NO) -> str | None:
-        """The rule of a value, written once where asked; None if no value is valid."""
+    def value(self, expr: Expr, path: str, depth: int, once: Once = Once.NO) -> Node | None:
+        """The expression of a value, written once where asked; None if no value is valid."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class ObjectWriter:
     depth: int
     once: Once = Once.NO
 
-    def rule(self) -> list[str]:
+    def rule(self) -> list[Node]:
         """Expressions whose union is the shape.
 
         Raises:
@@ -123,7 +124,7 @@ class ObjectWriter:
             wanted = tuple(dict.fromkeys(required))
             yield replace(shape, named=tuple(named.items()), required=wanted, some=tuple(free))
 
-    def _whole(self, shape: Objects) -> str | None:
+    def _whole(self, shape: Objects) -> Node | None:
         writer = self.writer
         members = []
         for name in self.names:
@@ -184,7 +185,7 @@ class ObjectWriter:
     def _held(self, kind: FreeKeys) -> Expr:
         return all_of(*(expr for keys, expr in self.shape.rules if _covers(keys, kind)))
 
-    def _members(self, kinds: list[tuple[FreeKeys, Expr]]) -> str | None:
+    def _members(self, kinds: list[tuple[FreeKeys, Expr]]) -> Node | None:
         """Free members of several kinds; kinds with equal values share a rule."""
         groups: dict[Expr, list[FreeKeys]] = {}
         for kind, expr in kinds:
@@ -197,12 +198,12 @@ class ObjectWriter:
                 ways.append(sequence(self._key(members), self.writer.layout.colon(), value))
         return choice(ways) if ways else None
 
-    def _key(self, kinds: list[FreeKeys]) -> str:
+    def _key(self, kinds: list[FreeKeys]) -> Node:
         texts = [kind.texts for kind in kinds if kind.texts is not None]
         if len(texts) < len(kinds):
             if counts_keys(self.shape) and not self.names:
                 return self.writer.rules.quoted(repeated(ALL, once_in_json, 0, None))
-            return self.writer.rules.quoted(key_node(self.names))
+            return self.writer.rules.quoted(any_key(self.names))
         escape = once_in_json if counts_keys(self.shape) else in_json
         lone = self._lone_pattern(kinds)
         if lone is not None:

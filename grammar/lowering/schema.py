@@ -1,4 +1,4 @@
-"""JSON Schema to EBNF: every text that the grammar allows is valid, in the requested layout.
+"""JSON Schema to rules: every text that the grammar allows is valid, in the requested layout.
 
 Members of an object come in the order of `properties`, then required names that are not among
 them, then free keys; other orders would multiply the rules. A value that the schema fixes (`enum`,
@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.automata.dfa import Dfa
-from overlap_spec.grammar.automata.escape import in_json, once_in_json, plain
+from overlap_spec.grammar.automata.escape import in_json, once_in_json
+from overlap_spec.grammar.automata.regex_ast import Node
+from overlap_spec.grammar.ir.rules import Rules, choice, literal
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.arrays import ArrayWriter, fixed_items
 from overlap_spec.grammar.lowering.distinct import DistinctPlan
-from overlap_spec.grammar.lowering.ebnf import Rules, choice, literal
 from overlap_spec.grammar.lowering.layout import Layout
 from overlap_spec.grammar.lowering.numeric import number_language
 from overlap_spec.grammar.lowering.objects import ObjectWriter, counts_keys
@@ -46,7 +46,7 @@ class SchemaLowering:
         root: The document, already checked against its metaschema.
         whitespace: As in `Grammar`.
         best_effort: Leave out keywords that cannot be enforced, instead of refusing them.
-        rules: Receives the rules; new ones by default.
+        rules: Receives the rules.
         apart: Leave items and keys that must differ, and that no rules keep apart, to a matcher
             that looks at them; :attr:`looks` tells whether there are such.
     """
@@ -56,21 +56,21 @@ class SchemaLowering:
         root: Any,
         whitespace: str | int,
         best_effort: bool,
-        rules: Rules | None = None,
+        rules: Rules,
         apart: bool = False,
     ) -> None:
         self.root = root
-        self.rules = rules or Rules()
+        self.rules = rules
         self.layout = Layout(self.rules, whitespace)
         self.best_effort = best_effort
         self.apart, self.looks = apart, False
         self.resolver = Resolver(root, best_effort)
         self.values = Values(self.resolver)
-        self._known: dict[tuple[Expr, int, Once], str | None] = {}
+        self._known: dict[tuple[Expr, int, Once], Node | None] = {}
         self._recursive: set[tuple[Expr, int, Once]] = set()
 
-    def text(self) -> str:
-        """The EBNF of the whole document.
+    def start(self) -> Node:
+        """The expression of the whole document.
 
         Raises:
             GrammarError: names the keyword that cannot be enforced, or no value is valid.
@@ -78,10 +78,10 @@ class SchemaLowering:
         start = self.value(self.resolver.expr(self.root, "$"), "$", 0)
         if start is None:
             raise GrammarError("$: no value is valid under this schema", "schema")
-        return self.rules.text(start)
+        return start
 
     def plan(self) -> list[dict[str, Any]]:
-        """Where items and keys must differ, after :meth:`text`; see `distinct`.
+        """Where items and keys must differ, after :meth:`start`; see `distinct`.
 
         Raises:
             GrammarError: that cannot be told.
@@ -96,8 +96,8 @@ class SchemaLowering:
         )
         return made.of(self.resolver.expr(self.root, "$"))
 
-    def value(self, expr: Expr, path: str, depth: int, once: Once = Once.NO) -> str | None:
-        """The rule of a value at `depth`, written once where asked; None if no value is valid."""
+    def value(self, expr: Expr, path: str, depth: int, once: Once = Once.NO) -> Node | None:
+        """An expression for a value at `depth`, written once where asked; None if none is valid."""
         if depth > (_DEEPEST_INDENT if self.layout.by_depth else _DEEPEST):
             why = "indentation needs a bounded depth" if self.layout.by_depth else "nested too deep"
             raise GrammarError(f"{path}: {why}", "schema")
@@ -113,15 +113,14 @@ class SchemaLowering:
         ]
         found = choice(parts) if parts else None
         if key in self._recursive or len(parts) > 1:
-            self.rules.define(name, found or name)
-            found = name if parts else None
-        else:
             # A rule that only refers to another would hide from the backend what follows it.
-            self.rules.drop(name)
+            if found is not None:
+                self.rules.define(name, found)
+            found = name if parts else None
         self._known[key] = found
         return found
 
-    def _ways(self, shape: Shape, path: str, depth: int, once: Once) -> list[str]:
+    def _ways(self, shape: Shape, path: str, depth: int, once: Once) -> list[Node]:
         try:
             return self._shape(shape, path, depth, once)
         except GrammarError:
@@ -130,7 +129,7 @@ class SchemaLowering:
                 raise
             return [] if loose is None else self._shape(loose, path, depth, once)
 
-    def _shape(self, shape: Shape, path: str, depth: int, once: Once) -> list[str]:
+    def _shape(self, shape: Shape, path: str, depth: int, once: Once) -> list[Node]:
         if isinstance(shape, Arrays | Objects) and once is not Once.NO:
             is_open = once is Once.ITEM and self.values.is_open(shape)
             once = Once.NO if is_open else Once.INSIDE
@@ -152,7 +151,7 @@ class SchemaLowering:
             found = self._number(shape, path, once)
         return [] if found is None else [found]
 
-    def _fixed(self, shape: Consts, depth: int, once: Once) -> list[str]:
+    def _fixed(self, shape: Consts, depth: int, once: Once) -> list[Node]:
         values = [json.loads(text) for _, text in shape.values]
         whole = [int(v) for v in values if isinstance(v, float) and v.is_integer()]
         if once is not Once.NO:
@@ -161,15 +160,13 @@ class SchemaLowering:
         values += whole
         return [self.layout.value(value, depth) for value in values]
 
-    def _number(self, shape: Numbers, path: str, once: Once) -> str | None:
+    def _number(self, shape: Numbers, path: str, once: Once) -> Node | None:
         language = number_language(shape, path, once is not Once.NO)
         if language is None:
             return None
         if isinstance(language, list):
             return choice([literal(text) for text in language])
-        if isinstance(language, Dfa):
-            return self.rules.from_dfa(language, plain)
-        return self.rules.terminal(language)
+        return self.rules.token(language)
 
 
 def _loose(shape: Shape) -> Shape | None:

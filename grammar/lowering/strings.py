@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 from overlap_spec.grammar import formats
 from overlap_spec.grammar.automata import dfa
-from overlap_spec.grammar.automata.charset import ALL, Ranges, intersect, negate, union
+from overlap_spec.grammar.automata.charset import ALL, Ranges, negate
 from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError
 from overlap_spec.grammar.automata.escape import ANY_TEXT, Escape, in_json
 from overlap_spec.grammar.automata.regex import Pattern
-from overlap_spec.grammar.automata.regex_ast import EMPTY, Node, Repetition, alternate, concat
+from overlap_spec.grammar.automata.regex_ast import Node, Repetition
+from overlap_spec.grammar.ir.tokens import Except
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.shapes import Strings
 
@@ -21,9 +21,11 @@ KEY_CHARS = negate(((0, 0x1F),))
 """Characters of free keys."""
 
 
-def string_language(shape: Strings, path: str, escape: Escape = in_json) -> Node | Dfa | None:
-    """The strings of a shape: an expression for the text between the quotes, or an automaton over
-    the characters if there is no expression; None if no string is valid.
+def string_language(
+    shape: Strings, path: str, escape: Escape = in_json
+) -> Node | Dfa | Except | None:
+    """The strings of a shape: an expression for the text between the quotes, all texts but some, or
+    an automaton over the characters if there is neither; None if no string is valid.
 
     Args:
         shape: The strings.
@@ -39,7 +41,7 @@ def string_language(shape: Strings, path: str, escape: Escape = in_json) -> Node
             if not shape.outside:
                 return repeated(ALL, escape, least, most)
         elif shape.outside:
-            return all_but(shape.outside, ALL)
+            return Except(ALL, tuple(shape.outside))
         else:
             return repeated(ALL, escape, 0, None)
     elif len(shape.patterns) == 1 and not shape.without and not shape.outside:
@@ -103,51 +105,13 @@ def _shortened(shape: Strings, escape: Escape) -> Node | Dfa | None:
         return None
 
 
-def key_node(taken: Iterable[str]) -> Node:
+def any_key(taken: Iterable[str]) -> Node | Except:
     """Any key except the taken ones, as the text between the quotes.
 
     Leaves out control characters if some keys are taken, to keep the automaton small.
     """
-    return all_but(taken, KEY_CHARS)
-
-
-def all_but(taken: Iterable[str], members: Ranges) -> Node:
-    """Any text of a set of characters except the taken ones, between the quotes.
-
-    Each character has one written form, so that a taken text cannot return in escaped form.
-    """
-    trie: dict[str, Any] = {}
-    for name in taken:
-        node = trie
-        for char in name:
-            node = node.setdefault(char, {})
-        node[""] = {}
-    return _outside(trie, members) if trie else ANY_TEXT
-
-
-def _outside(node: dict[str, Any], members: Ranges) -> Node:
-    ways: list[Node] = []
-    children = {char: child for char, child in node.items() if char}
-    points = negate(union(((ord(char), ord(char)),) for char in children))
-    other = in_json(intersect(members, points))
-    if other:
-        ways.append(concat(other, _any_of(members)))
-    for char, child in children.items():
-        written = in_json(((ord(char), ord(char)),))
-        # A lone surrogate is not a character, and cannot be in a key.
-        if written:
-            ways.append(concat(written, _outside(child, members)))
-    if "" not in node:
-        ways.append(EMPTY)
-    return alternate(*ways)
-
-
-@lru_cache(8)
-def _any_of(members: Ranges) -> Node:
-    # One written form per character, even if the set is that of all.
-    sets = (members[:1], members[1:]) if members == ALL else (members,)
-    parts = [in_json(part) for part in sets]
-    return Repetition(alternate(*(part for part in parts if part)), 0, None)
+    texts = tuple(taken)
+    return Except(KEY_CHARS, texts) if texts else ANY_TEXT
 
 
 def _pattern(pattern: Pattern, least: int, most: int | None, escape: Escape) -> Node | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from functools import cache
 
@@ -13,14 +14,12 @@ from hypothesis import strategies as st
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, Vocabulary, backends, walk
-from overlap_spec.grammar.backends.llguidance import to_lark
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
-from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.parsing.exclusions import excluded
-from overlap_spec.grammar.parsing.lexemes import conflict, cut
-from overlap_spec.grammar.parsing.network import utf8_spans
-from overlap_spec.grammar.parsing.regular import EpsilonFree
-from overlap_spec.grammar.parsing.syntax import ForeignConstruct, read
+from overlap_spec.grammar.dialects.lark import to_lark
+from overlap_spec.grammar.ir.lexemes import conflict, cut
+from overlap_spec.grammar.ir.network import utf8_spans
+from overlap_spec.grammar.lowering import lower
+from overlap_spec.grammar.parsing.ebnf import ForeignConstruct, read
 
 NONE = -1
 STOPS = (0, 41)
@@ -271,31 +270,39 @@ def _walk(matcher):
     ],
 )
 def test_lexemes_are_proved_or_cut(ebnf: str, by_characters: int) -> None:
-    syntax = read(ebnf)
-    lexemes = cut(EpsilonFree(syntax), syntax.recursive)
+    lexemes = cut(read(ebnf))
     assert lexemes.by_characters == bool(by_characters)
     assert not conflict(lexemes)
     check_walks(Grammar.ebnf(ebnf), 1)
 
 
-def test_excluded_texts_are_found() -> None:
-    schema = {"type": "object", "properties": {"a": True, "ab": True}}
-    rules = EpsilonFree(read(to_ebnf(Grammar.json_schema(schema)))).rules.values()
-    found = [texts for rule in rules if (but := excluded(rule)) for texts in [but[1]]]
-    assert ["a", "ab"] in found
-    for pattern in ("(a|b)*", "(a|b(a|b)*)", "a*|b"):
-        syntax = EpsilonFree(read(to_ebnf(Grammar.regex(pattern))))
-        for rule in syntax.rules.values():
-            assert excluded(rule) is None or not excluded(rule)[1]
-
-
-def test_many_and_long_excluded_texts_are_found() -> None:
-    names = [f"{'long-key-' * 5}{i}é" for i in range(60)]
+def test_keys_that_are_taken_are_left_out_by_one_word() -> None:
+    names = [f"{'long-key-' * 5}{i}é\n" for i in range(60)]
     schema = {"type": "object", "properties": dict.fromkeys(names, True)}
-    rules = EpsilonFree(read(to_ebnf(Grammar.json_schema(schema)))).rules.values()
-    assert sorted(names) in [but[1] for rule in rules if (but := excluded(rule))]
-    # Said with one word, not as a tree of all that differs.
-    assert len(to_lark(to_ebnf(Grammar.json_schema(schema))).text) < 20_000
+    text = to_lark(lower(Grammar.json_schema(schema))).text
+    assert text.count("& ~") == 1
+    # Not as a tree of all that differs.
+    assert len(text) < 25_000
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("names", [["a", "ab"], ["", "é\n", '"'], ["\u0001", "a"]])
+@pytest.mark.parametrize("rest", [{"type": "integer"}, {}])
+def test_free_keys_are_the_same_everywhere(name: str, names: list[str], rest: object) -> None:
+    schema = {"properties": dict.fromkeys(names, False), "additionalProperties": rest}
+    grammar = Grammar.json_schema({"type": "object", **schema})
+    found, oracle = compiled(name, grammar), compiled("reference", grammar)
+    assert oracle is not None
+    verdicts = set()
+    for key in [*names, "b", "a\u0001", "\u0001b", "aa", "abc", "é", "\n", '""', "x"]:
+        text = json.dumps({key: 1}, separators=(",", ":"), ensure_ascii=False).encode()
+        tokens = [token(text[i : i + 1]) for i in range(len(text))]
+        want = all(map(oracle.matcher().accept, tokens))
+        assert not (want and key in names)
+        assert found is None or all(map(found.matcher().accept, tokens)) == want, key
+        verdicts.add(want)
+    assert verdicts == {True, False}
+    assert found is not None or name == "outlines"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from overlap_spec.errors import ConfigError, GrammarError
 from overlap_spec.grammar import Grammar, Vocabulary, backends, reasoning_matcher
 from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
 from overlap_spec.grammar.contract import Backend, Matcher
-from overlap_spec.grammar.lowering import to_ebnf
 from overlap_spec.grammar.reasoning import ReasoningStream, load_reasoning, opened_by
 
 NONE = -1
@@ -46,7 +45,7 @@ def backend(name: str) -> Backend:
 @cache
 def oracle(grammar: Grammar):
     tokens = (*(bytes([byte]) for byte in range(256)), b"")
-    return XGrammarBackend(Vocabulary(tokens, 257, (256,))).compile(Grammar.ebnf(to_ebnf(grammar)))
+    return XGrammarBackend(Vocabulary(tokens, 257, (256,))).compile(grammar)
 
 
 @cache

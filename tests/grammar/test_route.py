@@ -9,9 +9,9 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, Vocabulary, backends
 from overlap_spec.grammar.backends.auto import AutoBackend
 from overlap_spec.grammar.contract import Backend
-from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.parsing.route import SMALL, longest_count, route
-from overlap_spec.grammar.parsing.syntax import read
+from overlap_spec.grammar.ir.route import SMALL, longest_count, route
+from overlap_spec.grammar.lowering import lower
+from overlap_spec.grammar.parsing import read
 
 TOKENS = tuple(bytes([byte]) for byte in range(256))
 VOCABULARY = Vocabulary((*TOKENS, b""), 257, (256,))
@@ -72,12 +72,12 @@ def test_the_next_backend_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: object) -> None:
         raise GrammarError("too much")
 
-    monkeypatch.setattr(auto._backend("xgrammar"), "compile_lowered", refuses)
+    monkeypatch.setattr(auto._backend("xgrammar"), "compile", refuses)
     compiled = auto.compile(Grammar.regex("ab*"))
     assert compiled.backend == "llguidance"
     assert "xgrammar refused" in compiled.reason
     for name in SMALL.backends:
-        monkeypatch.setattr(auto._backend(name), "compile_lowered", refuses)
+        monkeypatch.setattr(auto._backend(name), "compile", refuses)
     with pytest.raises(GrammarError, match=r"xgrammar: too much; llguidance: too much"):
         auto.compile(Grammar.regex("ab*"))
 
@@ -88,7 +88,7 @@ def test_a_fault_that_is_no_refusal_is_not_hidden(monkeypatch: pytest.MonkeyPatc
     def dies(*_: object) -> None:
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr(auto._backend("xgrammar"), "compile_lowered", dies)
+    monkeypatch.setattr(auto._backend("xgrammar"), "compile", dies)
     with pytest.raises(RuntimeError, match="a fault"):
         auto.compile(Grammar.regex("ab*"))
 
@@ -100,7 +100,7 @@ def test_what_no_lowering_holds_is_refused_by_name(auto: Backend) -> None:
 
 
 def test_counts_are_read_off_the_syntax() -> None:
-    text = to_ebnf(Grammar.json_schema({"type": "string", "maxLength": 300}))
-    assert max(longest_count(body) for body in read(text).rules.values()) == 300
+    syntax = lower(Grammar.json_schema({"type": "string", "maxLength": 300}))
+    assert max(map(longest_count, syntax.plain.rules.values())) == 300
     assert route(read('root ::= "a"{300}')).backends[0] == "llguidance"
     assert route(read('root ::= ("a")?')) is SMALL

@@ -8,27 +8,27 @@ import re
 import pytest
 
 from overlap_spec.grammar import Grammar, Vocabulary, backends
-from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.parsing import slice_hints
-from overlap_spec.grammar.parsing.expressions import Chain, Chars, Either, Expression, Ref
-from overlap_spec.grammar.parsing.regular import EpsilonFree, to_regex
-from overlap_spec.grammar.parsing.slice_hints import later, letters_first
-from overlap_spec.grammar.parsing.syntax import read
+from overlap_spec.grammar.automata.regex_ast import Alternation, CharClass, Concat, Node, Ref
+from overlap_spec.grammar.dialects.rust import to_regex
+from overlap_spec.grammar.ir import slice_hints
+from overlap_spec.grammar.ir.epsilon import EpsilonFree
+from overlap_spec.grammar.ir.slice_hints import later, letters_first
+from overlap_spec.grammar.lowering import lower
 
-Rules = dict[str, Expression]
+Rules = dict[str, Node]
 
 
 def rules_of(grammar: Grammar) -> Rules:
-    return EpsilonFree(read(to_ebnf(grammar))).rules
+    return EpsilonFree(lower(grammar).plain).rules
 
 
-def texts_of(expression: Expression, rules: Rules, chars: str, length: int) -> set[str]:
+def texts_of(node: Node, rules: Rules, chars: str, length: int) -> set[str]:
     """The texts of some characters, up to a length, that an expression matches."""
 
     def rule(name: str) -> str:
         return to_regex(rules[name], rule)
 
-    pattern = re.sub(r"\\x\{(\w+)\}", lambda at: f"\\U{at[1]:0>8}", to_regex(expression, rule))
+    pattern = re.sub(r"\\x\{(\w+)\}", lambda at: f"\\U{at[1]:0>8}", to_regex(node, rule))
     fits = re.compile(pattern).fullmatch
     sizes = (itertools.product(chars, repeat=size) for size in range(length + 1))
     return {text for text in map("".join, itertools.chain(*sizes)) if fits(text)}
@@ -80,9 +80,9 @@ def test_long_texts_with_a_pattern_somewhere(pattern: str) -> None:
 
 def test_rules_that_many_share_are_visited_once() -> None:
     """Each of 60 rules refers to the next one twice: visited by every path, that is 2^60 times."""
-    letter = Chars(((0x61, 0x61),))
-    rules: dict[str, Expression] = {"r60": letter}
+    letter = CharClass(((0x61, 0x61),))
+    rules: dict[str, Node] = {"r60": letter}
     for number in range(60):
         following = Ref(f"r{number + 1}")
-        rules[f"r{number}"] = Either((Chain((letter, following)), following))
+        rules[f"r{number}"] = Alternation((Concat((letter, following)), following))
     assert later(Ref("r0"), rules) is None

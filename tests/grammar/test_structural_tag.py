@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, Vocabulary, backends
 from overlap_spec.grammar.contract import Backend
-from overlap_spec.grammar.lowering import to_ebnf
-from overlap_spec.grammar.lowering.ebnf import Rules
+from overlap_spec.grammar.dialects.gbnf import to_gbnf
+from overlap_spec.grammar.ir.rules import Rules, literal, sequence
+from overlap_spec.grammar.lowering import lower
 from overlap_spec.grammar.lowering.free_text import free_start, free_text
-from overlap_spec.grammar.lowering.splice import splice
-from overlap_spec.grammar.parsing.syntax import read
+from overlap_spec.grammar.parsing import read
 
 
 @cache
@@ -185,8 +185,9 @@ def test_free_text_goes_on_after_the_first_string() -> None:
         strings = list({"".join(rng.choices("ab", k=rng.randint(2, 4))) for _ in range(3)})
         strings = [s for s in strings if not any(t != s and t in s for t in strings)]
         rules = Rules()
-        exits = {text: f'"{i}"' for i, text in enumerate(strings)}
-        grammar = Grammar.ebnf(rules.text(free_text(rules, exits, may_end=False)))
+        exits = {text: literal(str(i)) for i, text in enumerate(strings)}
+        syntax = rules.syntax(free_text(rules, exits, may_end=False))
+        grammar = Grammar.ebnf(to_gbnf(syntax))
         for _ in range(30):
             text = "".join(rng.choices("abc", k=8))
             found = min(
@@ -202,7 +203,8 @@ def test_free_text_goes_on_after_the_first_string() -> None:
 
 def test_text_that_may_not_begin_so() -> None:
     rules = Rules()
-    grammar = Grammar.ebnf(rules.text(free_start(rules, {"{": '"}"', "<|p": None})))
+    syntax = rules.syntax(free_start(rules, {"{": literal("}"), "<|p": None}))
+    grammar = Grammar.ebnf(to_gbnf(syntax))
     for text in ("", "a{", "<|", "<|x<|p", "<{", "{}"):
         assert takes(grammar, text), text
     assert reach(grammar, "{x") == (1, False)
@@ -268,23 +270,21 @@ def test_nesting_is_bounded() -> None:
     ("ebnf", "message"),
     [
         ('a ::= "x"', "no rule named root"),
-        ("root ::= b", "no rule named b"),
-        ('root ::= "a"\nroot ::= "b"', "root twice"),
+        ("root ::= b", "rule b is not defined"),
+        ('root ::= "a"\nroot ::= "b"', "root is defined more than once"),
         ('root ::= TagDispatch(("a", root))', "TagDispatch"),
     ],
 )
 def test_broken_ebnf_inside_is_refused(ebnf: str, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
-        to_ebnf(tags({"type": "grammar", "grammar": ebnf}))
+        lower(tags({"type": "grammar", "grammar": ebnf}))
 
 
-def test_spliced_grammars_keep_their_own_names() -> None:
+def test_grammars_inside_keep_their_own_names() -> None:
     one = 'root ::= "root" a  # a\na ::= [a\\]"]\n  | Regex("a(b|c)")'
     rules = Rules()
-    parts = [splice(rules, text, "ebnf") for text in (one, 'root ::= a "!" \na ::= "z"')]
-    text = rules.text(" ".join(parts))
-    assert set(read(text).rules) >= {"root", *parts}
-    grammar = Grammar.ebnf(text)
+    parts = [rules.embed(read(text)) for text in (one, 'root ::= a "!" \na ::= "z"')]
+    grammar = Grammar.ebnf(to_gbnf(rules.syntax(sequence(*parts))))
     assert takes(grammar, "root]z!")
     assert takes(grammar, "rootacz!")
     assert not takes(grammar, "rootzz!")

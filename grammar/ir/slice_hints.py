@@ -7,8 +7,15 @@ with a loop that contains the slice. If not, it walks all tokens, which takes mi
 from __future__ import annotations
 
 from overlap_spec.grammar.automata.charset import Ranges, intersect, negate, union
-from overlap_spec.grammar.parsing.expressions import Chain, Chars, Either, Expression, Ref, Repeat
-from overlap_spec.grammar.parsing.regular import chain
+from overlap_spec.grammar.automata.regex_ast import (
+    Alternation,
+    CharClass,
+    Concat,
+    Node,
+    Ref,
+    Repetition,
+)
+from overlap_spec.grammar.ir.rules import sequence
 
 _LETTERS: Ranges = ((0x41, 0x5A), (0x61, 0x7A))
 _QUOTE: Ranges = ((0x22, 0x22),)
@@ -19,108 +26,110 @@ _LATER = 200
 _DEEPEST = 60
 
 
-def letters_first(expression: Expression) -> Expression:
+def letters_first(node: Node) -> Node:
     """Rewrite an expression so that names start with a loop of letters; same language.
 
     Names are often a letter and a loop, `ab*`, which equals `a+([b-a]b*)?`; host labels are
     `a(-*a)*`, which equals `a+(-+a+)*`.
     """
-    if isinstance(expression, Either):
-        return Either(tuple(map(letters_first, expression.ways)))
-    if isinstance(expression, Repeat):
-        return Repeat(letters_first(expression.body), expression.least, expression.most)
-    if not isinstance(expression, Chain):
-        return expression
-    found: list[Expression] = []
-    for part in expression.parts:
+    if isinstance(node, Alternation):
+        return Alternation(tuple(map(letters_first, node.ways)))
+    if isinstance(node, Repetition):
+        return Repetition(letters_first(node.body), node.least, node.most)
+    if not isinstance(node, Concat):
+        return node
+    found: list[Node] = []
+    for part in node.parts:
         head = found[-1] if found else None
-        if isinstance(head, Chars) and isinstance(part, Repeat):
+        if isinstance(head, CharClass) and isinstance(part, Repetition):
             made = _loop_first(head, part)
             found[-1:] = made or [head, part]
         else:
             found.append(letters_first(part))
-    return chain(found)
+    return sequence(*found)
 
 
-def _loop_first(head: Chars, rest: Repeat) -> list[Expression] | None:
+def _loop_first(head: CharClass, rest: Repetition) -> list[Node] | None:
     if intersect(head.members, _LETTERS) != _LETTERS:
         return None
     if (rest.least, rest.most) != (0, None):
         return None
-    heads, body = Repeat(head, 1, None), rest.body
-    if isinstance(body, Chars):
+    heads, body = Repetition(head, 1, None), rest.body
+    if isinstance(body, CharClass):
         others = intersect(body.members, negate(head.members))
         if intersect(body.members, head.members) != head.members:
             return None
-        return [heads, Repeat(Chain((Chars(others), rest)), 0, 1)] if others else [heads]
-    if isinstance(body, Chain) and len(body.parts) == 2:
+        return [heads, Repetition(Concat((CharClass(others), rest)), 0, 1)] if others else [heads]
+    if isinstance(body, Concat) and len(body.parts) == 2:
         between, again = body.parts
         if (
-            isinstance(between, Repeat)
+            isinstance(between, Repetition)
             and (between.least, between.most) == (0, None)
-            and isinstance(again, Chars)
+            and isinstance(again, CharClass)
             and again.members == head.members
         ):
-            more = Chain((Repeat(between.body, 1, None), heads))
-            return [heads, Repeat(more, 0, None)]
+            more = Concat((Repetition(between.body, 1, None), heads))
+            return [heads, Repetition(more, 0, None)]
     return None
 
 
-def later(expression: Expression, rules: dict[str, Expression]) -> Expression | None:
+def later(node: Node, rules: dict[str, Node]) -> Node | None:
     """The texts of `.*x` and the like that have many characters before `x`.
 
     Inside an `x`, the rest of `.*x` is a choice and no loop; the rest of `.{200,}x` is a loop for
     200 characters. As a lexeme of its own beside `.*x` it does not change the language.
 
     Args:
-        expression: The expression.
+        node: The node.
         rules: What it refers to; none is recursive.
 
     Returns:
         An expression for a subset of `expression`; None if there is no such loop, or none within
         :data:`_DEEPEST` rules.
     """
-    return _Later(rules).of(expression, 0)
+    return _Later(rules).of(node, 0)
 
 
 class _Later:
-    def __init__(self, rules: dict[str, Expression]) -> None:
+    def __init__(self, rules: dict[str, Node]) -> None:
         self._rules = rules
         # By rule: an automaton's rules refer to each other by exponentially many ways.
-        self._known: dict[str, Expression | None] = {}
+        self._known: dict[str, Node | None] = {}
 
-    def of(self, expression: Expression, depth: int) -> Expression | None:
-        if isinstance(expression, Ref):
-            name = expression.name
+    def of(self, node: Node, depth: int) -> Node | None:
+        if isinstance(node, Ref):
+            name = node.name
             if name not in self._known:
                 inside = self._rules[name]
                 self._known[name] = self.of(inside, depth + 1) if depth < _DEEPEST else None
             return self._known[name]
-        if isinstance(expression, Either):
-            found = (self.of(way, depth) for way in expression.ways)
+        if isinstance(node, Alternation):
+            found = (self.of(way, depth) for way in node.ways)
             return next((way for way in found if way), None)
-        return self._of_chain(expression.parts, depth) if isinstance(expression, Chain) else None
+        return self._of_chain(node.parts, depth) if isinstance(node, Concat) else None
 
-    def _of_chain(self, parts: tuple[Expression, ...], depth: int) -> Expression | None:
+    def _of_chain(self, parts: tuple[Node, ...], depth: int) -> Node | None:
         for i, part in enumerate(parts):
             rest = parts[i + 1 :]
-            if isinstance(part, Repeat):
-                ends = all(isinstance(after, Chars) and after.members == _QUOTE for after in rest)
+            if isinstance(part, Repetition):
+                ends = all(
+                    isinstance(after, CharClass) and after.members == _QUOTE for after in rest
+                )
                 free = intersect(_members(part.body), _TEXT) == _TEXT
                 if part.most is not None or ends or not free:
                     continue
-                many = Repeat(part.body, max(part.least, _LATER), None)
-                return chain([*parts[:i], many, *rest])
+                many = Repetition(part.body, max(part.least, _LATER), None)
+                return sequence(*parts[:i], many, *rest)
             inner = self.of(part, depth)
             if inner is not None:
-                return chain([*parts[:i], inner, *rest])
+                return sequence(*parts[:i], inner, *rest)
         return None
 
 
-def _members(expression: Expression) -> Ranges:
+def _members(node: Node) -> Ranges:
     """Single characters that an expression matches, as far as it is a choice of classes."""
-    if isinstance(expression, Chars):
-        return expression.members
-    if isinstance(expression, Either):
-        return union(map(_members, expression.ways))
+    if isinstance(node, CharClass):
+        return node.members
+    if isinstance(node, Alternation):
+        return union(map(_members, node.ways))
     return ()

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from overlap_spec.grammar.parsing.exclusions import excluded
-from overlap_spec.grammar.parsing.expressions import Chars, Expression, Repeat, parts_of
-from overlap_spec.grammar.parsing.regular import EpsilonFree
-from overlap_spec.grammar.parsing.syntax import Syntax
+from overlap_spec.grammar.automata.regex_ast import CharClass, Node, Repetition, parts_of
+from overlap_spec.grammar.ir.syntax import Syntax
+from overlap_spec.grammar.ir.tokens import Except
 
 _SMALL_RULES = 24
 _LONG_COUNT = 16
@@ -45,21 +44,22 @@ def route(syntax: Syntax) -> Route:
     If it starts with llguidance and all lexemes turn out to be single characters, `CHARACTERS` is
     better.
     """
-    count = max((longest_count(body) for body in syntax.rules.values()), default=0)
+    rules = syntax.loops.rules
+    count = max(map(longest_count, rules.values()), default=0)
     if count > _LONG_COUNT:
         return Route(LEXEMES, f"counts to {count}")
-    if any(excluded(body) for body in EpsilonFree(syntax).rules.values()):
+    if any(isinstance(token.language, Except) for token in syntax.tokens.values()):
         return Route(LEXEMES, "free keys beside named ones")
-    if len(syntax.rules) > _SMALL_RULES:
-        return Route(LEXEMES, f"{len(syntax.rules)} rules")
+    if len(rules) > _SMALL_RULES:
+        return Route(LEXEMES, f"{len(rules)} rules")
     return SMALL
 
 
-def longest_count(expression: Expression) -> int:
+def longest_count(node: Node) -> int:
     """The highest bound of a counted repetition; 0 if there is none."""
-    if isinstance(expression, Chars):
+    if isinstance(node, CharClass):
         return 0
     own = 0
-    if isinstance(expression, Repeat):
-        own = max(expression.least, expression.most or 0)
-    return max([own if own > 1 else 0, *(longest_count(part) for part in parts_of(expression))])
+    if isinstance(node, Repetition):
+        own = max(node.least, node.most or 0)
+    return max([own if own > 1 else 0, *(longest_count(part) for part in parts_of(node))])

@@ -1,83 +1,41 @@
-"""Parses EBNF text into trees, for backends whose library has another input language.
+"""Reads EBNF text.
 
-The dialect is the lowering's output and xgrammar 0.2.8's GBNF: rules `name ::= …`, double-quoted
-literals, character classes, groups, `* + ? {m} {m,} {m,n}`, `#` comments, and `Regex("…")`
-terminals made of the same parts. Constructs that only xgrammar has (`TagDispatch`, look-ahead …)
-are refused by name.
+The dialect is xgrammar 0.2.8's GBNF: rules `name ::= …`, double-quoted literals, character classes,
+groups, `* + ? {m} {m,} {m,n}`, `#` comments, and `Regex("…")` terminals made of the same parts.
+Constructs that only xgrammar has (`TagDispatch`, look-ahead …) are refused by name.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterator
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.charset import ALL, Ranges, intersect, negate, union
-from overlap_spec.grammar.parsing.expressions import (
-    EMPTY,
-    Chain,
-    Chars,
-    Either,
-    Expression,
+from overlap_spec.grammar.automata.regex_ast import (
+    CharClass,
+    Node,
     Ref,
-    Repeat,
-    is_nullable,
-    parts_of,
-    references,
+    Repetition,
+    alternate,
+    concat,
 )
+from overlap_spec.grammar.ir.syntax import Syntax, whole
 
 
 class ForeignConstruct(GrammarError):
     """A construct of xgrammar's EBNF that this parser does not support."""
 
 
-@dataclass(frozen=True, eq=False)
-class Syntax:
-    """A grammar: rules by name, `root` first; unreachable rules are left out."""
-
-    rules: dict[str, Expression]
-
-    @cached_property
-    def recursive(self) -> frozenset[str]:
-        """Rules that reach a cycle of rules; their languages need not be regular."""
-        calls = {name: references(body) for name, body in self.rules.items()}
-        callers: dict[str, list[str]] = {name: [] for name in self.rules}
-        for name, targets in calls.items():
-            for target in targets:
-                callers[target].append(name)
-        left = {name: len(targets) for name, targets in calls.items()}
-        ready = [name for name, count in left.items() if count == 0]
-        while ready:
-            for caller in callers[ready.pop()]:
-                left[caller] -= 1
-                if left[caller] == 0:
-                    ready.append(caller)
-        return frozenset(name for name, count in left.items() if count)
-
-    @cached_property
-    def nullable(self) -> frozenset[str]:
-        """Rules that match the empty text."""
-        found: set[str] = set()
-        grown = True
-        while grown:
-            new = {n for n, e in self.rules.items() if n not in found and is_nullable(e, found)}
-            found |= new
-            grown = bool(new)
-        return frozenset(found)
-
-
-@lru_cache(maxsize=4)
 def read(text: str) -> Syntax:
     """Parse an EBNF text.
 
     Raises:
-        GrammarError: a syntax error, or a missing or duplicate rule.
+        GrammarError: a syntax error, or a missing or duplicate rule, or no finite text.
         ForeignConstruct: a construct that only xgrammar has.
     """
-    rules: dict[str, Expression] = {}
+    rules: dict[str, Node] = {}
     reader = _Reader(text, list(_tokens(text)))
     while not reader.at_end():
         name = reader.take("name")
@@ -87,74 +45,14 @@ def read(text: str) -> Syntax:
         rules[name] = reader.expression(_rule_atom, stop=("end", ")"))
     if "root" not in rules:
         raise GrammarError("the EBNF grammar has no rule named root", "ebnf")
-    reached: dict[str, Expression] = {}
-    pending = ["root"]
-    while pending:
-        name = pending.pop()
-        if name in reached:
-            continue
-        if name not in rules:
-            raise GrammarError(f"EBNF rule {name} is not defined", "ebnf")
-        reached[name] = rules[name]
-        pending.extend(sorted(references(rules[name]), reverse=True))
-    return _trimmed(reached)
-
-
-def _trimmed(rules: dict[str, Expression]) -> Syntax:
-    """Remove alternatives that no finite text can complete, so that no mask leads into one."""
-    alive: dict[str, Expression] = {}
-    grown = True
-    while grown:
-        grown = False
-        # What is referred to stands behind: one pass does, except for circles.
-        for name in [name for name in reversed(rules) if name not in alive]:
-            if _alive(rules[name], alive) is not None:
-                alive[name] = rules[name]
-                grown = True
-    if "root" not in alive:
-        raise GrammarError("the grammar allows no finite text", "ebnf")
-    if len(alive) == len(rules) and not any(map(_has_empty_class, rules.values())):
-        return Syntax(rules)
-    kept: dict[str, Expression] = {}
-    pending = ["root"]
-    while pending:
-        name = pending.pop()
-        if name not in kept:
-            body = _alive(rules[name], alive)
-            assert body is not None
-            kept[name] = body
-            pending.extend(sorted(references(body), reverse=True))
-    return Syntax(kept)
-
-
-def _alive(expression: Expression, rules: Container[str]) -> Expression | None:
-    """An expression without dead alternatives, given the live rules; None if all are dead."""
-    if isinstance(expression, Chars):
-        return expression if expression.members else None
-    if isinstance(expression, Ref):
-        return expression if expression.name in rules else None
-    found = [_alive(part, rules) for part in parts_of(expression)]
-    left = [part for part in found if part is not None]
-    if isinstance(expression, Chain):
-        return Chain(tuple(left)) if len(left) == len(found) else None
-    if isinstance(expression, Either):
-        return _either(left) if left else None
-    if left:
-        return Repeat(left[0], expression.least, expression.most)
-    return None if expression.least else EMPTY
-
-
-def _has_empty_class(expression: Expression) -> bool:
-    if isinstance(expression, Chars):
-        return not expression.members
-    return any(_has_empty_class(part) for part in parts_of(expression))
+    return whole(rules, {})
 
 
 _TOKEN = re.compile(
     r"""
     (?P<skip>[ \t\r\n]+|\#[^\n]*)
   | (?P<define>::=)
-  | (?P<foreign>\(\s*=)
+  | (?P<foreign>\(\s*=|(?:TagDispatch|TokenTagDispatch|Token|ExcludeToken)\()
   | (?P<string>"(?:[^"\\\n]|\\.)*")
   | (?P<class>\[(?:[^\]\\\n]|\\.)*\])
   | (?P<count>\{\s*\d+\s*(?:,\s*\d*\s*)?\})
@@ -192,7 +90,8 @@ def _tokens(text: str) -> Iterator[Token]:
                 raise _error(text, start, "::= must follow a rule name")
             found.insert(-1, ("end", "", found[-1][2]))
         if kind == "foreign":
-            raise ForeignConstruct("only xgrammar supports EBNF look-ahead (= …)", "ebnf")
+            what = "look-ahead (= …)" if value.startswith("(") else f"the EBNF construct {value}…)"
+            raise ForeignConstruct(f"only xgrammar supports {what}", "ebnf")
         if kind != "skip":
             found.append((value if kind in ("mark", "define") else kind, value, start))
     return iter([*found[1 if found and found[0][0] == "end" else 0 :], ("end", "", at)])
@@ -214,17 +113,15 @@ class _Reader:
         self.at += 1
         return value
 
-    def expression(
-        self, atom: Callable[[_Reader, Token], Expression], stop: tuple[str, str]
-    ) -> Expression:
+    def expression(self, atom: Callable[[_Reader, Token], Node], stop: tuple[str, str]) -> Node:
         """Alternatives up to and including `stop[0]`; groups inside end at `stop[1]`."""
-        ways: list[list[Expression]] = [[]]
+        ways: list[list[Node]] = [[]]
         while True:
             token = self.tokens[self.at]
             kind, value, place = token
             self.at += 1
             if kind == stop[0]:
-                return _either([_chain(way) for way in ways])
+                return alternate(*(concat(*way) for way in ways))
             if kind == "end":
                 raise _error(self.text, place, "the rule is incomplete")
             if kind == "|":
@@ -239,13 +136,13 @@ class _Reader:
                 ways[-1].append(atom(self, token))
 
 
-def _rule_atom(reader: _Reader, token: Token) -> Expression:
+def _rule_atom(reader: _Reader, token: Token) -> Node:
     kind, value, place = token
     if kind == "string":
         points = [point for point, _ in _points(reader.text, value[1:-1], place)]
-        return _chain([Chars(intersect(((point, point),), ALL)) for point in points])
+        return concat(*(CharClass(intersect(((point, point),), ALL)) for point in points))
     if kind == "class":
-        return Chars(_members(reader.text, value, place))
+        return CharClass(_members(reader.text, value, place))
     if kind != "name":
         raise _error(reader.text, place, f"unexpected {value!r}")
     if reader.tokens[reader.at][0] != "(" or reader.tokens[reader.at][2] != place + len(value):
@@ -262,7 +159,7 @@ def _rule_atom(reader: _Reader, token: Token) -> Expression:
     return _regex(str(pattern))
 
 
-def _regex(pattern: str) -> Expression:
+def _regex(pattern: str) -> Node:
     tokens: list[Token] = []
     at = 0
     while at < len(pattern):
@@ -285,13 +182,13 @@ def _regex(pattern: str) -> Expression:
     return reader.expression(_regex_atom, stop=("end", ")"))
 
 
-def _regex_atom(reader: _Reader, token: Token) -> Expression:
+def _regex_atom(reader: _Reader, token: Token) -> Node:
     kind, value, place = token
     if kind == "class":
-        return Chars(_members(reader.text, value, place))
+        return CharClass(_members(reader.text, value, place))
     if kind != "plain":
         raise _error(reader.text, place, f"unexpected {value!r}")
-    return Chars(((ord(value), ord(value)),))
+    return CharClass(((ord(value), ord(value)),))
 
 
 def _points(text: str, source: str, place: int) -> Iterator[tuple[int, bool]]:
@@ -330,23 +227,15 @@ def _members(text: str, source: str, place: int) -> Ranges:
     return negate(members) if negated else intersect(members, ALL)
 
 
-def _repeated(body: Expression, mark: str) -> Repeat:
+def _repeated(body: Node, mark: str) -> Repetition:
     if mark in "*+?":
-        return Repeat(body, int(mark == "+"), 1 if mark == "?" else None)
+        return Repetition(body, int(mark == "+"), 1 if mark == "?" else None)
     low, comma, high = mark.strip("{} \t").partition(",")
     least = int(low)
     most = (int(high) if high.strip() else None) if comma else least
     if most is not None and most < least:
         raise GrammarError(f"EBNF repetition {mark} is reversed", "ebnf")
-    return Repeat(body, least, most)
-
-
-def _chain(parts: list[Expression]) -> Expression:
-    return parts[0] if len(parts) == 1 else Chain(tuple(parts))
-
-
-def _either(ways: list[Expression]) -> Expression:
-    return ways[0] if len(ways) == 1 else Either(tuple(ways))
+    return Repetition(body, least, most)
 
 
 def _error(text: str, at: int, reason: str) -> GrammarError:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.charset import UTF8_LENGTHS, Ranges
-from overlap_spec.grammar.parsing.expressions import Chain, Chars, Either, Expression, Ref, Repeat
+from overlap_spec.grammar.automata.regex_ast import (
+    Alternation,
+    CharClass,
+    Concat,
+    Node,
+    Ref,
+    Repetition,
+)
 
 ByteEdge = tuple[int, int, int]
 """First byte, last byte, target node."""
@@ -41,34 +48,34 @@ class Network:
         self.calls.append([])
         return len(self.bytes) - 1
 
-    def add(self, expression: Expression, start: int) -> int:
+    def add(self, node: Node, start: int) -> int:
         """Add an expression after a node; returns its end node."""
-        if isinstance(expression, Chain):
-            for part in expression.parts:
+        if isinstance(node, Concat):
+            for part in node.parts:
                 start = self.add(part, start)
             return start
-        if isinstance(expression, Repeat):
-            return self._repeat(expression, start)
+        if isinstance(node, Repetition):
+            return self._repeat(node, start)
         end = self.node()
-        if isinstance(expression, Chars):
-            self._chars(expression.members, start, end)
-        elif isinstance(expression, Ref):
-            self.calls[start].append((expression.name, end))
+        if isinstance(node, CharClass):
+            self._chars(node.members, start, end)
+        elif isinstance(node, Ref):
+            self.calls[start].append((node.name, end))
         else:
-            assert isinstance(expression, Either)
-            for way in expression.ways:
+            assert isinstance(node, Alternation)
+            for way in node.ways:
                 first = self.node()
                 self.steps[start].append(first)
                 self.steps[self.add(way, first)].append(end)
         return end
 
-    def add_whole(self, expression: Expression, start: int) -> int:
+    def add_whole(self, node: Node, start: int) -> int:
         """As `add`, with an end node that has no outgoing edge."""
         end = self.node()
-        self.steps[self.add(expression, start)].append(end)
+        self.steps[self.add(node, start)].append(end)
         return end
 
-    def _repeat(self, repeat: Repeat, start: int) -> int:
+    def _repeat(self, repeat: Repetition, start: int) -> int:
         least, most = repeat.least, repeat.most
         if self.loops and (most is None or most > 1):
             least, most = min(least, 1), None

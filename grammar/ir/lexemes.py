@@ -11,19 +11,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from overlap_spec.grammar.automata.charset import ALL, negate
-from overlap_spec.grammar.parsing.exclusions import structure_key
-from overlap_spec.grammar.parsing.expressions import (
-    Chain,
-    Chars,
-    Either,
-    Expression,
+from overlap_spec.grammar.automata.regex_ast import (
+    Alternation,
+    CharClass,
+    Concat,
+    Node,
     Ref,
-    Repeat,
+    Repetition,
     parts_of,
     references,
 )
-from overlap_spec.grammar.parsing.network import Bytes, Closures, Network
-from overlap_spec.grammar.parsing.regular import EpsilonFree, chain
+from overlap_spec.grammar.ir.epsilon import EpsilonFree
+from overlap_spec.grammar.ir.network import Bytes, Closures, Network
+from overlap_spec.grammar.ir.rules import sequence
+from overlap_spec.grammar.ir.syntax import Syntax
 
 _MOST_SETS = 5_000
 """Beyond this many sets of states, the proof is given up and lexemes are characters."""
@@ -40,104 +41,113 @@ class Lexemes:
         parsed: Rules over lexemes and each other; empty if `root` itself is one lexeme.
         lexed: Lexemes and the rules that they refer to; none is recursive.
         names: The lexemes among `lexed`.
+        excepts: As in `Syntax`, of those in `lexed`.
+        may_be_empty: Whether the empty text is allowed, which no rule matches.
         by_characters: Whether every lexeme is a single character.
     """
 
-    parsed: dict[str, Expression] = field(default_factory=dict)
-    lexed: dict[str, Expression] = field(default_factory=dict)
+    parsed: dict[str, Node] = field(default_factory=dict)
+    lexed: dict[str, Node] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
+    excepts: dict[str, tuple[Node, ...]] = field(default_factory=dict)
+    may_be_empty: bool = False
     by_characters: bool = False
 
 
-def cut(grammar: EpsilonFree, recursive: frozenset[str]) -> Lexemes:
+def cut(syntax: Syntax) -> Lexemes:
     """Split a grammar into the longest lexemes that a greedy lexer reads exactly.
-
-    Args:
-        grammar: Has a rule `root`.
-        recursive: Rules that reach a cycle of rules.
 
     Raises:
         GrammarError: the grammar is too large.
     """
-    if "root" not in recursive:
-        return Lexemes({}, dict(grammar.rules), ["root"])
-    split: dict[object, int] = {}
+    if "root" not in syntax.loops.recursive:
+        return _one(EpsilonFree(syntax.plain))
+    return _longest(EpsilonFree(syntax.loops)) or _Cutter(EpsilonFree(syntax.plain), None).cut()
+
+
+def _one(grammar: EpsilonFree) -> Lexemes:
+    names = ["root"] if "root" in grammar.rules else []
+    return Lexemes({}, dict(grammar.rules), names, {}, grammar.root_nullable)
+
+
+def _longest(grammar: EpsilonFree) -> Lexemes | None:
+    """The longest lexemes that the proof allows; None if they are characters."""
+    split: dict[Node, int] = {}
     for _ in range(_MOST_ROUNDS):
-        made = _Cutter(grammar, recursive, True, split).cut()
+        made = _Cutter(grammar, split).cut()
         against = conflict(made)
         if not against:
             return made
-        shapes: dict[object, int] = {}
+        shapes: dict[Node, int] = {}
         for name, at in against.items():
-            if at and isinstance(made.lexed[name], Chain):
-                shapes[structure_key(made.lexed[name])] = at
+            if at and isinstance(made.lexed[name], Concat):
+                shapes[made.lexed[name]] = at
         if not shapes:
             break
         split |= shapes
-    return _Cutter(grammar, recursive, False, {}).cut()
+    return None
 
 
 class _Cutter:
-    def __init__(
-        self, grammar: EpsilonFree, recursive: frozenset[str], whole: bool, split: dict[object, int]
-    ) -> None:
+    def __init__(self, grammar: EpsilonFree, split: dict[Node, int] | None) -> None:
         self.grammar = grammar
-        self.recursive = recursive
-        self.whole = whole
-        self.split = split
+        self.whole = split is not None
+        self.split = split or {}
         # A rule with quotes of its own is more than one JSON token.
         self.leaves = {
             name
             for name, body in grammar.rules.items()
             if not references(body) and not _has_quote(body)
         }
-        self.made = Lexemes(by_characters=not whole)
-        self.known: dict[object, str] = {}
+        self.made = Lexemes(may_be_empty=grammar.root_nullable, by_characters=not self.whole)
+        self.known: dict[Node, str] = {}
 
     def cut(self) -> Lexemes:
         for name, body in self.grammar.rules.items():
             if self.whole and name in self.leaves:
                 self.made.lexed[name] = body
+                if name in self.grammar.excepts:
+                    self.made.excepts[name] = self.grammar.excepts[name]
             elif name not in self.grammar.plain:
                 self.made.parsed[name] = self._parsed(body)
         return self.made
 
-    def _parsed(self, expression: Expression) -> Expression:
-        if isinstance(expression, Chars):
-            return self._lexeme(expression)
-        if isinstance(expression, Chain):
-            return self._chain(expression)
-        if isinstance(expression, Ref):
-            if self.whole and expression.name in self.leaves:
-                return self._lexeme(expression)
-            plain = self.grammar.plain.get(expression.name)
-            return Repeat(Ref(plain), 0, 1) if plain else expression
-        if isinstance(expression, Repeat):
-            if self.whole and self._is_regular(expression):
-                return self._lexeme(expression)
-            return Repeat(self._parsed(expression.body), expression.least, expression.most)
-        return Either(tuple(self._parsed(way) for way in expression.ways))
+    def _parsed(self, node: Node) -> Node:
+        if isinstance(node, CharClass):
+            return self._lexeme(node)
+        if isinstance(node, Concat):
+            return self._chain(node)
+        if isinstance(node, Ref):
+            if self.whole and node.name in self.leaves:
+                return self._lexeme(node)
+            plain = self.grammar.plain.get(node.name)
+            return Repetition(Ref(plain), 0, 1) if plain else node
+        if isinstance(node, Repetition):
+            if self.whole and self._is_regular(node):
+                return self._lexeme(node)
+            return Repetition(self._parsed(node.body), node.least, node.most)
+        return Alternation(tuple(self._parsed(way) for way in node.ways))
 
-    def _chain(self, expression: Chain) -> Expression:
-        runs = self._runs(expression.parts)
+    def _chain(self, node: Concat) -> Node:
+        runs = self._runs(node.parts)
         made = [
             self._lexeme(run) if self.whole and self._is_regular(run) else self._parsed(run)
             for run in runs
         ]
-        return chain(made)
+        return sequence(*made)
 
-    def _runs(self, parts: tuple[Expression, ...]) -> list[Expression]:
+    def _runs(self, parts: tuple[Node, ...]) -> list[Node]:
         """Join neighbours as JSON tokens are: quoted strings, and punctuation between values.
 
         A heuristic: right for JSON, harmless for other languages, since `conflict` checks it.
         """
-        found: list[Expression] = []
-        run: list[Expression] = []
+        found: list[Node] = []
+        run: list[Node] = []
         quoted = False
         for part in parts:
-            is_mark = isinstance(part, Chars)
+            is_mark = isinstance(part, CharClass)
             is_quote = _is_quote(part)
-            alone = isinstance(part, Chars) and part.members in _MARKS
+            alone = isinstance(part, CharClass) and part.members in _MARKS
             joins = quoted or (is_mark and not is_quote and not alone and bool(run))
             if not (self.whole and self._is_regular(part)):
                 found += [*self._joined(run), part]
@@ -154,50 +164,49 @@ class _Cutter:
                 run = []
         return found + self._joined(run)
 
-    def _is_regular(self, expression: Expression) -> bool:
+    def _is_regular(self, node: Node) -> bool:
         """Whether an expression consists of characters and of rules of characters only.
 
         Deeper expressions are parsed even if they are regular, so that equal brackets are equal
         lexemes everywhere.
         """
-        if isinstance(expression, Repeat) and expression.most != 1:
-            return isinstance(expression.body, Chars)
-        if isinstance(expression, Ref):
-            return expression.name in self.leaves
-        return all(self._is_regular(part) for part in parts_of(expression))
+        if isinstance(node, Repetition) and node.most != 1:
+            return isinstance(node.body, CharClass)
+        if isinstance(node, Ref):
+            return node.name in self.leaves
+        return all(self._is_regular(part) for part in parts_of(node))
 
-    def _joined(self, run: list[Expression]) -> list[Expression]:
-        return run if all(map(self._is_optional, run)) else [chain(run)]
+    def _joined(self, run: list[Node]) -> list[Node]:
+        return run if all(map(self._is_optional, run)) else [sequence(*run)]
 
-    def _is_optional(self, part: Expression) -> bool:
+    def _is_optional(self, part: Node) -> bool:
         if isinstance(part, Ref):
             return part.name in self.grammar.plain
-        return isinstance(part, Repeat) and part.least == 0
+        return isinstance(part, Repetition) and part.least == 0
 
-    def _lexeme(self, expression: Expression) -> Expression:
-        if isinstance(expression, Repeat) and expression.least == 0:
+    def _lexeme(self, node: Node) -> Node:
+        if isinstance(node, Repetition) and node.least == 0:
             # A lexeme must not be empty.
-            return Repeat(self._lexeme(Repeat(expression.body, 1, expression.most)), 0, 1)
-        if isinstance(expression, Ref) and expression.name in self.grammar.plain:
-            return Repeat(self._lexeme(Ref(self.grammar.plain[expression.name])), 0, 1)
-        key = structure_key(expression)
-        if key in self.split:
-            parts, at = parts_of(expression), self.split[key]
+            return Repetition(self._lexeme(Repetition(node.body, 1, node.most)), 0, 1)
+        if isinstance(node, Ref) and node.name in self.grammar.plain:
+            return Repetition(self._lexeme(Ref(self.grammar.plain[node.name])), 0, 1)
+        if node in self.split:
+            parts, at = parts_of(node), self.split[node]
             joined = self._joined(list(parts[:at])) + self._joined(list(parts[at:]))
-            return chain([self._lexeme(part) for part in joined])
-        if key not in self.known:
-            self.known[key] = f"lexeme-{len(self.known)}"
-            self.made.names.append(self.known[key])
-            self.made.lexed[self.known[key]] = expression
-        return Ref(self.known[key])
+            return sequence(*(self._lexeme(part) for part in joined))
+        if node not in self.known:
+            self.known[node] = f"lexeme-{len(self.known)}"
+            self.made.names.append(self.known[node])
+            self.made.lexed[self.known[node]] = node
+        return Ref(self.known[node])
 
 
-def _is_quote(part: Expression) -> bool:
-    return isinstance(part, Chars) and part.members == _QUOTE
+def _is_quote(part: Node) -> bool:
+    return isinstance(part, CharClass) and part.members == _QUOTE
 
 
-def _has_quote(expression: Expression) -> bool:
-    return _is_quote(expression) or any(_has_quote(part) for part in parts_of(expression))
+def _has_quote(node: Node) -> bool:
+    return _is_quote(node) or any(_has_quote(part) for part in parts_of(node))
 
 
 def conflict(lexemes: Lexemes) -> dict[str, int]:
@@ -223,7 +232,7 @@ def conflict(lexemes: Lexemes) -> dict[str, int]:
                 continue
             whole = _QUOTED
         node = starts[name] = network.node()
-        for i, part in enumerate(whole.parts if isinstance(whole, Chain) else (whole,)):
+        for i, part in enumerate(whole.parts if isinstance(whole, Concat) else (whole,)):
             node = network.add_whole(part, node)
             owners += [(name, i)] * (len(network.bytes) - len(owners))
         ends[node] = quoted if whole is _QUOTED else [name]
@@ -252,35 +261,35 @@ def conflict(lexemes: Lexemes) -> dict[str, int]:
     return found
 
 
-_QUOTED = Chain(
+_QUOTED = Concat(
     (
-        Chars(_QUOTE),
-        Repeat(
-            Either(
+        CharClass(_QUOTE),
+        Repetition(
+            Alternation(
                 (
-                    Chars(negate(((0x22, 0x22), (0x5C, 0x5C)))),
-                    Chain((Chars(((0x5C, 0x5C),)), Chars(ALL))),
+                    CharClass(negate(((0x22, 0x22), (0x5C, 0x5C)))),
+                    Concat((CharClass(((0x5C, 0x5C),)), CharClass(ALL))),
                 )
             ),
             0,
             None,
         ),
-        Chars(_QUOTE),
+        CharClass(_QUOTE),
     )
 )
 
 
-def _is_quoted(expression: Expression) -> bool:
+def _is_quoted(whole: Node) -> bool:
     """Whether `_QUOTED` matches everything that an expression does, and may replace it.
 
     There may be hundreds of such lexemes, one for the keys of each object.
     """
-    parts = expression.parts if isinstance(expression, Chain) else ()
+    parts = whole.parts if isinstance(whole, Concat) else ()
     if len(parts) < 2 or not (_is_quote(parts[0]) and _is_quote(parts[-1])):
         return False
     network = Network(loops=True)
     start = network.node()
-    end = network.add(Chain(parts[1:-1]), start)
+    end = network.add(Concat(parts[1:-1]), start)
     seen = {(start, False)}
     pending = [(start, False)]
     while pending:
@@ -302,30 +311,30 @@ def _is_quoted(expression: Expression) -> bool:
 class _Flat:
     """Inlines references."""
 
-    def __init__(self, rules: dict[str, Expression]) -> None:
+    def __init__(self, rules: dict[str, Node]) -> None:
         self.rules = rules
-        self.done: dict[str, Expression] = {}
+        self.done: dict[str, Node] = {}
 
-    def of(self, name: str) -> Expression:
+    def of(self, name: str) -> Node:
         if name not in self.done:
             self.done[name] = self._flat(self.rules[name])
         return self.done[name]
 
-    def _flat(self, expression: Expression) -> Expression:
-        if isinstance(expression, Ref):
-            return self.of(expression.name)
-        if isinstance(expression, Repeat):
-            return Repeat(self._flat(expression.body), expression.least, expression.most)
-        if isinstance(expression, Chars):
-            return expression
-        inner = tuple(self._flat(part) for part in parts_of(expression))
-        return Chain(inner) if isinstance(expression, Chain) else Either(inner)
+    def _flat(self, node: Node) -> Node:
+        if isinstance(node, Ref):
+            return self.of(node.name)
+        if isinstance(node, Repetition):
+            return Repetition(self._flat(node.body), node.least, node.most)
+        if isinstance(node, CharClass):
+            return node
+        inner = tuple(self._flat(part) for part in parts_of(node))
+        return Concat(inner) if isinstance(node, Concat) else Alternation(inner)
 
 
 class _Follows:
     """FOLLOW sets in bytes. No rule is nullable, so neighbours alone decide them."""
 
-    def __init__(self, rules: dict[str, Expression], firsts: dict[str, Bytes]) -> None:
+    def __init__(self, rules: dict[str, Node], firsts: dict[str, Bytes]) -> None:
         self.rules = rules
         self.firsts = dict.fromkeys(rules, 0) | firsts
         self.follows = dict.fromkeys(self.firsts, 0)
@@ -343,34 +352,34 @@ class _Follows:
                 self._visit(body, self.follows[name])
         return self.follows
 
-    def _first(self, expression: Expression) -> tuple[Bytes, bool]:
+    def _first(self, node: Node) -> tuple[Bytes, bool]:
         """FIRST set in bytes, and whether the expression is nullable."""
-        if isinstance(expression, Ref):
-            return self.firsts[expression.name], False
-        if isinstance(expression, Repeat):
-            found, empty = self._first(expression.body)
-            return found, empty or expression.least == 0
-        found, empty = 0, isinstance(expression, Chain)
-        for part in parts_of(expression):
+        if isinstance(node, Ref):
+            return self.firsts[node.name], False
+        if isinstance(node, Repetition):
+            found, empty = self._first(node.body)
+            return found, empty or node.least == 0
+        found, empty = 0, isinstance(node, Concat)
+        for part in parts_of(node):
             first, may_be_empty = self._first(part)
-            if isinstance(expression, Chain):
+            if isinstance(node, Concat):
                 found |= first if empty else 0
                 empty = empty and may_be_empty
             else:
                 found, empty = found | first, empty or may_be_empty
         return found, empty
 
-    def _visit(self, expression: Expression, after: Bytes) -> None:
-        if isinstance(expression, Ref):
-            self.follows[expression.name] |= after
-        elif isinstance(expression, Chain):
-            for part in reversed(expression.parts):
+    def _visit(self, node: Node, after: Bytes) -> None:
+        if isinstance(node, Ref):
+            self.follows[node.name] |= after
+        elif isinstance(node, Concat):
+            for part in reversed(node.parts):
                 self._visit(part, after)
                 first, empty = self._first(part)
                 after = first | (after if empty else 0)
-        elif isinstance(expression, Repeat):
-            again = self._first(expression.body)[0] if expression.most != 1 else 0
-            self._visit(expression.body, after | again)
+        elif isinstance(node, Repetition):
+            again = self._first(node.body)[0] if node.most != 1 else 0
+            self._visit(node.body, after | again)
         else:
-            for way in parts_of(expression):
+            for way in parts_of(node):
                 self._visit(way, after)

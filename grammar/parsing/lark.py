@@ -1,4 +1,4 @@
-"""Reads Lark text as EBNF: what the clients of Outlines and vLLM send as a grammar.
+"""Reads Lark text: what the clients of Outlines and vLLM send as a grammar.
 
 Read as a context-free grammar over characters, without a lexer: any text that its rules can make is
 allowed, also where Lark's lexer would prefer another terminal. `%ignore` allows its terminal before
@@ -9,25 +9,27 @@ imports from elsewhere than `common` are refused by name.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.automata.charset import union
+from overlap_spec.grammar.automata.charset import ALL, intersect, union
 from overlap_spec.grammar.automata.regex import parse
 from overlap_spec.grammar.automata.regex_ast import (
+    EMPTY,
     Alternation,
     CharClass,
     Concat,
     Node,
+    Ref,
     Repetition,
-    is_deterministic,
-    to_regex,
-    to_rule,
+    alternate,
+    concat,
 )
+from overlap_spec.grammar.ir.rules import literal
+from overlap_spec.grammar.ir.syntax import Syntax, whole
 
 _START = re.compile(r"^[ \t]*[!?]*start\s*(\.-?\d+)?\s*:", re.MULTILINE)
 _TOKEN = re.compile(
@@ -39,6 +41,7 @@ _TOKEN = re.compile(
 )
 _ESCAPE = re.compile(r"\\((?P<code>x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8})|.)")
 _DEEPEST = 100
+_IGNORED = Ref("ignored")
 # Lark's library `common`, as regular expressions.
 _COMMON = {
     "CNAME": "[A-Za-z_][A-Za-z0-9_]*",
@@ -77,15 +80,15 @@ def is_lark(text: str) -> bool:
     return _START.search(text) is not None and "::=" not in text
 
 
-def to_ebnf(text: str) -> str:
-    """The EBNF of Lark text.
+def read(text: str) -> Syntax:
+    """The grammar of Lark text.
 
     Raises:
         GrammarError: names the line and what is wrong there, or not supported.
     """
     reader = _Reader(list(_tokens(text)))
     reader.read()
-    return reader.text()
+    return reader.syntax()
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,9 @@ def _error(line: int, reason: str) -> GrammarError:
 class _Reader:
     tokens: list[_Token]
     at: int = 0
-    bodies: dict[str, tuple[int, str]] = field(default_factory=dict)
+    bodies: dict[str, Node] = field(default_factory=dict)
     used: dict[str, int] = field(default_factory=dict)
-    ignored: list[str] = field(default_factory=list)
+    ignored: list[Node] = field(default_factory=list)
     depth: int = 0
 
     @cached_property
@@ -211,12 +214,12 @@ class _Reader:
         self.need(":")
         self.define(name, token.line, self.expansions(_is_terminal(name)))
 
-    def define(self, name: str, line: int, body: str) -> None:
+    def define(self, name: str, line: int, body: Node) -> None:
         if name in self.bodies:
             raise _error(line, f"{name!r} is defined twice")
-        self.bodies[name] = line, body
+        self.bodies[name] = body
 
-    def expansions(self, inside: bool) -> str:
+    def expansions(self, inside: bool) -> Node:
         """Alternatives; `inside` a terminal nothing is ignored."""
         self.depth += 1
         if self.depth > _DEEPEST:
@@ -225,28 +228,28 @@ class _Reader:
         while self.take("|"):
             ways.append(self.sequence(inside))
         self.depth -= 1
-        return f"({' | '.join(ways)})"
+        return alternate(*ways)
 
-    def sequence(self, inside: bool) -> str:
+    def sequence(self, inside: bool) -> Node:
         parts = []
         while self.next.kind in ("string", "regex", "name") or self.next.text in ("(", "["):
             parts.append(self.repeated(inside))
         if self.take("->"):
             self.take_name()
-        return " ".join(parts) or '""'
+        return concat(*parts)
 
-    def repeated(self, inside: bool) -> str:
+    def repeated(self, inside: bool) -> Node:
         atom = self.atom(inside)
         sign = self.take("?", "*", "+")
         if sign:
-            return f"({atom}){sign.text}"
+            return Repetition(atom, int(sign.text == "+"), 1 if sign.text == "?" else None)
         if not self.take("~"):
             return atom
         least = self.number()
         most = self.number() if self.take("..") else least
         if most < least:
             raise _error(self.next.line, f"~{least}..{most} is no range")
-        return f"({atom}){{{least},{most}}}"
+        return Repetition(atom, least, most)
 
     def number(self) -> int:
         if self.next.kind != "number":
@@ -254,7 +257,7 @@ class _Reader:
         self.at += 1
         return int(self.tokens[self.at - 1].text)
 
-    def atom(self, inside: bool) -> str:
+    def atom(self, inside: bool) -> Node:
         token = self.next
         if self.take("("):
             found = self.expansions(inside)
@@ -263,7 +266,7 @@ class _Reader:
         if self.take("["):
             found = self.expansions(inside)
             self.need("]")
-            return f"({found})?"
+            return Repetition(found, 0, 1)
         self.at += 1
         if token.kind == "name":
             if self.next.text == "{":
@@ -278,52 +281,49 @@ class _Reader:
             found = self.span(token)
         else:
             found = _literal(token)
-        return found if inside or found == '""' else self.after_ignored(found)
+        return found if inside or found == EMPTY else self.after_ignored(found)
 
-    def after_ignored(self, terminal: str) -> str:
-        return f"ignored {terminal}" if self.ignores else terminal
+    def after_ignored(self, terminal: Node) -> Node:
+        return concat(_IGNORED, terminal) if self.ignores else terminal
 
-    def span(self, first: _Token) -> str:
+    def span(self, first: _Token) -> Node:
         last = self.next
         self.at += 1
         ends = [_string(token) for token in (first, last) if token.kind == "string"]
         if len(ends) != 2 or any(len(end) != 1 for end in ends) or ends[0] > ends[1]:
             raise _error(first.line, f"{first.text}..{last.text} is no range of characters")
-        return to_rule(CharClass(((ord(ends[0]), ord(ends[1])),)))
+        return CharClass(intersect(((ord(ends[0]), ord(ends[1])),), ALL))
 
-    def text(self) -> str:
-        """The rules as EBNF."""
+    def syntax(self) -> Syntax:
+        """The whole grammar."""
         for name, line in self.used.items():
             if name not in self.bodies:
                 raise _error(line, f"{name!r} is not defined")
         if "start" not in self.bodies:
             raise _error(1, "there is no rule 'start'")
-        rules = [f"root ::= {_named('start')}{' ignored' if self.ignores else ''}"]
-        if self.ignores:
-            rules.append(f"ignored ::= ({' | '.join(self.ignored)})*")
-        rules += [f"{_named(name)} ::= {body}" for name, (_, body) in self.bodies.items()]
-        return "\n".join(rules) + "\n"
+        start = _named("start")
+        rules: dict[str, Node] = {"root": concat(start, _IGNORED) if self.ignores else start}
+        rules[_IGNORED.name] = Repetition(alternate(*self.ignored), 0, None)
+        rules |= {_named(name).name: body for name, body in self.bodies.items()}
+        return whole(rules, {})
 
 
 def _is_terminal(name: str) -> bool:
     return name.lstrip("_").isupper()
 
 
-def _named(name: str) -> str:
-    return f"lark-{name}"
+def _named(name: str) -> Ref:
+    return Ref(f"lark-{name}")
 
 
-def _regex(source: str, flags: str, line: int) -> str:
+def _regex(source: str, flags: str, line: int) -> Node:
     if flags.strip("i"):
         raise _error(line, f"the flags {flags!r} of /{source}/ are not supported, only 'i'")
     try:
         node = parse(source)
     except GrammarError as error:
         raise _error(line, str(error)) from error
-    node = _any_case(node) if flags else node
-    if is_deterministic(node):
-        return f"Regex({json.dumps(to_regex(node), ensure_ascii=False)})"
-    return f"({to_rule(node)})"
+    return _any_case(node) if flags else node
 
 
 def _any_case(node: Node) -> Node:
@@ -340,6 +340,7 @@ def _any_case(node: Node) -> Node:
         return Concat(tuple(map(_any_case, node.parts)))
     if isinstance(node, Alternation):
         return Alternation(tuple(map(_any_case, node.ways)))
+    assert isinstance(node, Repetition)
     return Repetition(_any_case(node.body), node.least, node.most)
 
 
@@ -355,13 +356,11 @@ def _string(token: _Token) -> str:
     return _ESCAPE.sub(unescaped, inside)
 
 
-def _literal(token: _Token) -> str:
+def _literal(token: _Token) -> Node:
     try:
         fixed = _string(token)
         fixed.encode()
     except (ValueError, UnicodeEncodeError) as error:
         raise _error(token.line, f"{token.text} is not text") from error
-    if not token.text.endswith("i"):
-        return json.dumps(fixed, ensure_ascii=False)
-    classes = (to_rule(_any_case(CharClass(((ord(char), ord(char)),)))) for char in fixed)
-    return " ".join(classes) or '""'
+    node = literal(fixed)
+    return _any_case(node) if token.text.endswith("i") else node

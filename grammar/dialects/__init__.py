@@ -1,0 +1,1 @@
+"""A grammar written in the input languages of the backends' libraries."""

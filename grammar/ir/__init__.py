@@ -1,0 +1,1 @@
+"""The one representation of a grammar, between what is read or lowered and what backends write."""

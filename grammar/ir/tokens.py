@@ -1,0 +1,111 @@
+"""Regular pieces of text that lowering knows as one, for backends to write as suits them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from overlap_spec.grammar.automata.charset import ALL, Ranges, intersect, negate, union
+from overlap_spec.grammar.automata.dfa import Dfa
+from overlap_spec.grammar.automata.dfa_to_regex import to_node
+from overlap_spec.grammar.automata.escape import Escape, in_json, plain
+from overlap_spec.grammar.automata.regex_ast import (
+    EMPTY,
+    Node,
+    Repetition,
+    alternate,
+    concat,
+)
+
+
+@dataclass(frozen=True)
+class Except:
+    """Any text of a set of characters but some, inside a JSON string.
+
+    Each character has one written form, so that a text that is left out cannot return in escaped
+    form.
+
+    Args:
+        members: The characters.
+        texts: What is left out, unescaped.
+    """
+
+    members: Ranges
+    texts: tuple[str, ...]
+
+    @property
+    def least(self) -> int:
+        """Fewest characters: 0 or 1."""
+        return int("" in self.texts)
+
+    @property
+    def loop(self) -> Repetition:
+        """An expression for all texts of at least so many characters, none left out."""
+        return Repetition(_any_one(self.members), self.least, None)
+
+    @cached_property
+    def written(self) -> tuple[Node, ...]:
+        """What is left out, except the empty text, as it is written."""
+        chars = ([in_json(((ord(char), ord(char)),)) for char in text] for text in self.texts)
+        # A lone surrogate is not a character, and cannot be in a text.
+        return tuple(
+            concat(*(char for char in found if char)) for found in chars if found and all(found)
+        )
+
+    @cached_property
+    def node(self) -> Node:
+        """An node: a tree of all that differs from what is left out."""
+        trie: dict[str, Any] = {}
+        for name in self.texts:
+            node = trie
+            for char in name:
+                node = node.setdefault(char, {})
+            node[""] = {}
+        return _outside(trie, self.members)
+
+
+def _outside(node: dict[str, Any], members: Ranges) -> Node:
+    ways: list[Node] = []
+    children = {char: child for char, child in node.items() if char}
+    points = negate(union(((ord(char), ord(char)),) for char in children))
+    other = in_json(intersect(members, points))
+    if other:
+        ways.append(concat(other, Repetition(_any_one(members), 0, None)))
+    for char, child in children.items():
+        written = in_json(intersect(members, ((ord(char), ord(char)),)))
+        if written:
+            ways.append(concat(written, _outside(child, members)))
+    if "" not in node:
+        ways.append(EMPTY)
+    return alternate(*ways)
+
+
+@lru_cache(8)
+def _any_one(members: Ranges) -> Node:
+    # One written form per character, even if the set is that of all.
+    sets: Iterable[Ranges] = (members[:1], members[1:]) if members == ALL else (members,)
+    parts = [in_json(part) for part in sets]
+    return alternate(*(part for part in parts if part))
+
+
+@dataclass(frozen=True)
+class Token:
+    """A regular piece of text.
+
+    Args:
+        language: An expression; or a non-empty automaton over characters, which `escape` writes;
+            or all texts but some.
+        escape: Writes the characters of an automaton.
+    """
+
+    language: Node | Dfa | Except
+    escape: Escape = plain
+
+    @cached_property
+    def node(self) -> Node | None:
+        """An expression for the token; None for an automaton that is too large for one."""
+        if isinstance(self.language, Dfa):
+            return to_node(self.language, self.escape)
+        return self.language.node if isinstance(self.language, Except) else self.language
