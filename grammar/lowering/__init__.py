@@ -62,7 +62,10 @@ def to_plan(grammar: Grammar) -> bytes:
 
 
 def _lowering(grammar: Grammar, schema: Any, rules: Rules) -> SchemaLowering:
-    return SchemaLowering(schema, grammar.whitespace, grammar.best_effort, rules, grammar.apart)
+    any_order = grammar.key_order == "any"
+    return SchemaLowering(
+        schema, grammar.whitespace, grammar.best_effort, rules, grammar.apart, any_order
+    )
 
 
 def _text(lowering: SchemaLowering) -> str:
