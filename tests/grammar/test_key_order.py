@@ -77,7 +77,7 @@ def test_every_order_of_a_valid_object_and_no_other(name: str, library: str) -> 
     schema = SCHEMAS[name]
     oracle = Draft202012Validator(schema)
     compiled = made(schema, library)
-    pool = OBJECTS if library == "xgrammar" else OBJECTS[::2]
+    pool = OBJECTS if library == "xgrammar" else OBJECTS[1::2]
     wrong = [text for v in pool if takes(compiled, text := compact(v)) != oracle.is_valid(v)]
     assert wrong == []
     assert any(oracle.is_valid(value) for value in pool)
