@@ -7,7 +7,7 @@ date. Each language is that of its RFC, but for these, which allow less:
 - `hostname`: at most 3 labels of 63 characters or 8 of 30, none in the form `xn--`;
 - `email`: at most 3 hyphens in a row in the domain;
 - `idn-hostname`: labels of scripts that have no rules of context;
-- `regex`: no look-around, no back-reference, no group in a group.
+- `regex`: no back-reference, no group in a group.
 """
 
 from __future__ import annotations
@@ -128,12 +128,15 @@ _POINTER = "(/([^/~]|~[01])*)*"
 
 def _regex(depth: int) -> str:
     plain = "[A-Za-z0-9 _,:;=@!\"#%&'/<>~`\\-]"
-    escape = r"\\[dDwWsSbtnrfv.\\/()\[\]{}|*+?\^$\-]"
+    escape = r"\\([dDwWsStnrfv.\\/()\[\]{}|*+?\^$]|c[A-Za-z])"
     members = r"([A-Za-z0-9 _,:;=@!#%&'/<>~`.()*+?$|{}]|a-z|A-Z|0-9|\\[dDwWsStnrfv.\\/\[\]\^\-])+"
-    atom = rf"{plain}|{escape}|\.|\[\^?{members}\]"
+    atom = rf"{plain}|{escape}|\.|\[\^?({members})?\]"
+    place = r"\^|\$|\\[bB]"
     if depth:
-        atom += rf"|\((\?:|\?<[A-Za-z]+>)?{_regex(depth - 1)}\)"
-    part = rf"(({atom})([*+?]|\{{[0-9]{{1,3}},?\}})?\??|\^|\$)+"
+        inner = _regex(depth - 1)
+        atom += rf"|\((\?:|\?<[A-Za-z]+>)?{inner}\)"
+        place += rf"|\(\?<?[=!]{inner}\)"
+    part = rf"(({atom})([*+?]|\{{[0-9]{{1,3}},?\}})?\??|{place})+"
     return rf"{part}(\|{part})*"
 
 

@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.automata.unicode_classes import rewritten
+from overlap_spec.grammar.automata.dialect import explicit
 
 
 def check_text(kind: str, text: str) -> None:
@@ -94,7 +94,7 @@ def _formats(known: Any) -> Any:
 
 
 def _is_pattern(text: Any) -> bool:
-    return not isinstance(text, str) or re.compile(rewritten(text)) is not None
+    return not isinstance(text, str) or re.compile(explicit(text, "ecma")) is not None
 
 
 def json_path(path: str, *keys: str | int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from overlap_spec.errors import GrammarError
@@ -36,6 +36,7 @@ Kind = Literal[
     "after_thinking",
 ]
 Whitespace = Literal["compact", "bounded"] | int
+KeyOrder = Literal["schema", "any"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,9 @@ class Grammar:
         probabilities: Of a choice: tell how probable each text is, in `Output.choices`.
         faithful: Of a choice: choose by the probability of the whole text.
         warnings: What the grammar asks for and nothing holds: formats that nobody knows.
+        key_order: Order of an object's members: `"schema"`, or `"any"`, where each set of members
+            needs a rule, so that an object may name 9. Fixed values keep theirs, and so do items
+            that must differ.
     """
 
     kind: Kind
@@ -71,9 +75,13 @@ class Grammar:
     probabilities: bool = False
     faithful: bool = False
     warnings: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    key_order: KeyOrder = "schema"
 
     def __post_init__(self) -> None:
         check_text(self.kind, self.source)
+        if self.key_order not in ("schema", "any"):
+            wrong = f"key_order {self.key_order!r} is not 'schema' or 'any'"
+            raise GrammarError(wrong, "key_order")
         for name in ("probabilities", "faithful"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -83,7 +91,12 @@ class Grammar:
 
     @classmethod
     def json_schema(
-        cls, schema: Any, *, whitespace: Whitespace = "compact", best_effort: bool = False
+        cls,
+        schema: Any,
+        *,
+        whitespace: Whitespace = "compact",
+        best_effort: bool = False,
+        key_order: KeyOrder = "schema",
     ) -> Grammar:
         """JSON that is valid under a schema.
 
@@ -93,6 +106,7 @@ class Grammar:
                 `list[…]`, `int` and the like.
             whitespace: See the class.
             best_effort: See the class.
+            key_order: See the class.
 
         Raises:
             GrammarError: the schema is invalid; names the path.
@@ -107,7 +121,15 @@ class Grammar:
         check_schema(schema)
         source, layout = canonical(schema), _layout(whitespace)
         unheld = warnings_of(schema)
-        return cls("json_schema", source, layout, best_effort, output=output, warnings=unheld)
+        return cls(
+            "json_schema",
+            source,
+            layout,
+            best_effort,
+            output=output,
+            warnings=unheld,
+            key_order=key_order,
+        )
 
     @classmethod
     def json_object(cls, *, whitespace: Whitespace = "compact") -> Grammar:
@@ -297,8 +319,7 @@ class Grammar:
         packed = source.get("otherwise" if self.kind == "tools" else "inner")
         if packed is None:
             return None
-        kind, text, whitespace, best_effort = packed
-        return Grammar(kind, text, whitespace, best_effort, output=self.output)
+        return replace(Grammar.unpacked(packed), output=self.output)
 
     def parse(self, text: str) -> Any:
         """The value of a finished output: an instance of `output` if it is set, a JSON value for
@@ -340,7 +361,13 @@ class Grammar:
                 )
 
     def _packed(self) -> list[Any]:
-        return [self.kind, self.source, self.whitespace, self.best_effort]
+        return [self.kind, self.source, self.whitespace, self.best_effort, self.key_order]
+
+    @classmethod
+    def unpacked(cls, packed: Sequence[Any]) -> Grammar:
+        """A grammar from what stands of it in the source of one around it."""
+        kind, source, whitespace, best_effort, key_order = packed
+        return cls(kind, source, whitespace, best_effort, key_order=key_order)
 
 
 def _layout(whitespace: Whitespace) -> Whitespace:

@@ -9,11 +9,14 @@ which are numbers here, and URLs of over some hundred characters.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
 from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+
+from overlap_spec.grammar.automata.dialect import explicit
 
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _DAY = (
@@ -51,6 +54,15 @@ _OPAQUE = rf"(mailto|tel|urn):{_CHAR}{{1,200}}"
 
 class TypeSchemas(GenerateJsonSchema):
     """Pydantic's generator, with what its parser asks of some types."""
+
+    def str_schema(self, schema: Any) -> JsonSchemaValue:
+        found = super().str_schema(schema)
+        with suppress(re.error, KeyError):
+            # Pydantic's parser has other letters, digits and spaces than ECMA-262.
+            both = explicit(found["pattern"], "both")
+            if both != explicit(found["pattern"], "ecma"):
+                found["pattern"] = both
+        return found
 
     def datetime_schema(self, schema: Any) -> JsonSchemaValue:
         zone = _ZONES.get(schema.get("tz_constraint"), f"{_ZONE}?")

@@ -16,7 +16,7 @@ from jsonschema import validators
 from jsonschema.exceptions import ValidationError
 from referencing.exceptions import Unresolvable
 
-from overlap_spec.grammar.automata.unicode_classes import rewritten
+from overlap_spec.grammar.automata.dialect import explicit
 
 _DEEPEST = 24
 
@@ -108,6 +108,6 @@ def _members(parts: list[dict[str, Any]], name: str) -> Iterator[Any]:
     for part in parts:
         found = [part["properties"][name]] if name in part.get("properties", {}) else []
         for pattern, schema in part.get("patternProperties", {}).items():
-            if re.search(rewritten(pattern), name):
+            if re.search(explicit(pattern, "ecma"), name):
                 found.append(schema)
         yield from found or [part.get("additionalProperties")]

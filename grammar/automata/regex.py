@@ -1,9 +1,7 @@
 """User regular expressions, parsed exactly.
 
-Python's own parser reads them, so its syntax holds, with ECMAScript's `(?<name>…)`, `\\/`,
-`\\uXXXX`, `\\u{…}` and `\\p{…}`. Python and ECMAScript disagree on `\\d`, `\\w`, `.` and `$`: a
-text matches only if it matches in both; a `wide` pattern, which is to be excluded, matches if
-either does. Constructs that are not regular are refused.
+Python's own parser reads them, after `dialect` has spelt out all that ECMA-262 reads otherwise.
+Constructs that are not regular are refused.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterable
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from overlap_spec.errors import GrammarError
@@ -24,9 +22,9 @@ from overlap_spec.grammar.automata.dfa import (
     any_of,
     before,
     both,
-    from_node,
     neither,
 )
+from overlap_spec.grammar.automata.dialect import Dialect, explicit
 from overlap_spec.grammar.automata.escape import Escape, plain
 from overlap_spec.grammar.automata.regex_ast import (
     EMPTY,
@@ -36,11 +34,9 @@ from overlap_spec.grammar.automata.regex_ast import (
     alternate,
     concat,
 )
-from overlap_spec.grammar.automata.unicode_classes import rewritten
 
 _parser: Any = importlib.import_module("re._parser")
 
-_NARROW = {"DIGIT": charset.DIGIT, "SPACE": charset.SPACE, "WORD": charset.WORD}
 _REFUSED = {
     "ASSERT": "a look-around",
     "ASSERT_NOT": "a look-around",
@@ -49,9 +45,6 @@ _REFUSED = {
     "ATOMIC_GROUP": "an atomic group",
     "POSSESSIVE_REPEAT": "a possessive repeat",
 }
-_DOT = charset.negate(charset.LINE_END)
-_DOT_WIDE = charset.negate(((0x0A, 0x0A),))
-_LINE_FEED = Repetition(CharClass(((0x0A, 0x0A),)), 0, 1)
 _LOOKS = ("ASSERT", "ASSERT_NOT")
 
 
@@ -59,25 +52,17 @@ _LOOKS = ("ASSERT", "ASSERT_NOT")
 SHORT_PATTERN = 512
 
 
-@cache
-def _category(name: str, wide: bool) -> Ranges:
-    if name.startswith("NOT_"):
-        return charset.negate(_category(name.removeprefix("NOT_"), not wide))
-    if not wide:
-        return _NARROW[name]
-    if name == "SPACE":
-        return charset.SPACE_WIDE
-    python = re.compile(r"\d" if name == "DIGIT" else r"\w")
-    points = (point for low, high in charset.ALL for point in range(low, high + 1))
-    return charset.union([tuple((p, p) for p in points if python.match(chr(p)))])
+def _parse(source: str, dialect: Dialect) -> Any:
+    return (_parse_short if len(source) <= SHORT_PATTERN else _parse_any)(source, dialect)
 
 
-def _parse(source: str) -> Any:
-    return (_parse_short if len(source) <= SHORT_PATTERN else _parse_any)(source)
-
-
-def _parse_any(source: str) -> Any:
-    return _parser.parse(_python(source))
+def _parse_any(source: str, dialect: Dialect) -> Any:
+    text = explicit(source, dialect)
+    try:
+        return _parser.parse(text)
+    except re.error as error:
+        # A position in the text would be none in the source.
+        raise error if text == source else re.error(error.msg) from None
 
 
 # A parsed pattern takes some fifty times its source's bytes: the cache stays under 30 MB.
@@ -90,7 +75,7 @@ class Pattern:
     Args:
         source: The pattern.
         param: The request's field that holds it, for errors.
-        wide: Match if either dialect matches, instead of both.
+        dialect: How it is read.
         most: No more than so many turns of a repeat that may have more; texts are lost.
 
     Raises:
@@ -98,14 +83,14 @@ class Pattern:
     """
 
     def __init__(
-        self, source: str, param: str, wide: bool = False, most: int | None = None
+        self, source: str, param: str, dialect: Dialect = "ecma", most: int | None = None
     ) -> None:
         self.source = source
         self.param = param
-        self.wide = wide
+        self.dialect = dialect
         self.most = most
         try:
-            self._parsed = _parse(source)
+            self._parsed = _parse(source, dialect)
         except (re.error, OverflowError, RecursionError) as error:
             raise self.error(str(error)) from error
         if self._parsed.state.flags & ~re.UNICODE.value:
@@ -142,7 +127,7 @@ class Pattern:
     def _ahead(self, items: list[Any], after: Dfa, at_start: bool) -> Dfa:
         """Texts that match the items, followed by a text of `after`."""
         if items and _is_end(items[-1]):
-            items, after = items[:-1], from_node(_LINE_FEED) if self.wide else EMPTY_TEXT
+            items, after = items[:-1], EMPTY_TEXT
         for i, item in enumerate(items):
             if _holds_look(item) and str(item[0]) not in _LOOKS:
                 ways = [[*items[:i], *body, *items[i + 1 :]] for body in self._bodies(item)]
@@ -167,14 +152,13 @@ class Pattern:
         negative = str(item[0]) == "ASSERT_NOT"
         if direction < 0:
             raise self.error("look-behind is not supported")
-        inner = Pattern(self.source, self.param, self.wide != negative)
         ways = []
         for items in _alternatives(list(body)):
             if items and _is_start(items[0]):
                 if not at_start:
                     raise self.error("anchors are supported at the pattern's two ends only")
                 items = items[1:]
-            ways.append(inner._ahead(items, EVERY, at_start))
+            ways.append(self._ahead(items, EVERY, at_start))
         return neither(any_of(ways)) if negative else any_of(ways)
 
     @property
@@ -184,7 +168,7 @@ class Pattern:
 
     def matches(self, text: str) -> bool:
         """Whether a text contains a match."""
-        return _compiled(self.source).search(text) is not None
+        return _compiled(self.source, self.dialect).search(text) is not None
 
     def width(self) -> tuple[int, int | None]:
         """Least and most characters of a text that contains a match; None means no bound."""
@@ -232,7 +216,7 @@ class Pattern:
         if str(items[1][0]) not in ("MAX_REPEAT", "MIN_REPEAT"):
             return None
         low, high, body = items[1][1]
-        if len(body) != 1 or str(body[0][0]) not in ("IN", "LITERAL", "NOT_LITERAL", "ANY"):
+        if len(body) != 1 or str(body[0][0]) not in ("IN", "LITERAL", "NOT_LITERAL"):
             return None
         return self._set(body[0]), int(low), _bound(high)
 
@@ -252,7 +236,7 @@ class Pattern:
 
     def _item(self, item: Any, escape: Escape) -> Node:
         op, argument = str(item[0]), item[1]
-        if op in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
+        if op in ("LITERAL", "NOT_LITERAL", "IN"):
             node = escape(self._set(item))
             if node is None:
                 raise self.error("this character class is empty")
@@ -273,8 +257,6 @@ class Pattern:
 
     def _set(self, item: Any) -> Ranges:
         op, argument = str(item[0]), item[1]
-        if op == "ANY":
-            return _DOT_WIDE if self.wide else _DOT
         if op == "LITERAL":
             return ((argument, argument),)
         if op == "NOT_LITERAL":
@@ -286,9 +268,6 @@ class Pattern:
                 parts.append(((value, value),))
             elif str(kind) == "RANGE":
                 parts.append(((value[0], value[1]),))
-            elif str(kind) == "CATEGORY":
-                name = str(value).removeprefix("CATEGORY_")
-                parts.append(_category(name, self.wide != negated))
         members = charset.union(parts)
         return charset.negate(members) if negated else members
 
@@ -299,15 +278,16 @@ def parse(source: str) -> Node:
     Raises:
         GrammarError: it does not parse, or has a construct that is not supported.
     """
-    return Pattern(source, "regex").whole(plain)
+    return Pattern(source, "regex", "both").whole(plain)
 
 
-def _compiled(source: str) -> re.Pattern[str]:
-    return (_compiled_short if len(source) <= SHORT_PATTERN else _compiled_any)(source)
+def _compiled(source: str, dialect: Dialect) -> re.Pattern[str]:
+    return (_compiled_short if len(source) <= SHORT_PATTERN else _compiled_any)(source, dialect)
 
 
-def _compiled_any(source: str) -> re.Pattern[str]:
-    return re.compile(_python(source))
+def _compiled_any(source: str, dialect: Dialect) -> re.Pattern[str]:
+    # ASCII: ECMA-262's word boundaries.
+    return re.compile(explicit(source, dialect), re.ASCII)
 
 
 _compiled_short = lru_cache(1024)(_compiled_any)
@@ -315,11 +295,6 @@ _compiled_short = lru_cache(1024)(_compiled_any)
 
 def _bound(high: Any) -> int | None:
     return None if high >= 2**31 else int(high)
-
-
-def _python(source: str) -> str:
-    """Rewrite what ECMAScript has of its own in Python's syntax."""
-    return re.sub(r"\(\?<(?![=!])", "(?P<", rewritten(source))
 
 
 def _is_start(item: Any) -> bool:

@@ -1,8 +1,7 @@
-r"""Rewrites what ECMA-262 has and Python's parser has not: `\p{…}`, `\P{…}` and `\u{…}`.
+r"""The properties of `\p{…}` and `\P{…}`.
 
 A property is a general category of the Unicode database, short (`L`, `Nd`) or long (`Letter`,
-`Decimal_Number`), with or without `General_Category=`; or `ASCII`, `Any`, `digit`, `punct`. It
-becomes the ranges of its characters.
+`Decimal_Number`), with or without `General_Category=`; or `ASCII`, `Any`, `digit`, `punct`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import re
 import unicodedata
 from functools import cache
 
-from overlap_spec.grammar.automata.charset import ALL, Ranges, negate, union
+from overlap_spec.grammar.automata.charset import ALL, Ranges, union
 
 _LONG = {
     "Letter": "L", "Cased_Letter": "LC", "Uppercase_Letter": "Lu", "Lowercase_Letter": "Ll",
@@ -27,52 +26,10 @@ _LONG = {
     "Private_Use": "Co", "Unassigned": "Cn",
 }  # fmt: skip
 _WHOLE: dict[str, Ranges] = {"ASCII": ((0, 0x7F),), "Any": ALL}
-_PART = re.compile(
-    r"\\(?P<sign>[pP])(?:\{(?P<name>[^{}]*)\})?|\\u\{(?P<point>[0-9A-Fa-f]{1,8})\}|\\.|[\[\]]",
-    re.DOTALL,
-)
 
 
-def rewritten(source: str) -> str:
-    """A pattern without these constructs.
-
-    Raises:
-        re.error: a property or code point that is not known.
-    """
-    if "\\p" not in source and "\\P" not in source and "\\u{" not in source:
-        return source
-    inside = False
-
-    def one(match: re.Match[str]) -> str:
-        nonlocal inside
-        found = match[0]
-        if found in ("[", "]"):
-            inside = found == "["
-            return found
-        if match["point"] is not None:
-            point = int(match["point"], 16)
-            if point > 0x10FFFF:
-                raise re.error(f"{found} is not a character", source, match.start())
-            return f"\\U{point:08x}"
-        if match["sign"] is None:
-            return found
-        members = _members(match["name"] or "")
-        if members is None:
-            raise re.error(
-                f"the property {found} is not supported: only general categories are",
-                source,
-                match.start(),
-            )
-        spans = "".join(
-            f"\\U{low:08x}-\\U{high:08x}"
-            for low, high in (members if match["sign"] == "p" else negate(members))
-        )
-        return spans if inside else f"[{spans}]"
-
-    return _PART.sub(one, source)
-
-
-def _members(name: str) -> Ranges | None:
+def members(name: str) -> Ranges | None:
+    """The characters of a property, by its name; None if it is not known."""
     name = re.sub(r"^(General_Category|gc)=", "", name)
     if name in _WHOLE:
         return _WHOLE[name]

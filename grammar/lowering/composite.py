@@ -162,8 +162,7 @@ class _Calls:
         if wanted != "auto" or "otherwise" in self.source:
             whole = [sequence(literal(head), calls) for head in heads]
             if wanted == "auto":
-                kind, text, layout, best_effort = self.source["otherwise"]
-                whole.append(self.parts.add(Grammar(kind, text, layout, best_effort)))
+                whole.append(self.parts.add(Grammar.unpacked(self.source["otherwise"])))
             return choice(whole)
         after: dict[str, Node | None] = {}
         for start in starts:

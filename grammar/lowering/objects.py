@@ -18,6 +18,7 @@ from overlap_spec.grammar.automata.regex import Pattern
 from overlap_spec.grammar.automata.regex_ast import Node
 from overlap_spec.grammar.ir.rules import Rules, choice, sequence
 from overlap_spec.grammar.lowering import keywords
+from overlap_spec.grammar.lowering.any_order import Orders
 from overlap_spec.grammar.lowering.intersect import member
 from overlap_spec.grammar.lowering.layout import Layout
 from overlap_spec.grammar.lowering.members import Member, Members, Tail
@@ -54,6 +55,7 @@ class Writer(Protocol):
     layout: Layout
     resolver: Resolver
     values: Values
+    orders: Orders | None
     apart: bool
     looks: bool
 
@@ -142,6 +144,9 @@ class ObjectWriter:
             return None
         if tail is not None and shape.least > len(shape.required) + 1:
             self._look()
+        if writer.orders is not None and self.once is Once.NO:
+            counts = shape.least, shape.most
+            return writer.orders.object(members, tail, counts, self.depth, self.path)
         build = Members(writer.rules, writer.layout, "{}", self.depth, shape.least, shape.most)
         return build.object(members, tail)
 
@@ -169,15 +174,18 @@ class ObjectWriter:
         return list(dict.fromkeys(self._held(kind) for kind in self._kinds))
 
     def _tail(self, some: tuple[tuple[Keys, Expr], ...]) -> Tail | None:
-        if len(some) > 1:
-            keyword = "patternProperties" if some[0][0].patterns else "not"
-            raise keywords.refusal(keyword, self.path, "requires two free members at once")
+        if len(some) > 1 and self.shape.most != 1:
+            some = _without_implied(some)
+            if len(some) > 1:
+                keyword = "patternProperties" if some[0][0].patterns else "not"
+                raise keywords.refusal(keyword, self.path, "requires two free members at once")
         every = self._members([(kind, self._held(kind)) for kind in self._kinds])
         if every is None or not some:
             return None if every is None else Tail(every)
-        keys, expr = some[0]
-        must = [(k, all_of(self._held(k), expr)) for k in self._kinds if _covers(keys, k)]
-        others = [(k, self._held(k)) for k in self._kinds if not _covers(keys, k)]
+        # Where there is room for one member only, it is all of those that are required.
+        wanted = [k for k in self._kinds if all(_covers(keys, k) for keys, _ in some)]
+        must = [(k, all_of(self._held(k), *(expr for _, expr in some))) for k in wanted]
+        others = [(k, self._held(k)) for k in self._kinds if k not in wanted]
         # A repeated key must not override the required one.
         found = self._members(must)
         return None if found is None else Tail(every, found, self._members([*others, *must]))
@@ -227,8 +235,7 @@ class ObjectWriter:
 
     @cached_property
     def _kinds(self) -> list[FreeKeys]:
-        """Free keys, split by the predicates that they match; keys on which the regex dialects
-        disagree are in no kind."""
+        """Free keys, split by the predicates that they match."""
         kinds = [FreeKeys(frozenset(), None)]
         if not self._predicates:
             return kinds
@@ -251,9 +258,9 @@ class ObjectWriter:
         return kinds
 
     def _split(self, predicate: Predicate) -> tuple[Dfa, Dfa]:
-        """Texts that surely match, and texts that surely do not."""
+        """Texts that match, and texts that do not."""
         if isinstance(predicate, str):
-            return found_in(predicate, False), dfa.neither(found_in(predicate, True))
+            return found_in(predicate), dfa.neither(found_in(predicate))
         return self._texts(predicate), self._texts(negated(predicate))
 
     def _texts(self, expr: Expr) -> Dfa:
@@ -274,6 +281,27 @@ def counts_keys(shape: Objects) -> bool:
 def _covers(keys: Keys, kind: FreeKeys) -> bool:
     """Whether a set of keys contains the free keys of a kind."""
     return (not kind.matches.isdisjoint((*keys.patterns, *keys.exprs))) != keys.inverted
+
+
+def _without_implied(some: tuple[tuple[Keys, Expr], ...]) -> tuple[tuple[Keys, Expr], ...]:
+    """Required members without those that another one is for certain."""
+    kept = list(some)
+    for one in some:
+        if any(_implies(other, one) for other in kept if other is not one):
+            kept.remove(one)
+    return tuple(kept)
+
+
+def _implies(one: tuple[Keys, Expr], other: tuple[Keys, Expr]) -> bool:
+    (keys, expr), (others, wanted) = one, other
+    inside = keys == others or (
+        keys.inverted
+        and others.inverted
+        and keys.names >= others.names
+        and set(keys.patterns) >= set(others.patterns)
+        and set(keys.exprs) >= set(others.exprs)
+    )
+    return inside and (wanted in (ANY, expr))
 
 
 def _texts_of(shape: Consts) -> list[str]:

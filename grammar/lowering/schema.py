@@ -1,8 +1,8 @@
 """JSON Schema to rules: every text that the grammar allows is valid, in the requested layout.
 
 Members of an object come in the order of `properties`, then required names that are not among
-them, then free keys; other orders would multiply the rules. A value that the schema fixes (`enum`,
-keys) has one written form.
+them, then free keys, unless any order is asked for: that multiplies the rules (`any_order`). A
+value that the schema fixes (`enum`, keys) has one written form.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from overlap_spec.grammar.automata.escape import in_json, once_in_json
 from overlap_spec.grammar.automata.regex_ast import Node
 from overlap_spec.grammar.ir.rules import Rules, choice, literal
 from overlap_spec.grammar.lowering import keywords
+from overlap_spec.grammar.lowering.any_order import Orders
 from overlap_spec.grammar.lowering.arrays import ArrayWriter, fixed_items
 from overlap_spec.grammar.lowering.distinct import DistinctPlan
 from overlap_spec.grammar.lowering.layout import Layout
@@ -49,6 +50,7 @@ class SchemaLowering:
         rules: Receives the rules.
         apart: Leave items and keys that must differ, and that no rules keep apart, to a matcher
             that looks at them; :attr:`looks` tells whether there are such.
+        any_order: Write members in any order, but inside items that must differ.
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class SchemaLowering:
         best_effort: bool,
         rules: Rules,
         apart: bool = False,
+        any_order: bool = False,
     ) -> None:
         self.root = root
         self.rules = rules
         self.layout = Layout(self.rules, whitespace)
+        self.orders = Orders(self.rules, self.layout) if any_order else None
         self.best_effort = best_effort
         self.apart, self.looks = apart, False
         self.resolver = Resolver(root, best_effort)

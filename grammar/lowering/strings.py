@@ -76,9 +76,9 @@ def automaton(shape: Strings) -> Dfa:
     """
     found = dfa.EVERY
     for pattern in shape.patterns:
-        found = dfa.both(found, found_in(pattern, False))
+        found = dfa.both(found, found_in(pattern))
     for pattern in shape.without:
-        found = dfa.both(found, dfa.neither(found_in(pattern, True)))
+        found = dfa.both(found, dfa.neither(found_in(pattern)))
     if shape.outside:
         found = dfa.both(found, dfa.neither(dfa.from_texts(shape.outside)))
     if shape.least or shape.most is not None:
@@ -87,9 +87,9 @@ def automaton(shape: Strings) -> Dfa:
 
 
 @lru_cache(512)
-def found_in(pattern: str, wide: bool) -> Dfa:
-    """Texts that contain a match of a pattern; `wide` as in `Pattern`."""
-    return Pattern(pattern, "schema", wide).automaton()
+def found_in(pattern: str) -> Dfa:
+    """Texts that contain a match of a pattern."""
+    return Pattern(pattern, "schema").automaton()
 
 
 def _shortened(shape: Strings, escape: Escape) -> Node | Dfa | None:

@@ -7,14 +7,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from overlap_spec.cli.flags import GRAMMAR, OUTPUT, SAMPLING, SERVER_HELP
 from overlap_spec.config import Help
 from overlap_spec.errors import ConfigError, GrammarError, InvalidRequest
 
 if TYPE_CHECKING:
-    from overlap_spec.grammar.spec import Grammar
+    from overlap_spec.grammar.spec import Grammar, KeyOrder
     from overlap_spec.types import SamplingParams
 
 Flags = TypeVar("Flags")
@@ -41,6 +41,9 @@ class ConstraintFlags:
         ),
     ] = None
     whitespace: Annotated[str, Help(SERVER_HELP["whitespace"])] = "compact"
+    key_order: Annotated[
+        str, Help("Order of members under --schema: schema, or any (up to 9 named ones).")
+    ] = "schema"
     best_effort: Annotated[bool, Help(SERVER_HELP["best_effort"], ("--best-effort",))] = False
 
     def asked(self) -> list[str]:
@@ -78,7 +81,12 @@ class ConstraintFlags:
         if self.schema:
             path = self.schema_file
             source = self.schema if path is None else read_text("--schema", path)
-            return Grammar.json_schema(source, whitespace=layout, best_effort=self.best_effort)
+            return Grammar.json_schema(
+                source,
+                whitespace=layout,
+                best_effort=self.best_effort,
+                key_order=cast("KeyOrder", self.key_order),
+            )
         if self.regex:
             return Grammar.regex(self.regex)
         if self.ebnf:

@@ -153,6 +153,18 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     ),
     (
         CHAT,
+        {"structured_outputs": {"regex": "a", "key_order": "any"}},
+        "structured_outputs.key_order",
+        "goes with json",
+    ),
+    (
+        CHAT,
+        {"structured_outputs": {"json": {"required": list("abcdefghij")}, "key_order": "any"}},
+        "structured_outputs.json",
+        "10 properties",
+    ),
+    (
+        CHAT,
         {"logprobs": True, "structured_outputs": {"choice": ["a"], "faithful": True}},
         "logprobs",
         "made among whole texts",

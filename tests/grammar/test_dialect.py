@@ -1,0 +1,129 @@
+r"""Patterns of schemas are ECMA-262's; expressions of their own match what Python matches too."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar import Grammar, Vocabulary
+from overlap_spec.grammar.automata.dialect import explicit
+from overlap_spec.grammar.automata.regex import Pattern
+from overlap_spec.grammar.backends import load
+from overlap_spec.grammar.contract import Backend
+
+
+@cache
+def backend() -> Backend:
+    return load("xgrammar")(Vocabulary((*(bytes([i]) for i in range(256)), b""), 257, (256,)))
+
+
+def takes(grammar: Grammar, text: str) -> bool:
+    matcher = backend().compile(grammar).matcher()
+    return all(map(matcher.accept, text.encode())) and matcher.is_complete
+
+
+def holds(schema: dict[str, Any], value: str) -> bool:
+    return takes(Grammar.json_schema(schema), json.dumps(value, ensure_ascii=False))
+
+
+# Pattern, texts that match whole, and texts that do not.
+ECMA: list[tuple[str, list[str], list[str]]] = [
+    (r"\d", ["0"], ["߀", "a"]),
+    (r"\D", ["߀", "a"], ["0"]),
+    (r"\w", ["a", "_"], ["é", "-"]),
+    (r"\W", ["é", "-"], ["a", "_"]),
+    (r"\s", [" ", "\t", "\u00a0", "\ufeff", "\u2029"], ["\x01", "\x85", "\x1c"]),
+    (r"\S", ["\x85", "a"], [" ", "\ufeff"]),
+    (r"[^\d\s]", ["߀", "é"], ["0", "\ufeff"]),
+    (r"[\D]", ["߀"], ["0"]),
+    (r".", ["a", "\x85"], ["\n", "\r", "\u2028", "\u2029"]),
+    (r"[^]", ["a", "\n", "😀"], ["", "ab"]),
+    (r"\cC\ca", ["\x03\x01"], ["cCca"]),
+    (r"[\w-.]+", ["a-b.c"], ["é", "/"]),
+    (r"[a\-\d-z]+", ["-", "5a", "z"], ["b"]),
+    (r"\ud83d\ude00[\ud83d\ude00-\ud83d\ude02]", ["😀😁"], ["😀a"]),
+    (r"(?<first>a)\/[\b]", ["a/\b"], ["a/b"]),
+    (r"\x41\u0042\u{43}\0", ["ABC\0"], ["ABC0"]),
+]
+
+
+@pytest.mark.parametrize(("pattern", "good", "bad"), ECMA, ids=[pattern for pattern, *_ in ECMA])
+def test_a_schemas_patterns_are_ecma_262(pattern: str, good: list[str], bad: list[str]) -> None:
+    schema = {"type": "string", "pattern": f"^(?:{pattern})$"}
+    assert [text for text in good if not holds(schema, text)] == []
+    assert [text for text in bad if holds(schema, text)] == []
+    # Excluded is exactly what matches.
+    other = {"type": "string", "not": {"pattern": schema["pattern"]}}
+    assert [text for text in good if holds(other, text)] == []
+    assert [text for text in bad if not holds(other, text)] == []
+    # Keys by the same reading.
+    matched = Pattern(schema["pattern"], "schema").matches
+    assert [matched(text) for text in (*good, *bad)] == [True] * len(good) + [False] * len(bad)
+
+
+def test_a_line_feed_does_not_stand_behind_the_end() -> None:
+    schema = {"type": "string", "pattern": "^a$"}
+    assert not holds(schema, "a\n")
+    assert holds({"type": "string", "not": {"pattern": "^a$"}}, "a\n")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"\D", ["a"], ["0", "߀"]),
+        (r"\W", ["-"], ["a", "é"]),
+        (r"[^\w]", ["-"], ["a", "é"]),
+        (r"\s", [" "], ["\ufeff", "\x1c"]),
+        (r"\S", ["a"], ["\ufeff", "\x1c"]),
+        (r".", ["a"], ["\r"]),
+        (r"[]a]+", ["]a"], [""]),
+        (r"\a", ["\a"], ["a"]),
+    ],
+)
+def test_an_expression_matches_what_both_dialects_do(
+    pattern: str, good: list[str], bad: list[str]
+) -> None:
+    grammar = Grammar.regex(pattern)
+    assert [text for text in good if not takes(grammar, text)] == []
+    assert [text for text in bad if takes(grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        (r"\a", r"is not a 'regex'"),
+        (r"[z-a]", r"is not a 'regex'"),
+        (r"[a", r"is not a 'regex'"),
+        (r"\u00", r"is not a 'regex'"),
+        (r"a\b", r"two ends only"),
+        (r"a[]", r"class is empty"),
+        (r"(?<n>a)\k<n>", r"back-reference"),
+    ],
+)
+def test_what_is_broken_or_not_regular_is_refused_by_name(pattern: str, reason: str) -> None:
+    with pytest.raises(GrammarError, match=reason):
+        backend().compile(Grammar.json_schema({"type": "string", "pattern": pattern}))
+
+
+def test_positions_in_errors_are_the_sources() -> None:
+    with pytest.raises(re.error, match="position 3"):
+        explicit(r"\da[z-", "ecma")
+    with pytest.raises(GrammarError, match=r"nothing to repeat$"):
+        Grammar.regex(r"\d|*")
+
+
+def test_a_python_types_pattern_parses() -> None:
+    pydantic = pytest.importorskip("pydantic")
+    text_type = pydantic.constr(pattern=r"^\W\S$")
+    grammar = Grammar.json_schema(text_type)
+    for text in ("-é", "--"):
+        assert takes(grammar, json.dumps(text, ensure_ascii=False))
+        assert grammar.parse(json.dumps(text)) == text
+    # ECMA-262 takes these; pydantic does not.
+    for text in ("é-", "-\x85"):
+        assert not takes(grammar, json.dumps(text, ensure_ascii=False))
