@@ -1,9 +1,9 @@
 """What of the JSON Schema Test Suite the grammar holds, through the masks that the engine uses.
 
 ``python -m bench.exactness --data json_schema_test_suite [--draft 2020-12 …] [--backend NAME]
-[--quick] [--json PATH]`` compiles each schema of the suite's folders (the required files, those
-under ``optional`` and those under ``optional/format``, apart), and feeds its instances token by
-token as compact JSON.
+[--quick] [--json PATH] [--resume]`` compiles each schema of the suite's folders (the required
+files, those under ``optional`` and those under ``optional/format``, apart), and feeds its instances
+token by token as compact JSON.
 
 A grammar fixes the order of members and one way to write a number. So a valid instance is right
 where one of the texts that are equal to it is let through, an invalid one where none of them is.
@@ -94,17 +94,18 @@ def judge(compiler: GrammarCompiler, entry: dict[str, Any], tokens_: Tokens) -> 
     order, found = Order(entry["schema"]), Result("clean")
     for case in entry["tests"]:
         written = texts(case["data"], order)
-        taken = [t for t in written if feed(compiled, tokens_.encode(t), []) is None]
-        if case["valid"] and not taken and found.name == "clean":
+        taken = next((t for t in written if feed(compiled, tokens_.encode(t), []) is None), None)
+        if case["valid"] and taken is None and found.name == "clean":
             found = Result("over_constrained", f"{case['description']}: {written[0]}")
-        if not case["valid"] and taken:
-            return Result("under_constrained", f"{case['description']}: {taken[0]}")
+        if not case["valid"] and taken is not None:
+            return Result("under_constrained", f"{case['description']}: {taken}")
     return found
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run all and print one record."""
-    parser = flags("exactness", "what of the JSON Schema Test Suite is held")
+    about = "what of the JSON Schema Test Suite is held"
+    parser = flags("exactness", about, resumable=True)
     parser.add_argument("--data", type=Path, required=True, help="the suite's folder")
     parser.add_argument("--draft", choices=DRAFTS, nargs="+", default=DRAFTS)
     parser.add_argument("--part", choices=tuple(PARTS), nargs="+", default=tuple(PARTS))
@@ -123,9 +124,13 @@ def main(arguments: list[str] | None = None) -> None:
                 suite = suite[:: max(1, len(suite) // QUICK)]
             results = Counter[str]()
             for entry in suite:
-                result = judge(compiler, entry, chosen)
-                results[result.name] += 1
-                run.sample(id=entry["id"], result=result.name, reason=result.reason[:500])
+                found = run.kept(id=entry["id"])
+                if found is None:
+                    result = judge(compiler, entry, chosen)
+                    found = run.sample(
+                        id=entry["id"], result=result.name, reason=result.reason[:500]
+                    )
+                results[found["result"]] += 1
             counts[f"{draft} {part}"] = dict.fromkeys(SHOWN, 0) | results
     show(run, counts)
     failures = [sample for sample in run.samples if sample["result"] != "clean"]

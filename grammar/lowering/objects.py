@@ -13,10 +13,11 @@ from typing import Protocol
 from overlap_spec.grammar.automata import dfa
 from overlap_spec.grammar.automata.charset import ALL
 from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError
-from overlap_spec.grammar.automata.escape import in_json, once_in_json
+from overlap_spec.grammar.automata.escape import Escape, in_json, once_in_json
 from overlap_spec.grammar.automata.regex import Pattern
 from overlap_spec.grammar.automata.regex_ast import Node
 from overlap_spec.grammar.ir.rules import Rules, choice, sequence
+from overlap_spec.grammar.ir.tokens import Except
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.any_order import Orders
 from overlap_spec.grammar.lowering.intersect import member
@@ -40,6 +41,7 @@ from overlap_spec.grammar.lowering.strings import (
     automaton,
     found_in,
     repeated,
+    string_language,
 )
 from overlap_spec.grammar.lowering.values import Once, Values, language_is_endless
 from overlap_spec.grammar.source import json_path
@@ -213,19 +215,30 @@ class ObjectWriter:
                 return self.writer.rules.quoted(repeated(ALL, once_in_json, 0, None))
             return self.writer.rules.quoted(any_key(self.names))
         escape = once_in_json if counts_keys(self.shape) else in_json
-        lone = self._lone_pattern(kinds)
+        lone = self._lone(kinds, escape)
         if lone is not None:
-            return self.writer.rules.quoted(Pattern(lone, "schema").found(escape))
+            return self.writer.rules.quoted(lone)
         return self.writer.rules.quoted(dfa.any_of(texts), escape)
 
-    def _lone_pattern(self, kinds: list[FreeKeys]) -> str | None:
-        """The pattern, if the keys are exactly those that match it: it has better rules."""
+    def _lone(self, kinds: list[FreeKeys], escape: Escape) -> Node | Except | None:
+        """An expression for the keys, if one pattern or one kind of strings is all that they are:
+        it has better rules than an automaton."""
         if len(kinds) != 1 or len(self._predicates) != 1 or len(kinds[0].matches) != 1:
             return None
-        (pattern,) = kinds[0].matches
-        if not isinstance(pattern, str) or Pattern(pattern, "schema").looks_around:
+        (predicate,) = kinds[0].matches
+        if isinstance(predicate, str):
+            pattern = Pattern(predicate, "schema")
+            if pattern.looks_around or any(map(pattern.matches, self.names)):
+                return None
+            return pattern.found(escape)
+        resolver = self.writer.resolver
+        if any(resolver.has(predicate, name) for name in self.names):
             return None
-        return None if any(map(Pattern(pattern, "schema").matches, self.names)) else pattern
+        found = [shape for shape in resolver.shapes(predicate) if shape.kind == "string"]
+        if len(found) != 1 or not isinstance(found[0], Strings):
+            return None
+        language = string_language(found[0], self.path, escape)
+        return None if isinstance(language, Dfa) else language
 
     @cached_property
     def _predicates(self) -> tuple[Predicate, ...]:
