@@ -65,7 +65,11 @@ def _run(file: Path, words: list[str], left_s: float) -> dict[str, Any]:
             late = [f"not done within {limit_s:.0f} s"]
             # As Ctrl-C, upon which pytest still writes what it has.
             process.send_signal(signal.SIGINT)
-            process.wait(REPORT_S - 2)
+            try:
+                process.wait(REPORT_S - 5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         if report.exists():
             found = counted(report.read_text(encoding="utf-8"))
         else:

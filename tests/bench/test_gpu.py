@@ -469,30 +469,28 @@ def test_tests_are_run_file_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gpu_device, "ROOT", tmp_path)
     (tmp_path / "tests" / "worker").mkdir(parents=True)
     mark = "import pytest\npytestmark = pytest.mark.gpu\n"
-    files = {
-        "test_gpu.py": "def test_waits(): pass\ndef test_other(): assert 0\n",
-        "test_replay.py": "def test_one(): pass\n",
-        "test_kernel.py": "import time\ndef test_hangs(): time.sleep(200)\n",
-    }
-    for name, text in files.items():
-        (tmp_path / "tests" / "worker" / name).write_text(mark + text)
+    folder = tmp_path / "tests" / "worker"
+    (folder / "test_gpu.py").write_text(f"{mark}def test_waits(): pass\ndef test_no(): assert 0\n")
+    (folder / "test_replay.py").write_text(f"{mark}def test_one(): pass\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
     kept: list[Result] = []
-    context = Context(Setup(False, True, 0, "", tmp_path), lambda so_far: kept.append(so_far))
+    context = Context(Setup(False, True, 0, "", tmp_path), kept.append)
     found = gpu_device.first_tests(context)
     assert found.faults == []
     assert found.details["passed"] == 2
-    context.ends_s = time.monotonic() + gpu_device.REPORT_S + 15
     found = gpu_device.tests(context)
-    files_found = found.details["files"]
-    assert [name.rpartition("/")[2] for name in files_found] == list(files)
-    assert [row["whole"] for row in files_found.values()] == [True, True, False]
-    assert "test_other" in found.faults[0]
+    assert [row["whole"] for row in found.details["files"].values()] == [True, True]
+    assert found.details["passed"] == 2
+    (fault,) = found.faults
+    assert fault.startswith("tests/worker/test_gpu.py: ")
+    assert "test_no" in fault
+    assert len(kept) == 4
+    (folder / "test_kernel.py").write_text(f"{mark}def test_hangs(): __import__('time').sleep(999)")
+    context.before, context.ends_s = found.details, time.monotonic() + gpu_device.REPORT_S + 5
+    found = gpu_device.tests(context)
+    assert [row["whole"] for row in found.details["files"].values()] == [True, True, False]
     assert found.faults[1].startswith("tests/worker/test_kernel.py: not done within")
-    assert len(kept) == 2 + 3
-    context.before, context.ends_s = kept[-2].details, time.monotonic() + gpu_device.REPORT_S + 5
-    again = gpu_device.tests(context).details["files"]
-    assert list(again) == list(files_found)
+    assert len(kept) == 5
 
 
 def test_rounding_excuses_only_close_calls() -> None:
