@@ -83,12 +83,12 @@ class Run:
         elif path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             samples_path(path).write_text("", encoding="utf-8")
-            _started_path(path).write_text(json.dumps(given), encoding="utf-8")
+            started_path(path).write_text(json.dumps(given), encoding="utf-8")
 
     def _resume(self, path: Path | None, given: list[str]) -> None:
         try:
             assert path is not None
-            before = json.loads(_started_path(path).read_text(encoding="utf-8"))
+            before = json.loads(started_path(path).read_text(encoding="utf-8"))
             lines = samples_path(path).read_text(encoding="utf-8").splitlines(keepends=True)
         except (AssertionError, OSError, ValueError):
             self._refuse(f"--json {path} names no run that was stopped")
@@ -127,11 +127,12 @@ class Run:
             console=self.console,
         )
 
-    def finish(self, repetitions: int, **results: Any) -> dict[str, Any]:
+    def finish(self, repetitions: int, ended: bool = True, **results: Any) -> dict[str, Any]:
         """Write and print the record.
 
         Args:
             repetitions: How often each figure was measured.
+            ended: False: a later call may go on with the run all the same.
             results: The benchmark's own fields, which come first.
 
         Raises:
@@ -142,7 +143,8 @@ class Run:
         path: Path | None = self.options.json
         if path is not None:
             path.write_text(line + "\n", encoding="utf-8")
-            _started_path(path).unlink()
+            if ended:
+                started_path(path).unlink()
         sys.stdout.flush()
         print(line, flush=True)
         return record
@@ -164,7 +166,7 @@ def samples_path(path: Path) -> Path:
     return path.with_suffix(".samples.jsonl")
 
 
-def _started_path(path: Path) -> Path:
+def started_path(path: Path) -> Path:
     """Where the arguments of a run that has not ended are."""
     return path.with_suffix(".started.json")
 

@@ -10,12 +10,14 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from bench.gpu_setup import Context, Result, Setup
 
@@ -46,42 +48,57 @@ class Child:
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
 
-    def call(self, work: str, limit_s: float, tell: Callable[[], None] = lambda: None) -> Result:
+    def call(
+        self,
+        work: str,
+        limit_s: float,
+        before: Mapping[str, Any] | None = None,
+        keep: Callable[[Result], object] = lambda _: None,
+        tell: Callable[[], object] = lambda: None,
+    ) -> Result:
         """What the function ``work`` (``module:name``) returns for the context.
 
         Args:
+            before: What an earlier call found of the same part: :attr:`Context.before`.
+            keep: Takes what the part has found so far, each time that it tells it.
             tell: Called about once a second meanwhile.
 
         Raises:
             PartFailed: it raised, or was not done within ``limit_s``; the process has ended.
         """
         try:
-            return self._answer(work, limit_s, tell)
+            return self._answer((work, limit_s, dict(before or {})), keep, tell)
         except BaseException:
             self.close()
             raise
 
-    def _answer(self, work: str, limit_s: float, tell: Callable[[], None]) -> Result:
+    def _answer(
+        self,
+        asked: tuple[str, float, dict[str, Any]],
+        keep: Callable[[Result], object],
+        tell: Callable[[], object],
+    ) -> Result:
+        limit_s = asked[1]
         pipe, end = self._open(), time.monotonic() + limit_s
-        result: Result | None = None
         so_far: Result | None = None
-        error: str | None = None
         try:
-            pipe.send(work)
-            done = False
-            while not done:
+            pipe.send(asked)
+            while True:
                 while not pipe.poll(min(1.0, max(0.0, end - time.monotonic()))):
                     if time.monotonic() >= end:
                         raise PartFailed(f"not done within {limit_s:.0f} s", so_far)
                     tell()
                 result, error, done = pipe.recv()
                 so_far = result or so_far
+                if done:
+                    break
+                keep(result)
         except (EOFError, ConnectionError):
             why = f"its process ended with exit status {self._status()}"
             raise PartFailed(why, so_far) from None
         if error is not None:
             raise PartFailed(error, so_far)
-        assert result is not None
+        assert isinstance(result, Result)
         return result
 
     def close(self) -> None:
@@ -115,14 +132,17 @@ class Child:
 
 def _serve(pipe: Connection, setup: Setup) -> None:
     os.setsid()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # Standard output is the record's.
     os.dup2(2, 1)
     context = Context(setup, lambda so_far: pipe.send((so_far, None, False)))
     while True:
         try:
-            module, _, name = pipe.recv().partition(":")
+            work, limit_s, context.before = pipe.recv()
         except EOFError:
             return
+        context.ends_s = time.monotonic() + limit_s
+        module, _, name = work.partition(":")
         result, wrong = None, None
         try:
             result = getattr(import_module(module), name)(context)
@@ -131,6 +151,15 @@ def _serve(pipe: Connection, setup: Setup) -> None:
             traceback.print_exc()
             wrong = describe(error)
         pipe.send((result, wrong, True))
+
+
+def _end_with_parent() -> None:
+    """End with all that was started once who asks is gone, even if it was killed: nothing else
+    would give the device's memory back."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)
 
 
 def describe(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The parts of ``bench.gpu`` that need no checkpoint: the GPU tests, and the kernels."""
+"""The parts of ``bench.gpu`` that need no checkpoint: the GPU's tests, and the kernels."""
 
 from __future__ import annotations
 
@@ -17,37 +17,75 @@ from bench.gpu_child import describe
 from bench.gpu_setup import Context, Result
 
 MARK = "pytest.mark.gpu"
+# Tests that say at once whether a step waits and whether what is recorded is what is computed.
+FIRST = "waits or replay"
+# Kept back for what pytest writes once it is interrupted.
+REPORT_S = 20.0
+
+
+def first_tests(context: Context) -> Result:
+    """Whether a step waits for the device, and whether recordings give what the passes give."""
+    folder = ROOT / "tests" / "worker"
+    return _tests(context, [folder / "test_gpu.py", folder / "test_replay.py"], ["-k", FIRST])
 
 
 def tests(context: Context) -> Result:
-    """``pytest -m gpu`` over the files that hold such tests: others may need what is not here."""
-    files = [str(f) for f in sorted(ROOT.glob("tests/**/test_*.py")) if MARK in f.read_text()]
+    """``pytest -m gpu`` over the files that hold such tests, file by file: others may need what is
+    not here."""
+    files = [f for f in sorted(ROOT.glob("tests/**/test_*.py")) if MARK in f.read_text("utf-8")]
     # Kernels, each of which is compiled in many forms, come last.
-    files.sort(key=lambda file: "kernel" in file)
+    return _tests(context, sorted(files, key=lambda file: "kernel" in file.name), [])
+
+
+def _tests(context: Context, files: list[Path], words: list[str]) -> Result:
+    done: dict[str, Any] = dict(context.before.get("files", {}))
+    for file in files:
+        name = str(file.relative_to(ROOT))
+        if not done.get(name, {}).get("whole"):
+            done[name] = _run(file, words, context.left_s)
+            context.keep(Result(details={"files": done}))
+    counts = {name: sum(row[name] for row in done.values()) for name in COUNTS}
+    faults = [f"{name}: {fault}" for name, row in done.items() for fault in row["faults"]]
+    if not counts["passed"]:
+        faults.append("no test passed")
+    return Result(details={**counts, "files": done}, faults=faults)
+
+
+def _run(file: Path, words: list[str], left_s: float) -> dict[str, Any]:
+    """A file's counts and failures, and whether it was run to its end."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--tb=short",
-                   "--continue-on-collection-errors", f"--junitxml={report}", *files]  # fmt: skip
-        process, late = subprocess.Popen(command, cwd=ROOT, stdout=2), []
+                   f"--junitxml={report}", *words, str(file)]  # fmt: skip
+        process, limit_s = subprocess.Popen(command, cwd=ROOT, stdout=2), left_s - REPORT_S
+        late = []
         try:
-            process.wait(context.setup.tests_s)
+            process.wait(max(1.0, limit_s))
         except subprocess.TimeoutExpired:
-            late = [f"not done within {context.setup.tests_s:.0f} s"]
+            late = [f"not done within {limit_s:.0f} s"]
             # As Ctrl-C, upon which pytest still writes what it has.
             process.send_signal(signal.SIGINT)
-            process.wait(20)
-        if not report.exists():
-            return Result(faults=[*late, f"pytest ended with exit status {process.returncode}"])
-        result = counted(report.read_text(encoding="utf-8"))
-        result.faults += late
-        return result
+            try:
+                process.wait(REPORT_S - 5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if report.exists():
+            found = counted(report.read_text(encoding="utf-8"))
+        else:
+            found = dict.fromkeys(COUNTS, 0)
+            found["faults"] = [f"pytest ended with exit status {process.returncode}"]
+        return {**found, "faults": late + found["faults"], "whole": not late}
 
 
-def counted(report: str) -> Result:
-    """Counts and failures of a JUnit report."""
+COUNTS = ("passed", "tests", "failures", "errors", "skipped")
+
+
+def counted(report: str) -> dict[str, Any]:
+    """Counts of a JUnit report, and in words what failed: ``faults``."""
     suite = ElementTree.fromstring(report).find(".//testsuite")
     assert suite is not None
-    counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    counts: dict[str, Any] = {name: int(suite.get(name, 0)) for name in COUNTS[1:]}
     wrong = [
         f"{case.get('classname')}.{case.get('name')}: {outcome.get('message', '')[:300]}"
         for case in suite.iter("testcase")
@@ -55,14 +93,21 @@ def counted(report: str) -> Result:
         if outcome.tag in ("failure", "error")
     ]
     passed = counts["tests"] - counts["failures"] - counts["errors"] - counts["skipped"]
-    faults = [f"{len(wrong)} tests failed"] if wrong else []
-    if not passed:
-        faults.append("no test passed")
-    return Result(details={"passed": passed, **counts, "failed": wrong}, faults=faults)
+    return {"passed": passed, **counts, "faults": wrong}
+
+
+def attention_kernels(context: Context) -> Result:
+    """The kernels of attention alone, at all their sizes."""
+    return _kernels(context, True)
 
 
 def kernels(context: Context) -> Result:
-    """Every kernel of ``bench.kernels`` by itself, so that one which fails ends no other."""
+    """Every other kernel of ``bench.kernels``."""
+    return _kernels(context, False)
+
+
+def _kernels(context: Context, attention: bool) -> Result:
+    """Each by itself, so that one which fails ends no other."""
     import torch
 
     from bench import kernels as bench
@@ -71,9 +116,11 @@ def kernels(context: Context) -> Result:
     quick = context.setup.quick
     run = context.run("kernels")
     draw = Draw(torch.device("cuda"), torch.bfloat16, context.setup.seed)
-    found: dict[str, Any] = {"kernels": {}}
+    found: dict[str, Any] = {"kernels": {}} | context.before
     faults = []
     for work in works(draw, (1,) if quick else (1, 32)):
+        if work.name in found["kernels"] or work.name.startswith("attention/") != attention:
+            continue
         heard = io.StringIO()
         try:
             with contextlib.redirect_stderr(heard):

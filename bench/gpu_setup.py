@@ -61,7 +61,6 @@ class Setup:
         like: Name of the model whose cost the checkpoint has; ``bench.padded`` knows them.
         folder: Of the checkpoint: ``target`` and ``eagle3`` in it.
         data: Rows of schemas; None is what ``bench.workloads`` finds.
-        tests_s: Time that the GPU tests may take.
     """
 
     rehearse: bool
@@ -70,7 +69,6 @@ class Setup:
     like: str
     folder: Path
     data: Path | None = None
-    tests_s: float = 150.0
 
     @property
     def size(self) -> Size:
@@ -127,10 +125,16 @@ class Context:
     Args:
         setup: What is measured.
         keep: Takes what a part has found so far: it is kept if the part is ended before its end.
+
+    Attributes:
+        before: What the same part told before it was ended: details of an earlier :class:`Result`.
+        ends_s: When the part is ended, as ``time.monotonic`` has it.
     """
 
     def __init__(self, setup: Setup, keep: Callable[[Result], object] = lambda _: None) -> None:
         self.setup, self.size, self.keep = setup, setup.size, keep
+        self.before: dict[str, Any] = {}
+        self.ends_s = float("inf")
         self._open: dict[str, Engine] = {}
         if setup.rehearse:
             # A rehearsal is the same everywhere.
@@ -159,19 +163,35 @@ class Context:
         options = {"quick": self.setup.quick, "seed": self.setup.seed, "json": None, **more}
         return Run(name, Namespace(**options), [])
 
-    @cached_property
+    @property
+    def left_s(self) -> float:
+        """Seconds until the part is ended."""
+        return self.ends_s - time.monotonic()
+
+    @property
     def copy_bytes_s(self) -> float:
         """Bytes that a large copy reads and writes in a second: the memory's ceiling."""
+        return self.ceilings[0]
+
+    @cached_property
+    def ceilings(self) -> tuple[float, float]:
+        """Bytes a second of a large copy, and operations a second of a large product."""
         import torch
 
         if torch.cuda.is_available():
             from bench.kernels import ceilings
 
-            return ceilings(self.setup.quick)[0]
-        source = torch.randint(0, 255, (2**26,), dtype=torch.uint8)
-        target, taken = torch.empty_like(source), []
-        for _ in range(5):
-            start = time.perf_counter()
-            target.copy_(source)
-            taken.append(time.perf_counter() - start)
-        return 2 * len(source) / median(taken)
+            return ceilings(self.setup.quick)
+        source, side = torch.randint(0, 255, (2**26,), dtype=torch.uint8), 256
+        target, factor = torch.empty_like(source), torch.randn(side, side)
+        copied_s = _median_s(lambda: target.copy_(source))
+        return 2 * len(source) / copied_s, 2 * side**3 / _median_s(lambda: factor @ factor)
+
+
+def _median_s(work: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(5):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return median(taken)

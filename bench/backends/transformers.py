@@ -78,6 +78,8 @@ class TransformersSystem:
 
     how = "transformers generate, no grammar"
     batches = True
+    # Prompts are padded to multiples of this, in tokens.
+    pad_to = 1
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -114,7 +116,7 @@ class TransformersSystem:
         from transformers import LogitsProcessorList, StoppingCriteriaList
 
         prompts, watch = [self.checkpoint.encode(task) for task in tasks], Watch()
-        longest = max(map(len, prompts))
+        longest = -(-max(map(len, prompts)) // self.pad_to) * self.pad_to
         pad = self.checkpoint.pad_id
         ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
@@ -178,6 +180,26 @@ class XGrammarSystem(TransformersSystem):
         from xgrammar.contrib.hf import LogitsProcessor
 
         return [LogitsProcessor([self.compiled[json.dumps(task.schema)] for task in tasks])]
+
+
+class StaticSystem(XGrammarSystem):
+    """With a cache of fixed size, for which ``generate`` compiles the model's step on a GPU.
+
+    Prompts are padded so that their lengths are few: each one is compiled for anew.
+    """
+
+    pad_to = 128
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self.how += (
+            f", cache_implementation='static' (the step compiled on a GPU), prompts padded to "
+            f"multiples of {self.pad_to} tokens"
+        )
+
+    def options(self) -> dict[str, Any]:
+        """See :class:`TransformersSystem`."""
+        return {"cache_implementation": "static"}
 
 
 class AssistedSystem(XGrammarSystem):

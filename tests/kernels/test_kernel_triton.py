@@ -18,6 +18,7 @@ from tests.support.kernel_cases import (
     close,
     enter_checked_interpreter,
     enter_interpreter,
+    run_canary,
     run_case,
     run_planted,
 )
@@ -60,25 +61,32 @@ def test_kernel_in_the_interpreter(name: str, interpreter: ProcessPoolExecutor) 
 
 
 @pytest.mark.parametrize(
-    ("step", "back", "past", "error"),
+    ("step", "back", "past", "slack", "error"),
     [
-        (8, 0, 0, None),
-        (8, 0, 1, "lie in no argument"),
-        (7, 0, 0, "touches what 1 wrote"),
-        (8, 1, 0, "touches what 1 wrote"),
-        (8, -8, 0, "writes what 1 read"),
+        (8, 0, 0, False, None),
+        (8, 0, 1, False, "lie in no argument"),
+        (8, 0, 1, True, "lie beside their argument"),
+        (7, 0, 0, False, "touches what 1 wrote"),
+        (8, 1, 0, False, "touches what 1 wrote"),
+        (8, -8, 0, False, "writes what 1 read"),
     ],
 )
 def test_the_interpreter_checks_what_kernels_touch(
-    step: int, back: int, past: int, error: str | None, checked: ProcessPoolExecutor
+    step: int, back: int, past: int, slack: bool, error: str | None, checked: ProcessPoolExecutor
 ) -> None:
     """Beyond an argument, or what another program writes or reads."""
-    run = checked.submit(run_planted, 16, step, back, past)
+    run = checked.submit(run_planted, 16, step, back, past, slack)
     if error is None:
         run.result()
         return
     with pytest.raises(Exception, match=error):
         run.result()
+
+
+def test_a_key_that_attention_may_not_read_is_a_canary(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(run_canary, 0).result()
+    with pytest.raises(AssertionError):
+        interpreter.submit(run_canary, 1).result()
 
 
 @pytest.mark.parametrize("name", ["move_kv", "causal_attention"])

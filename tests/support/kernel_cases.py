@@ -28,6 +28,7 @@ __all__ = [
     "close",
     "enter_checked_interpreter",
     "enter_interpreter",
+    "run_canary",
     "run_case",
     "run_planted",
 ]
@@ -36,11 +37,16 @@ __all__ = [
 MODULES = (kernel_cases_layers, kernel_cases_choice)
 
 
-def run_planted(size: int, step: int, back: int, past: int) -> None:
+def run_planted(size: int, step: int, back: int, past: int, slack: bool) -> None:
     """A kernel that copies, with or without a fault; see :func:`planted_kernels.copy`."""
     from tests.support.planted_kernels import copy
 
-    copy(size, step, back, past)
+    copy(size, step, back, past, slack)
+
+
+def run_canary(early: int) -> None:
+    """Attention, with canaries that begin ``early`` slots before the end of what it reads."""
+    kernel_cases_layers.guarded_attention(early)
 
 
 def run_case(name: str, examples: int, device: str) -> None:

@@ -137,9 +137,40 @@ def _attention(i: Inputs, span: KeySpan, window: int | None) -> None:
         i.one_of(None, i.normal(kv_heads * group)),
     )
     with trial(**dict.fromkeys(names, blocks)):
-        got = triton(kernels.tree_attention, q, k, v, span, window, scoring)
+        got = triton(kernels.tree_attention, q, *with_canaries(k, v, span), span, window, scoring)
     args = q.float(), k.float(), v.float(), span, window, scoring
     close(got, reference(kernels.tree_attention, *args))
+
+
+def with_canaries(k: Tensor, v: Tensor, span: KeySpan, early: int = 0) -> list[Tensor]:
+    """Caches that are NaN wherever no request of ``span`` has a key: in pages of nobody, and
+    behind each one's last key. ``early``: so many slots before that, which is too much."""
+    page = k.shape[1]
+    if span.mask is not None:
+        counts = torch.full_like(span.prefix, span.mask.shape[1])
+    elif span.offsets is not None:
+        counts = span.offsets.diff()
+    else:
+        counts = torch.full_like(span.prefix, len(span.positions) // len(span.prefix))
+    held = torch.zeros(k.shape[0] * page, dtype=torch.bool, device=k.device)
+    for pages, end in zip(span.pages, (span.prefix + counts - early).tolist(), strict=True):
+        logical = torch.arange(end, device=k.device)
+        held[pages[logical // page] * page + logical % page] = True
+    outside = ~held.view(-1, page, 1, 1)
+    return [cache.masked_fill(outside, torch.nan) for cache in (k, v)]
+
+
+def guarded_attention(early: int) -> None:
+    """Three nodes behind ten keys, on pages of four."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(shape, generator=generator)
+        for shape in ((3, 2, 32), (6, 4, 1, 32), (6, 4, 1, 32))
+    )
+    pages, prefix = torch.tensor([[2, 5, 1, 4]]), torch.tensor([10])
+    span = KeySpan(pages, prefix, 10 + torch.arange(3), torch.ones(3, 3, dtype=torch.bool))
+    got = triton(kernels.tree_attention, q, *with_canaries(k, v, span, early), span)
+    close(got, reference(kernels.tree_attention, q, k, v, span))
 
 
 PAGES = (4, 16, 1, 24)
@@ -233,6 +264,6 @@ def prefill_attention(draw: Draw, device: torch.device) -> None:
     k, v = (i.normal(batch * pages + 4, page, 1, dim) for _ in range(2))
     q = i.normal(len(query), group, dim)
     window = i.one_of(None, 20)
-    got = triton(kernels.tree_attention, q, k, v, span, window)
+    got = triton(kernels.tree_attention, q, *with_canaries(k, v, span), span, window)
     args = q.float(), k.float(), v.float(), span, window
     close(got, reference(kernels.tree_attention, *args))

@@ -1,5 +1,10 @@
-"""What interpreted kernels read and write: inside their arguments' storages, and never the same
-bytes by two programs, which a GPU runs in any order, unless both only read."""
+"""What interpreted kernels read and write: elements of their arguments, and never the same bytes by
+two programs, which a GPU runs in any order, unless both only read.
+
+Elements, not storages: around a layer's keys lie other layers', and in a slice's gaps what is not
+its own. Where a kernel's race is harmless (padding's, in page 0 and the like), the memory is named
+by :meth:`Launched.exempt`.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,28 @@ import torch
 SEVERAL = -1
 
 
-class Storage:
-    """The bytes of an argument, and which program of a launch has read or written each of them."""
+def elements(tensor: torch.Tensor) -> Any:
+    """bool ``(bytes of its storage,)``: which are the tensor's."""
+    own = np.zeros(tensor.untyped_storage().nbytes(), bool)
+    size = tensor.element_size()
+    if tensor.numel():
+        strides = [stride * size for stride in tensor.stride()]
+        view = np.lib.stride_tricks.as_strided(
+            own[tensor.storage_offset() * size :], (*tensor.shape, size), (*strides, 1)
+        )
+        view[...] = True
+    return own
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
+
+class Storage:
+    """The bytes of arguments of one storage, and which program of a launch has read or written
+    each of them."""
+
+    def __init__(self, tensors: list[torch.Tensor], exempt: Any) -> None:
+        storage = tensors[0].untyped_storage()
         self.first, self.size = storage.data_ptr(), storage.nbytes()
+        self.own = np.logical_or.reduce([elements(tensor) for tensor in tensors])
+        self.exempt = exempt
         self.reader, self.writer = (np.zeros(self.size, np.int32) for _ in range(2))
 
 
@@ -25,11 +46,22 @@ class Launched:
 
     def __init__(self) -> None:
         self.storages: list[Storage] = []
-        self.program = 0
+        self.program = self.launches = 0
+        self._exempt: dict[int, Any] = {}
+
+    def exempt(self, tensor: torch.Tensor) -> None:
+        """Let programs write what they like to these elements, of memory that stays."""
+        first = tensor.untyped_storage().data_ptr()
+        self._exempt[first] = self._exempt.get(first, False) | elements(tensor)
 
     def begin(self, arguments: Any) -> None:
-        tensors = {a.untyped_storage().data_ptr(): a for a in arguments if hasattr(a, "data_ptr")}
-        self.storages, self.program = [Storage(t) for t in tensors.values()], 0
+        together: dict[int, list[torch.Tensor]] = {}
+        for argument in arguments:
+            if hasattr(argument, "untyped_storage"):
+                first = argument.untyped_storage().data_ptr()
+                together.setdefault(first, []).append(argument)
+        self.storages = [Storage(ts, self._exempt.get(at)) for at, ts in together.items()]
+        self.program, self.launches = 0, self.launches + 1
 
     def access(self, pointers: Any, mask: Any, write: bool) -> None:
         """Check what a load or store of the current program touches.
@@ -46,6 +78,10 @@ class Launched:
             here = (addresses >= storage.first) & (addresses + size <= storage.first + storage.size)
             at = addresses[here] - storage.first
             addresses = addresses[~here]
+            strange = ~(storage.own[at] & storage.own[at + size - 1])
+            assert not strange.any(), f"{strange.sum()} addresses lie beside their argument"
+            if storage.exempt is not None:
+                at = at[~storage.exempt[at]]
             self._note(storage, at, write)
         assert not len(addresses), f"{len(addresses)} addresses lie in no argument"
 
@@ -62,9 +98,12 @@ class Launched:
             storage.reader[at] = np.where(alone, self.program, SEVERAL)
 
 
+LAUNCHED = Launched()
+
+
 def check_accesses(interpreter: Any) -> None:
-    """Check every launch of this process's interpreter."""
-    launched, builder = Launched(), interpreter.InterpreterBuilder
+    """Check every launch of this process's interpreter, by :data:`LAUNCHED`."""
+    launched, builder = LAUNCHED, interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
     grid, call = builder.set_grid_idx, interpreter.GridExecutor.__call__
 

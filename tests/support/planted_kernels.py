@@ -22,9 +22,14 @@ def _copy(x, out, count, step, back, SIZE: tl.constexpr):
     tl.store(out + place, value, mask=place < count)
 
 
-def copy(size: int, step: int, back: int, past: int) -> None:
-    """Run it over ``size`` numbers, of which ``past`` do not exist."""
+def copy(size: int, step: int, back: int, past: int, slack: bool) -> None:
+    """Run it over ``size`` numbers, of which ``past`` do not exist.
+
+    Args:
+        slack: Whether there is other memory of the same storage in their place.
+    """
     x, out = torch.ones(size), torch.zeros(size + 8)
-    _copy[(size // 8,)](x[: size - past].clone(), out, size, step, back, SIZE=8)
+    given = x[: size - past] if slack else x[: size - past].clone()
+    _copy[(size // 8,)](given, out, size, step, back, SIZE=8)
     if step == 8:
         assert torch.equal(out[:size], x)

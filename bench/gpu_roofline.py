@@ -1,0 +1,199 @@
+"""The part of ``bench.gpu`` that times verifies alone: trees, batches and contexts of all sizes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.common import median, spread
+from bench.gpu_decode import itemsize, weight_bytes
+from bench.gpu_setup import Context, Result, figure
+from bench.overlap import SETTINGS
+from overlap_spec.engine import Engine
+from overlap_spec.kernels import build_tree
+from overlap_spec.models.config import ModelConfig
+from overlap_spec.types import Tier
+from overlap_spec.worker.graphs import CudaGraph, Eager, Recorded
+from overlap_spec.worker.model_runner import ModelRunner
+
+BRANCHES = 4
+RUNS, WARM_UPS = 20, 3
+
+
+class Cell(NamedTuple):
+    """Trees of so many nodes, each behind ``context`` tokens of its own."""
+
+    nodes: int
+    batch: int
+    context: int
+
+    def __str__(self) -> str:
+        return f"{self.nodes} nodes, batch {self.batch}, context {self.context}"
+
+
+# The first is what decoding does, the second what is judged here; then by how common they are.
+CELLS = (
+    Cell(16, 1, 2048),
+    Cell(64, 1, 32768),
+    Cell(16, 32, 2048),
+    Cell(16, 1, 8192),
+    Cell(64, 1, 8192),
+    Cell(16, 1, 32768),
+    Cell(16, 32, 8192),
+    Cell(64, 32, 2048),
+)
+REHEARSAL_CELLS = (Cell(16, 1, 32), Cell(64, 1, 96), Cell(16, 2, 32))
+QUICK = 3
+
+
+def roofline(context: Context) -> Result:
+    """Each cell's share of the roofline: the least time that the copy's and the product's rates
+    allow over the time that a verify takes, its graph replayed by itself."""
+    cells: tuple[Cell, ...] = REHEARSAL_CELLS if context.setup.rehearse else CELLS
+    cells = cells[:QUICK] if context.setup.quick else cells
+    found: dict[str, Any] = dict(context.before.get("cells", {}))
+    missing = [cell for cell in cells if str(cell) not in found]
+    samples: list[dict[str, Any]] = []
+    if missing:
+        # Only once no other engine holds the device's memory.
+        context.engines()
+        copy_bytes_s, product_flops_s = context.ceilings
+        weights = weight_bytes(context.setup.target, itemsize(context))
+        with Engine(str(long_target(context.setup.target, missing)), **settings(missing)) as engine:
+            runner = engine.core.worker.runner
+            for cache in (runner.pool.k, runner.pool.v):
+                cache.normal_()
+            for cell in missing:
+                taken_ms = timed(runner, cell)
+                size, flops = work_of(cell, runner.target.config, weights, itemsize(context))
+                least_ms = max(size / copy_bytes_s, flops / product_flops_s) * 1e3
+                found[str(cell)] = {"bytes": size, "flops": flops, "least_ms": least_ms}
+                if taken_ms:
+                    found[str(cell)] |= {
+                        "verify_ms": spread(taken_ms),
+                        "share": least_ms / median(taken_ms),
+                    }
+                    samples += [{"cell": str(cell), "verify_ms": value} for value in taken_ms]
+                else:
+                    found[str(cell)]["skipped"] = "its keys do not fit into the cache"
+                context.keep(result(found, str(cells[1]), samples))
+    return result(found, str(cells[1]), samples)
+
+
+def result(found: dict[str, Any], judged: str, samples: list[dict[str, Any]]) -> Result:
+    """What has been found so far; a figure once the judged cell is there."""
+    shares = {name: row["share"] for name, row in found.items() if "share" in row}
+    figures = {}
+    if judged in shares:
+        figures["verify_share_64_nodes_32k"] = figure(
+            shares[judged], least=0.75, unit="of roofline", by=shares
+        )
+    return Result(figures, {"cells": found}, list(samples))
+
+
+def settings(cells: list[Cell]) -> dict[str, Any]:
+    """The engine's: no drafter, room for the cells, and no recording of its own."""
+    longest = max(cell.context + cell.nodes for cell in cells)
+    return SETTINGS | {
+        "algorithm": "none",
+        "graphs": False,
+        "context_length": longest + 64,
+        "max_running_requests": max(cell.batch for cell in cells),
+        "chunked_prefill_size": 1024,
+        # The cells' own, where memory has room for them.
+        "max_total_tokens": max(cell.batch * (cell.context + cell.nodes + 64) for cell in cells),
+    }
+
+
+def long_target(target: Path, cells: list[Cell]) -> Path:
+    """The target with room for the cells' positions: its weights, under a config of its own."""
+    folder = target.with_name("long")
+    folder.mkdir(exist_ok=True)
+    for file in target.iterdir():
+        link = folder / file.name
+        if file.name != "config.json" and not link.exists():
+            link.symlink_to(file.resolve())
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    longest = max(cell.context + cell.nodes for cell in cells) + 128
+    config["max_position_embeddings"] = max(longest, config["max_position_embeddings"])
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def work_of(cell: Cell, shape: ModelConfig, weights: int, item: int) -> tuple[float, float]:
+    """The least bytes that a verify reads, and its operations."""
+    nodes, batch, context = cell
+    row = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item
+    seen = 4 * shape.num_layers * shape.num_heads * shape.head_dim * (context + nodes / 2)
+    flops = batch * nodes * (2 * weights / item + seen)
+    return weights + batch * (context + nodes) * row, flops
+
+
+def timed(runner: ModelRunner, cell: Cell) -> list[float]:
+    """Milliseconds of replays; none where the cache has no room for the cell's keys."""
+    inputs = inputs_of(runner, cell)
+    if inputs is None:
+        return []
+    tier = Tier(max(2, cell.nodes.bit_length() // 2 + 1), BRANCHES, cell.nodes)
+    work = partial(runner.verify_trees, tier)
+    with torch.inference_mode():
+        if runner.device.type != "cuda":
+            return _by_clock(Eager(work), inputs)
+        # The default stream cannot be captured; what was written on it is waited for.
+        torch.cuda.synchronize(runner.device)
+        with torch.cuda.stream(torch.cuda.Stream(runner.device)):
+            return _by_events(CudaGraph(work, inputs, torch.cuda.graph_pool_handle()), inputs)
+
+
+def inputs_of(runner: ModelRunner, cell: Cell) -> tuple[Tensor, ...] | None:
+    """What verify takes of the cell: every tree on pages of its own."""
+    nodes, batch, context = cell
+    pool, device = runner.pool, runner.device
+    each = -(-(context + nodes) // pool.page_size)
+    if batch * each >= pool.k.shape[1]:
+        return None
+    pages = torch.zeros(batch, runner.tables.pages.shape[1], dtype=torch.int64, device=device)
+    pages[:, :each] = 1 + torch.arange(batch * each, device=device).view(batch, each)
+    generator = torch.Generator().manual_seed(0)
+    vocab = runner.target.config.vocab_size
+    drawn = torch.randint(0, vocab, (batch, nodes), generator=generator).to(device)
+    above = torch.arange(nodes - 1, device=device).div(BRANCHES, rounding_mode="floor")
+    scores = -above.float().expand(batch, -1).contiguous()
+    parents = above.expand(batch, -1).contiguous()
+    tree = build_tree(drawn[:, 0], drawn[:, 1:].contiguous(), parents, scores, nodes)
+    positions = torch.full((batch,), context, device=device)
+    return pages, positions, tree.tokens, tree.depths, tree.ancestors
+
+
+def _by_events(recorded: Recorded, inputs: tuple[Tensor, ...]) -> list[float]:
+    taken: list[float] = []
+    for number in range(RUNS + WARM_UPS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        recorded(*inputs)
+        end.record()
+        end.synchronize()
+        if number >= WARM_UPS:
+            taken.append(start.elapsed_time(end))
+    return taken
+
+
+def _by_clock(recorded: Recorded, inputs: tuple[Tensor, ...]) -> list[float]:
+    taken: list[float] = []
+
+    def once(run: Callable[..., object]) -> float:
+        start = time.perf_counter()
+        run(*inputs)
+        return (time.perf_counter() - start) * 1e3
+
+    once(recorded)
+    for _ in range(WARM_UPS):
+        taken.append(once(recorded))
+    return taken

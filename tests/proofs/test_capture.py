@@ -1,0 +1,361 @@
+"""All that ``worker/graphs.py`` records can be captured in CUDA graphs: the host reads no value,
+nothing is copied from or to it, no memory is pinned, nothing waits. And each of these is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from overlap_spec.engine import Engine
+from overlap_spec.kernels.triton.launch import Launch
+from overlap_spec.speculation.wide import wide_tier
+from overlap_spec.types import Tier
+from overlap_spec.worker import build as build_module
+from overlap_spec.worker import model_runner as runner_module
+from overlap_spec.worker.graph_runner import GraphRunner
+from overlap_spec.worker.model_runner import ModelRunner
+from tests.drafters.test_draft_model import renumber
+from tests.drafters.test_layouts import LAYOUTS, write
+from tests.drafters.test_mtp import write_module
+from tests.support import checkpoints
+from tests.support.capture import Capture, CaptureError, as_on_a_gpu
+from tests.worker import test_overlap
+
+SIZES = (1, 3)
+CHAIN: dict[str, Any] = {"num_steps": 3}
+TREE: dict[str, Any] = {"num_steps": 3, "eagle_topk": 3, "num_draft_tokens": 9}
+# Drafter, shape of its drafts, and more settings.
+DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "none": ("none", {}),
+    "eagle3, chain": ("eagle3", CHAIN),
+    "eagle3, tree": ("eagle3", TREE),
+    "eagle3, tree of a fixed shape": ("eagle3", {"tree": "tree"}),
+    "eagle3, several lengths": ("eagle3", {"adaptive": "default"}),
+    "eagle3, tries": ("eagle3", {**TREE, "tries": True}),
+    "eagle3, draws of its own": ("eagle3", {**TREE, "acceptance": "rejection"}),
+    "eagle3 of three layers": ("eagle3 of three layers", TREE),
+    "eagle": ("eagle", TREE),
+    "draft_model": ("draft_model", TREE),
+    "draft_model of another vocabulary": ("draft_model of another vocabulary", TREE),
+    "mtp": ("mtp", CHAIN),
+    "mtp, tree": ("mtp", TREE),
+    "grammar": ("grammar", CHAIN),
+    "ngram": ("ngram", CHAIN),
+    "suffix, tree": ("suffix", TREE),
+}
+# Targets: what of their layers differs in operations.
+TARGETS: dict[str, dict[str, Any]] = {
+    "window": {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8
+    },
+    "norms of queries and keys": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16
+    },
+    "biases": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "caps": {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 16,
+        "query_pre_attn_scalar": 16, "sliding_window": 8, "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "experts": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16,
+        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> dict[str, str]:
+    """What each drafter drafts with."""
+    folder = tmp_path_factory.mktemp("capture")
+    write(folder / "eagle", LAYOUTS["EAGLE-1/2, fc.bias, pytorch_model.bin"])
+    write(folder / "layers", LAYOUTS["EAGLE-3, three layers"])
+    checkpoints.write_target(folder / "small", seed=5, hidden_size=16, num_hidden_layers=2)
+    kept = [n for n in range(260) if n < 128 or n % 2 == 0]
+    renumber(tiny["model"], folder / "other", kept[::-1], "unknown ")
+    (folder / "tree.json").write_text(json.dumps([0, 0, 0, 1, 1, 4, 2, 6, 6, 8]))
+    found = {
+        "eagle": folder / "eagle",
+        "eagle3 of three layers": folder / "layers",
+        "draft_model": folder / "small",
+        "draft_model of another vocabulary": folder / "other",
+        "mtp": write_module(folder / "mtp"),
+        "tree": folder / "tree.json",
+    }
+    return {name: str(path) for name, path in found.items()}
+
+
+@contextmanager
+def engine_of(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> Iterator[Engine]:
+    """An engine that records nothing by itself."""
+    # Weights that are packed for the CPU are no tensors.
+    monkeypatch.setattr(build_module, "pack", lambda _: None)
+    fixed = {"graphs": False, "overlap": "none", "lane_threads": 0, "adaptive": "static"}
+    with test_overlap.build(tiny, **{**fixed, **settings}) as engine:
+        yield engine
+
+
+def tiers_of(engine: Engine) -> tuple[Tier, ...]:
+    """All that a plan may have."""
+    own = engine.core.policy.tiers
+    wide = [wide_tier(tier) for tier in own if tier.steps and not tier.parents]
+    return (*own, *wide) if engine.core.widens else own
+
+
+def record(graphs: GraphRunner, tiers: tuple[Tier, ...], sizes: tuple[int, ...] = SIZES) -> int:
+    """Everything that steps may ask for; how many passes that is."""
+    count = 0
+    for tier in tiers:
+        for size in sizes:
+            found = graphs.find(tier, size)
+            count += sum(part is not None for part in found)
+            if tier.nodes > 1:
+                # A node more than the roots, and all but one.
+                for nodes in {size + 1, size * tier.nodes - 1}:
+                    graphs.find_packed(tier, size, nodes)
+                    count += 1
+    return count
+
+
+def captured(
+    engine: Engine, sizes: tuple[int, ...] = SIZES
+) -> tuple[Capture, int, list[Launch], Exception | None]:
+    """What was captured, how many passes were asked for, and the drafter's fault."""
+    runner = engine.core.worker.runner
+    with as_on_a_gpu(runner) as (capture, graphs, launches):
+        count = record(graphs, tiers_of(engine), sizes)
+        fault, runner.fault = runner.fault, None
+    return capture, count, launches, fault
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_recorded_pass_can_be_captured(
+    tiny: dict[str, Any],
+    folders: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    kind, settings = DRAFTERS[name]
+    settings = {**settings, "algorithm": kind.split()[0]}
+    if kind in folders:
+        settings["draft"] = folders[kind]
+    if "tree" in settings:
+        settings["tree"] = folders["tree"]
+    with engine_of(tiny, monkeypatch, **settings) as engine:
+        tiers, drafter = tiers_of(engine), engine.core.worker.runner.drafter
+        assert len(tiers) > len(engine.core.policy.tiers) or not settings.get("tries")
+        capture, count, launches, fault = captured(engine)
+        assert fault is None
+        assert capture.refused == []
+        assert capture.graphs == count
+        # Verify, accept, and two packed verifies; draft and extend where a drafter has them.
+        whole = 2 + (drafter is None or not drafter.host)
+        whole += drafter is not None and engine.core.worker.runner.extends and not drafter.host
+        each = whole + 2 * (max(tier.nodes for tier in tiers) > 1)
+        assert count >= len(SIZES) * each - len(SIZES)
+        assert capture.operations > 10 * count
+        names = {one.kernel.__name__ for one in launches}
+        assert {"_attend", "_rotate_and_store"} <= names
+        # The engine serves as if nothing had been.
+        assert engine.generate("abc", None, {"max_tokens": 3}).token_ids
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_kind_of_layer_can_be_captured(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    checkpoints.write_target(tmp_path, **TARGETS[name])
+    settings = {**tiny, "model": str(tmp_path), "algorithm": "draft_model", "draft": str(tmp_path)}
+    with engine_of(settings, monkeypatch, **TREE) as engine:
+        capture, count, _, fault = captured(engine)
+    assert fault is None
+    assert capture.refused == []
+    assert capture.graphs == count
+
+
+Fault = Callable[[Tensor], object]
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "item": (lambda x: x.flatten()[0].item(), "reads a value"),
+    "int": (lambda x: int(x.flatten()[0]), "reads a value"),
+    "if": (lambda x: 1 if (x > 0).all() else 0, "reads a value"),
+    "tolist": (lambda x: x.flatten()[:2].tolist(), "goes down to the host"),
+    "equal": (lambda x: torch.equal(x, x), "reads a value"),
+    "nonzero": (lambda x: (x > 0).nonzero(), "reads a value"),
+    "masked_select": (lambda x: x.masked_select(x > 0), "reads a value"),
+    "unique": (lambda x: x.unique(), "reads a value"),
+    "repeats of a tensor": (lambda x: x.flatten().repeat_interleave(x.flatten()), "reads a value"),
+    "a mask as an index": (lambda x: x[x > 0], "counts a mask's entries"),
+    "a mask that is written to": (
+        lambda x: x.clone().index_put_((x > 0,), x.new_zeros(())),
+        "counts a mask's entries",
+    ),
+    "tensor": (lambda x: torch.tensor([1, 2], device=x.device), "comes up from the host"),
+    "new_tensor": (lambda x: x.new_tensor([1, 2]), "comes up from the host"),
+    "single tensor": (lambda x: torch.tensor(3, device=x.device), "comes up from the host"),
+    "to": (lambda x: torch.arange(3, device="cpu").to(x.device), "comes up from the host"),
+    "copy": (
+        lambda x: x.new_zeros(3).copy_(torch.arange(3, device="cpu")),
+        "comes up from the host",
+    ),
+    "an index on the host": (
+        lambda x: x.flatten()[torch.zeros(2, dtype=torch.int64, device="cpu")],
+        "comes up from the host",
+    ),
+    "a number written to an index": (
+        lambda x: x.flatten().clone().index_put_(
+            (x.flatten() * 0,), torch.tensor(1, dtype=x.dtype, device="cpu")
+        ),
+        "comes up from the host",
+    ),
+    "cpu": (lambda x: x.cpu(), "goes down to the host"),
+    "copy to the host": (
+        lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x),
+        "goes down to the host",
+    ),
+    "pinned": (lambda _: torch.empty(3, device="cpu", pin_memory=True), "pins memory"),
+    "synchronize": (lambda _: torch.cuda.synchronize(), "waits for the device"),
+    "an event's wait": (
+        lambda _: torch.cuda.Event.synchronize(None),  # type: ignore[arg-type]
+        "waits for the device",
+    ),
+    "an event's query": (
+        lambda _: torch.cuda.Event.query(None),  # type: ignore[arg-type]
+        "waits for the device",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tree_engine(tiny: dict[str, Any]) -> Iterator[Engine]:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        engine_of(tiny, patch, algorithm="eagle3", **TREE) as engine,
+    ):
+        yield engine
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_a_capture_refuses_is_found(
+    tree_engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Where every token's position is bounded, in verify."""
+    fault, why = FAULTS[name]
+    within = ModelRunner._within
+
+    def spoilt(runner: ModelRunner, positions: Tensor) -> Tensor:
+        # Not in the run before the capture: there is no value to read there either.
+        if capture.recording:
+            fault(positions)
+        return within(runner, positions)
+
+    monkeypatch.setattr(ModelRunner, "_within", spoilt)
+    runner = tree_engine.core.worker.runner
+    with as_on_a_gpu(runner) as (capture, graphs, _), pytest.raises(CaptureError, match=why):
+        record(graphs, tree_engine.core.policy.tiers, (2,))
+    assert why in capture.refused[0]
+
+
+PLACES: dict[str, Callable[[pytest.MonkeyPatch, Fault], None]] = {}
+
+
+def place(function: Callable[[pytest.MonkeyPatch, Fault], None]) -> Any:
+    PLACES[function.__name__] = function
+    return function
+
+
+@place
+def draft(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    roots = ModelRunner._roots
+
+    def spoilt(runner: ModelRunner, rows: Tensor, pages: Tensor) -> Any:
+        fault(rows)
+        return roots(runner, rows, pages)
+
+    monkeypatch.setattr(ModelRunner, "_roots", spoilt)
+
+
+@place
+def verify_packed(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    packed = ModelRunner.verify_packed
+
+    def spoilt(runner: ModelRunner, pack: Tensor, *rest: Tensor) -> Any:
+        fault(pack)
+        return packed(runner, pack, *rest)
+
+    monkeypatch.setattr(ModelRunner, "verify_packed", spoilt)
+
+
+@place
+def commit(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    after = runner_module._after
+
+    def spoilt(runs: Tensor, chosen: Tensor) -> Tensor:
+        fault(chosen)
+        return after(runs, chosen)
+
+    monkeypatch.setattr(runner_module, "_after", spoilt)
+
+
+@place
+def extend(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    keep = ModelRunner._keep_features
+
+    def spoilt(runner: ModelRunner, rows: Tensor, *rest: Tensor) -> None:
+        fault(rows)
+        keep(runner, rows, *rest)
+
+    monkeypatch.setattr(ModelRunner, "_keep_features", spoilt)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_read_is_found_wherever_it_is(
+    tree_engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Of the drafter's passes the fault is told as the drafter's."""
+
+    def reads(x: Tensor) -> None:
+        if capture.recording:
+            x.flatten()[0].item()
+
+    runner = tree_engine.core.worker.runner
+    PLACES[where](monkeypatch, reads)
+    told: Exception | None = None
+    with as_on_a_gpu(runner) as (capture, graphs, _):
+        try:
+            record(graphs, tree_engine.core.policy.tiers, (2,))
+        except RuntimeError as error:
+            told = error
+        told, runner.fault = told or runner.fault, None
+    assert capture.refused
+    assert "reads a value" in str(told)
+
+
+def test_the_same_is_allowed_outside_of_a_capture(
+    tree_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uploads of the run that goes before each capture, which sets things up."""
+    made: list[Tensor] = []
+    within = ModelRunner._within
+
+    def caching(runner: ModelRunner, positions: Tensor) -> Tensor:
+        if not made:
+            made.append(torch.tensor([1, 2], device=positions.device))
+        return within(runner, positions)
+
+    monkeypatch.setattr(ModelRunner, "_within", caching)
+    capture, count, _, fault = captured(tree_engine, (2,))
+    assert made
+    assert (capture.refused, fault) == ([], None)
+    assert capture.graphs == count

@@ -1,0 +1,150 @@
+"""The whole engine on Triton's kernels, interpreted, says what it says on torch's."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from tests.support import checkpoints
+from tests.support.kernel_harness import enter_checked_interpreter, enter_interpreter
+from tests.support.whole import Said, answers, launches
+
+# In bfloat16 a sum in another order moves a logit by this, at most: law 8's bound.
+CLOSE_LOGPROBS = 0.15
+CHAIN: dict[str, Any] = {"num_steps": 3}
+TREE: dict[str, Any] = {"num_steps": 3, "eagle_topk": 3, "num_draft_tokens": 9}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
+WINDOW = {
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 6
+}  # fmt: skip
+CAPS = {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 16,
+    "query_pre_attn_scalar": 16, "sliding_window": 6, "attn_logit_softcapping": 20.0,
+    "final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    """A process whose Triton interprets: the choice is one for a whole process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), enter_interpreter) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def checked() -> Iterator[ProcessPoolExecutor]:
+    """The same, where every load and store of every kernel is checked."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, enter_checked_interpreter) as pool:
+        yield pool
+
+
+def alike(got: list[Said], want: list[Said], bound: float) -> None:
+    """The same tokens; where ``bound`` is over 0, up to one whose best two were that close."""
+    assert len(got) == len(want)
+    for (mine, fault, _), (its, other, best) in zip(got, want, strict=True):
+        assert (fault, other) == (None, None)
+        pairs = zip(mine, its, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if at is None:
+            assert len(mine) == len(its)
+            continue
+        # Of requests without log-probabilities none is excused.
+        assert bound, (mine, its)
+        assert best, (mine, its)
+        assert best[at][0] - best[at][1] <= bound, (mine, its, best[at])
+
+
+def test_text_that_differs_is_told() -> None:
+    one: Said = ((4, 5, 7), None, ((-0.1, -3.0), (-0.7, -0.8), (-0.1, -9.0)))
+    alike([one], [one], 0.0)
+    for other, bound in (((4, 5), 0.0), ((4, 6, 7), 0.0), ((4, 6, 7), 0.05), ((3, 5, 7), 0.15)):
+        with pytest.raises(AssertionError):
+            alike([(other, None, ())], [one], bound)
+    alike([((4, 6, 7), None, ())], [one], 0.15)
+
+
+def test_a_tree_says_what_it_says_on_torchs_kernels(
+    tiny: dict[str, Any], tmp_path: Path, interpreter: ProcessPoolExecutor
+) -> None:
+    """Two layers, a request under a grammar beside one that is free, both with drafts."""
+    checkpoints.write_target(tmp_path / "target", num_hidden_layers=2)
+    checkpoints.write_head(tmp_path / "eagle3", layers=(-1, 0, 1))
+    settings = {**tiny, "model": str(tmp_path / "target"), "draft": str(tmp_path / "eagle3")}
+    settings |= {"num_steps": 2, "eagle_topk": 2, "num_draft_tokens": 5, "overlap": "none"}
+    got, want = (
+        interpreter.submit(answers, kernels, settings, 2, 6).result()
+        for kernels in ("triton", "reference")
+    )
+    alike(got, want, 0.0)
+    assert len(want[0][0]) == 6
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    # The target's changes, settings, and whether passes are recorded.
+    "chain": ({}, {**CHAIN, "overlap": "once-sync"}, False),
+    "chain, recorded": ({}, {**CHAIN, "overlap": "none"}, True),
+    "tree": ({}, {**TREE, "overlap": "once-sync"}, False),
+    "tree, recorded": ({}, {**TREE, "overlap": "once-sync"}, True),
+    "tree in bfloat16": ({}, {**TREE, "dtype": "bfloat16"}, False),
+    "tree in bfloat16, recorded": ({}, {**TREE, "dtype": "bfloat16"}, True),
+    "chain in a window, in bfloat16": (WINDOW, {**CHAIN, "dtype": "bfloat16"}, False),
+    "tree in a window": (WINDOW, TREE, True),
+    "tree, norms of queries and keys": (QWEN3, TREE, True),
+    "tree, norms of queries and keys, in bfloat16": (QWEN3, {**TREE, "dtype": "bfloat16"}, False),
+    "chain, caps and sandwich norms": (CAPS, CHAIN, False),
+    "several lengths": ({}, {"adaptive": "default"}, True),
+    "drafts of the model's own": ({}, {**TREE, "algorithm": "draft_model"}, True),
+    "n-grams": ({}, {**CHAIN, "algorithm": "ngram"}, True),
+    "tries": ({}, {**TREE, "tries": True}, True),
+    "no drafts": ({}, {"algorithm": "none"}, True),
+}
+
+
+def prepare(tiny: dict[str, Any], folder: Path, name: str) -> tuple[dict[str, Any], bool]:
+    changes, settings, held = CASES[name]
+    settings = {**tiny, **settings}
+    if changes:
+        checkpoints.write_target(folder / "target", **changes)
+        settings["model"] = str(folder / "target")
+    if settings.get("algorithm") == "draft_model":
+        checkpoints.write_target(folder / "small", seed=5, num_hidden_layers=1)
+        settings["draft"] = str(folder / "small")
+    return settings, held
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", CASES)
+def test_text_is_that_of_torchs_kernels(
+    tiny: dict[str, Any], tmp_path: Path, interpreter: ProcessPoolExecutor, name: str
+) -> None:
+    """Greedy and sampled, free and under grammars, filtered, penalised and biased, four at once."""
+    settings, held = prepare(tiny, tmp_path, name)
+    got, want = (
+        interpreter.submit(answers, kernels, settings, 4, 8, held).result()
+        for kernels in ("triton", "reference")
+    )
+    alike(got, want, CLOSE_LOGPROBS if settings.get("dtype") == "bfloat16" else 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["tree, recorded", "chain in a window, in bfloat16", "tries"])
+def test_a_step_touches_its_arguments_alone(
+    tiny: dict[str, Any], tmp_path: Path, checked: ProcessPoolExecutor, name: str
+) -> None:
+    """Nor do two programs of a kernel touch what one of them writes, but for padding's page."""
+    settings, held = prepare(tiny, tmp_path, name)
+    before = checked.submit(launches).result()
+    for tokens, fault, _ in checked.submit(answers, "triton", settings, 4, 6, held).result():
+        assert fault is None
+        assert tokens
+    assert checked.submit(launches).result() > before + 100
