@@ -108,7 +108,7 @@ class ForcedRuns:
         forced = [node for node, count in enumerate(ahead) if count <= 1 and reached[node]]
         if not forced:
             return Openings(refused, {}, {})
-        children = _children(drafted, child, sibling)
+        children = children_of(drafted, child, sibling)
         texts = self._texts(matcher, forced, children)
         for node, text in texts.items():
             run = self.tokens(text, guesses)
@@ -123,6 +123,8 @@ class ForcedRuns:
             openings: Of its tree.
             chosen: The tokens that followed the root.
         """
+        if not openings.texts:
+            return
         node: int | None = 0
         for token in chosen:
             if node is None:
@@ -202,7 +204,7 @@ def _by_words(tokens: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], Row
     return words, bits.view(np.int32)
 
 
-def _children(
+def children_of(
     tokens: list[int], first_child: list[int], next_sibling: list[int]
 ) -> dict[int, dict[int, int]]:
     """Of each node that has any: its children by token."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap_spec.drafters.base import Draft, Drafter, Roots
+from overlap_spec.drafters.grafts import lengthen
 from overlap_spec.drafters.sound import sound
 from overlap_spec.kernels import (
     KeySpan,
@@ -201,6 +202,7 @@ class ModelRunner(nn.Module):
         else:
             draft = self._draft_or_none(roots, own)
         if tier.base is not None:
+            draft = lengthen(draft, roots, tier)
             draft = draft_known(draft, roots, tables.tries, tables.place, tier)
         known = roots.tokens, roots.positions, roots.forced
         linked = *known, *_link(roots.tokens, draft, tier.steps)
