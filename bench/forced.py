@@ -167,13 +167,18 @@ def run_all(
                 else (ForcedRuns, LostDrafts)
             )
             make = counting if run.options.lost else plain
-            runs = make(tokenizer.vocabulary, tokenizer.encode, RUN_TOKENS)
+            runs_of = {
+                weighed: make(tokenizer.vocabulary, tokenizer.encode, RUN_TOKENS, weighed)
+                for weighed in (False, True)
+            }
             for number, asks in enumerate(groups):
                 sides = (*SIDES, "faithful") if workload == "choices" else SIDES
                 turn = number % len(sides)
                 for name, engine in engines.items():
                     said = {}
                     for side in sides[turn:] + sides[:turn]:
+                        weighed = engine.core.worker.weighs_cuts
+                        runs = runs_of[weighed]
                         engine.core.grammar.pool.forced = runs if side == "on" else None
                         engine.core.widens = side == "on"
                         if isinstance(runs, LostDrafts):

@@ -10,7 +10,8 @@ Each verify counts once, by the node at which its accepted path ended:
 - ``cut``: the next bytes were forced, the draft was told them, and the model cut them otherwise;
 - ``free``: the next bytes were not forced.
 
-``, illegal`` is added where the grammar forbids a draft at that place. What an automaton on the
+``, illegal`` is added where the grammar forbids a draft at that place. A drafter that weighs cuts
+is told forced text whatever the bonus was: then there is no ``recut``. What an automaton on the
 device could win is at most ``opened``, ``inside``, ``recut`` and all that is illegal.
 """
 
@@ -34,14 +35,14 @@ class Verified(NamedTuple):
     """A tree that was filled.
 
     ``children``: of each node, by token. ``refused``: nodes at which the grammar forbids a child.
-    ``forced``: nodes at which it forces text. ``runs``: the first token of what each node's text
-    is likely to be, -1 where nothing is told. ``root``: what a draft was told of text that is
-    forced behind the root: ``cut``, or why it was told nothing.
+    ``texts``: what it forces behind nodes. ``runs``: the first token of each node's run, -1 where
+    it has none. ``root``: what a draft was told of text that is forced behind the root: ``cut``, or
+    why it was told nothing.
     """
 
     children: dict[int, dict[int, int]]
     refused: frozenset[int]
-    forced: frozenset[int]
+    texts: Mapping[int, bytes]
     runs: list[int]
     root: str
 
@@ -81,11 +82,9 @@ class LostDrafts(ForcedRuns):
             for node, own in children.items()
             if rows[node].any() and not all(allowed(rows[node], token) for token in own)
         )
-        forced = (node for node, text in openings.texts.items() if text)
+        texts = {node: text for node, text in openings.texts.items() if text}
         first, root = runs[:, 0].tolist(), self._root.get(guesses, "opened")
-        self._trees[guesses] = Verified(
-            children, frozenset(refused), frozenset(forced), first, root
-        )
+        self._trees[guesses] = Verified(children, frozenset(refused), texts, first, root)
         return openings
 
     def learn(self, openings: Openings, chosen: Sequence[int], guesses: Guesses) -> None:
@@ -97,8 +96,9 @@ class LostDrafts(ForcedRuns):
         for token in chosen[:-1]:
             path.append(tree.children[path[-1]][int(token)])
         last, bonus = path[-1], int(chosen[-1])
-        told = "cut" if tree.runs[last] == bonus else "recut"
-        self._root[guesses] = told if last in tree.forced else "opened"
+        weighed = self.cuts is not None and tree.texts.get(last, b"").startswith(self._text[bonus])
+        told = "cut" if weighed or tree.runs[last] == bonus else "recut"
+        self._root[guesses] = told if last in tree.texts else "opened"
         # A prefill drafts nothing, and a verify that was cut off lost nothing.
         if tree.children and bonus not in tree.children.get(last, ()):
             self.counts[self._kind(tree, path)] += 1
@@ -107,9 +107,9 @@ class LostDrafts(ForcedRuns):
         last = path[-1]
         if last not in tree.children and len(path) > self.steps:
             return "whole"
-        if last not in tree.forced:
+        if last not in tree.texts:
             kind = "free"
-        elif not tree.forced.issuperset(path):
+        elif any(node not in tree.texts for node in path):
             kind = "inside"
         else:
             kind = tree.root

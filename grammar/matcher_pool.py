@@ -247,7 +247,8 @@ class MatcherPool:
         """How well a request's forced text is guessed."""
         found = self._guesses.get(request_id)
         if found is None:
-            found = self._guesses[request_id] = Guesses()
+            weighed = self.forced is not None and self.forced.cuts is not None
+            found = self._guesses[request_id] = Guesses(weighed)
         return found
 
     def forget(self, request_id: int) -> None:

@@ -315,11 +315,6 @@ class EngineCore:
     def _commit(self, result: StepResult, step: InFlightStep) -> list[Run]:
         self._end_failed()
         kept = self.scheduler.commit(result)
-        for request_id, row in zip(result.plan.verified_ids, result.rows, strict=True):
-            # Where the tree is the grammar's own, it tells nothing of the drafter.
-            known = result.plan.tier.base is not None and row.grafts == row.drafted
-            if row.drafted and not known and request_id in self.grammar.matchers:
-                self.grammar.judge(request_id, row, result.plan.tier.own.steps)
         self._observe(result, step)
         self._before = step
         return kept

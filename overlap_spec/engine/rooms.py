@@ -8,7 +8,7 @@ import numpy as np
 
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
 from overlap_spec.speculation.wide import run_room
-from overlap_spec.types import HostTrees, Int32s, Tier
+from overlap_spec.types import RUN_TOKENS, HostTrees, Int32s, Tier
 
 
 class Rooms:
@@ -23,8 +23,8 @@ class Rooms:
         self._ahead: dict[int, int] = {}
 
     def note(self, request_ids: Sequence[int], trees: HostTrees, runs: Int32s) -> None:
-        """Take in the runs ``(nodes, RUN_TOKENS)`` behind the nodes of a step's trees."""
-        longest = np.maximum.reduceat((runs >= 0).sum(1), trees.offsets[:-1])
+        """Take in the runs ``(nodes, TOLD)`` behind the nodes of a step's trees."""
+        longest = np.maximum.reduceat((runs[:, :RUN_TOKENS] >= 0).sum(1), trees.offsets[:-1])
         self._ahead = dict(zip(request_ids, longest.tolist(), strict=True))
 
     def of(self, sequences: Sequence[SequenceState], tier: Tier) -> list[int]:

@@ -39,6 +39,7 @@ def draft_known(draft: Draft, roots: Roots, tries: Tensor, place: Tensor, tier: 
     count = tier.nodes - 1
     index = torch.arange(count, device=place.device)
     tokens, parents, scores, _ = draft
+    assert parents is not None
     place = place[roots.rows]
     whole = fits(tries, roots.rows, place, tier)[:, None]
     known = tries[roots.rows]
