@@ -1,8 +1,8 @@
 """Drafts with and without what the grammar forces.
 
-``python -m bench.forced [--quick] [--json PATH] [--seed S] [--data FILE] [--batch N] [--model DIR
---draft DIR]`` gives EAGLE-3 and n-gram an engine each, as a chain and as a tree, and lets every
-group of requests through it with grafts ``on`` and ``off``, by turns first.
+``python -m bench.forced [--quick] [--json PATH] [--seed S] [--data FILE] [--batch N] [--lost]
+[--model DIR --draft DIR]`` gives EAGLE-3 and n-gram an engine each, as a chain and as a tree, and
+lets every group of requests through it with grafts ``on`` and ``off``, by turns first.
 
 Workloads: ``unknown schema``, rows of ``--data`` (JSONSchemaBench's development split if it is at
 hand) for a prompt that says nothing of them; ``extraction``, held-out cases of the format that the
@@ -18,7 +18,9 @@ Fields of the last line, beside those of every record (``bench.common``):
         (of whole groups, prompts included; both paired by group),
         ``grafted_tokens``, ``graft_accept_rate``, ``illegal_share`` (of drafted tokens),
         ``lane_us`` (grammar time of a request's step, median of the groups) and ``lane_added_us``
-        (over ``off``'s).
+        (over ``off``'s), and with ``--lost`` the verifies by where they ended
+        (``bench.lost_drafts``), and ``winnable_share``: of these, what an automaton on the device
+        could have won at most.
     equal: Outputs are the same on both sides.
 """
 
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -39,6 +42,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import Run, fail, flags, median, paired, rounded
+from bench.lost_drafts import LostDrafts, winnable
 from bench.measure import Measured, measure
 from bench.workloads import Ask, choose_samples, read_samples
 from overlap_spec.engine import Engine
@@ -89,6 +93,10 @@ class HostileRuns(ForcedRuns):
                 break
             text = text[len(self._text[found[-1]]) :]
         return found
+
+
+class LostHostileDrafts(LostDrafts, HostileRuns):
+    """Hostile runs, and what drafts are lost to beside them."""
 
 
 def unknown_schemas(data: Path | None, engine: Engine, seed: int, count: int) -> list[Grammar]:
@@ -153,19 +161,33 @@ def run_all(
     with run.progress() as progress:
         task = progress.add_task("groups", total=total)
         for workload, groups in work.items():
-            make = HostileRuns if workload == "hostile" else ForcedRuns
-            runs = make(tokenizer.vocabulary, tokenizer.encode, RUN_TOKENS)
+            plain, counting = (
+                (HostileRuns, LostHostileDrafts)
+                if workload == "hostile"
+                else (ForcedRuns, LostDrafts)
+            )
+            make = counting if run.options.lost else plain
+            runs_of = {
+                weighed: make(tokenizer.vocabulary, tokenizer.encode, RUN_TOKENS, weighed)
+                for weighed in (False, True)
+            }
             for number, asks in enumerate(groups):
                 sides = (*SIDES, "faithful") if workload == "choices" else SIDES
                 turn = number % len(sides)
                 for name, engine in engines.items():
                     said = {}
                     for side in sides[turn:] + sides[:turn]:
+                        weighed = engine.core.worker.weighs_cuts
+                        runs = runs_of[weighed]
                         engine.core.grammar.pool.forced = runs if side == "on" else None
                         engine.core.widens = side == "on"
+                        if isinstance(runs, LostDrafts):
+                            runs.start(engine.config.num_steps)
                         result = measure(engine, faithful(asks) if side == "faithful" else asks)
                         said[side] = [output.token_ids for output in result.outputs]
                         raw = result.raw() | figures(result)
+                        if isinstance(runs, LostDrafts):
+                            raw["lost"] = dict(runs.counts)
                         run.sample(workload=workload, drafter=name, side=side, group=number, **raw)
                     if said["on"] != said["off"]:
                         yield f"{workload}, {name}, group {number}: sides differ"
@@ -214,6 +236,9 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 "answers",
             )
         }
+        lost: Counter[str] = Counter()
+        for sample in mine:
+            lost.update(sample.get("lost", {}))
         added = [a["lane_us"] - b["lane_us"] for a, b in zip(mine, off, strict=True)]
         tpot, seconds = (
             [[sample[name] for sample in some] for some in (mine, off)]
@@ -230,6 +255,8 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "illegal_share": total["illegal_drafts"] / max(1, total["drafted_tokens"]),
             "lane_us": median(sample["lane_us"] for sample in mine),
             "lane_added_us": median(added),
+            "lost": dict(lost),
+            "winnable_share": winnable(lost),
         }
     return {"workloads": found}
 
@@ -237,7 +264,8 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def print_table(record: dict[str, Any], console: Console) -> None:
     """What a reader sees: accept length, time and grafts by workload, drafter and side."""
     table = Table(
-        title="Accept length, TPOT of off's, grafts accepted, lane time", title_justify="left"
+        title="Accept length, TPOT of off's, grafts accepted, lane time, lost drafts",
+        title_justify="left",
     )
     for column in ("workload", "drafter", "side"):
         table.add_column(column)
@@ -251,6 +279,7 @@ def print_table(record: dict[str, Any], console: Console) -> None:
         "illegal",
         "lane",
         "added",
+        "winnable",
     ):
         table.add_column(column, justify="right")
     for workload, drafters in record["workloads"].items():
@@ -269,6 +298,7 @@ def print_table(record: dict[str, Any], console: Console) -> None:
                     f"{own['illegal_share']:.0%}",
                     f"{own['lane_us']:.0f} µs",
                     f"{own['lane_added_us']:+.0f} µs",
+                    f"{own['winnable_share']:.0%}",
                 )
     console.print(table)
 
@@ -280,6 +310,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft", type=Path, help="its EAGLE-3 head")
     parser.add_argument("--data", type=Path, help="rows of schemas, .jsonl")
     parser.add_argument("--batch", type=int, default=4, help="requests at once (default 4)")
+    parser.add_argument(
+        "--lost", action="store_true", help="count what drafts are lost to; lane times mean nothing"
+    )
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, help="these workloads alone")
     options = parser.parse_args(arguments)
     if (options.model is None) != (options.draft is None):
@@ -326,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     record = summary(run.samples)
-    print_table(record, Console(width=140))
+    print_table(record, Console(width=150))
     run.finish(size.groups, **rounded(record), batch=options.batch, equal=not wrong)
     if wrong:
         fail("outputs are not the same on both sides:\n" + "\n".join(wrong[:10]))

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.grammar.contract import Links, Matcher, Row
+from overlap_spec.grammar.cuts import Cuts
 from overlap_spec.grammar.guesses import Guesses
 from overlap_spec.grammar.text_tokens import TextTokens
 from overlap_spec.grammar.vocabulary import Vocabulary
@@ -33,15 +34,17 @@ class Openings(NamedTuple):
     """Where a tree's text was forced.
 
     ``refused``: drafts that the grammar forbids, or whose path it does. ``texts``: the forced
-    bytes behind nodes. ``children``: of each node, by token; empty where no text is forced.
+    bytes behind nodes. ``children``: of each node, by token, the likeliest first; empty where no
+    text is forced. ``runs``: those behind nodes.
     """
 
     refused: int
     texts: Mapping[int, bytes]
     children: Mapping[int, Mapping[int, int]]
+    runs: Mapping[int, list[int]]
 
 
-NO_OPENINGS = Openings(0, {}, {})
+NO_OPENINGS = Openings(0, {}, {}, {})
 
 
 class ForcedRuns:
@@ -51,11 +54,17 @@ class ForcedRuns:
         vocabulary: Of the matchers.
         encode: Text → tokens, without special ones.
         tokens: Most tokens of a run that are of interest.
+        weighed: Whether the drafter weighs cuts by itself, and so is to be told them.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]], tokens: int
+        self,
+        vocabulary: Vocabulary,
+        encode: Callable[[str], Sequence[int]],
+        tokens: int,
+        weighed: bool = False,
     ) -> None:
+        self.cuts = Cuts(vocabulary) if weighed else None
         self._text, self._encoded, self._tokens = (
             vocabulary.text,
             TextTokens(vocabulary, encode),
@@ -90,7 +99,8 @@ class ForcedRuns:
 
         Args:
             matcher: As it was when it filled ``rows``, by `Matcher.fill_tree` with this tree.
-            runs: int32 ``(nodes, tokens)``, completely overwritten; -1 behind a run's end.
+            runs: int32 ``(nodes, tokens)``, completely overwritten; -1 behind a run's end. Where
+                the drafter weighs cuts, ``(nodes, TOLD)``: the runs, then the cuts.
             guesses: The request's.
         """
         runs.fill(-1)
@@ -107,14 +117,18 @@ class ForcedRuns:
         refused = max(0, linked + 1 - sum(map(bool, reached)))
         forced = [node for node, count in enumerate(ahead) if count <= 1 and reached[node]]
         if not forced:
-            return Openings(refused, {}, {})
-        children = _children(drafted, child, sibling)
+            return Openings(refused, {}, {}, {})
+        told: dict[int, list[int]] = {}
+        children = children_of(drafted, child, sibling)
         texts = self._texts(matcher, forced, children)
         for node, text in texts.items():
             run = self.tokens(text, guesses)
             if run and run[0] not in children.get(node, ()):
                 runs[node, : len(run)] = run
-        return Openings(refused, texts, children)
+                told[node] = run
+            if self.cuts is not None:
+                runs[node, self._tokens :] = self.cuts.of(text)
+        return Openings(refused, texts, children, told)
 
     def learn(self, openings: Openings, chosen: Sequence[int], guesses: Guesses) -> None:
         """Note what a request's model chose where text was forced.
@@ -123,14 +137,23 @@ class ForcedRuns:
             openings: Of its tree.
             chosen: The tokens that followed the root.
         """
-        node: int | None = 0
-        for token in chosen:
-            if node is None:
-                return
-            text = openings.texts.get(node)
+        told, guesses.told = guesses.told, []
+        if not openings.texts:
+            return
+        node = 0
+        for depth, token in enumerate(map(int, chosen)):
+            text, children = openings.texts.get(node), openings.children.get(node, {})
             if text:
-                guesses.note(text, int(token), next(iter(self.canonical(text)), None))
-            node = openings.children.get(node, {}).get(int(token))
+                guesses.note(text, token, next(iter(self.canonical(text)), None))
+                # What a run does not tell, the drafter guesses by itself.
+                if children and depth >= len(told):
+                    guesses.judge(token == next(iter(children)))
+            if token not in children:
+                run = openings.runs.get(node, [])
+                guesses.told = run[1:] if run[:1] == [token] else []
+                return
+            told = told if told[depth : depth + 1] == [token] else []
+            node = children[token]
 
     def tokens(self, text: bytes, guesses: Guesses) -> list[int]:
         """The likely tokens of forced bytes, at most as many as are of interest.
@@ -202,7 +225,7 @@ def _by_words(tokens: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], Row
     return words, bits.view(np.int32)
 
 
-def _children(
+def children_of(
     tokens: list[int], first_child: list[int], next_sibling: list[int]
 ) -> dict[int, dict[int, int]]:
     """Of each node that has any: its children by token."""

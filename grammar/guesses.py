@@ -9,21 +9,29 @@ from __future__ import annotations
 # it came last; 2: what was chosen the last two times.
 KINDS = 3
 NEVER = -1, 0
-# Share of right guesses at first, weight of a new one, and the drafter's guesses of which half were
-# right that are assumed at first.
-HOPE, WEIGHT = 0.8, 0.2
-ASSUMED = 8
+# Share of right guesses at first, that of the drafter's own if it is not told what is forced, and
+# weight of a new one. A run is longer than a draft: it may be so much worse.
+HOPE, BLIND, WEIGHT = 0.8, 0.5, 0.2
+MARGIN = 0.05
 # Bytes of a text by which it is known again.
 KEY_BYTES = 64
 
 
 class Guesses:
-    """What a request's model chose before, and shares of right guesses, its drafter's included."""
+    """What a request's model chose before, and shares of right guesses, its drafter's included.
 
-    def __init__(self) -> None:
+    Args:
+        weighed: Whether the drafter weighs cuts of forced text by itself.
+
+    Attributes:
+        told: The run behind the root of the request's next tree.
+    """
+
+    def __init__(self, weighed: bool = False) -> None:
         self._chosen: dict[bytes, tuple[int, int]] = {}
         self._right = [HOPE] * KINDS
-        self._own_right, self._own = ASSUMED / 2, float(ASSUMED)
+        self._own = HOPE if weighed else BLIND
+        self.told: list[int] = []
 
     def find(self, text: bytes) -> tuple[int, int]:
         """The token that was chosen before a forced text, and the kind of guess that it is."""
@@ -31,7 +39,7 @@ class Guesses:
 
     def trusts(self, kind: int) -> bool:
         """Whether guesses of a kind are right as often as those of the drafter by itself."""
-        return self._right[kind] * self._own >= self._own_right
+        return self._right[kind] + MARGIN >= self._own
 
     def note(self, text: bytes, token: int, canonical: int | None) -> None:
         """Enter a choice, and what a guess would have been worth, made or not.
@@ -47,6 +55,6 @@ class Guesses:
             self._right[kind] += WEIGHT * ((guess == token) - self._right[kind])
         self._chosen[text[:KEY_BYTES]] = token, 2 if before == token else 1
 
-    def judge(self, right: int, wrong: int) -> None:
-        """Enter guesses of the drafter's own."""
-        self._own_right, self._own = self._own_right + right, self._own + right + wrong
+    def judge(self, right: bool) -> None:
+        """Enter a guess of forced text that was the drafter's own."""
+        self._own += WEIGHT * (right - self._own)

@@ -221,12 +221,7 @@ class MatcherPool:
         if self.forced is not None:
             for item in items:
                 filled = self._latest.get(item.request_id)
-                if (
-                    filled is not None
-                    and filled.openings.texts
-                    and filled.returned
-                    and not filled.abandoned
-                ):
+                if filled is not None and filled.returned and not filled.abandoned:
                     guesses = self.guesses(item.request_id)
                     self.forced.learn(filled.openings, item.tokens, guesses)
         return self._run([_AcceptCall(item, self._latest.get(item.request_id)) for item in items])
@@ -252,7 +247,8 @@ class MatcherPool:
         """How well a request's forced text is guessed."""
         found = self._guesses.get(request_id)
         if found is None:
-            found = self._guesses[request_id] = Guesses()
+            weighed = self.forced is not None and self.forced.cuts is not None
+            found = self._guesses[request_id] = Guesses(weighed)
         return found
 
     def forget(self, request_id: int) -> None:

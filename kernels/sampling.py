@@ -313,6 +313,34 @@ def drawn_candidates(
     return probs[:, :count].log(), tokens, ids, probs
 
 
+def candidates_among(
+    logits: Tensor, count: int, own: Tensor, ids: Tensor, noise: Noise | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`top_candidates` where a row's next token is one of few.
+
+    Args:
+        logits: ``(T, V)`` over the draft vocabulary.
+        own: int64 ``(T, K)``: the tokens' draft ids, -1 is none.
+        ids: int64 ``(T, K)``: their target ids, distinct.
+        noise: Without support.
+
+    Returns:
+        As there, ``(T, count)``: log-probabilities among these tokens, -inf where there are no
+        more; all NaN where there is none.
+    """
+    there = own >= 0
+    known = logits.gather(1, own.clamp(min=0)).float().masked_fill(~there, -torch.inf)
+    if noise is not None:
+        warm = noise.temperature[:, None] > 0
+        exponential = negative_exponentials(noise.keys, ids.to(torch.int32)).neg_()
+        weights = _weights(known, known.amax(-1), noise.temperature)
+        known = (weights / torch.where(warm, exponential, 1.0)).log()
+    best, place = known.log_softmax(-1).topk(min(count, ids.shape[1]))
+    missing = 0, count - best.shape[1]
+    tokens = ids.gather(1, place).clamp(min=0)
+    return F.pad(best, missing, value=-torch.inf), F.pad(tokens, missing)
+
+
 def _noisy_candidates(
     logits: Tensor, count: int, offsets: Tensor | None, noise: Noise
 ) -> tuple[Tensor, Tensor]:

@@ -247,8 +247,8 @@ class EngineConfig:
     tries: Annotated[
         bool | None,
         Help(
-            "Draft all texts of an output that is one of few as one tree. By default on a GPU "
-            "alone, where a verified row costs little."
+            "Draft all texts of an output that is one of few as one tree, and forced text deeper "
+            "than other drafts. By default on a GPU alone, where a verified row costs little."
         ),
     ] = None
     threads: Annotated[

@@ -20,6 +20,10 @@ from overlap_spec.stats import RequestStats
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 # Tokens of a run that a grammar forces, as far as it is drafted; the first is what was chosen last.
 RUN_TOKENS = 16
+# Bytes of forced text of whose cuts into tokens the drafter is told, and tokens from each byte on.
+CUT_BYTES, CUT_TOKENS = 32, 8
+# Numbers that the lane tells behind a node: a run, then the cuts.
+TOLD = RUN_TOKENS + CUT_BYTES * CUT_TOKENS
 # Nodes of a trie that is drafted from, the prompt's end included.
 TRIE_NODES = 512
 Origin = Literal["grafted", "drafted", "bonus", "forced"]

@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "timeline": set(),
     "engine.grammar_manager": {"grammar", "timeline"},
     "engine.drafter_guard": set(),
+    "engine.rooms": {"scheduler", "speculation"},
     "engine.cost_model": {"speculation", "worker", "timeline"},
     "engine.core": {
         "engine.cost_model",
@@ -44,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "grammar",
         "engine.grammar_manager",
         "engine.drafter_guard",
+        "engine.rooms",
         "timeline",
     },
     "engine.input_processor": {"grammar", "tokenizer", "chat_template"},
@@ -93,6 +95,7 @@ MAY_USE: dict[str, set[str] | None] = {
     "engine.grammar_manager": set(),
     "engine.core": set(),
     "engine.drafter_guard": set(),
+    "engine.rooms": {"numpy"},
     "engine.cost_model": set(),
     "engine.input_processor": set(),
     "engine.request_handle": set(),

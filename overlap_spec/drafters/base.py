@@ -74,6 +74,10 @@ class Roots(NamedTuple):
     ``temperature`` float32 ``(B,)``, 0 where a row is greedy, and ``seeds`` int64 ``(B,)``: with
     them :meth:`noise` is that of the target's choices. None where all rows are greedy. ``support``:
     over 0, drafts are draws of their own from so many tokens each, whose odds are told.
+
+    ``cuts`` int32 ``(B, CUT_BYTES, CUT_TOKENS)``: the tokens with which forced text can go on from
+    each of its bytes on, as :mod:`overlap_spec.drafters.cuts` reads them; ``cut_at`` int64
+    ``(B,)``: the byte behind the root, or CUT_BYTES where nothing is known. None: of no row.
     """
 
     rows: Tensor
@@ -84,6 +88,8 @@ class Roots(NamedTuple):
     temperature: Tensor | None = None
     seeds: Tensor | None = None
     support: int = 0
+    cuts: Tensor | None = None
+    cut_at: Tensor | None = None
 
     def noise(self, depth: int, branches: int) -> Noise | None:
         """The noise of the tokens at ``depth``, the root's children being at 1: of the children of

@@ -11,7 +11,6 @@ from overlap_spec.drafters.base import DraftCache, MakeCache, Tables
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.errors import ConfigError
 from overlap_spec.hub import find_folder
-from overlap_spec.kernels import Noise, top_candidates
 from overlap_spec.models.config import read_config
 from overlap_spec.models.decoder import Attend, Decoder
 from overlap_spec.models.vocabulary import VocabularyMap, map_vocabulary
@@ -29,7 +28,6 @@ class DraftModelDrafter(TreeDrafter):
     """
 
     read: Tensor
-    offsets: Tensor | None
 
     def __init__(
         self,
@@ -41,19 +39,20 @@ class DraftModelDrafter(TreeDrafter):
     ) -> None:
         table = model.embed_tokens.weight
         state = table.new_zeros(rows, model.config.hidden_size)
-        super().__init__(cache, state, target.config.max_position - 1)
+        offsets = None
+        if vocabulary.drafted is not None and vocabulary.offsets is not None:
+            offsets = vocabulary.offsets.to(table.device)
+        super().__init__(cache, state, target.config.max_position - 1, offsets)
         self.model = model
         # Heads of one vocabulary may be padded to different sizes.
         self.vocab_size = min(model.config.vocab_size, target.config.vocab_size)
         self.own_last_position = min(len(model.rope) - 1, self.last_position)
         self.register_buffer("read", vocabulary.read.to(table.device))
-        self.register_buffer("offsets", None)
-        if vocabulary.drafted is not None and vocabulary.offsets is not None:
+        if vocabulary.drafted is not None and offsets is not None:
             kept = model.lm_head.weight[vocabulary.drafted.to(table.device)]
             model.lm_head = nn.Linear(kept.shape[1], len(kept), bias=False, device="meta")
             model.lm_head.weight = nn.Parameter(kept, requires_grad=False)
             self.vocab_size = len(kept)
-            self.offsets = vocabulary.offsets.to(table.device)
 
     @classmethod
     def build(
@@ -84,6 +83,5 @@ class DraftModelDrafter(TreeDrafter):
         state: Tensor = self.model(self.read[tokens], places, attend)[0]
         return state
 
-    def candidates(self, states: Tensor, k: int, noise: Noise | None = None) -> tuple[Tensor, ...]:
-        logits = self.model.logits(states)[:, : self.vocab_size].contiguous()
-        return top_candidates(logits, k, self.offsets, noise)
+    def logits(self, states: Tensor) -> Tensor:
+        return self.model.logits(states)[:, : self.vocab_size].contiguous()

@@ -9,7 +9,6 @@ from overlap_spec.drafters.base import DraftCache, MakeCache, Tables
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.errors import ConfigError
 from overlap_spec.hub import find_folder
-from overlap_spec.kernels import Noise, top_candidates
 from overlap_spec.models.decoder import NORMED_OUTPUT, Attend, Decoder
 from overlap_spec.models.eagle import EagleHead
 from overlap_spec.models.weights import load_eagle
@@ -48,5 +47,6 @@ class EagleDrafter(TreeDrafter):
         state: Tensor = self.head(self.embed_tokens(tokens), before, positions, attend)
         return state
 
-    def candidates(self, states: Tensor, k: int, noise: Noise | None = None) -> tuple[Tensor, ...]:
-        return top_candidates(self._target_logits(states), k, None, noise)
+    def logits(self, states: Tensor) -> Tensor:
+        found: Tensor = self._target_logits(states)
+        return found

@@ -8,7 +8,6 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import DraftCache, MakeCache, Tables
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.errors import ConfigError
-from overlap_spec.kernels import Noise, top_candidates
 from overlap_spec.models.decoder import Attend, Decoder
 from overlap_spec.models.eagle3 import Eagle3Head, feature_layers
 from overlap_spec.models.weights import load_eagle3
@@ -23,7 +22,8 @@ class Eagle3Drafter(TreeDrafter):
     def __init__(self, head: Eagle3Head, target: Decoder, cache: DraftCache, rows: int) -> None:
         embed_tokens = getattr(head, "embed_tokens", target.embed_tokens)
         state = embed_tokens.weight.new_zeros(rows, head.fc.out_features)
-        super().__init__(cache, state, target.config.max_position - 1)
+        offsets = head.d2t if hasattr(head, "lm_head") else None
+        super().__init__(cache, state, target.config.max_position - 1, offsets)
         self.feature_layers = feature_layers(head.config, target.config)
         self.head, self.embed_tokens = head, embed_tokens
         # No module of this one: the target's weights are packed once.
@@ -49,7 +49,10 @@ class Eagle3Drafter(TreeDrafter):
         state: Tensor = self.head(self.embed_tokens(tokens), before, positions, attend)
         return state
 
-    def candidates(self, states: Tensor, k: int, noise: Noise | None = None) -> tuple[Tensor, ...]:
-        if not hasattr(self.head, "lm_head"):
-            return top_candidates(self._target_logits(self.head.normed(states)), k, None, noise)
-        return top_candidates(self.head.logits(states), k, self.head.d2t, noise)
+    def logits(self, states: Tensor) -> Tensor:
+        found: Tensor
+        if hasattr(self.head, "lm_head"):
+            found = self.head.logits(states)
+        else:
+            found = self._target_logits(self.head.normed(states))
+        return found

@@ -8,7 +8,6 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import DraftCache, MakeCache, Tables
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.hub import find_folder
-from overlap_spec.kernels import Noise, top_candidates
 from overlap_spec.models.decoder import NORMED_OUTPUT, Attend, Decoder
 from overlap_spec.models.mtp import MtpModule
 from overlap_spec.models.weights import load_mtp
@@ -46,6 +45,6 @@ class MtpDrafter(TreeDrafter):
         state: Tensor = self.module(self.embed_tokens(tokens), before, positions, attend)
         return state
 
-    def candidates(self, states: Tensor, k: int, noise: Noise | None = None) -> tuple[Tensor, ...]:
-        head = getattr(self.module, "head", self._target_logits)
-        return top_candidates(head(states), k, None, noise)
+    def logits(self, states: Tensor) -> Tensor:
+        found: Tensor = getattr(self.module, "head", self._target_logits)(states)
+        return found

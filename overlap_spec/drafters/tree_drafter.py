@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from overlap_spec.drafters.base import Committed, Draft, DraftCache, Drafter, Roots
+from overlap_spec.drafters.cuts import LENGTH_BITS, Cuts
 from overlap_spec.drafters.fixed_tree import Shape, shape_of
 from overlap_spec.drafters.grafts import Grafts
-from overlap_spec.kernels import Noise, Odds, grow, rerank
+from overlap_spec.kernels import Noise, Odds, candidates_among, grow, rerank, top_candidates
 from overlap_spec.models.decoder import Attend
 from overlap_spec.types import Tier
 
@@ -26,14 +27,25 @@ class TreeDrafter(Drafter):
         cache: The model's own; slot i holds token i.
         root_state: Zeros ``(rows, H)``, one for each row of the tables.
         last_position: The last one in the target's context; drafts past it are discarded.
+        offsets: int64 ``(V,)``: target id = draft id + ``offsets[draft id]``; None: they are one.
     """
 
     root_state: Tensor
+    offsets: Tensor | None
+    draft_ids: Tensor | None
 
-    def __init__(self, cache: DraftCache, root_state: Tensor, last_position: int) -> None:
+    def __init__(
+        self,
+        cache: DraftCache,
+        root_state: Tensor,
+        last_position: int,
+        offsets: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.cache, self.last_position = cache, last_position
         self.register_buffer("root_state", root_state)
+        self.register_buffer("offsets", offsets)
+        self.register_buffer("draft_ids", None if offsets is None else _inverse(offsets))
 
     @abstractmethod
     def advance(
@@ -52,9 +64,36 @@ class TreeDrafter(Drafter):
         """
 
     @abstractmethod
-    def candidates(self, states: Tensor, k: int, noise: Noise | None = None) -> tuple[Tensor, ...]:
+    def logits(self, states: Tensor) -> Tensor:
+        """Of the next token, over the draft vocabulary: ``(T, H)`` → ``(T, V)``, contiguous."""
+
+    def candidates(
+        self,
+        states: Tensor,
+        k: int,
+        noise: Noise | None = None,
+        numbers: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
         """Log-probabilities and target ids of the k best next tokens, descending:
-        ``(T, H)`` → ``(T, k)``, as :func:`overlap_spec.kernels.top_candidates` makes them."""
+        ``(T, H)`` → ``(T, k)``, as :func:`overlap_spec.kernels.top_candidates` makes them.
+
+        Args:
+            numbers: int32 ``(T, CUT_TOKENS)``, of :class:`overlap_spec.drafters.cuts.Cuts`: where a
+                row has any, the candidates are among these, and -inf where there are no more.
+        """
+        logits = self.logits(states)
+        score, token, *odds = top_candidates(logits, k, self.offsets, noise)
+        if numbers is None or odds:
+            return score, token, *odds
+        ids = (numbers >> LENGTH_BITS).long()
+        own = ids
+        if self.draft_ids is not None:
+            last = self.draft_ids.shape[0] - 1
+            own = torch.where(ids <= last, self.draft_ids[ids.clamp(min=0, max=last)], -1)
+        own = torch.where((numbers >= 0) & (own < logits.shape[1]), own, -1)
+        fewer, tokens = candidates_among(logits, k, own, ids, noise)
+        known = (own >= 0).any(1, keepdim=True)
+        return torch.where(known, fewer, score), torch.where(known, tokens, token)
 
     def states_before(self, features: Tensor | None) -> Tensor | None:
         """What stands for the states before committed tokens: the target's features ``(T, F)``."""
@@ -79,14 +118,21 @@ class TreeDrafter(Drafter):
 
     def _chain(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
         before, grafts = state[:, None], Grafts(roots, tier.nodes - 1)
-        score, token, *odds = self.candidates(state, 1, roots.noise(1, 1))
+        cuts = Cuts(roots)
+        numbers = cuts.at(cuts.start)
+        score, token, *odds = self.candidates(state, 1, roots.noise(1, 1), numbers.flatten(0, 1))
         score, token = grafts.first(score, token, 0)
+        place = cuts.after(cuts.start, numbers, token[:, None]).flatten(1)
         scores, tokens, every = [score], [token], [odds]
         for step in range(1, tier.nodes - 1):
             # Everything before is an ancestor: plain causal attention.
             before = self._advance(roots, token, before, step, None)
-            score, token, *odds = self.candidates(before.flatten(0, 1), 1, roots.noise(step + 1, 1))
+            numbers = cuts.at(place)
+            score, token, *odds = self.candidates(
+                before.flatten(0, 1), 1, roots.noise(step + 1, 1), numbers.flatten(0, 1)
+            )
             score, token = grafts.first(score, token, step)
+            place = cuts.after(place, numbers, token[:, None]).flatten(1)
             scores.append(score)
             tokens.append(token)
             every.append(odds)
@@ -100,8 +146,11 @@ class TreeDrafter(Drafter):
     def _tree(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
         batch, k, device = roots.rows.shape[0], tier.top_k, roots.rows.device
         grafts = Grafts(roots, tier.steps)
-        score, token, *odds = self.candidates(state, k, roots.noise(1, 1))
+        cuts = Cuts(roots)
+        numbers = cuts.at(cuts.start)
+        score, token, *odds = self.candidates(state, k, roots.noise(1, 1), numbers.flatten(0, 1))
         score, token = grafts.first(score, token, 0)
+        place = cuts.after(cuts.start, numbers, token[:, None]).flatten(1)
         scores, tokens, draws = [score], [token], [odds]
         parents = [torch.full_like(token, -1)]
         number = torch.arange(k, device=device).expand(batch, k)
@@ -110,18 +159,22 @@ class TreeDrafter(Drafter):
         mask = torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k)
         for step in range(1, tier.steps):
             out = self._advance(roots, token, before, step, mask)
-            added, choices, *odds = self.candidates(out.flatten(0, 1), k, roots.noise(step + 1, k))
+            numbers = cuts.at(place)
+            added, choices, *odds = self.candidates(
+                out.flatten(0, 1), k, roots.noise(step + 1, k), numbers.flatten(0, 1)
+            )
             # A run goes on in the first branch: nothing outranks its score, nor comes before it.
             added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0] = grafts.first(
                 added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0], step
             )
+            behind = cuts.after(place, numbers, choices.view(batch, k, k)).flatten(1)
             draws.append(odds)
             drawn_at.append(number)
             grown = grow(score, added, choices, mask)
             parents.append(number.repeat_interleave(k, 1))
             scores.append(added.view(batch, k * k))
             tokens.append(choices.view(batch, k * k))
-            score, token = grown.score, grown.token
+            score, token, place = grown.score, grown.token, behind.gather(1, grown.best)
             number = grown.best + (k + (step - 1) * k * k)
             before = out.gather(1, grown.branch[:, :, None].expand_as(out))
             assert grown.mask is not None
@@ -189,6 +242,15 @@ class TreeDrafter(Drafter):
         attend = self.cache.attend(roots.pages, slots, prefix, positions, mask)
         out = self.advance(token.flatten(), before.flatten(0, 1), positions.flatten(), attend)
         return out.view(batch, k, -1)
+
+
+def _inverse(offsets: Tensor) -> Tensor:
+    """The draft id of each target id: int64, -1 where there is none."""
+    index = torch.arange(len(offsets), device=offsets.device)
+    ids = index + offsets
+    found = torch.full((int(ids.max()) + 1,), -1, device=offsets.device)
+    found[ids] = index
+    return found
 
 
 def _stacked(draws: list[list[Tensor]], batch: int) -> Odds:

@@ -12,6 +12,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.engine.cost_model import cost_model
 from overlap_spec.engine.drafter_guard import DrafterGuard
 from overlap_spec.engine.grammar_manager import GrammarManager, StepFigures
+from overlap_spec.engine.rooms import Rooms
 from overlap_spec.errors import NumericFault
 from overlap_spec.grammar.matcher_pool import MatcherPool
 from overlap_spec.scheduler.scheduler import Scheduler
@@ -54,8 +55,8 @@ class EngineCore:
     """Scheduler, worker, grammar manager and length policy of one engine; not thread-safe.
 
     Attributes:
-        widens: Whether there may be wide tiers, for ``config.tries``: the slots that these need are
-            at most half of all.
+        widens: Whether there may be wide tiers, for what the grammar tells (``config.tries``): the
+            slots that these need are at most half of all.
 
     Raises:
         ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
@@ -97,7 +98,7 @@ class EngineCore:
         self._told: set[int] = set()
         # What the steps under way were planned for, the newest last.
         self._views: dict[int, StepView] = {}
-        self._observed = Observed()
+        self._observed, self._rooms = Observed(), Rooms()
         widened_ones = [wide_tier(t) for t in tiers if self.widens and t.steps and not t.parents]
         self.worker.warm_up([*tiers, *widened_ones], chunk_tokens)
         if self.policy.weighs_cost:
@@ -158,7 +159,10 @@ class EngineCore:
             self._before = None
             return True
         if step.constrained:
-            self.grammar.fill(plan.verified_ids, *self.worker.trees(step))
+            drafted, rows, limits, runs = self.worker.trees(step)
+            self.grammar.fill(plan.verified_ids, drafted, rows, limits, runs)
+            if self.widens:
+                self._rooms.note(plan.verified_ids, drafted, runs)
         self.worker.accept(step, self._free(step))
         self.worker.extend(step)
         if self.config.overlap == "none":
@@ -268,7 +272,8 @@ class EngineCore:
         tier = self.drafter.allow(budget.tier)
         if tier != budget.tier:
             budget = Budget(tier)
-        budget = widened(budget, [_room(s) for s in trees])
+        if self.widens:
+            budget = widened(budget, self._rooms.of(trees, tier))
         tier = budget.tier
         plain = [not request.speculate for request in view.requests]
         if tier.nodes == 1 or not any(plain):
@@ -322,11 +327,6 @@ class EngineCore:
     def _commit(self, result: StepResult, step: InFlightStep) -> list[Run]:
         self._end_failed()
         kept = self.scheduler.commit(result)
-        for request_id, row in zip(result.plan.verified_ids, result.rows, strict=True):
-            # Where the tree is the grammar's own, it tells nothing of the drafter.
-            known = result.plan.tier.base is not None and row.grafts == row.drafted
-            if row.drafted and not known and request_id in self.grammar.matchers:
-                self.grammar.judge(request_id, row, result.plan.tier.own.steps)
         self._observe(result, step)
         self._before = step
         return kept
@@ -418,18 +418,6 @@ def _view(sequence: Sequence, tpot_slo_ms: float | None) -> RequestView:
         _target(sequence, tpot_slo_ms),
         sequence.confidences,
     )
-
-
-def _room(sequence: Sequence) -> int:
-    """Nodes of the largest tree that a sequence's trie can be, after what is known of its output,
-    the first token at least."""
-    trie = sequence.trie
-    if trie is None or not sequence.request.sampling.speculate:
-        return 0
-    place = trie.follow(-1, sequence.output_ids)
-    if place is None:
-        return 0
-    return 1 + int(trie.sizes[place] if place >= 0 else trie.sizes[trie.parents < 0].max())
 
 
 def _target(sequence: Sequence, default_ms: float | None) -> float | None:

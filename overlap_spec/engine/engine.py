@@ -62,7 +62,10 @@ class Engine:
         # Under the rule of rejection drafts must be draws, and a forced token is none.
         if self.core.grafts:
             self.core.grammar.pool.forced = ForcedRuns(
-                self.tokenizer.vocabulary, self.tokenizer.encode, RUN_TOKENS
+                self.tokenizer.vocabulary,
+                self.tokenizer.encode,
+                RUN_TOKENS,
+                weighed=self.core.worker.weighs_cuts,
             )
         self._choice_tokens = ChoiceTokens(self.tokenizer.vocabulary, self.tokenizer.encode)
         limits = Limits(self.context_length, self.core.longest)

@@ -10,7 +10,7 @@ from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.matcher_pool import AcceptItem, FillItem, MatcherPool
 from overlap_spec.grammar.matcher_pool import PoolResult as LaneResult
 from overlap_spec.timeline import hidden_fraction, union_ns
-from overlap_spec.types import HostTrees, Int32s, Int64s, RowResult
+from overlap_spec.types import HostTrees, Int32s, Int64s
 
 
 @dataclass
@@ -81,8 +81,8 @@ class GrammarManager:
                 does not reach, become zero.
             limits: ``(len(request_ids),)``: lowered to the depth down to which a request's rows
                 are good, if that is not the whole tree.
-            runs: ``(nodes, tokens)``: tokens that the grammar forces behind each node, -1 where
-                there are no more.
+            runs: ``(nodes, TOLD)``: what the grammar forces behind each node, -1 where there is
+                no more.
         """
         items, index_of = [], {}
         runs.fill(-1)
@@ -109,17 +109,6 @@ class GrammarManager:
                 self._fail(result.request_id, result.error)
             elif result.root_only:
                 limits[index_of[result.request_id]] = 0
-
-    def judge(self, request_id: int, row: RowResult, steps: int) -> None:
-        """Measure a request's drafter by itself: guesses of forced text are to be better.
-
-        Args:
-            row: What it got from a step that drafted.
-            steps: Depth of its draft.
-        """
-        # Where a path ends at a forced token, that was not the drafter's.
-        wrong = row.grafted == row.grafts and row.accepted < steps
-        self.pool.guesses(request_id).judge(row.accepted - row.grafted, int(wrong))
 
     def free(self, request_ids: Iterable[int]) -> list[bool]:
         """Whether each request is inside its model's thinking, after what it was last fed."""

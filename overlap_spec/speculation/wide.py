@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overlap_spec.types import Budget, Tier
+from overlap_spec.types import RUN_TOKENS, Budget, Tier
 
 # Depth and nodes of a tree, root included, where the grammar knows what can come.
-WIDE_STEPS, WIDE_NODES = 8, 32
+WIDE_STEPS, WIDE_NODES = RUN_TOKENS - 1, 32
 
 
 def wide_tier(base: Tier) -> Tier:
-    """``base`` with room for the grammar's own trees."""
-    return Tier(
-        max(WIDE_STEPS, base.steps), max(2, base.top_k), max(WIDE_NODES, base.nodes), None, base
-    )
+    """``base`` with room for the grammar's own trees, and for runs longer than its drafts."""
+    tail = max(0, WIDE_STEPS - base.steps)
+    nodes = max(WIDE_NODES, base.nodes + tail)
+    return Tier(base.steps + tail, max(2, base.top_k), nodes, None, base)
+
+
+def run_room(tokens: int, tier: Tier) -> int:
+    """Nodes, root included, of a chain of ``tokens`` forced ones that is longer than a draft of
+    ``tier``; 0: it is not."""
+    return 1 + tokens if tokens > tier.own.steps else 0
 
 
 def widened(budget: Budget, rooms: Sequence[int]) -> Budget:

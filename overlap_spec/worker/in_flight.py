@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from overlap_spec.types import RUN_TOKENS, HostTrees, StepPlan, Tier
+from overlap_spec.types import RUN_TOKENS, TOLD, HostTrees, StepPlan, Tier
 from overlap_spec.worker.batch import Batch, Staging
 from overlap_spec.worker.graphs import padded_size
 from overlap_spec.worker.streams import Event, Streams, Value
@@ -49,8 +49,8 @@ class Buffers:
         masks, limits: int32 ``(nodes, words)`` mask rows and int64 ``(requests,)`` depth limits
             on the host; ``device_masks``, ``device_limits`` their copies on the device, which on
             the CPU are the same memory.
-        runs: int32 ``(nodes, RUN_TOKENS)``: what the grammar forces behind each node;
-            ``device_runs`` likewise.
+        runs: int32 ``(nodes, TOLD)``: what the grammar forces behind each node, a run and the
+            cuts of its text; ``device_runs`` likewise.
         results: int64, room for what :class:`overlap_spec.worker.passes.AcceptResult` packs.
         events: Recorded anew by each step that uses the buffers; ``events.free`` after its last
             use.
@@ -64,7 +64,7 @@ class Buffers:
         self.links = torch.zeros(3 * nodes, dtype=torch.int64, pin_memory=pinned)
         self.masks = torch.zeros(nodes, words, dtype=torch.int32, pin_memory=pinned)
         self.limits = torch.zeros(most, dtype=torch.int64, pin_memory=pinned)
-        self.runs = torch.zeros(nodes, RUN_TOKENS, dtype=torch.int32, pin_memory=pinned)
+        self.runs = torch.zeros(nodes, TOLD, dtype=torch.int32, pin_memory=pinned)
         self.device_masks, self.device_limits = self.masks, self.limits
         self.device_runs = self.runs
         if pinned:

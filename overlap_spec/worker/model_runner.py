@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from overlap_spec.drafters.base import Draft, Drafter, Roots
+from overlap_spec.drafters.cuts import cuts_after
+from overlap_spec.drafters.grafts import lengthen
 from overlap_spec.drafters.sound import sound
 from overlap_spec.kernels import (
     KeySpan,
@@ -24,7 +26,7 @@ from overlap_spec.kernels import (
     select_nodes,
 )
 from overlap_spec.models.decoder import Decoder
-from overlap_spec.types import RUN_TOKENS, StepPlan, Tier
+from overlap_spec.types import CUT_BYTES, RUN_TOKENS, TOLD, StepPlan, Tier
 from overlap_spec.worker.acceptance import AcceptanceRule
 from overlap_spec.worker.batch import Batch, Chunks
 from overlap_spec.worker.choices import ChoiceScorer
@@ -109,7 +111,7 @@ class ModelRunner(nn.Module):
         self.checked = not built
         self.register_buffer("refused", torch.zeros((), dtype=torch.int64, device=self.device))
         self.graphs = GraphRunner(self, record)
-        no_run = torch.full((1, RUN_TOKENS), -1, dtype=torch.int32, device=self.device)
+        no_run = torch.full((1, TOLD), -1, dtype=torch.int32, device=self.device)
         self.register_buffer("no_run", no_run)
         if self.feature_layers:
             # One feature a page, so that a prefix can be reused with the drafter's cache: zeros of
@@ -201,6 +203,7 @@ class ModelRunner(nn.Module):
         else:
             draft = self._draft_or_none(roots, own)
         if tier.base is not None:
+            draft = lengthen(draft, roots, tier)
             draft = draft_known(draft, roots, tables.tries, tables.place, tier)
         known = roots.tokens, roots.positions, roots.forced
         linked = *known, *_link(roots.tokens, draft, tier.steps)
@@ -215,7 +218,15 @@ class ModelRunner(nn.Module):
 
     def _roots(self, rows: Tensor, pages: Tensor) -> Roots:
         tables = self.tables
-        return Roots(rows, pages, tables.roots[rows], tables.committed[rows], tables.forced[rows])
+        return Roots(
+            rows,
+            pages,
+            tables.roots[rows],
+            tables.committed[rows],
+            tables.forced[rows],
+            cuts=tables.cuts[rows],
+            cut_at=tables.cut_at[rows],
+        )
 
     def _draft_or_none(self, roots: Roots, tier: Tier) -> Draft:
         """The drafter's draft; dead nodes alone where it raises, or has lately."""
@@ -414,7 +425,7 @@ class ModelRunner(nn.Module):
 
         Args:
             rest: The trees' tensors, the choice after every node int64 ``(S * N,)``, the depth
-                limits int64 ``(S,)``, and the runs behind the nodes int32 ``(S * N, RUN_TOKENS)``.
+                limits int64 ``(S,)``, and the runs behind the nodes int32 ``(S * N, TOLD)``.
         """
         tables, tree, (choices, limits, runs) = self.tables, Tree(*rest[:-3]), rest[-3:]
         width = tier.steps + 1
@@ -431,12 +442,13 @@ class ModelRunner(nn.Module):
         behind = runs[(self._count(rows.shape[0]) * tier.nodes)[:, None] + last].squeeze(1)
         forced = _after(behind, accepted.bonus)
         tables.forced[rows] = forced
+        tables.cuts[rows], tables.cut_at[rows] = cuts_after(behind[:, RUN_TOKENS:], accepted.bonus)
         if tier.base is not None:
             before, reached = tables.place[rows], last[:, 0]
             place = follow(tables.tries, rows, before, tier, reached, accepted.bonus)
             tables.place[rows] = place
         # Else the padding row would grow out of its pages, and follow what nobody wrote.
-        tables.committed[-1:], tables.forced[-1:] = 0, -1
+        tables.committed[-1:], tables.forced[-1:], tables.cut_at[-1:] = 0, -1, CUT_BYTES
         refused = torch.where(tree.parents == last, tree.scores, -torch.inf).amax(1, keepdim=True)
         scores = torch.cat([tree.scores.gather(1, path), refused], 1)
         living = (tree.scores > -torch.inf).sum(1, keepdim=True) - 1
@@ -467,6 +479,8 @@ class ModelRunner(nn.Module):
         tokens = self.sampler.choose(logits, place, features, allowed)
         self.tables.roots[rows] = tokens.clamp(min=0)
         self.tables.forced[rows] = forced = _after(runs, tokens)
+        found = cuts_after(runs[:, RUN_TOKENS:], tokens)
+        self.tables.cuts[rows], self.tables.cut_at[rows] = found
         if features.tries:
             before = self.tables.place[rows]
             self.tables.place[rows] = child(self.tables.tries, rows, before, tokens)
@@ -610,9 +624,9 @@ class ModelRunner(nn.Module):
 
 
 def _after(runs: Tensor, chosen: Tensor) -> Tensor:
-    """What is left of runs ``(S, RUN_TOKENS)`` behind the tokens ``chosen (S,)``, int64; -1 of
-    those that do not begin with these."""
-    return torch.where(runs[:, :1] == chosen[:, None], runs[:, 1:], -1).long()
+    """What is left of runs ``(S, TOLD)`` behind the tokens ``chosen (S,)``, int64; -1 of those that
+    do not begin with these."""
+    return torch.where(runs[:, :1] == chosen[:, None], runs[:, 1:RUN_TOKENS], -1).long()
 
 
 def _no_draft(roots: Roots, nodes: int) -> Draft:

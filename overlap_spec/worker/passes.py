@@ -87,8 +87,8 @@ class GrammarRows(NamedTuple):
     """What the lane wrote of a step, on the device; nodes are the trees', then the final chunks'.
 
     ``masks``: what each node may choose. ``limits`` int64 ``(S,)``: depth down to which each
-    tree's rows are good. ``runs`` int32 ``(nodes, RUN_TOKENS)``: what the grammar forces behind
-    each node, -1 behind its end.
+    tree's rows are good. ``runs`` int32 ``(nodes, TOLD)``: what the grammar forces behind each
+    node, a run, -1 behind its end, and the cuts of its text.
     """
 
     masks: Masks

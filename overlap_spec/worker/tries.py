@@ -13,7 +13,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from overlap_spec.drafters.base import Draft, Roots
 from overlap_spec.types import TRIE_NODES, Int64s, Tier, TokenTrie
@@ -30,22 +29,17 @@ def trie_table(trie: TokenTrie) -> Int64s:
 
 
 def draft_known(draft: Draft, roots: Roots, tries: Tensor, place: Tensor, tier: Tier) -> Draft:
-    """A draft with room for more nodes; in its place, where it fits, what is left of a trie.
+    """A draft; in its place, where it fits, what is left of a trie.
 
     Args:
-        draft: Of ``tier.base``; not drawn.
+        draft: Of ``tier``'s size, with parents; not drawn.
         tries, place: Of all rows, as in :class:`overlap_spec.worker.tables.RowTables`.
         tier: With a base.
     """
     count = tier.nodes - 1
     index = torch.arange(count, device=place.device)
     tokens, parents, scores, _ = draft
-    batch, drafted = tokens.shape
-    if parents is None:
-        parents = index[:drafted].expand(batch, drafted)
-    missing = 0, count - drafted
-    tokens, parents = F.pad(tokens, missing), F.pad(parents, missing)
-    scores = F.pad(scores, missing, value=-torch.inf)
+    assert parents is not None
     place = place[roots.rows]
     whole = fits(tries, roots.rows, place, tier)[:, None]
     known = tries[roots.rows]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from overlap_spec.drafters.base import Draft, host_draft
 from overlap_spec.drafters.grafts import graft
+from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.errors import NumericFault
 from overlap_spec.types import (
     RUN_TOKENS,
@@ -152,6 +153,11 @@ class Worker:
     def drafts_on_host(self) -> bool:
         """Whether drafts need the tokens of the step before on the host."""
         return self.runner.drafter is not None and self.runner.drafter.host
+
+    @property
+    def weighs_cuts(self) -> bool:
+        """Whether the drafter chooses among the cuts of forced text by itself."""
+        return isinstance(self.runner.drafter, TreeDrafter)
 
     @property
     def verifies_ahead(self) -> bool:
@@ -333,7 +339,7 @@ class Worker:
         Returns:
             The trees in the order of ``plan.verified``; int32 ``(nodes, words)``, a mask row for
             each node; int64 ``(requests,)``, to be lowered to the depth down to which a request's
-            rows are good; int32 ``(nodes, RUN_TOKENS)``, the run behind each node.
+            rows are good; int32 ``(nodes, TOLD)``, the run behind each node, and its cuts.
         """
         step.events.tree_on_host.synchronize()
         trees = step.host_trees()

@@ -12,12 +12,10 @@ from overlap_spec.config import EMBEDDED
 from overlap_spec.drafters.base import HostDraft, Roots
 from overlap_spec.drafters.grafts import Grafts, graft
 from overlap_spec.engine import Engine
-from overlap_spec.engine.grammar_manager import GrammarManager
 from overlap_spec.grammar.forced import ForcedRuns
 from overlap_spec.grammar.guesses import Guesses
-from overlap_spec.grammar.matcher_pool import MatcherPool
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.types import RUN_TOKENS, Output, RowResult, Tier
+from overlap_spec.types import RUN_TOKENS, Output, Tier
 from tests.worker import test_overlap
 
 PERSON = Grammar.json_schema(
@@ -94,21 +92,6 @@ def test_the_first_draft_has_the_run_behind_the_prompt(tiny: dict[str, Any]) -> 
     # A token of the prefill, then twelve forced ones and a bonus.
     assert (output.stats.verifies, output.stats.accepted_grafts) == (1, 12)
     assert output.text == '{"street_addre'
-
-
-def test_the_drafter_is_measured_by_itself() -> None:
-    """Of 24 right guesses and 8 wrong ones, 8 assumed included; grafts do not count."""
-    manager = GrammarManager(MatcherPool(), lambda *_, **__: None)
-    guesses = manager.pool.guesses(7)
-    for row in (
-        RowResult((0,) * 4, 5, 3, grafts=2, grafted=2),
-        RowResult((0,) * 2, 5, 1, grafts=2, grafted=1),
-        RowResult((0,) * 6, 5, 5),
-    ):
-        manager.judge(7, row, 5)
-    assert (guesses._own_right, guesses._own) == (4 + 6, 8 + 7)
-    manager.drop(7)
-    assert manager.pool.guesses(7) is not guesses
 
 
 def test_a_key_that_comes_again_is_cut_as_before() -> None:

@@ -158,8 +158,8 @@ def test_where_requests_lose_their_pages(still: dict[str, Any]) -> None:
 
 
 def test_a_text_that_is_deeper_than_the_tree_takes_more(still: dict[str, Any]) -> None:
-    """A token of the prefill, eight drafts and a bonus, then the rest and the stop token."""
-    texts = Grammar.choice(["nothing at all", "nothing at ease"])
+    """A token of the prefill, fifteen drafts and a bonus, then the rest and the stop token."""
+    texts = Grammar.choice(["nothing at all, to me", "nothing at all, to it"])
     with Engine(**still, **DRAFTERS["grammar"], adaptive="static", context_length=256) as engine:
         for output in engine.generate(PROMPTS, texts, SAMPLINGS[0]):
             assert output.stats.verifies == 2

@@ -173,8 +173,9 @@ def test_tokens_beyond_the_vocabulary_are_none() -> None:
     assert runs.tokens(b"name}", Guesses()) == []
 
 
-def test_what_was_chosen_before_comes_first(name: str) -> None:
+def test_what_was_chosen_before_comes_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each choice counts for the bytes that were to come, wherever they come again."""
+    monkeypatch.setattr(Guesses, "trusts", lambda *_: True)
     matcher = matcher_of(name, "schema").fork()
     runs, guesses = ForcedRuns(VOCABULARY, encode, 8), Guesses()
     tree = [np.array(part, np.int64) for part in ([0, *ids("{", '"')], [1, 2, -1], [-1] * 3)]
@@ -195,10 +196,12 @@ def test_each_kind_of_guess_is_judged_by_itself_and_against_the_drafter() -> Non
     for number in range(12):
         guesses.note(b"%d" % number, 1, 2)
     assert [guesses.trusts(kind) for kind in range(KINDS)] == [False, True, True]
-    # A drafter that is always wrong is worse than that.
-    guesses.judge(0, 200)
+    # A drafter that is always wrong is no better than that.
+    for _ in range(40):
+        guesses.judge(False)
     assert [guesses.trusts(kind) for kind in range(KINDS)] == [True, True, True]
-    guesses.judge(8000, 0)
+    for _ in range(40):
+        guesses.judge(True)
     assert [guesses.trusts(kind) for kind in range(KINDS)] == [False, False, False]
     for number in range(12):
         guesses.note(b"%d" % number, 1, None)
@@ -210,6 +213,32 @@ def test_each_kind_of_guess_is_judged_by_itself_and_against_the_drafter() -> Non
         guesses.note(b"0", 5, None)
     assert guesses.find(b"0") == (5, 2)
     assert not guesses.trusts(1) or not guesses.trusts(2)
+
+
+def test_the_drafter_is_judged_by_its_own_guesses(name: str) -> None:
+    """In forced text alone, and not by what a run told it."""
+    matcher = matcher_of(name, "schema").fork()
+    runs, guesses = ForcedRuns(VOCABULARY, encode, 8), Guesses()
+    judged: list[bool] = []
+    guesses.judge = judged.append  # type: ignore[method-assign]
+    links = [1, 2, 3, -1], [-1] * 4
+    tree = [np.array(part, np.int64) for part in ([0, *ids("{", '"', "n")], *links)]
+    rows = np.zeros((4, VOCABULARY.words), np.int32)
+    matcher.fill_tree(*tree, rows)
+
+    def step(told: list[int], *chosen: str) -> tuple[list[bool], list[int]]:
+        judged.clear()
+        openings = runs.fill(matcher, *tree, rows, np.empty((4, 8), np.int32), guesses)
+        guesses.told = told
+        runs.learn(openings, ids(*chosen), guesses)
+        return list(judged), guesses.told
+
+    # All right, and the run behind the last one begins with the bonus.
+    assert step([], "{", '"', "n", "a") == ([True] * 3, ids("m", "e", '":"'))
+    assert step(ids("{", '"'), "{", '"', "n", "a") == ([True], ids("m", "e", '":"'))
+    # What was told was refused, and then what was guessed.
+    assert step(ids("{", '"', "n"), "{", '"', "name") == ([], [])
+    assert step([], '{"') == ([False], [])
 
 
 def test_runs_of_what_terminates_are_none(name: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import Tree
-from overlap_spec.types import RUN_TOKENS, Tier
+from overlap_spec.types import TOLD, Tier
 from overlap_spec.worker import model_runner as runner_module
 from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.graphs import Recorded, Tensors, padded, padded_size
@@ -99,7 +99,7 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
 
             choices = tree.tokens.roll(-1, 1).flatten()
             limits = torch.full_like(positions, own.steps)
-            runs = choices[:, None].repeat(1, RUN_TOKENS).int()
+            runs = choices[:, None].repeat(1, TOLD).int()
             runs[::3], runs[:, 4:] = -1, -1
             given = rows, pages, positions, *tree, choices, limits, runs
             before = [x.clone() for x in state(runner)]
