@@ -226,6 +226,7 @@ GRAMMAR_FILES: dict[str, set[str]] = {
     "contract": {
         "choices",
         "contract",
+        "cuts",
         "forced",
         "guesses",
         "import_stubs",
