@@ -96,7 +96,10 @@ def test_a_schema_in_gives_valid_json_out(page: Browser, server: Server) -> None
     assert int(page.evaluate("document.querySelector('dd').textContent")) > 5
     assert re.search(r"exposed wait [\d.]+ ms · grammar [\d.]+ ms", text(page, "timeline-note"))
     lanes = page.evaluate("[...document.querySelectorAll('#lanes div')].map(d => d.textContent)")
-    assert lanes == ["host", "plan", "compute", "copy", "lane"]
+    # Where torch has all threads, prompts are computed in the lane of the rest.
+    assert [lane for lane in lanes if lane != "prefill"] == [
+        "host", "plan", "compute", "copy", "lane",
+    ]  # fmt: skip
     assert page.evaluate("document.querySelectorAll('#scroll rect.span').length") > 20
     sent = [e["request"] for e in page.told("Network.requestWillBeSent")]
     body = next(json.loads(r["postData"]) for r in sent if r["url"].endswith("completions"))
@@ -294,7 +297,8 @@ def test_words_are_explained(page: Browser) -> None:
     hints = page.evaluate(
         "[...document.querySelectorAll('abbr')].map(a => [a.textContent, a.title])"
     )
-    assert {word.lower() for word, _ in hints} == {"verify", "tier", "lane", "exposed wait"}
+    words = {"verify", "tier", "lane", "exposed", "exposed wait"}
+    assert {word.lower() for word, _ in hints} == words
     assert all(len(hint) > 40 for _, hint in hints)
     listed = page.evaluate("[...document.querySelectorAll('#words dt')].map(d => d.textContent)")
     assert {"verify", "tier", "lane", "exposed"} <= set(listed)

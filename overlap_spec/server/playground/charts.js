@@ -18,7 +18,11 @@ function axes(holder, top, label) {
   return { chart, y, left, width };
 }
 
+let drawn = [];
+addEventListener("resize", () => showSteps(drawn));
+
 export function showSteps(all) {
+  drawn = all;
   const steps = verifies(all).slice(-SHOWN_STEPS);
   if (!steps.length) return;
   const mean = acceptLength(all);

@@ -48,7 +48,7 @@ function showTotals({ totals, rate }) {
     ["Tokens a second", fixed(rate, 0), "", ({ rate: r }) => r ?? 0],
     ["Accept length", fixed(totals.accept_length, 2), "tokens a verify", ({ totals: t }) => t.accept_length ?? 0],
     ["Draft length", `${totals.draft_nodes - 1}`, `in ${totals.draft_steps} steps`, ({ totals: t }) => t.draft_nodes - 1],
-    ["KV cache", `${(100 * used).toFixed(used < 0.1 ? 1 : 0)}%`, `${totals.pages_in_use} of ${totals.pages} pages`,
+    ["KV cache", `${(100 * used).toFixed(used < 0.1 ? 1 : 0)}%`, `${totals.pages_in_use} of ${totals.pages}`,
       ({ totals: t }) => t.pages_in_use / t.pages],
   ];
   $("live-totals").replaceChildren(...tiles.map(([name, value, note, of]) => element("div", { className: "tile" },

@@ -52,7 +52,7 @@ function show(index, phase = "decided") {
   $("replay-at").value = at;
   $("replay-at").setAttribute("aria-valuetext", `step ${at + 1} of ${steps.length}`);
   $("replay-note").textContent = `step ${at + 1} of ${steps.length}`;
-  told = phase;
+  told = $("fates").dataset.phase = phase;
   paint = drawTree($("tree"), treeOf(step, before ?? "prompt"), phase);
   head = drawTimes(times[at]);
   showCounts(step);
@@ -114,7 +114,8 @@ function drawTimes(time) {
   const line = shape("line", { class: "playhead", x1: left, x2: left, y1: 0, y2: rows.length * tall, visibility: "hidden" });
   chart.append(line);
   holder.append(chart);
-  const named = { draft: time.draft, verify: time.verify, lane: time.lane, exposed: time.exposed };
+  const { draft, verify, lane, exposed, accept, extend } = time;
+  const named = { draft, verify, lane, exposed, accept, extend };
   $("replay-legend").replaceChildren(...Object.entries(named).map(([name, ms]) =>
     swatch(COLOURS[name === "lane" ? "fill" : name], `${name} ${ms.toFixed(2)} ms`)));
   return (ms) => {
@@ -130,7 +131,8 @@ function drawStrip() {
   const known = times.filter(Boolean).map(({ draft, verify, exposed }) => draft + verify + exposed).sort((a, b) => a - b);
   // A step that made a recording would dwarf all others.
   const top = Math.min(known.at(-1) ?? 1, 4 * (known[Math.floor(known.length / 2)] ?? 1)) || 1;
-  const pitch = Math.max(7, Math.min(34, Math.floor(holder.clientWidth / steps.length)));
+  const room = $("strip-row").clientWidth;
+  const pitch = Math.max(7, Math.min(44, Math.floor((room < 600 ? room : room * 0.6) / steps.length)));
   const chart = shape("svg", { width: pitch * steps.length, height: up + down, role: "img",
     "aria-label": "Time of each step: draft, verify and exposed wait, and the lane beneath" });
   chart.append(shape("line", { class: "grid", x1: 0, x2: pitch * steps.length, y1: up, y2: up }));
@@ -185,7 +187,7 @@ function advance(now) {
 
 function tell(phase) {
   if (phase === told) return;
-  told = phase;
+  told = $("fates").dataset.phase = phase;
   paint(phase);
   markText(phase);
 }

@@ -62,6 +62,7 @@ function clear() {
   for (const id of ["output", "figures", "origins", "accept", "accept-note", "tier", "tier-note"]) $(id).replaceChildren();
   $("value").hidden = true;
   $("verdict").textContent = "running …";
+  showSteps([]);
   showReplay([], []);
 }
 

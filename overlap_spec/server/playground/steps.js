@@ -3,7 +3,7 @@ import { element } from "./dom.js";
 import { ORIGINS } from "./words.js";
 
 // Steps that /timeline tells of at most.
-export const MOST_STEPS = 200;
+const MOST_STEPS = 200;
 
 // The first step is the prefill's: its one token is no verify's.
 export const verifies = (steps) => steps.slice(1).filter((step) => step.tokens.length);
@@ -19,10 +19,13 @@ export function shown({ text, origin = "unknown", thinking }) {
   return element("span", { className: `token ${origin}`, title: ORIGINS[origin] }, text);
 }
 
-// How many of the engine's last steps hold an answer's; two more may have been planned behind it.
+// Steps of others that may have run since an answer's last.
+const SINCE = 32;
+
+// How many of the engine's last steps hold an answer's.
 export function stepsBack(steps) {
   const numbers = steps.map(({ draft }) => draft?.step).filter((number) => number !== undefined);
-  return numbers.length ? Math.min(MOST_STEPS, numbers.at(-1) - numbers[0] + 3) : 0;
+  return numbers.length ? Math.min(MOST_STEPS, numbers.at(-1) - numbers[0] + 1 + SINCE) : 0;
 }
 
 // Of each step of an answer: when its parts ran, in ms from its first; null where nobody knows any more.
@@ -53,6 +56,8 @@ function partsOf(spans) {
     verify: total(({ name }) => name === "verify" || name === "prefill"),
     lane: total(({ lane }) => lane === "lane"),
     exposed: total(({ name }) => name === "exposed"),
+    accept: total(({ lane, name }) => lane === "compute" && name === "accept"),
+    extend: total(({ name }) => name === "extend"),
     // When the guesses are there, when the grammar has judged them, and when the target has.
     drafted: ends(parts, "compute", "draft") ?? 0,
     masked: ends(parts, "lane", "fill") ?? end,

@@ -4,7 +4,7 @@ import { call } from "./server.js";
 import { union } from "./steps.js";
 import { WORDS } from "./words.js";
 
-const LANES = ["host", "plan", "compute", "copy", "lane"];
+const ALWAYS = ["host", "plan", "compute", "copy", "lane"];
 export const COLOURS = { draft: "#f2a541", verify: "#4e79a7", accept: "#c7b42c", extend: "#59a14f", fill: "#af7aa1",
   masks: "#d4a6c8", upload: "#9c755f", tree: "#76b7b2", results: "#8cb0d9", plan: "#a0a0a0", count: "#86bc86",
   assign: "#6b6ecf", prefill: "#3f8f8a", exposed: "var(--wait)" };
@@ -52,7 +52,11 @@ function packed(spans) {
   return rows;
 }
 
+let drawn = null;
+addEventListener("resize", () => { if (drawn) drawTimeline(drawn); });
+
 function drawTimeline(spans) {
+  drawn = spans;
   const exposed = spans.filter((span) => span.name === "exposed");
   const grammar = unionMs(spans.filter((span) => span.lane === "lane"));
   const waited = unionMs(exposed);
@@ -64,8 +68,10 @@ function drawTimeline(spans) {
   const start = Math.min(...spans.map((s) => s.start_ns)), end = Math.max(...spans.map((s) => s.end_ns));
   const steps = new Map();
   for (const span of spans) if (span.lane === "compute" && !steps.has(span.step)) steps.set(span.step, span.start_ns);
-  const high = 30, head = 18, foot = 18, bottom = head + high * LANES.length;
-  $("lanes").replaceChildren(...(spans.length ? LANES : []).map((lane, index) => {
+  // Prompts are computed beside the rest where there are threads for it.
+  const lanes = spans.some(({ lane }) => lane === "prefill") ? ALWAYS.toSpliced(3, 0, "prefill") : ALWAYS;
+  const high = 30, head = 18, foot = 18, bottom = head + high * lanes.length;
+  $("lanes").replaceChildren(...(spans.length ? lanes : []).map((lane, index) => {
     const name = element("div", {}, lane === "lane" ? element("abbr", { title: WORDS.lane }, lane) : lane);
     name.style.cssText = `height: ${high}px; line-height: ${high}px; margin-top: ${index ? 0 : head}px`;
     return name;
@@ -82,7 +88,7 @@ function drawTimeline(spans) {
     chart.append(shape("rect", { x: x(from), y: head, width: Math.max(1, x(to) - x(from)), height: bottom - head,
       fill: "var(--wait)", opacity: 0.13 }));
   }
-  LANES.forEach((lane, index) => {
+  lanes.forEach((lane, index) => {
     const rows = packed(spans.filter((span) => span.lane === lane));
     const tall = (high - 6) / Math.max(1, rows.length);
     rows.forEach((row, number) => row.forEach(({ name, start_ns: from, end_ns: to, step }) => bar(chart, {

@@ -8,6 +8,8 @@ const SIGNS = { rejected: "✕", masked: "⊘", late: "◷", cut: "✂" };
 // How much of a step is told: its start, its guesses, the grammar's word, everything.
 export const PHASES = ["start", "drafted", "masked", "decided"];
 
+const straight = ({ fate }) => fate === "accepted" || fate === "chosen" || fate === "cut";
+
 // What a step had: the token before it, its drafts, and the target's own choice behind those it kept.
 export function treeOf(step, before) {
   const drafts = (step.draft?.nodes ?? []).map((node) => ({ ...node, children: [], origin: undefined }));
@@ -20,7 +22,6 @@ export function treeOf(step, before) {
     kept.origin = origin;
     last = kept;
   }
-  const straight = ({ fate }) => fate === "accepted" || fate === "chosen" || fate === "cut";
   for (const node of [root, ...drafts]) node.children.sort((a, b) => straight(b) - straight(a));
   return root;
 }
@@ -33,17 +34,16 @@ function place(root) {
     const text = visible(node.text);
     const label = text.length > LONGEST ? `${text.slice(0, LONGEST - 1)}…` : text;
     const sign = SIGNS[node.fate];
-    Object.assign(node, { depth, above: parent, label: sign ? `${sign} ${label}` : label });
-    widths[depth] = Math.max(widths[depth] ?? 0, 30, node.label.length * LETTER + 16);
+    const letters = label.length + (sign ? 2 : 0);
+    Object.assign(node, { depth, above: parent, sign, label, wide: letters * LETTER + 16 });
+    widths[depth] = Math.max(widths[depth] ?? 0, 30, node.wide);
     nodes.push(node);
     for (const child of node.children) descend(child, depth + 1, node);
     node.row = node.children.length ? node.children[0].row : rows++;
   };
   descend(root, 0, null);
   const lefts = widths.map((_, depth) => MARGIN + widths.slice(0, depth).reduce((sum, w) => sum + w + GAP, 0));
-  for (const node of nodes) {
-    Object.assign(node, { x: lefts[node.depth], y: MARGIN + node.row * PITCH, wide: node.label.length * LETTER + 16 });
-  }
+  for (const node of nodes) Object.assign(node, { x: lefts[node.depth], y: MARGIN + node.row * PITCH });
   return { nodes, width: lefts.at(-1) + widths.at(-1) + MARGIN, height: rows * PITCH + 2 * MARGIN - (PITCH - HIGH) };
 }
 
@@ -51,7 +51,8 @@ export function drawTree(holder, root, phase) {
   const { nodes, width, height } = place(root);
   const chart = shape("svg", { width, height, role: "img", "aria-label": told(nodes) });
   chart.append(hatching());
-  for (const node of nodes) {
+  // What was kept lies above what was not.
+  for (const node of nodes.toSorted((a, b) => straight(a) - straight(b))) {
     if (!node.above) continue;
     const from = node.above.x + node.above.wide, y0 = node.above.y + HIGH / 2, y1 = node.y + HIGH / 2;
     const middle = node.x - GAP / 2;
@@ -61,9 +62,12 @@ export function drawTree(holder, root, phase) {
   }
   for (const node of nodes) {
     node.group = shape("g", {}, undefined, hint(node));
+    const name = shape("text", { x: node.x + 8, y: node.y + HIGH / 2 + 4 });
+    if (node.sign) name.append(shape("tspan", { class: "sign" }, `${node.sign} `));
+    name.append(shape("tspan", { class: "label" }, node.label));
     node.group.append(shape("rect", { x: node.x, y: node.y, width: node.wide, height: HIGH, rx: 6 }),
       shape("rect", { x: node.x, y: node.y, width: node.wide, height: HIGH, rx: 6, class: "hatch", fill: "url(#hatching)" }),
-      shape("text", { x: node.x + 8, y: node.y + HIGH / 2 + 4 }, node.label));
+      name);
     chart.append(node.group);
   }
   holder.replaceChildren(chart);
@@ -102,7 +106,7 @@ function told(nodes) {
 function hatching() {
   const pattern = shape("pattern", { id: "hatching", width: 6, height: 6, patternUnits: "userSpaceOnUse",
     patternTransform: "rotate(45)" });
-  pattern.append(shape("rect", { width: 2, height: 6, fill: "var(--masked)", opacity: 0.3 }));
+  pattern.append(shape("rect", { width: 2, height: 6, fill: "var(--masked)", opacity: 0.2 }));
   const defs = shape("defs", {});
   defs.append(pattern);
   return defs;
