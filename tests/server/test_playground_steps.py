@@ -286,7 +286,9 @@ def test_the_real_server_tells_its_streams(page: Browser) -> None:
     write(page, "max-tokens", "3500")
     click(page, "run")
     page.evaluate("document.getElementById('live').open = true")
-    page.wait("document.querySelector('#streams .pill.decode')")
+    # As a return to the tab does: ask now, not only once a second.
+    looks = "document.dispatchEvent(new Event('visibilitychange'))"
+    page.wait(f"({looks}, document.querySelector('#streams .pill.decode'))")
     assert "yours" in page.evaluate("document.querySelector('#streams .stream').textContent")
     click(page, "stop")
     page.wait("document.getElementById('live-note').textContent.includes('nothing runs now')")

@@ -173,11 +173,13 @@ function begin() {
 
 function advance(now) {
   const time = times[at], length = time?.end ?? GUESSED_MS, ms = (now - begun) / pace();
+  // However slow the machine is, a step's end stays for a frame.
+  const ended = told === "decided";
   if (!still.matches) {
     tell(phaseAt(time, ms, length));
     head(ms);
   }
-  if ((now - begun) < length * pace() + REST_MS) {
+  if (!ended || now - begun < length * pace() + REST_MS) {
     frame = requestAnimationFrame(advance);
   } else if (at < steps.length - 1) {
     at += 1;
