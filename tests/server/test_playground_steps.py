@@ -115,9 +115,9 @@ def test_the_tree_tells_what_became_of_each_draft(replay: Browser) -> None:
     told = hints(replay)
     assert told["an·"] == '"an ": the token before this step'
     assert told["∎"] == "the end: bonus: the target’s own choice"
-    assert "refused by the target" in told["✕ no"]
-    assert "refused by the grammar’s mask" in told["⊘ <b>"]
-    assert "not there in time" in told["◷ z"]
+    assert "refused by the target" in told["no ✕"]
+    assert "refused by the grammar’s mask" in told["<b> ⊘"]
+    assert "not there in time" in told["z ◷"]
     fates = text(replay, "fates")
     for part in ("12 drafted", "2 accepted", "2 refused by the target", "2 refused by the grammar",
                  "1 mask was late", "5 more not shown", "→ 4 tokens"):  # fmt: skip

@@ -63,8 +63,8 @@ export function drawTree(holder, root, phase) {
   for (const node of nodes) {
     node.group = shape("g", {}, undefined, hint(node));
     const name = shape("text", { x: node.x + 8, y: node.y + HIGH / 2 + 4 });
-    if (node.sign) name.append(shape("tspan", { class: "sign" }, `${node.sign} `));
     name.append(shape("tspan", { class: "label" }, node.label));
+    if (node.sign) name.append(shape("tspan", { class: "sign" }, ` ${node.sign}`));
     node.group.append(shape("rect", { x: node.x, y: node.y, width: node.wide, height: HIGH, rx: 6 }),
       shape("rect", { x: node.x, y: node.y, width: node.wide, height: HIGH, rx: 6, class: "hatch", fill: "url(#hatching)" }),
       name);
