@@ -284,6 +284,11 @@ class AsyncEngine:
         """The engine's state as plain data."""
         return await self.client.query("snapshot")
 
+    async def standings(self) -> dict[str, Any]:
+        """The engine's state, and under ``requests`` where those under way stand: the fields of
+        :class:`overlap_spec.stats.Standing`, by the numbers of :meth:`send`; 256 at most."""
+        return await self.client.query("requests")
+
     async def flush_cache(self) -> int:
         """Forget the computed pages of earlier prompts that no request holds; how many there
         were."""

@@ -1,9 +1,11 @@
-"""What is measured on one request."""
+"""What is measured on one request, and where it stands while it is under way."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
+
+State = Literal["compiling", "waiting", "prefill", "decode"]
 
 
 @dataclass
@@ -69,3 +71,24 @@ class RequestStats:
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         rates = ("accept_length", "accept_rate", "graft_accept_rate", "tpot_ms")
         return data | {name: getattr(self, name) for name in rates}
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a request under way stands: figures, and nothing of what it says.
+
+    ``age_ms``: since it came. ``pages``: of the KV cache. ``accept_length``: tokens a verify so
+    far, the bonus included; ``draft_length``: drafts that a verify checked; both None before the
+    first.
+    """
+
+    id: int
+    state: State
+    age_ms: float
+    prompt_tokens: int
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    pages: int = 0
+    constrained: bool = True
+    accept_length: float | None = None
+    draft_length: float | None = None

@@ -7,7 +7,7 @@ verifies all trees at once, and returns what each row accepted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +26,10 @@ CUT_BYTES, CUT_TOKENS = 32, 8
 TOLD = RUN_TOKENS + CUT_BYTES * CUT_TOKENS
 # Nodes of a trie that is drafted from, the prompt's end included.
 TRIE_NODES = 512
+# Drafts of one request that are told of a step.
+MOST_TOLD_DRAFTS = 128
 Origin = Literal["grafted", "drafted", "bonus", "forced"]
+Fate = Literal["accepted", "masked", "rejected", "late", "cut"]
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -59,6 +62,7 @@ class SamplingParams:
         origins: Whether to tell of each output token how it came: an accepted draft, an accepted
             draft whose text the grammar had forced (grafted), the target's own choice behind these
             (bonus), or the only token that the mask allowed (forced).
+        draft_trees: Whether to tell of each step what it drafted, and what became of each draft.
         tpot_slo_ms: Target of the time per output token, in milliseconds: adaspec and auto plan no
             step that takes longer, where they can; None is the engine's.
     """
@@ -80,6 +84,7 @@ class SamplingParams:
     logprobs: int | None = None
     speculate: bool = True
     origins: bool = False
+    draft_trees: bool = False
     tpot_slo_ms: float | None = None
 
     def __post_init__(self) -> None:
@@ -117,7 +122,7 @@ class SamplingParams:
             raise InvalidRequest(f"seed must be a 64-bit integer: {self.seed!r}", "seed")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens is over max_tokens", "min_tokens")
-        for name in ("ignore_eos", "speculate", "origins"):
+        for name in ("ignore_eos", "speculate", "origins", "draft_trees"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false: {getattr(self, name)!r}", name)
         self._check_collections()
@@ -398,6 +403,38 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
+@dataclass(frozen=True)
+class DraftTree:
+    """What one step drafted for one request, and what became of it.
+
+    Attributes:
+        step: The step's number, as in the timeline.
+        tokens: Of the drafts that were verified; parents come before their children.
+        parents: The draft before each one, as an index; -1 is the last committed token.
+        fates: Of each draft. ``accepted``; ``masked``: the grammar forbids it, or its path;
+            ``rejected``: the target chose another token there, or on its path; ``late``: its mask
+            was not there in time; ``cut``: accepted, behind the output's end.
+        left_out: Further drafts, of more than :data:`MOST_TOLD_DRAFTS`, none of them accepted.
+    """
+
+    step: int
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    fates: tuple[Fate, ...] = ()
+    left_out: int = 0
+
+    def cut(self, kept: int) -> DraftTree:
+        """The same where only ``kept`` of the step's tokens are part of the output."""
+        if self.fates.count("accepted") <= kept:
+            return self
+        depths = np.cumsum([fate == "accepted" for fate in self.fates])
+        fates: tuple[Fate, ...] = tuple(
+            "cut" if fate == "accepted" and depth > kept else fate
+            for fate, depth in zip(self.fates, depths, strict=True)
+        )
+        return replace(self, fates=fates)
+
+
 class RowResult(NamedTuple):
     """What one request got from a step, before the stop rules cut it.
 
@@ -415,6 +452,7 @@ class RowResult(NamedTuple):
         grafts: How many of the verified drafts the grammar had forced.
         grafted: How many of these are among the accepted ones, which they begin.
         choice_logprobs: Log-probability of each text of the chunk's choices.
+        tree: What was drafted, if asked for.
     """
 
     tokens: tuple[int, ...]
@@ -428,6 +466,7 @@ class RowResult(NamedTuple):
     grafts: int = 0
     grafted: int = 0
     choice_logprobs: tuple[float, ...] = ()
+    tree: DraftTree | None = None
 
 
 @dataclass(frozen=True)
@@ -475,8 +514,8 @@ class Delta:
     """A piece of a streamed output; the last one has a ``finish_reason``.
 
     ``logprobs`` and ``origins``: one entry a token, if asked for. ``tier``: of the step that it
-    comes from, with ``origins``. ``verdict``, ``choices`` and ``warnings``: of the whole output, in
-    the last piece.
+    comes from, with ``origins``. ``tree``: that step's drafts, if asked for. ``verdict``,
+    ``choices`` and ``warnings``: of the whole output, in the last piece.
     """
 
     text: str
@@ -485,6 +524,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     origins: tuple[Origin, ...] = ()
     tier: Tier | None = None
+    tree: DraftTree | None = None
     verdict: Verdict | None = None
     choices: tuple[ChoiceProbability, ...] = ()
     warnings: tuple[str, ...] = ()

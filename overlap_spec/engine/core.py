@@ -30,6 +30,7 @@ from overlap_spec.speculation.presets import load_policy
 from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.speculation.tree_file import read_tree
 from overlap_spec.speculation.wide import wide_tier, widened
+from overlap_spec.stats import Standing
 from overlap_spec.timeline import Timeline
 from overlap_spec.types import Budget, History, StepPlan, StepResult
 from overlap_spec.worker.build import build_streams, build_worker
@@ -99,6 +100,8 @@ class EngineCore:
         # What the steps under way were planned for, the newest last.
         self._views: dict[int, StepView] = {}
         self._observed, self._rooms = Observed(), Rooms()
+        # Output tokens of the requests that have ended.
+        self._ended_tokens = 0
         widened_ones = [wide_tier(t) for t in tiers if self.widens and t.steps and not t.parents]
         self.worker.warm_up([*tiers, *widened_ones], chunk_tokens)
         if self.policy.weighs_cost:
@@ -201,6 +204,7 @@ class EngineCore:
             self._observed.add_request(sequence.stats.tpot_ms, target)
             self.grammar.drop(sequence.request.id)
             self.worker.forget(sequence.history)
+            self._ended_tokens += len(sequence.output_ids)
         return StepOutputs([(s, run) for s, run in runs if run and s.finish_reason is None], fresh)
 
     def close(self) -> None:
@@ -247,6 +251,7 @@ class EngineCore:
             "drafter": self.drafter.snapshot(),
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
+            "output_tokens": self._ended_tokens + sum(len(s.output_ids) for s in self._open()),
             "pages_in_use": allocator.in_use,
             "pages": allocator.total,
             "matchers": len(self.grammar.matchers),
@@ -259,9 +264,19 @@ class EngineCore:
             "hidden_fraction": figures.hidden_fraction,
         }
 
+    def standings(self, most: int) -> list[Standing]:
+        """Where requests stand that run or wait, running ones first; of at most ``most``."""
+        now_ns = time.perf_counter_ns()
+        return [s.standing(now_ns) for s in self._open()[:most]]
+
     def flush_cache(self) -> int:
         """Forget computed pages that no request holds; how many there were."""
         return self.scheduler.flush_cache()
+
+    def _open(self) -> list[Sequence]:
+        """Sequences whose end nobody has been told of."""
+        members = [*self.scheduler.running, *self.scheduler.waiting]
+        return [s for s in members if s.request.id not in self._told]
 
     def _budget(self, trees: list[Sequence], index: int, chunk_tokens: int) -> Budget:
         """What step ``index`` over ``trees`` may draft and verify."""

@@ -37,6 +37,7 @@ from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
 from overlap_spec.scheduler.stops import TextBuffer
+from overlap_spec.stats import Standing
 from overlap_spec.timeline import Timeline
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import RUN_TOKENS, Delta, Output, Request, WeighedChoices
@@ -98,6 +99,11 @@ class Engine:
     def snapshot(self) -> dict[str, Any]:
         """State as plain data: length policy, pages, requests, grammar time."""
         return self.core.snapshot()
+
+    def standings(self, most: int) -> list[Standing]:
+        """Where requests stand that run or wait, running ones first; of at most ``most``."""
+        with self._lock:
+            return self.core.standings(most)
 
     def flush_cache(self) -> int:
         """Forget the computed pages of earlier prompts that no request holds; how many there

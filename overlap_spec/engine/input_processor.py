@@ -77,6 +77,7 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     speculate: bool
     origins: bool
+    draft_trees: bool
     tpot_slo_ms: float | None
 
 

@@ -99,12 +99,14 @@ class OutputProcessor:
 def _delta(sequence: SequenceState, first: int, finished: bool) -> Delta:
     """A piece: the tokens from ``first`` on, and the text that they complete."""
     new = slice(first, None)
+    tokens = tuple(sequence.output_ids[new])
     return Delta(
         sequence.buffer.release(finished=finished),
-        tuple(sequence.output_ids[new]),
+        tokens,
         tuple(sequence.logprobs[new]),
         origins=tuple(sequence.origins[new]),
         tier=sequence.tier,
+        tree=sequence.tree if tokens else None,
     )
 
 

@@ -15,7 +15,7 @@ from overlap_spec.grammar.isolation.limits import FailureKind
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Delta, Output, Request
 
-QueryKind = Literal["snapshot", "timeline", "flush_cache"]
+QueryKind = Literal["snapshot", "requests", "timeline", "flush_cache"]
 
 
 class LaunchArgs(msgspec.Struct):
@@ -45,8 +45,8 @@ class AbortRequest(msgspec.Struct, tag=True):
 
 
 class Query(msgspec.Struct, tag=True):
-    """Ask for the engine's state as plain data, for the spans of its last `steps`, or to forget
-    the computed pages that no request holds."""
+    """Ask for the engine's state as plain data, with where each request stands or without, for the
+    spans of its last `steps`, or to forget the computed pages that no request holds."""
 
     id: int
     what: QueryKind

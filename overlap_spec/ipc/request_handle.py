@@ -124,4 +124,5 @@ class AsyncRequestHandle(RequestHandle):
 def _size(delta: Delta) -> int:
     """About the bytes that a piece takes in memory."""
     tops = sum(len(entry.top) for entry in delta.logprobs)
-    return 200 + 2 * len(delta.text) + 100 * len(delta.token_ids) + 120 * tops
+    drafts = 0 if delta.tree is None else len(delta.tree.tokens)
+    return 200 + 2 * len(delta.text) + 100 * (len(delta.token_ids) + drafts) + 120 * tops

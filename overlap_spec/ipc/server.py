@@ -27,15 +27,17 @@ from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.isolation.limits import CompileFailure
 from overlap_spec.ipc import messages as m
 from overlap_spec.ipc.memory import rss_bytes
-from overlap_spec.stats import RequestStats
+from overlap_spec.stats import RequestStats, Standing
 from overlap_spec.types import Delta, Output, Request
 
 # Pause before the next try if requests wait but no step can be planned.
 IDLE_POLL_MS = 1
 # How long the engine is silent at most, but for a step that takes longer.
 HEARTBEAT_S = 1.0
-# Tokens and log-probabilities of a message, but for the last piece in it.
+# Tokens, drafts and log-probabilities of a message, but for the last piece in it.
 MOST_VALUES = 2**12
+# Requests of which one answer tells.
+MOST_STANDINGS = 256
 
 
 class Compiling(NamedTuple):
@@ -92,6 +94,9 @@ class EngineServer:
                 self._abort(message.id)
             case m.Query(what="snapshot"):
                 self.socket.send(m.encode(m.QueryResult(message.id, self._snapshot())))
+            case m.Query(what="requests"):
+                state = self._snapshot() | {"requests": self._standings()}
+                self.socket.send(m.encode(m.QueryResult(message.id, state)))
             case m.Query(what="flush_cache"):
                 flushed = {"pages": self.engine.flush_cache()}
                 self.socket.send(m.encode(m.QueryResult(message.id, flushed)))
@@ -188,6 +193,21 @@ class EngineServer:
             "pid": os.getpid(),
         }
 
+    def _standings(self) -> list[Standing]:
+        """Where requests stand, by the client's numbers: the first of them."""
+        numbers = {handle.request.id: number for number, handle in self.open.items()}
+        known = [
+            dataclasses.replace(standing, id=numbers[standing.id])
+            for standing in self.engine.standings(MOST_STANDINGS)
+            if standing.id in numbers
+        ]
+        now = time.perf_counter_ns()
+        compiling = [
+            Standing(number, "compiling", (now - request.arrival_ns) / 1e6, len(request.prompt_ids))
+            for number, (request, _) in self.compiling.items()
+        ]
+        return [*known, *compiling][:MOST_STANDINGS]
+
     def _last_spans(self, steps: int) -> list[dict[str, Any]]:
         spans = self.engine.timeline.spans()
         first = max((span.step for span in spans), default=0) - steps + 1
@@ -215,7 +235,9 @@ def in_parts(outputs: m.EngineOutputs) -> Iterator[m.EngineOutputs]:
 
 
 def _values(piece: Delta | Output) -> int:
-    return len(piece.token_ids) + sum(1 + len(entry.top) for entry in piece.logprobs)
+    tree = piece.tree if isinstance(piece, Delta) else None
+    drafts = 0 if tree is None else len(tree.tokens)
+    return len(piece.token_ids) + sum(1 + len(entry.top) for entry in piece.logprobs) + drafts
 
 
 def connect(arguments: m.LaunchArgs) -> zmq.Socket[bytes]:

@@ -171,6 +171,7 @@ class Scheduler:
         sequence.output_ids += tokens
         sequence.logprobs += row.logprobs[: end.kept]
         sequence.origins += row.origins[: end.kept]
+        sequence.tree = None if row.tree is None else row.tree.cut(end.kept)
         sequence.record_run(end.kept, row, verified)
         sequence.committed_tokens = sequence.total_tokens - 1
         if end.reason is not None:

@@ -9,8 +9,9 @@ from typing import Any
 
 from overlap_spec.scheduler.prefix import Node
 from overlap_spec.scheduler.stops import TextBuffer
-from overlap_spec.stats import RequestStats
+from overlap_spec.stats import RequestStats, Standing, State
 from overlap_spec.types import (
+    DraftTree,
     FinishReason,
     History,
     Origin,
@@ -50,6 +51,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     tier: Tier | None = None
+    tree: DraftTree | None = None
     confidences: tuple[float, ...] = ()
     finish_reason: FinishReason | None = None
     stop_match: str | int | None = None
@@ -80,6 +82,25 @@ class Sequence:
         """Keys that are cached or under way, as far as the host knows."""
         committed, planned = self.committed_tokens, self.planned_tokens
         return committed if committed > planned else planned  # max() takes three times as long.
+
+    def standing(self, now_ns: int) -> Standing:
+        """Where it stands, at ``now_ns`` of ``perf_counter_ns``."""
+        state: State = "decode" if self.row >= 0 else "waiting"
+        if state == "decode" and self.prefilling:
+            state = "prefill"
+        stats = self.stats
+        return Standing(
+            id=self.request.id,
+            state=state,
+            age_ms=(now_ns - self.request.arrival_ns) / 1e6,
+            prompt_tokens=len(self.request.prompt_ids),
+            cached_tokens=stats.cached_tokens,
+            output_tokens=len(self.output_ids),
+            pages=len(self.pages),
+            constrained=self.matcher is not None,
+            accept_length=stats.accept_length if stats.verifies else None,
+            draft_length=stats.drafted_tokens / stats.verifies if stats.verifies else None,
+        )
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Known tokens at positions ``start .. end - 1``."""

@@ -21,7 +21,12 @@ from overlap_spec.server.protocol.text import DetokenizeBody, TokenizeBody
 from overlap_spec.server.service import Service
 from overlap_spec.types import SamplingParams
 
-PAGE = Path(__file__).parent / "playground.html"
+PAGE = Path(__file__).parent / "playground" / "index.html"
+PAGE_TYPES = {".css": "text/css", ".js": "text/javascript"}
+# What the playground's page loads; nothing else is handed out.
+PAGE_FILES = {path.name: path for path in PAGE.parent.glob("*") if path.suffix in PAGE_TYPES}
+# A page and scripts of two versions would not fit each other.
+UNCACHED = {"Cache-Control": "no-cache"}
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 PROBE_TIMEOUT_S = 20.0
 # After which /health no longer answers for the engine.
@@ -215,7 +220,15 @@ def page() -> Response:
     """The playground's page, if it is installed."""
     if not PAGE.is_file():
         raise ApiError(404, "this installation has no playground; the API is under /v1")
-    return FileResponse(PAGE, media_type="text/html")
+    return FileResponse(PAGE, media_type="text/html", headers=UNCACHED)
+
+
+def page_file(name: str) -> Response:
+    """A script or style sheet of the playground."""
+    path = PAGE_FILES.get(name)
+    if path is None:
+        raise ApiError(404, f"the playground has no file {name!r}")
+    return FileResponse(path, media_type=PAGE_TYPES[path.suffix], headers=UNCACHED)
 
 
 async def _snapshot(service: Service, timeout_s: float) -> dict[str, Any] | None:

@@ -35,6 +35,7 @@ from overlap_spec.server.protocol.text import (
 from overlap_spec.server.responses import responses
 from overlap_spec.server.service import ClientGone, Service
 from overlap_spec.server.settings import ServerSettings
+from overlap_spec.server.under_way import requests_under_way
 
 # Nginx's status for a closed connection; no client reads it, only logs and metrics.
 CLIENT_CLOSED_REQUEST = 499
@@ -177,6 +178,10 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def _flush(request: Request) -> Response:
         return await admin.flush_cache(service, request)
 
+    @app.get("/requests", summary="Where the requests under way stand; others' for admins alone.")
+    async def _requests(request: Request) -> Response:
+        return await requests_under_way(service, request)
+
     @app.get("/timeline", summary="Spans of the engine's last steps.")
     async def _timeline(steps: Annotated[int, Query(ge=1, le=200)] = 20) -> Response:
         return await admin.timeline(service, steps)
@@ -188,3 +193,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/", include_in_schema=False)
     async def _page() -> Response:
         return admin.page()
+
+    @app.get("/playground/{name}", include_in_schema=False)
+    async def _page_file(name: str) -> Response:
+        return admin.page_file(name)

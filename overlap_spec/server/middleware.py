@@ -15,10 +15,10 @@ from overlap_spec.server.keys import Keys
 from overlap_spec.server.loop_turns import Turnstile
 from overlap_spec.server.settings import ServerSettings
 
-# Health probes carry no key, and the playground's page asks its user for it.
 # Keys of a request's scope: who asks, and whether as administrator.
 OWNER, IS_ADMIN = "overlap_spec.owner", "overlap_spec.is_admin"
-OPEN_PATHS = ("/", "/health", "/ping")
+# Health probes carry no key, and the playground's page asks its user for it.
+OPEN_PATHS, OPEN_FOLDER = ("/", "/health", "/ping"), "/playground/"
 
 
 class GuardMiddleware:
@@ -131,11 +131,11 @@ class GuardMiddleware:
         if self._names is not None and not _is_local(name := _name(host), self._names):
             message = f"this server is not called {name!r}: start it with --allowed-host {name}"
             return ApiError(403, message, code="host_not_allowed")
-        if path not in OPEN_PATHS and method == "POST" and self._is_full():
+        if method == "POST" and not _is_open(path) and self._is_full():
             most = self._ceiling.most_bytes
             text = f"the server's front has over {most} bytes of memory (max_front_bytes)"
             return ApiError(503, text, code="out_of_memory", kind="service_unavailable")
-        if not self._keys.are_asked_for or path in OPEN_PATHS or method == "OPTIONS":
+        if not self._keys.are_asked_for or _is_open(path) or method == "OPTIONS":
             return None
         if self._keys.owner(_credentials(headers), "") is not None:
             return None
@@ -168,6 +168,11 @@ class HeldBody:
         if not self._released:
             self._released = True
             self._guard.hold(-self.size)
+
+
+def _is_open(path: str) -> bool:
+    """Whether no key is needed."""
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
 def _credentials(headers: dict[bytes, bytes]) -> bytes:

@@ -154,6 +154,18 @@ class InFlightStep:
         return HostTrees(tokens, child, sibling, offsets)
 
     @property
+    def tree_is_read(self) -> bool:
+        """Whether the drafted trees go to the host: for the grammar, or for whoever asked."""
+        return self.constrained or self.features.draft_trees
+
+    def mask_rows(self, index: int) -> NDArray[np.int32]:
+        """int32 ``(nodes, words)``: mask rows of one of the plan's verified trees on the host."""
+        trees, nodes = len(self.plan.decode_rows), self.plan.tier.nodes
+        if index >= trees:
+            return self.buffers.mask_rows(trees * nodes + index - trees + 1)[-1:]
+        return self.buffers.mask_rows((index + 1) * nodes)[index * nodes :]
+
+    @property
     def links(self) -> NDArray[np.int64]:
         """int64 ``(3, trees, nodes)``: tokens, first children and next siblings on the host."""
         trees, nodes = len(self.plan.decode_rows), self.plan.tier.nodes

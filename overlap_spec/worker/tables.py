@@ -34,6 +34,7 @@ class SamplingFeatures:
     min_tokens: bool
     top_logprobs: int | None
     origins: bool
+    draft_trees: bool
     tries: bool
 
     @property
@@ -131,6 +132,7 @@ class RowTables(nn.Module):
             min_tokens=s.min_tokens > 0,
             top_logprobs=s.logprobs,
             origins=s.origins,
+            draft_trees=s.draft_trees,
             tries=trie is not None,
         )
         # Equal ones are one object, so that a step compares as many as differ.
@@ -148,6 +150,7 @@ class RowTables(nn.Module):
             min_tokens=any(n.min_tokens for n in each),
             top_logprobs=max(tops) if tops else None,
             origins=any(n.origins for n in each),
+            draft_trees=any(n.draft_trees for n in each),
             tries=any(n.tries for n in each),
         )
 

@@ -31,6 +31,7 @@ PLAIN = SamplingFeatures(
     min_tokens=False,
     top_logprobs=None,
     origins=False,
+    draft_trees=False,
     tries=False,
 )
 

@@ -21,6 +21,7 @@ from overlap_spec.errors import NumericFault
 from overlap_spec.types import (
     RUN_TOKENS,
     Chunk,
+    DraftTree,
     History,
     HostTrees,
     Int32s,
@@ -36,6 +37,7 @@ from overlap_spec.types import (
 )
 from overlap_spec.worker import choices
 from overlap_spec.worker.batch import Batch, PlanUpload
+from overlap_spec.worker.draft_trees import draft_tree
 from overlap_spec.worker.in_flight import Buffers, InFlightStep, TierState
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.origins import token_origins
@@ -280,7 +282,7 @@ class Worker:
         proposed = None if histories is None else self._propose(step, histories)
         sampled = step.features.sampled
         step.drafted = compute.run("draft", self.runner.draft, step.batch, sampled, proposed)
-        if step.constrained:
+        if step.tree_is_read:
             compute.record(step.events.drafted)
             copy.wait(step.events.drafted)
             copy.run("tree", _copy_tree, step.drafted, step.buffers)
@@ -418,7 +420,7 @@ class Worker:
     @torch.inference_mode()
     def drop(self, step: InFlightStep) -> None:
         """Give up a step that was drafted: nothing of it is asked for."""
-        if step.constrained:
+        if step.tree_is_read:
             self.streams.compute.wait(step.events.tree_on_host)
         step.buffers.keep = (step.batch, step.drafted, step.verified)
         self.streams.compute.record(step.events.free)
@@ -554,6 +556,9 @@ class Worker:
             plain += ["drafted"] * (accepted - grafted)
             plain += ["bonus"] * (len(tokens) - accepted)
             origins = self._origins(step, index, tokens, tuple(plain), constrained)
+        tree = None
+        if asked.draft_trees:
+            tree = self._draft_tree(step, index, tokens[:accepted], limited, constrained)
         return RowResult(
             tuple(tokens),
             drafted,
@@ -565,6 +570,7 @@ class Worker:
             confidences,
             grafts,
             grafted,
+            tree=tree,
         )
 
     def _origins(
@@ -576,15 +582,25 @@ class Worker:
         constrained: bool,
     ) -> tuple[Origin, ...]:
         """How each of a request's tokens came: its tree is walked again, along them."""
-        trees, nodes = len(step.plan.decode_rows), step.plan.tier.nodes
         if not constrained:
             return plain
-        if index >= trees:
-            rows = step.buffers.mask_rows(trees * nodes + index - trees + 1)[-1:]
-            return token_origins(tokens, plain, None, rows)
-        first = index * nodes
-        rows = step.buffers.mask_rows(first + nodes)[first:]
-        return token_origins(tokens, plain, step.links[:, index], rows)
+        links = step.links[:, index] if index < len(step.plan.decode_rows) else None
+        return token_origins(tokens, plain, links, step.mask_rows(index))
+
+    def _draft_tree(
+        self,
+        step: InFlightStep,
+        index: int,
+        accepted: list[int],
+        limited: bool,
+        constrained: bool,
+    ) -> DraftTree:
+        """What became of a request's drafts; nothing was drafted behind a prompt."""
+        number = step.plan.index
+        if index >= len(step.plan.decode_rows):
+            return DraftTree(number)
+        rows = step.mask_rows(index) if constrained else None
+        return draft_tree(number, step.links[:, index], accepted, rows, limited)
 
     @torch.inference_mode()
     def clear(self, pages: list[int]) -> None:

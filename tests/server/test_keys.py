@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,6 +146,26 @@ def test_administration_has_a_key_of_its_own(server: Server) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_admin")
         assert not replies
         assert abort(server, {"rid": "long"}, ROOT).json() == {"aborted": 1}
+
+
+@needs_weights
+def test_where_others_requests_stand_is_the_administrators_to_see(server: Server) -> None:
+    def asked(who: dict[str, str]) -> Any:
+        return httpx.get(server.url + "/requests", headers=who, timeout=20).json()
+
+    assert httpx.get(server.url + "/requests", timeout=20).status_code == 401
+    with under_way(server, "secret-rid", ANNA):
+        wait_for(lambda: asked(ROOT)["requests"], 20)
+        (own,) = asked(ANNA)["requests"]
+        assert (own["id"], own["own"]) == ("secret-rid", True)
+        others = asked(BERT)
+        assert (others["requests"], others["not_shown"]) == ([], 1)
+        assert others["totals"]["running"] == 1
+        assert "secret-rid" not in json.dumps(others)
+        (seen,) = asked(ROOT)["requests"]
+        assert (seen["id"], seen["own"], asked(ROOT)["is_admin"]) == ("secret-rid", False, True)
+        assert re.fullmatch("key [0-9a-f]{8}", seen["client"])
+        assert "anna" not in json.dumps(seen)
 
 
 @needs_weights

@@ -6,32 +6,32 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 
-from overlap_spec.config import EMBEDDED
-from tests.support.browser import CHROMIUM, Browser
+from tests.support.browser import Browser
+from tests.support.playground import (
+    CTRL,
+    IDLE,
+    SOURCES,
+    answer,
+    errors,
+    needs_browser,
+    needs_weights,
+    run,
+    select,
+    spans,
+    stream,
+    text,
+    write,
+)
 from tests.support.serving import Server, shared_server
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "overlap_spec" / "server" / "playground.html"
-CTRL = 2
-IDLE = "!document.getElementById('run').disabled"
-
-needs_weights = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("profile")) as made:
-        yield made
 
 
 @pytest.fixture
@@ -39,71 +39,43 @@ def server() -> Server:
     return shared_server()
 
 
-@pytest.fixture
-def page(browser: Browser, server: Server) -> Iterator[Browser]:
-    """The page, freshly opened, after the run of its first example; every request that it makes
-    stays with the server."""
-    browser.events.clear()
-    browser.open(server.url + "/")
-    wait_for_run(browser)
-    urls = [event["request"]["url"] for event in browser.told("Network.requestWillBeSent")]
-    assert server.url + "/v1/chat/completions" in urls
-    browser.events.clear()
-    yield browser
-    browser.call("Emulation.clearDeviceMetricsOverride")
-    urls += [event["request"]["url"] for event in browser.told("Network.requestWillBeSent")]
-    assert [url for url in urls if not url.startswith((server.url + "/", "data:"))] == []
-    assert browser.told("Runtime.exceptionThrown") == []
-
-
-def errors(page: Browser) -> list[str]:
-    """What the console shows as an error."""
-    entries = [event["entry"] for event in page.told("Log.entryAdded")]
-    logged = [e["text"] for e in entries if e["level"] == "error"]
-    calls = page.told("Runtime.consoleAPICalled")
-    return logged + [str(call["args"]) for call in calls if call["type"] == "error"]
-
-
-def text(page: Browser, name: str) -> str:
-    found: str = page.evaluate(f"document.getElementById('{name}').textContent")
-    return found
-
-
-def select(page: Browser, name: str, value: str) -> None:
-    """Choose an option, as a user's choice tells it."""
-    page.evaluate(
-        f"{{ const box = document.getElementById('{name}'); box.value = {json.dumps(value)};"
-        " box.dispatchEvent(new Event('change')) }"
-    )
-
-
-def write(page: Browser, name: str, content: str) -> None:
-    """Type into a field, in place of what is there."""
-    page.evaluate(f"document.getElementById('{name}').select()")
-    page.call("Input.insertText", text=content)
-
-
-def run(page: Browser) -> None:
-    """Ctrl+Enter, and wait for the end."""
-    page.press("Enter", 13, CTRL)
-    wait_for_run(page)
-
-
-def wait_for_run(page: Browser) -> None:
-    """Wait until a run has ended and its timeline is there."""
-    page.wait("!document.getElementById('verdict').textContent.includes('nothing')")
-    page.wait(IDLE)
-    page.wait("!document.getElementById('timeline-note').textContent.includes('after a run')")
-
-
 def test_page_asks_for_nothing_from_elsewhere() -> None:
-    source = PAGE.read_text()
-    assert set(re.findall(r"https?://[^\"' ]+", source)) == {"http://www.w3.org/2000/svg"}
-    assert re.findall(r"(?:src|href)=\"([^\"]*)\"", source) == ["data:,"]
-    assert not re.search(r"@import|\burl\(|innerHTML|import\s*\(|eval\(", source)
-    names = re.findall(r"<label for=\"([^\"]+)\"", source)
+    html = SOURCES["index.html"]
+    whole = "".join(SOURCES.values())
+    assert set(re.findall(r"https?://[^\"' ]+", whole)) == {"http://www.w3.org/2000/svg"}
+    loaded = set(re.findall(r"(?:src|href)=\"([^\"]*)\"", html))
+    assert loaded == {"data:,", "playground/style.css", "playground/main.js"}
+    assert set(re.findall(r'from "([^"]*)"', whole)) <= {f"./{name}" for name in SOURCES}
+    assert not re.search(r"@import|\burl\((?!#)|innerHTML|import\s*\(|eval\(", whole)
+    # What the page's own policy forbids would be silently left out.
+    assert "unsafe" not in html
+    assert not re.search(r"\sstyle=|<style|\son\w+=", html)
+    scripts = "".join(source for name, source in SOURCES.items() if name.endswith(".js"))
+    assert not re.search(r"\bstyle:|\"style\"", scripts)
+    names = re.findall(r"<label for=\"([^\"]+)\"", html)
     assert names
-    assert all(f'id="{name}"' in source for name in names)
+    assert all(f'id="{name}"' in html for name in names)
+
+
+def test_every_element_that_the_scripts_name_is_there() -> None:
+    ids = re.findall(r'id="([^"]+)"', SOURCES["index.html"])
+    assert len(ids) == len(set(ids))
+    named = re.findall(r'\$\("([^"]+)"\)', "".join(SOURCES.values()))
+    assert named
+    assert set(named) <= set(ids)
+
+
+@needs_weights
+def test_only_the_pages_own_files_are_handed_out(server: Server) -> None:
+    for name, content in SOURCES.items():
+        if name == "index.html":
+            continue
+        reply = server.get(f"/playground/{name}")
+        assert reply.text == content
+        kind = "text/css" if name.endswith("css") else "text/javascript"
+        assert reply.headers["content-type"].startswith(kind)
+    for name in ("nonesuch.js", "index.html", "..%2fadmin.py", "%2e%2e/admin.py"):
+        assert httpx.get(f"{server.url}/playground/{name}").status_code == 404
 
 
 @needs_weights
@@ -126,7 +98,10 @@ def test_a_schema_in_gives_valid_json_out(page: Browser, server: Server) -> None
     assert int(page.evaluate("document.querySelector('dd').textContent")) > 5
     assert re.search(r"exposed wait [\d.]+ ms · grammar [\d.]+ ms", text(page, "timeline-note"))
     lanes = page.evaluate("[...document.querySelectorAll('#lanes div')].map(d => d.textContent)")
-    assert lanes == ["host", "plan", "compute", "copy", "lane"]
+    # Where torch has all threads, prompts are computed in the lane of the rest.
+    assert [lane for lane in lanes if lane != "prefill"] == [
+        "host", "plan", "compute", "copy", "lane",
+    ]  # fmt: skip
     assert page.evaluate("document.querySelectorAll('#scroll rect.span').length") > 20
     sent = [e["request"] for e in page.told("Network.requestWillBeSent")]
     body = next(json.loads(r["postData"]) for r in sent if r["url"].endswith("completions"))
@@ -193,8 +168,8 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_the_examples_are_answered_right(name: str, server: Server) -> None:
     """What the page sends for them, without a browser."""
     prompt, constraint, wanted = EXAMPLES[name]
-    assert f'"{name}": ["' in PAGE.read_text()
-    assert f'"{prompt}"' in PAGE.read_text()
+    assert f'"{name}": ["' in SOURCES["examples.js"]
+    assert f'"{prompt}"' in SOURCES["examples.js"]
     message = {"role": "user", "content": prompt}
     answer = server.post("/v1/chat/completions", {"messages": [message], **constraint})
     reply = answer.json()["choices"][0]["message"]
@@ -287,11 +262,12 @@ def test_faults_are_told_beside_their_field(page: Browser, server: Server) -> No
 @needs_browser
 def test_keyboard_reaches_every_control(page: Browser) -> None:
     seen = []
-    for _ in range(24):
+    for _ in range(32):
         page.press("Tab", 9)
         seen.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
     wanted = "example prompt kind source temperature max-tokens seed run race"
-    wanted += " as-curl as-python as-link output span-steps refresh"
+    wanted += " as-curl as-python as-link output replay-play replay-back replay-on replay-at"
+    wanted += " replay-pace tree span-steps refresh"
     assert [name for name in dict.fromkeys(seen) if name in wanted.split()] == wanted.split()
 
 
@@ -323,7 +299,8 @@ def test_words_are_explained(page: Browser) -> None:
     hints = page.evaluate(
         "[...document.querySelectorAll('abbr')].map(a => [a.textContent, a.title])"
     )
-    assert {word.lower() for word, _ in hints} == {"verify", "tier", "lane", "exposed wait"}
+    words = {"verify", "tier", "lane", "exposed", "exposed wait"}
+    assert {word.lower() for word, _ in hints} == words
     assert all(len(hint) > 40 for _, hint in hints)
     listed = page.evaluate("[...document.querySelectorAll('#words dt')].map(d => d.textContent)")
     assert {"verify", "tier", "lane", "exposed"} <= set(listed)
@@ -457,54 +434,17 @@ SPANS = [
 
 
 def canned_stream() -> str:
-    head = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "m"}
-    chunks: list[dict[str, Any]] = []
-    for tokens in RUNS:
-        content = "".join(one["text"] for one in tokens)
-        choices = [{"index": 0, "delta": {"content": content}, "finish_reason": None}]
-        told = {"tokens": tokens, "tier": TIER, "accepted": len(tokens) - 1}
-        chunks.append({"choices": choices, "overlap_spec": told})
-    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    chunks.append({"choices": [], "usage": {"completion_tokens": 8}})
-    return "".join(f"data: {json.dumps(head | c)}\n\n" for c in chunks) + "data: [DONE]\n\n"
-
-
-# Answers in the server's place, and what was asked. (DevTools' interception of requests starts
-# some time after it has been asked for.)
-FETCH = """
-if (!window.realFetch) window.realFetch = fetch;
-window.asked = [];
-window.fetch = async (path, options) => {
-  const found = Object.entries(ANSWERS).find(([known]) => path.startsWith(known));
-  if (!found) return realFetch(path, options);
-  asked.push({ path, ...options });
-  return new Response(found[1][1], { status: found[1][0] });
-};
-"""
-
-
-def answer(page: Browser, answers: dict[str, tuple[int, str]]) -> list[dict[str, Any]]:
-    """Run with answers, status and body a path, in the server's place; what the page asked."""
-    page.evaluate(FETCH.replace("ANSWERS", json.dumps(answers)))
-    run(page)
-    asked: list[dict[str, Any]] = page.evaluate(
-        "asked.map(({ path, headers }) => ({ path, headers }))"
-    )
-    return asked
+    return stream([{"tokens": t, "tier": TIER, "accepted": len(t) - 1} for t in RUNS])
 
 
 @needs_weights
 @needs_browser
 def test_tokens_are_coloured_by_how_they_came(page: Browser) -> None:
-    spans = [
-        {"lane": lane, "name": name, "start_ns": start * 10**6, "end_ns": end * 10**6, "step": 4}
-        for lane, name, start, end in SPANS
-    ]
     answer(
         page,
         {
             "/v1/chat/completions": (200, canned_stream()),
-            "/timeline": (200, json.dumps({"spans": spans})),
+            "/timeline": (200, spans(*((4, *span) for span in SPANS))),
         },
     )
     page.wait("document.querySelector('#scroll rect.exposed')")

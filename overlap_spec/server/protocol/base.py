@@ -189,6 +189,11 @@ class StreamOptions(Strict):
         None,
         description="Origin of each token (drafted, grafted, bonus, forced), in `overlap_spec`.",
     )
+    include_draft_trees: bool | None = Field(
+        None,
+        description="The same, and of each step its drafts, with what became of each (accepted, "
+        "masked, rejected, late, cut).",
+    )
 
 
 class GenerationBody(Body, Sampling, Constraint):
@@ -280,4 +285,9 @@ class OpenAIBody(GenerationBody):
     def with_origins(self) -> bool:
         """Whether the stream has the origin of each token."""
         options = self.stream_options
-        return bool(options is not None and options.include_token_origins)
+        return self.with_draft_trees or bool(options and options.include_token_origins)
+
+    @property
+    def with_draft_trees(self) -> bool:
+        """Whether the stream has the drafts of each step."""
+        return bool(self.stream_options and self.stream_options.include_draft_trees)

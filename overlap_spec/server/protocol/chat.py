@@ -227,6 +227,7 @@ class ChatBody(OpenAIBody):
             logit_bias=self.bias(),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             origins=self.with_origins or None,
+            draft_trees=self.with_draft_trees or None,
         )
 
     @property

@@ -66,6 +66,7 @@ class CompletionBody(OpenAIBody):
             logit_bias=self.bias(),
             logprobs=self.logprobs,
             origins=self.with_origins or None,
+            draft_trees=self.with_draft_trees or None,
         )
 
 

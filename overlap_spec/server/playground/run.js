@@ -1,0 +1,154 @@
+// A run: the request, its stream of events, and the verdict.
+import { showSteps } from "./charts.js";
+import { $, element, parseLines, pretty, swatch } from "./dom.js";
+import { body, fail } from "./form.js";
+import { showReplay } from "./replay.js";
+import { call, events, server, showServer } from "./server.js";
+import { acceptLength, shown, stepsBack } from "./steps.js";
+import { showTimeline } from "./timeline.js";
+import { ORIGINS } from "./words.js";
+
+const narrow = matchMedia("(max-width: 800px)");
+let stopping = null;
+let newest = null;
+
+// What `work` gives, with a signal that Stop sends; one at a time.
+export async function exclusively(work) {
+  if (stopping || !$("form").reportValidity()) return undefined;
+  stopping = new AbortController();
+  setBusy(true);
+  try {
+    return await work(stopping.signal);
+  } finally {
+    stopping = null;
+    setBusy(false);
+  }
+}
+
+export const stop = () => stopping?.abort();
+
+function setBusy(busy) {
+  $("run").disabled = $("race").disabled = busy;
+  $("stop").disabled = !busy;
+}
+
+export async function run(quiet = false) {
+  const reply = await exclusively((signal) => answer(signal, quiet));
+  if (!reply) return;
+  showReply(reply);
+  const [spans] = await Promise.all([showTimeline(stepsBack(reply.steps)), showServer()]);
+  if (reply === newest) showReplay(reply.steps, spans);
+}
+
+async function answer(signal, quiet) {
+  const request = body({ trees: true });
+  if (!request) return undefined;
+  const reply = { kind: $("kind").value, content: "", calls: [], steps: [], counts: {}, start: performance.now() };
+  newest = reply;
+  clear();
+  if (narrow.matches && !quiet) $("output-title").scrollIntoView({ block: "start" });
+  try {
+    const response = await call("/v1/chat/completions", { method: "POST", body: JSON.stringify(request), signal });
+    for await (const event of events(response)) take(reply, event);
+  } catch (error) {
+    if (error.name === "AbortError") reply.reason = "stopped";
+    else fail(error.message, error.param);
+  }
+  reply.end = performance.now();
+  return reply;
+}
+
+function clear() {
+  for (const id of ["output", "figures", "origins", "accept", "accept-note", "tier", "tier-note"]) $(id).replaceChildren();
+  $("value").hidden = true;
+  $("verdict").textContent = "running …";
+  showSteps([]);
+  showReplay([], []);
+}
+
+function take(reply, event) {
+  const told = event.overlap_spec;
+  const choice = event.choices[0];
+  if (event.usage) reply.tokens = event.usage.completion_tokens;
+  const pieces = choice ? readDelta(reply, choice.delta) : [];
+  if (choice?.finish_reason) reply.reason = choice.finish_reason;
+  const tokens = told ? told.tokens : pieces;
+  if (tokens.length && reply.first === undefined) reply.first = performance.now();
+  for (const token of tokens) showToken(reply, token);
+  if (told) reply.steps.push(told);
+  // Many pieces may come in one frame of the screen.
+  reply.drawing ??= requestAnimationFrame(() => showProgress(reply));
+}
+
+function showProgress(reply) {
+  reply.drawing = undefined;
+  const known = Object.keys(ORIGINS).filter((origin) => reply.counts[origin]);
+  $("origins").replaceChildren(...known.map((origin) => origin === "unknown"
+    ? element("span", { className: "soft" }, ORIGINS.unknown)
+    : swatch(`var(--${origin})`, `${ORIGINS[origin]} (${reply.counts[origin]})`)));
+  if (reply.steps.length) showSteps(reply.steps);
+}
+
+function readDelta(reply, delta) {
+  const pieces = [];
+  if (delta.reasoning_content) pieces.push({ text: delta.reasoning_content, thinking: true });
+  if (delta.content) {
+    reply.content += delta.content;
+    pieces.push({ text: delta.content });
+  }
+  for (const { index, function: { name, arguments: text } } of delta.tool_calls ?? []) {
+    const made = (reply.calls[index] ??= { name: "", arguments: "" });
+    made.name += name ?? "";
+    made.arguments += text ?? "";
+    if (name) pieces.push({ text: `${index ? "\n" : ""}${name} ` });
+    if (text) pieces.push({ text });
+  }
+  // A server that tells how tokens came shows each of them; here there are pieces alone.
+  return server.token_origins ? [] : pieces;
+}
+
+function showToken(reply, token) {
+  const output = $("output"), origin = token.origin ?? "unknown";
+  const follows = output.scrollTop + output.clientHeight >= output.scrollHeight - 4;
+  reply.counts[origin] = (reply.counts[origin] ?? 0) + 1;
+  output.append(shown(token));
+  if (follows) output.scrollTop = output.scrollHeight;
+}
+
+function showReply(reply) {
+  const { steps } = reply;
+  const total = reply.tokens ?? steps.reduce((sum, step) => sum + step.tokens.length, 0);
+  showProgress(reply);
+  const ttft = reply.first - reply.start;
+  const mean = acceptLength(steps);
+  const figures = { Tokens: total, "First token": `${ttft.toFixed(0)} ms`,
+    "Each token": `${((reply.end - reply.first) / (total - 1)).toFixed(1)} ms`, "Accept length": mean?.toFixed(2) };
+  $("figures").replaceChildren(...Object.entries(figures)
+    .filter(([, value]) => value !== undefined && !/NaN|Infinity/.test(value))
+    .map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value)))));
+  if (!steps.length && !server.token_origins) {
+    $("accept-note").textContent = $("tier-note").textContent = "(this server does not tell)";
+  }
+  const [verdict, value] = judge(reply);
+  $("verdict").textContent = verdict;
+  $("value").hidden = value === undefined;
+  $("parsed").textContent = value === undefined ? "" : pretty(value);
+}
+
+function judge({ kind, content, calls, reason }) {
+  if (reason === undefined) return ["failed"];
+  if (reason === "length") return ["cut at max tokens (finish_reason length)"];
+  if (reason === "stopped") return ["stopped"];
+  const end = `(finish_reason ${reason})`;
+  try {
+    if (calls.length) {
+      const made = calls.map(({ name, arguments: text }) => ({ name, arguments: JSON.parse(text) }));
+      return [`✓ ${made.length} whole tool call${made.length > 1 ? "s" : ""} ${end}`, made];
+    }
+    if (kind.startsWith("json")) return [`✓ whole JSON ${end}`, JSON.parse(content)];
+  } catch (error) {
+    return [`✗ no JSON: ${error.message} ${end}`];
+  }
+  if (kind !== "choice") return [`done ${end}`];
+  return [`${parseLines($("source").value).includes(content) ? "✓ one" : "✗ none"} of the choices ${end}`];
+}
