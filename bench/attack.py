@@ -42,8 +42,9 @@ import httpx
 from bench.attack_disconnects import disconnects
 from bench.attack_fuzz import forbidden, mutations
 from bench.common import Run, fail, flags, rounded
-from bench.served import Served, read_metrics, rss_mib
+from bench.served import Served, rss_mib
 from overlap_spec.errors import ConfigError
+from overlap_spec.load.servers import read_metrics
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "Is fire hot?"}]
