@@ -43,8 +43,9 @@ from bench.attack_disconnects import disconnects
 from bench.attack_fuzz import almost_valid
 from bench.attack_watch import CHAT, HI, Watch
 from bench.common import Run, fail, flags, rounded
-from bench.served import Served, read_metrics, rss_mib
+from bench.served import Served, rss_mib
 from overlap_spec.errors import ConfigError
+from overlap_spec.load.servers import read_metrics
 
 TEXT = "/v1/completions"
 JSON = {"content-type": "application/json"}

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +24,13 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from overlap_spec.load.figures import mean as mean
+from overlap_spec.load.figures import median as median
+from overlap_spec.load.figures import paired as paired
+from overlap_spec.load.figures import percentile as percentile
+from overlap_spec.load.figures import rounded as rounded
+from overlap_spec.load.figures import spread as spread
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "xgrammar", "numpy", "tokenizers", "overlap-spec")
@@ -174,67 +180,6 @@ def started_path(path: Path) -> Path:
 def strict_json(value: Any) -> str:
     """One line of JSON; ValueError where a number is not finite."""
     return json.dumps(value, allow_nan=False, ensure_ascii=False)
-
-
-def percentile(values: Iterable[float], percent: float) -> float:
-    """The value below which ``percent`` of 100 lie, linear between neighbours.
-
-    Raises:
-        ValueError: no values, or a percent outside 0 to 100.
-    """
-    ordered = sorted(values)
-    if not ordered or not 0 <= percent <= 100:
-        raise ValueError(f"percentile {percent} of {len(ordered)} values")
-    at = (len(ordered) - 1) * percent / 100
-    low, share = math.floor(at), at % 1
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * share
-
-
-def median(values: Iterable[float]) -> float:
-    """The middle value; ValueError where there is none."""
-    return percentile(values, 50)
-
-
-def spread(values: Iterable[float]) -> dict[str, float]:
-    """Median, least, most and count of a figure over its repetitions."""
-    ordered = sorted(values)
-    return {
-        "median": median(ordered),
-        "min": ordered[0],
-        "max": ordered[-1],
-        "n": len(ordered),
-    }
-
-
-def paired(values: Sequence[float], base: Sequence[float]) -> dict[str, float]:
-    """Spread of ``values[i] / base[i]``: of two things measured in turn in one run.
-
-    The pairs cancel what a noisy machine does to both.
-
-    Raises:
-        ValueError: not one base each.
-    """
-    return spread(value / other for value, other in zip(values, base, strict=True))
-
-
-def mean(values: Iterable[float]) -> float:
-    """Arithmetic mean; ValueError where there is no value."""
-    items = list(values)
-    if not items:
-        raise ValueError("mean of no values")
-    return math.fsum(items) / len(items)
-
-
-def rounded(value: Any, digits: int = 5) -> Any:
-    """Plain data with its floats at so many significant digits: what a record shows."""
-    if isinstance(value, float) and value and math.isfinite(value):
-        return round(value, digits - 1 - math.floor(math.log10(abs(value))))
-    if isinstance(value, Mapping):
-        return {key: rounded(item, digits) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [rounded(item, digits) for item in value]
-    return value
 
 
 def machine() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A server for benchmarks over HTTP: one of our own on a free port, or somebody else's."""
+"""A server of our own for benchmarks over HTTP."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
-
-import httpx
 
 from overlap_spec.errors import ConfigError
 
@@ -75,40 +72,3 @@ def rss_mib(pid: int) -> float:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     except OSError:
         return 0.0
-
-
-def read_metrics(client: httpx.Client, url: str) -> dict[str, float]:
-    """A server's Prometheus metrics without their labels, summed; empty where it has none."""
-    reply = client.get(f"{url}/metrics")
-    if reply.status_code != 200:
-        return {}
-    found: dict[str, float] = {}
-    for line in reply.text.splitlines():
-        name, _, value = line.rpartition(" ")
-        if line and not line.startswith("#"):
-            bare = name.partition("{")[0]
-            found[bare] = found.get(bare, 0.0) + float(value)
-    return found
-
-
-def accept_length(before: dict[str, float], after: dict[str, float]) -> float | None:
-    """Tokens that a verify gave on average between two readings; None of a server that does not
-    say."""
-    name = "overlap_spec:spec_accept_length"
-    if f"{name}_count" not in after:
-        return None
-    count = after[f"{name}_count"] - before.get(f"{name}_count", 0.0)
-    return (after[f"{name}_sum"] - before.get(f"{name}_sum", 0.0)) / count if count else None
-
-
-def served_model(client: httpx.Client, url: str) -> str:
-    """The first model that a server lists.
-
-    Raises:
-        ConfigError: it lists none.
-    """
-    reply = client.get(f"{url}/v1/models")
-    data: list[dict[str, Any]] = reply.json().get("data", []) if reply.status_code == 200 else []
-    if not data:
-        raise ConfigError(f"{url}/v1/models lists no model: {reply.status_code}")
-    return str(data[0]["id"])

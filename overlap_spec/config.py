@@ -392,7 +392,8 @@ class EngineConfig:
         """Folder of the draft head, if there is one; errors as for :attr:`target_path`."""
         if self.draft is not None:
             return find_folder(self.draft)
-        return EMBEDDED / "eagle3" if self.model is None else None
+        kind = "draft_model" if self.drafter == "draft_model" else "eagle3"
+        return EMBEDDED / kind if self.model is None else None
 
 
 def drafter_names() -> tuple[str, ...]:

@@ -57,6 +57,9 @@ class SamplingParams:
         seed: Noise depends on (seed, position, token) alone; None draws a seed.
         logprobs: None: none. n: the log-probability of each output token and of the n most
             probable ones, after mask and penalties and before temperature.
+        prompt_logprobs: None: none. n: of each prompt token but the first, its log-probability,
+            its rank, and the n most probable tokens at its place, as the model has them: before
+            bias, mask, penalties and temperature. Nothing of the prompt is taken from the cache.
         speculate: Whether drafts may be accepted; the text is the same either way, under the exact
             rule of acceptance.
         origins: Whether to tell of each output token how it came: an accepted draft, an accepted
@@ -82,6 +85,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     speculate: bool = True
     origins: bool = False
     draft_trees: bool = False
@@ -109,7 +113,7 @@ class SamplingParams:
         target = self.tpot_slo_ms
         if target is not None and not (_is_number(target) and 0 < target < float("inf")):
             raise InvalidRequest(f"tpot_slo_ms must be a number over 0: {target!r}", "tpot_slo_ms")
-        minima = {"min_tokens": 0, "max_tokens": 1, "logprobs": 0}
+        minima = {"min_tokens": 0, "max_tokens": 1, "logprobs": 0, "prompt_logprobs": 0}
         for name, least in minima.items():
             value = getattr(self, name)
             if value is not None and not (_is_int(value) and value >= least):
@@ -315,12 +319,25 @@ class WeighedChoices:
 
 
 @dataclass(frozen=True)
+class ScoredRows:
+    """Rows of a chunk that are asked how probable the prompt's next tokens are.
+
+    ``first``: index of the first in the chunk. ``tokens`` int64 ``(n,)``: the token behind each.
+    ``top``: how many of the most probable tokens are told of each.
+    """
+
+    first: int
+    tokens: Int64s
+    top: int
+
+
+@dataclass(frozen=True)
 class Chunk:
     """A run of one request's tokens to prefill, at positions ``start ..``; starts with a page.
 
     ``final``: the run ends the known text, and its last token is verified as a one-node tree.
     ``page_before``: the page that ends at ``start``, 0 at the start of the text. ``choices``: what
-    is to be weighed behind it.
+    is to be weighed behind it. ``scored``: rows that tell of the prompt's tokens; None: none does.
     """
 
     row: int
@@ -329,6 +346,7 @@ class Chunk:
     final: bool
     page_before: int = 0
     choices: WeighedChoices | None = None
+    scored: ScoredRows | None = None
 
 
 @dataclass(frozen=True)
@@ -435,6 +453,13 @@ class DraftTree:
         return replace(self, fates=fates)
 
 
+@dataclass(frozen=True)
+class PromptLogprobs(TokenLogprobs):
+    """Log-probabilities at one token of a prompt; ``rank`` is 1 where no token is more probable."""
+
+    rank: int
+
+
 class RowResult(NamedTuple):
     """What one request got from a step, before the stop rules cut it.
 
@@ -475,7 +500,8 @@ class StepResult:
 
     ``exposed_ms``: how long compute stood idle for the masks. ``idle_ms``: how long it stood idle
     for whatever reason since the accept of the step before; 0 where no step came right before.
-    ``verified_rows``: rows that the target computed for the trees.
+    ``verified_rows``: rows that the target computed for the trees. ``prompts``: by request, what
+    its chunk told of the prompt's tokens, which come after those of earlier steps.
     """
 
     plan: StepPlan
@@ -483,6 +509,7 @@ class StepResult:
     exposed_ms: float = 0.0
     idle_ms: float = 0.0
     verified_rows: int = 0
+    prompts: Mapping[int, tuple[PromptLogprobs, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -515,7 +542,8 @@ class Delta:
 
     ``logprobs`` and ``origins``: one entry a token, if asked for. ``tier``: of the step that it
     comes from, with ``origins``. ``tree``: that step's drafts, if asked for. ``verdict``,
-    ``choices`` and ``warnings``: of the whole output, in the last piece.
+    ``choices`` and ``warnings``: of the whole output, in the last piece. ``prompt_logprobs``: of
+    the prompt's next tokens, as in :class:`Output`; these pieces come before those of the output.
     """
 
     text: str
@@ -528,6 +556,7 @@ class Delta:
     verdict: Verdict | None = None
     choices: tuple[ChoiceProbability, ...] = ()
     warnings: tuple[str, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -545,6 +574,8 @@ class Output:
             other.
         choices: Each text of a choice with ``probabilities``, in its order.
         warnings: What the grammar asks for and nothing holds, such as formats that nobody knows.
+        prompt_logprobs: One entry a prompt token if asked for; the first, before which nothing
+            stands, is None. Of a request that ended before its output began, those that came.
     """
 
     text: str
@@ -558,3 +589,4 @@ class Output:
     verdict: Verdict | None = None
     choices: tuple[ChoiceProbability, ...] = ()
     warnings: tuple[str, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs | None, ...] = ()

@@ -3,8 +3,9 @@
 Read as a context-free grammar over characters, without a lexer: any text that its rules can make is
 allowed, also where Lark's lexer would prefer another terminal. `%ignore` allows its terminal before
 every terminal in rules, and at the end. The start rule is `start`. Priorities, aliases, `?` and `!`
-shape Lark's trees alone, and are left out. Templates, `%declare`, `%extend`, `%override`, and
-imports from elsewhere than `common` are refused by name.
+shape Lark's trees alone, and are left out, as are the names of captures that guidance gives rules
+(`[capture]`) and its empty header, `%llguidance {}`. Templates, `%declare`, `%extend`, `%override`,
+and imports from elsewhere than `common` are refused by name.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _TOKEN = re.compile(
     r"""(?P<blank>[ \t\f\r]+|//[^\n]*|\#[^\n]*|\\\r?\n)|(?P<line>\n)"""
     r"""|(?P<string>"(?:\\.|[^"\\\n])*"i?)|(?P<regex>/(?!/)(?:\\.|[^/\\\n])+/[a-z]*)"""
     r"""|(?P<directive>%[a-z]+)|(?P<name>[!?]*_?[A-Za-z][A-Za-z0-9_]*|_[A-Za-z0-9_]*)"""
-    r"""|(?P<number>-?\d+)|(?P<mark>\.\.|->|[:|()\[\]?*+~,.{}])""",
+    r"""|(?P<number>-?\d+)|(?P<mark>\.\.|->|[:|()\[\]?*+~,.{}=])""",
     re.DOTALL,
 )
 _ESCAPE = re.compile(r"\\((?P<code>x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8})|.)")
@@ -176,6 +177,9 @@ class _Reader:
             self.ignored.append(self.expansions(True))
         elif token.text == "%import":
             self.imports(token.line)
+        elif token.text == "%llguidance" and self.take("{"):
+            # Settings of its parser would stand inside.
+            self.need("}")
         else:
             raise _error(token.line, f"{token.text} is not supported")
 
@@ -209,10 +213,23 @@ class _Reader:
         name = token.text.lstrip("!?")
         if self.take("{"):
             raise _error(token.line, f"the template {name!r} is not supported")
+        if self.take("["):
+            self.attributes()
         if self.take("."):
             self.at += 1
         self.need(":")
         self.define(name, token.line, self.expansions(_is_terminal(name)))
+
+    def attributes(self) -> None:
+        """Read a rule's attributes, of which one changes no text: the name of a capture."""
+        token = self.take_name()
+        if token.text != "capture":
+            raise _error(token.line, f"the attribute {token.text!r} is not supported")
+        if self.take("="):
+            if self.next.kind != "string":
+                raise _error(token.line, f"a name is missing before {self.next.text!r}")
+            self.at += 1
+        self.need("]")
 
     def define(self, name: str, line: int, body: Node) -> None:
         if name in self.bodies:

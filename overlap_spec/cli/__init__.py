@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from overlap_spec.cli.batch import batch
+from overlap_spec.cli.bench import bench
 from overlap_spec.cli.chat import chat
 from overlap_spec.cli.doctor import doctor
 from overlap_spec.cli.generate import generate
@@ -17,7 +18,7 @@ from overlap_spec.cli.train import train
 from overlap_spec.errors import OverlapSpecError
 
 app = typer.Typer(name="overlap-spec", no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (generate, chat, serve, batch, profile, train, doctor):
+for command in (generate, chat, serve, batch, bench, profile, train, doctor):
     app.command()(command)
 
 

@@ -10,7 +10,6 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import DraftCache, MakeCache, Tables
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.errors import ConfigError
-from overlap_spec.hub import find_folder
 from overlap_spec.models.config import read_config
 from overlap_spec.models.decoder import Attend, Decoder
 from overlap_spec.models.vocabulary import VocabularyMap, map_vocabulary
@@ -58,9 +57,9 @@ class DraftModelDrafter(TreeDrafter):
     def build(
         cls, config: EngineConfig, target: Decoder, tables: Tables, make_cache: MakeCache
     ) -> DraftModelDrafter:
-        if config.draft is None:
+        path, embedding = config.draft_path, target.embed_tokens.weight
+        if path is None:
             raise ConfigError("algorithm 'draft_model' needs draft, the folder of a checkpoint")
-        path, embedding = find_folder(config.draft), target.embed_tokens.weight
         sizes = read_config(path).vocab_size, target.config.vocab_size
         vocabulary = map_vocabulary(path, config.target_path, *sizes)
         if vocabulary.drafted is not None:

@@ -23,6 +23,8 @@ Sampling = SamplingParams | Mapping[str, Any] | None
 # What `grammar` may be: see :func:`as_grammar`. Of types, those that mypy takes for one; for others
 # (`Literal[…]`, unions) there is `Grammar.of`.
 GrammarLike = Grammar | type[Any] | Mapping[str, Any] | re.Pattern[str] | None
+# Log-probabilities of a prompt: tokens × (1 + the most probable ones of each).
+MOST_PROMPT_LOGPROBS = 2**18
 # Names that others have for arguments → ours.
 ELSEWHERE = {
     "max_new_tokens": "max_tokens",
@@ -75,6 +77,7 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
     seed: int | None
     logprobs: int | None
+    prompt_logprobs: int | None
     speculate: bool
     origins: bool
     draft_trees: bool
@@ -134,6 +137,7 @@ class InputProcessor:
         if grammar is not None:
             _check_weighed(grammar, params)
         ids = self.prompt_ids(prompt, raw, tools, rendering)
+        check_prompt_logprobs(len(ids), params.prompt_logprobs)
         # Under a grammar, an end-of-text token is allowed only where the output may end.
         ignore = params.ignore_eos and grammar is None
         eos = frozenset[int]() if ignore else self.tokenizer.eos_ids
@@ -289,6 +293,18 @@ def _check_weighed(grammar: Grammar, params: SamplingParams) -> None:
                 "out, or give its neutral value",
                 name,
             )
+
+
+def check_prompt_logprobs(tokens: int, top: int | None) -> None:
+    """Raise InvalidRequest where ``top`` most probable tokens at each of ``tokens`` prompt tokens
+    are more than the memory of one request is for."""
+    values = 0 if top is None else tokens * (1 + top)
+    if values > MOST_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"1 + {top} log-probabilities of each of {tokens} prompt tokens are {values}; "
+            f"{MOST_PROMPT_LOGPROBS} are allowed: ask for fewer, or shorten the prompt",
+            "prompt_logprobs",
+        )
 
 
 def count_characters(prompt: Any) -> int:

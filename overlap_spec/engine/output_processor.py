@@ -14,6 +14,8 @@ from overlap_spec.scheduler.sequence import Sequence as SequenceState
 from overlap_spec.types import ChoiceProbability, Delta, Output, Request, Verdict
 
 Validation = Future[str | None]
+# Log-probabilities of a prompt that one piece has at most.
+PROMPT_VALUES = 2**12
 
 
 class Unvalidated(NamedTuple):
@@ -49,6 +51,7 @@ class OutputProcessor:
     def push(self, sequence: SequenceState) -> None:
         """Hand out the newest tokens of a sequence that is still running."""
         handle = self.handles[sequence.request.id]
+        _push_prompt(handle, sequence)
         handle.push(_delta(sequence, handle.pushed_tokens, finished=False))
 
     def finish(self, sequence: SequenceState) -> None:
@@ -56,6 +59,7 @@ class OutputProcessor:
         output is kept until :meth:`deliver_validated`."""
         handle, reason = self.handles[sequence.request.id], sequence.finish_reason
         assert reason is not None
+        _push_prompt(handle, sequence)
         error, grammar = sequence.error, handle.request.grammar
         warnings = () if grammar is None else grammar.warnings
         output = Output(
@@ -68,6 +72,7 @@ class OutputProcessor:
             error=None if error is None else str(error) or type(error).__name__,
             choices=_choices(sequence),
             warnings=warnings,
+            prompt_logprobs=tuple(sequence.prompt_logprobs),
         )
         last = _delta(sequence, handle.pushed_tokens, finished=True)
         last = replace(last, finish_reason=reason, choices=output.choices, warnings=warnings)
@@ -94,6 +99,14 @@ class OutputProcessor:
                 verdict = _verdict(validation)
                 handle.push(replace(last, verdict=verdict))
                 handle.end(replace(output, verdict=verdict), None)
+
+
+def _push_prompt(handle: RequestHandle, sequence: SequenceState) -> None:
+    """Hand out what is new of the prompt's log-probabilities, in pieces of bounded size."""
+    told = sequence.prompt_logprobs
+    entries = max(1, PROMPT_VALUES // (1 + (sequence.request.sampling.prompt_logprobs or 0)))
+    for start in range(handle.pushed_prompt_tokens, len(told), entries):
+        handle.push(Delta("", (), prompt_logprobs=tuple(told[start : start + entries])))
 
 
 def _delta(sequence: SequenceState, first: int, finished: bool) -> Delta:

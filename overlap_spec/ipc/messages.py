@@ -97,8 +97,8 @@ class RequestDelta(msgspec.Struct):
 
 
 class FinishedRequest(msgspec.Struct):
-    """A request's whole output, without `parsed` and `logprobs`; `error_type` is the class of the
-    exception whose text is `output.error`."""
+    """A request's whole output, without what its pieces had (`logprobs`, `prompt_logprobs`) and
+    without `parsed`; `error_type` is the class of the exception whose text is `output.error`."""
 
     id: int
     output: Output

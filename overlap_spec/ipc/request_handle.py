@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import OverlapSpecError, RequestFailed
-from overlap_spec.types import Delta, Output, Request, TokenLogprobs
+from overlap_spec.types import Delta, Output, PromptLogprobs, Request, TokenLogprobs
 
 
 class AsyncRequestHandle(RequestHandle):
@@ -32,6 +32,7 @@ class AsyncRequestHandle(RequestHandle):
         self._most_unread_bytes: int | None = None
         # Of all pieces, as the output comes without them.
         self._logprobs: list[TokenLogprobs] | None = []
+        self._prompt_logprobs: list[PromptLogprobs | None] = []
 
     def __aiter__(self) -> AsyncRequestHandle:
         return self
@@ -78,7 +79,8 @@ class AsyncRequestHandle(RequestHandle):
     def limit_unread(self, most_bytes: int) -> None:
         """Abort the request, and fail it, once its unread pieces hold more than about so much.
 
-        For streams: the log-probabilities are then in the pieces alone, not in the output.
+        For streams: the log-probabilities are then in the pieces alone, not in the output. Those of
+        the prompt do not count, since they are bounded by themselves.
         """
         self._most_unread_bytes, self._logprobs = most_bytes, None
 
@@ -102,6 +104,7 @@ class AsyncRequestHandle(RequestHandle):
         super().push(delta)
         if self._logprobs is not None:
             self._logprobs += delta.logprobs
+            self._prompt_logprobs += delta.prompt_logprobs
         self._unread_bytes += _size(delta)
         most = self._most_unread_bytes
         if most is not None and self._unread_bytes > most:
@@ -112,7 +115,8 @@ class AsyncRequestHandle(RequestHandle):
 
     def end(self, output: Output, error_type: str | None) -> None:
         """See :meth:`RequestHandle.end`."""
-        super().end(replace(output, logprobs=tuple(self._logprobs or ())), error_type)
+        logprobs, of_prompt = tuple(self._logprobs or ()), tuple(self._prompt_logprobs)
+        super().end(replace(output, logprobs=logprobs, prompt_logprobs=of_prompt), error_type)
         self._changed.set()
 
     def fail(self, error: OverlapSpecError) -> None:

@@ -167,7 +167,9 @@ class EngineServer:
                 self.outputs.deltas.append(m.RequestDelta(number, handle.deltas.popleft()))
             if handle.output is not None:
                 # The client has the log-probabilities from the pieces.
-                output = dataclasses.replace(handle.output, parsed=None, logprobs=())
+                output = dataclasses.replace(
+                    handle.output, parsed=None, logprobs=(), prompt_logprobs=()
+                )
                 finished = m.FinishedRequest(number, output, handle.error_type)
                 self.outputs.finished.append(finished)
                 self.engine.release([self.open.pop(number)])
@@ -237,7 +239,8 @@ def in_parts(outputs: m.EngineOutputs) -> Iterator[m.EngineOutputs]:
 def _values(piece: Delta | Output) -> int:
     tree = piece.tree if isinstance(piece, Delta) else None
     drafts = 0 if tree is None else len(tree.tokens)
-    return len(piece.token_ids) + sum(1 + len(entry.top) for entry in piece.logprobs) + drafts
+    entries = [entry for entry in (*piece.logprobs, *piece.prompt_logprobs) if entry is not None]
+    return len(piece.token_ids) + sum(1 + len(entry.top) for entry in entries) + drafts
 
 
 def connect(arguments: m.LaunchArgs) -> zmq.Socket[bytes]:

@@ -107,6 +107,8 @@ class Scheduler:
         self._steps += 1
         for sequence, chunk in chunks:
             sequence.planned_tokens += len(chunk.tokens)
+            if chunk.scored is not None:
+                sequence.scored_tokens += len(chunk.scored.tokens)
             self._offer(sequence, sequence.planned_tokens)
         for sequence in members:
             sequence.last_step = self._steps
@@ -131,6 +133,8 @@ class Scheduler:
         self._committed = plan.index
         by_id = {s.request.id: s for s in self.running}
         trees = set(plan.decode_rows)
+        for request_id, told in result.prompts.items():
+            by_id[request_id].prompt_logprobs += told
         kept = []
         for (request_id, row, _), got in zip(plan.verified, result.rows, strict=True):
             sequence = by_id[request_id]
@@ -240,13 +244,10 @@ class Scheduler:
             self._assign(sequence)
 
     def _reuse(self, sequence: Sequence) -> None:
-        """Before its first chunk: let a sequence start after pages that hold its first tokens.
-
-        At least its last token is computed, since the next one is chosen from it.
-        """
+        """Before its first chunk: let a sequence start after pages that hold its first tokens."""
         if not self.reuse or sequence.planned_tokens:
             return
-        known = sequence.tokens(0, sequence.prefill_tokens - 1)
+        known = sequence.tokens(0, sequence.reusable_tokens)
         path = self.tree.find(known, sequence.request.cache_salt)
         if path:
             self.tree.acquire(path)
@@ -280,7 +281,8 @@ class Scheduler:
         following = sequence.tokens(end, end + 1)
         page_before = sequence.pages[start // size - 1] if start else 0
         choices = None if following else sequence.unweighed
-        return Chunk(sequence.row, start, tokens, not following, page_before, choices)
+        scored = sequence.scored_rows(start, end)
+        return Chunk(sequence.row, start, tokens, not following, page_before, choices, scored)
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
         """Pages for ``tokens`` and the reserve, taken from the sequence admitted last if need be.

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from overlap_spec.scheduler.prefix import Node
 from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.stats import RequestStats, Standing, State
@@ -15,8 +17,10 @@ from overlap_spec.types import (
     FinishReason,
     History,
     Origin,
+    PromptLogprobs,
     Request,
     RowResult,
+    ScoredRows,
     Tier,
     TokenLogprobs,
     TokenTrie,
@@ -34,7 +38,8 @@ class Sequence:
     under way. ``path``: nodes of the prefix tree that it holds. ``row`` is -1 while the sequence
     waits; ``last_step`` is the last that it is part of. ``choices``: what is to be weighed behind
     its prompt; ``choice_logprobs``: the result. ``trie``: of the texts that its whole
-    output can be.
+    output can be. ``prompt_logprobs``: one entry a prompt token, as far as results are known, where
+    they are asked for; ``scored_tokens``: prompt tokens whose rows have been asked for them.
     """
 
     request: Request
@@ -60,7 +65,14 @@ class Sequence:
     trie: TokenTrie | None = None
     choices: WeighedChoices | None = None
     choice_logprobs: tuple[float, ...] = ()
+    prompt_logprobs: list[PromptLogprobs | None] = field(default_factory=list)
+    scored_tokens: int = 0
     last_token_ns: int = 0
+
+    def __post_init__(self) -> None:
+        """Nothing stands before a prompt's first token."""
+        if self.tells_prompt:
+            self.prompt_logprobs.append(None)
 
     @property
     def total_tokens(self) -> int:
@@ -71,6 +83,26 @@ class Sequence:
     def prefilling(self) -> bool:
         """Whether some of what was known on admission is still to be computed."""
         return self.planned_tokens < self.prefill_tokens
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are asked for."""
+        return self.request.sampling.prompt_logprobs is not None
+
+    @property
+    def reusable_tokens(self) -> int:
+        """Known tokens that need not be computed where they are cached: all but the last, from
+        which the next one is chosen, and but those that have still to tell of the prompt."""
+        most = self.prefill_tokens - 1
+        return min(most, self.scored_tokens) if self.tells_prompt else most
+
+    def scored_rows(self, start: int, end: int) -> ScoredRows | None:
+        """What the rows of a chunk from ``start`` to ``end`` - 1 are asked of the prompt."""
+        top, first = self.request.sampling.prompt_logprobs, max(start, self.scored_tokens)
+        behind = self.request.prompt_ids[first + 1 : end + 1]
+        if top is None or not behind:
+            return None
+        return ScoredRows(first - start, np.array(behind, np.int64), top)
 
     @property
     def unweighed(self) -> WeighedChoices | None:

@@ -13,7 +13,12 @@ from starlette.responses import Response
 from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.server.chat_assembler import ChatAssembler
 from overlap_spec.server.conversation import Conversation
-from overlap_spec.server.logprobs import chat_logprobs, cut_stop, without_stop
+from overlap_spec.server.logprobs import (
+    chat_logprobs,
+    cut_stop,
+    prompt_logprobs,
+    without_stop,
+)
 from overlap_spec.server.middleware import OWNER
 from overlap_spec.server.origins import TokenOrigins
 from overlap_spec.server.protocol.chat import ChatBody
@@ -76,6 +81,10 @@ class ChatFormatter:
             ended = {"stop_reason": stop_reason(output, self.tokenizer.eos_ids), **findings(output)}
             choices.append(choice | ended | self._token_ids(output.token_ids))
         head = self._head("chat.completion") | self._prompt_ids(request)
+        if (top := self.body.prompt_logprobs) is not None:
+            told = outputs[0].prompt_logprobs
+            shown = prompt_logprobs(self.tokenizer, request.prompt_ids, told, top)
+            head |= {"prompt_logprobs": shown}
         return head | {"choices": choices, "usage": usage(outputs, [request])}
 
     async def events(

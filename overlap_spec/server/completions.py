@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from overlap_spec.async_engine import AsyncRequestHandle
-from overlap_spec.server.logprobs import text_logprobs
+from overlap_spec.engine.input_processor import check_prompt_logprobs
+from overlap_spec.server.logprobs import prompt_logprobs, text_logprobs
 from overlap_spec.server.middleware import OWNER
 from overlap_spec.server.origins import TokenOrigins
 from overlap_spec.server.protocol.text import CompletionBody, each_prompt
@@ -26,7 +27,7 @@ from overlap_spec.server.service import (
     usage,
 )
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import Request
+from overlap_spec.types import Output, PromptLogprobs, Request
 
 
 async def completions(service: Service, body: CompletionBody, http: HttpRequest) -> Response:
@@ -54,12 +55,10 @@ async def completions(service: Service, body: CompletionBody, http: HttpRequest)
     def whole() -> dict[str, Any]:
         choices = []
         for index, output in enumerate(outputs):
-            shown = None
-            if body.logprobs is not None:
-                shown = text_logprobs(tokenizer, output.token_ids, output.logprobs, 0)
-            choice = _piece(index, echoes[index] + output.text, shown, output.finish_reason)
-            ended = {"stop_reason": stop_reason(output, tokenizer.eos_ids), **findings(output)}
-            choices.append(choice | ended | _token_ids(body, output.token_ids, made[index]))
+            # The first of those with the same prompt tells of it.
+            told = Told(made[index].prompt_ids, outputs[index - index % count].prompt_logprobs)
+            choice = _choice(tokenizer, body, index, echoes[index], output, told)
+            choices.append(choice | _token_ids(body, output.token_ids, made[index]))
         return head | {"choices": choices, "usage": usage(outputs, requests)}
 
     return await service.reply(outputs, whole)
@@ -86,7 +85,33 @@ async def _prepare(
             )
         )
         await asyncio.sleep(0)
+    check_prompt_logprobs(sum(len(r.prompt_ids) for r in requests), sampling.prompt_logprobs)
     return requests, constraint.field
+
+
+class Told(NamedTuple):
+    """A prompt, and what was told of its tokens, if that was asked for."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[PromptLogprobs | None]
+
+
+def _choice(
+    tokenizer: Tokenizer, body: CompletionBody, index: int, echo: str, output: Output, told: Told
+) -> dict[str, Any]:
+    """A choice of a reply as a whole."""
+    shown = None
+    if (top := body.logprobs) is not None:
+        ids, entries = output.token_ids, output.logprobs
+        if body.tells_prompt:
+            shown = text_logprobs(tokenizer, (*told.ids, *ids), (*told.logprobs, *entries), 0, top)
+        else:
+            shown = text_logprobs(tokenizer, ids, entries, 0, top)
+    choice = _piece(index, echo + output.text, shown, output.finish_reason)
+    choice |= {"stop_reason": stop_reason(output, tokenizer.eos_ids), **findings(output)}
+    if (top := body.prompt_logprobs) is not None:
+        choice["prompt_logprobs"] = prompt_logprobs(tokenizer, *told, top)
+    return choice
 
 
 def _echo(tokenizer: Tokenizer, body: CompletionBody, prompt: str | list[int]) -> str:
@@ -105,16 +130,20 @@ async def _events(
 ) -> AsyncIterator[Any]:
     if counted is not None:
         head = head | {"usage": None}
-    offsets = [0] * len(handles)
+    offsets, told = [0] * len(handles), [0] * len(handles)
     decoders = [TokenOrigins(tokenizer) for _ in handles]
     for index, text in enumerate(echoes):
         first = _token_ids(body, (), handles[index].request)
         if text or first:
             yield head | {"choices": [_piece(index, text, None, None) | first]}
     async for index, delta in interleaved(handles):
-        shown = None
-        if delta.logprobs:
-            shown = text_logprobs(tokenizer, delta.token_ids, delta.logprobs, offsets[index])
+        shown, entries = None, delta.prompt_logprobs or delta.logprobs
+        if entries:
+            ids = delta.token_ids
+            if delta.prompt_logprobs:
+                ids = handles[index].request.prompt_ids[told[index] :][: len(entries)]
+                told[index] += len(entries)
+            shown = text_logprobs(tokenizer, ids, entries, offsets[index], body.logprobs or 0)
             offsets[index] += sum(map(len, shown["tokens"]))
         reason = delta.finish_reason
         extra = decoders[index].chunk_fields(delta)

@@ -9,7 +9,7 @@ import msgspec
 
 from overlap_spec.server.events import GrowingList
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import Delta, Output, Request, TokenLogprobs
+from overlap_spec.types import Delta, Output, PromptLogprobs, Request, TokenLogprobs
 
 # Stands for -inf, which JSON does not have.
 LOWEST = -9999.0
@@ -34,9 +34,19 @@ def chat_logprobs(
 
 
 def text_logprobs(
-    tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs | None],
+    offset: int,
+    top: int,
 ) -> dict[str, Any]:
-    """``choice.logprobs`` of a text completion; ``offset``: characters before the first token."""
+    """``choice.logprobs`` of a text completion.
+
+    Args:
+        logprobs: One entry a token; None of a prompt's first.
+        offset: Characters before the first token.
+        top: Most probable tokens that are shown of each.
+    """
     tokens, offsets = [], []
     for token in ids[: len(logprobs)]:
         text = tokenizer.decode([token])
@@ -45,13 +55,35 @@ def text_logprobs(
         offset += len(text)
     return {
         "tokens": tokens,
-        "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
+        "token_logprobs": [entry and _finite(entry.logprob) for entry in logprobs],
         "top_logprobs": [
-            {tokenizer.decode([each]): _finite(value) for each, value in entry.top}
+            entry and {tokenizer.decode([each]): _finite(value) for each, value in entry.top[:top]}
             for entry in logprobs
         ],
         "text_offset": offsets,
     }
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[PromptLogprobs | None], top: int
+) -> list[Any]:
+    """vLLM's ``prompt_logprobs``: of each token of a prompt its own entry, then the most probable
+    ones, by token id; null of the first."""
+    return [
+        entry and _ranked(tokenizer, token, entry, top)
+        for token, entry in zip(ids, logprobs, strict=False)
+    ]
+
+
+def _ranked(tokenizer: Tokenizer, token: int, entry: PromptLogprobs, top: int) -> dict[str, Any]:
+    best = enumerate(entry.top[:top], 1)
+    ranked = [(token, entry.logprob, entry.rank), *((each, p, rank) for rank, (each, p) in best)]
+    found: dict[str, Any] = {}
+    for each, value, rank in ranked:
+        text = tokenizer.vocabulary.text[each].decode("utf-8", errors="replace")
+        shown = {"logprob": _finite(value), "rank": rank, "decoded_token": text}
+        found.setdefault(str(each), shown)
+    return found
 
 
 def without_stop(output: Output) -> tuple[Sequence[int], Sequence[TokenLogprobs]]:

@@ -148,11 +148,7 @@ class Service:
     async def reply(self, outputs: list[Output], make: Callable[[], Any]) -> Response:
         """A reply of plain data, made of ``outputs``, which are then dropped; in a thread where
         that takes long."""
-        size = sum(
-            len(output.token_ids) + sum(1 + len(entry.top) for entry in output.logprobs)
-            for output in outputs
-        )
-        if size <= LARGE_REPLY:
+        if sum(map(_values, outputs)) <= LARGE_REPLY:
             return Json(make())
 
         def work() -> Json:
@@ -231,10 +227,22 @@ class Service:
 
 
 def fan_out(requests: Sequence[Request], count: int) -> list[Request]:
-    """``count`` copies of each request, with consecutive seeds."""
-    return [
-        replace(one, seed=wrapped(one.seed + number)) for one in requests for number in range(count)
-    ]
+    """``count`` copies of each request, with consecutive seeds; the first one alone tells of the
+    prompt, which they share."""
+    return [_copy(one, number) for one in requests for number in range(count)]
+
+
+def _copy(request: Request, number: int) -> Request:
+    copy = replace(request, seed=wrapped(request.seed + number))
+    if number == 0 or request.sampling.prompt_logprobs is None:
+        return copy
+    return replace(copy, sampling=replace(copy.sampling, prompt_logprobs=None))
+
+
+def _values(output: Output) -> int:
+    """Tokens and log-probabilities of an output."""
+    entries = [e for e in (*output.logprobs, *output.prompt_logprobs) if e is not None]
+    return len(output.token_ids) + sum(1 + len(entry.top) for entry in entries)
 
 
 def wrapped(seed: int) -> int:

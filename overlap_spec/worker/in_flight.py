@@ -116,6 +116,7 @@ class InFlightStep:
         limits: Depth down to which each request's mask rows are good.
         results: The packed results of the trees and of the final chunks, on the host.
         scores: Of choices that are weighed, on the host.
+        prompts: Of prompts whose log-probabilities are asked for, on the host.
     """
 
     plan: StepPlan
@@ -132,6 +133,7 @@ class InFlightStep:
     results: list[Tensor] = field(default_factory=list)
     logprobs: list[tuple[Tensor, ...]] = field(default_factory=list)
     scores: Tensor | None = None
+    prompts: tuple[Tensor, ...] = ()
 
     @property
     def events(self) -> Events:

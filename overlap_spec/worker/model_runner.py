@@ -44,6 +44,7 @@ from overlap_spec.worker.passes import (
     Prefilled,
     Verified,
 )
+from overlap_spec.worker.prompt_logprobs import score_prompts
 from overlap_spec.worker.sampler import Nodes, Sampler
 from overlap_spec.worker.tables import RowTables, SamplingFeatures
 from overlap_spec.worker.tries import child, draft_known, follow
@@ -335,10 +336,11 @@ class ModelRunner(nn.Module):
         slots = self._token_slots(chunks.token_rows, chunks.positions)
         attend = PagedAttend(self.pool, slots, span)
         hidden, features = self.target(chunks.tokens, chunks.positions, attend, self.feature_layers)
+        prompts = score_prompts(self.target, batch, hidden)
         if not len(chunks.last):
-            return Prefilled(None, features)
+            return Prefilled(None, features, prompts=prompts)
         logits = self.target.logits(hidden[chunks.last])
-        return Prefilled(logits, features, self.choices(batch.plan, logits))
+        return Prefilled(logits, features, self.choices(batch.plan, logits), prompts)
 
     # Accept
 

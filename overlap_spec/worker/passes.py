@@ -48,12 +48,14 @@ class Prefilled(NamedTuple):
 
     ``logits (F, V)``: of the final chunks' last tokens, None where there are none; ``features``:
     the drafter's, of all chunks' tokens; ``scores``: what :mod:`overlap_spec.worker.choices` reads,
-    None where no choice is weighed.
+    None where no choice is weighed; ``prompts``: what :mod:`overlap_spec.worker.prompt_logprobs`
+    reads, empty where no prompt is asked for.
     """
 
     logits: Tensor | None
     features: Tensor | None
     scores: Tensor | None = None
+    prompts: tuple[Tensor, ...] = ()
 
 
 class AcceptResult(NamedTuple):

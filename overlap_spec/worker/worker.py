@@ -35,7 +35,7 @@ from overlap_spec.types import (
     TokenLogprobs,
     TokenTrie,
 )
-from overlap_spec.worker import choices
+from overlap_spec.worker import choices, prompt_logprobs
 from overlap_spec.worker.batch import Batch, PlanUpload
 from overlap_spec.worker.draft_trees import draft_tree
 from overlap_spec.worker.in_flight import Buffers, InFlightStep, TierState
@@ -470,7 +470,8 @@ class Worker:
             idle_ms = before.accepted.idle_ms(step.accepted)
         verified = step.verified.get()
         verified_rows = 0 if verified is None else len(verified.logits)
-        return StepResult(plan, tuple(rows), exposed_ms, idle_ms, verified_rows)
+        prompts = prompt_logprobs.read(plan, step.prompts)
+        return StepResult(plan, tuple(rows), exposed_ms, idle_ms, verified_rows, prompts)
 
     def _weighed(self, chunk: Chunk, weights: choices.Weights, row: RowResult) -> RowResult:
         """A row whose choices were weighed; where these choose, it has the whole output."""
@@ -644,8 +645,9 @@ def _copy_results(accepted: Accepted, prefilled: Prefilled | None, step: InFligh
     room = step.buffers.results
     scores = None if prefilled is None else prefilled.scores
     if scores is not None:
-        host = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=scores.is_cuda)
-        step.scores = host.copy_(scores, non_blocking=True)
+        step.scores = _to_host(scores)
+    if prefilled is not None:
+        step.prompts = tuple(map(_to_host, prefilled.prompts))
     for part in accepted:
         if part is None:
             continue
@@ -653,12 +655,9 @@ def _copy_results(accepted: Accepted, prefilled: Prefilled | None, step: InFligh
         room = room[part.packed.numel() :]
         step.results.append(host.copy_(part.packed, non_blocking=True))
         if part.logprobs is not None:
-            pinned = [
-                torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda) for x in part.logprobs
-            ]
-            step.logprobs.append(
-                tuple(
-                    own.copy_(x, non_blocking=True)
-                    for own, x in zip(pinned, part.logprobs, strict=True)
-                )
-            )
+            step.logprobs.append(tuple(map(_to_host, part.logprobs)))
+
+
+def _to_host(found: Tensor) -> Tensor:
+    host = torch.empty(found.shape, dtype=found.dtype, pin_memory=found.is_cuda)
+    return host.copy_(found, non_blocking=True)

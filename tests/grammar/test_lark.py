@@ -77,6 +77,12 @@ CASES: dict[str, tuple[str, list[str], list[str]]] = {
     "renamed": (
         '%import common.CNAME -> X\nstart: R X~2\nR: "-"\n', ["-ab", "-a_1"], ["-", "-1a"]
     ),
+    "guidance": (
+        '%llguidance {}\n\nstart: a "-" b\na[capture]: A\n\nA: "zyx"\n     | "wvu"\n'
+        'b[capture="c"]: B\nB: /[x-z]{2}/\n',
+        ["zyx-xz", "wvu-yy"],
+        ["zyx", "zyx-x", "a-xz"],
+    ),
 }  # fmt: skip
 
 
@@ -99,6 +105,9 @@ def test_lark_text_allows_what_its_rules_make(case: str, name: str) -> None:
         ("start: A\n%import common.NOPE\n", "'common' has no terminal 'NOPE'"),
         ('start: "a"\nstart: "b"\n', "line 2: 'start' is defined twice"),
         ('start: ("a"\n', "')' is missing"),
+        ('%llguidance {"no_forcing": true}\nstart: "a"\n', "line 1: '}' is missing"),
+        ('start: a\na[max_tokens=5]: "a"\n', "line 2: the attribute 'max_tokens'"),
+        ("start: a\na[capture=5]: A\n", "line 2: a name is missing before '5'"),
         ("start: \"a\" ; 'b'\n", "line 1: \"; 'b'"),
         ('start: "b".."a"\n', "is no range of characters"),
         ('start: "a"~3..1\n', "~3..1 is no range"),

@@ -30,6 +30,7 @@ def test_the_pages_words_are_fields_routes_or_events() -> None:
     # Fields of replies, and values.
     others = {"cache_read_input_tokens", "input_tokens", "prompt_token_ids", "token_ids"}
     others |= {"sequence_number", "message_start", "message_delta", "enable_thinking"}
+    others |= {"token_logprobs", "top_logprobs", "decoded_token", "cached_tokens"}
     others |= {"model_context_window_exceeded", "tool_result", "tool_use", "count_tokens"}
     for name in re.findall(r"`([a-z]+(?:_[a-z]+)+)`", own):
         assert name in fields | others, name

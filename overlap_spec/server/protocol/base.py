@@ -235,6 +235,11 @@ class OpenAIBody(GenerationBody):
     return_token_ids: bool | None = Field(
         None, description="Add `prompt_token_ids`, and `token_ids` of each choice."
     )
+    prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = Field(
+        None,
+        description="Add `prompt_logprobs`: of each prompt token its log-probability, and so many "
+        "of the most probable ones, as the model has them. Not with `stream`.",
+    )
     skip_special_tokens: bool | None = Field(None, description="Only true: texts have none.")
     spaces_between_special_tokens: bool | None = Field(None, description="Accepted and not used.")
     user: str | None = Field(None, description="Accepted and not used.")
@@ -249,7 +254,6 @@ class OpenAIBody(GenerationBody):
     refused: ClassVar[Mapping[str, str]] = {
         "guided_decoding_backend": "the server chooses one that enforces the whole constraint",
         "guided_whitespace_pattern": "send structured_outputs.disable_any_whitespace",
-        "prompt_logprobs": "log-probabilities are of the output alone",
         "use_beam_search": "tokens are sampled; send temperature 0 for the most probable",
         "truncate_prompt_tokens": "shorten the prompt",
     }
@@ -265,8 +269,10 @@ class OpenAIBody(GenerationBody):
         """Whether a field is in use that is kept for older clients alone."""
         return bool(self.guided)
 
-    def check_tokens(self) -> None:
-        """Raise InvalidRequest where special tokens should be in the text."""
+    def check_shown(self) -> None:
+        """Raise InvalidRequest where an answer should show what it cannot."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs goes without stream: true", "prompt_logprobs")
         if self.skip_special_tokens is False:
             raise InvalidRequest(
                 "special tokens are never part of the text: send return_token_ids",

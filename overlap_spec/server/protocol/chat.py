@@ -219,13 +219,14 @@ class ChatBody(OpenAIBody):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs goes with logprobs: true", "top_logprobs")
-        self.check_tokens()
+        self.check_shown()
         return self.parameters(
             max_tokens=self.max_completion_tokens or self.max_tokens,
             stop=self.stop,
             seed=self.seed,
             logit_bias=self.bias(),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
             origins=self.with_origins or None,
             draft_trees=self.with_draft_trees or None,
         )

@@ -52,22 +52,25 @@ class CompletionBody(OpenAIBody):
         """
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequest("best_of is not supported: leave it out, or send n", "best_of")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest(
-                "echo with logprobs is not supported, as the log-probabilities of a prompt are not "
-                "computed: send one of them",
-                "echo",
-            )
-        self.check_tokens()
+        self.check_shown()
+        if self.tells_prompt and self.stream and (self.n or 1) > 1:
+            raise InvalidRequest("echo with logprobs in a stream goes without n", "n")
+        asked = [self.prompt_logprobs, self.logprobs if self.tells_prompt else None]
         return self.parameters(
             max_tokens=self.max_tokens,
             stop=self.stop,
             seed=self.seed,
             logit_bias=self.bias(),
             logprobs=self.logprobs,
+            prompt_logprobs=max((top for top in asked if top is not None), default=None),
             origins=self.with_origins or None,
             draft_trees=self.with_draft_trees or None,
         )
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether ``logprobs`` of a choice begin with the prompt's."""
+        return bool(self.echo) and self.logprobs is not None
 
 
 class SGLangSampling(Sampling, Constraint):
@@ -114,7 +117,7 @@ class GenerateBody(Body):
     stream: bool | None = None
 
     refused: ClassVar[Mapping[str, str]] = {
-        "logprob_start_len": "log-probabilities are of the output alone",
+        "logprob_start_len": "for those of a prompt, send prompt_logprobs to /v1/completions",
         "image_data": "there are no images",
         "input_embeds": "send text or input_ids",
         "lora_path": "there are no adapters",

@@ -1,0 +1,1 @@
+"""Load on servers with OpenAI's API, whoever made them: requests, clients, and figures."""
