@@ -241,6 +241,14 @@ class EngineConfig:
             "CUDA graphs on a GPU (for each tier and batch size), as TorchScript on the CPU."
         ),
     ] = True
+    tensor_parallel_size: Annotated[
+        int,
+        Help(
+            "Processes that hold a part of the target each, and compute its passes together: one a "
+            "GPU, or several on a CPU.",
+            ("--tensor-parallel-size", "--tp-size", "--tp"),
+        ),
+    ] = 1
     tries: Annotated[
         bool | None,
         Help(
@@ -307,6 +315,7 @@ class EngineConfig:
             "ngram_max_matching_size": 1,
             "ngram_pool_bytes": 1,
             "relaxed_topk": 0,
+            "tensor_parallel_size": 1,
             "grammar_compile_memory_bytes": 1,
             "grammar_cache_bytes": 0,
         }

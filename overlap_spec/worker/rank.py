@@ -1,0 +1,32 @@
+"""The process of a rank that rank 0 has started: ``python -m overlap_spec.worker.rank``, then the
+port of the store, the number of ranks, and this one's."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from overlap_spec.models.shard import Shard
+from overlap_spec.parallel.launch import Launch, connect
+from overlap_spec.parallel.processes import exit_with_parent
+from overlap_spec.worker.build import run_follower
+
+
+def main(arguments: list[str]) -> None:
+    """Follow rank 0 until it ends."""
+    exit_with_parent()
+    port, size, rank = map(int, arguments)
+    status = 0
+    try:
+        run_follower(Launch(Shard(rank, size), connect(port), None))
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stderr.flush()
+    # Threads of a group whose other ends are gone may wait for ever.
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
