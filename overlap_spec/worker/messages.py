@@ -21,7 +21,7 @@ from overlap_spec.worker.in_flight import InFlightStep
 
 # A name of a method of the worker, and its arguments.
 Call = tuple[str, tuple[Any, ...]]
-BLOCK_BYTES = 8192
+BLOCK_BYTES = 4096
 LENGTH_BYTES = 8
 
 
