@@ -27,7 +27,7 @@ from overlap_spec.parallel.launch import Launch, Store, dist
 
 c10d: Any = _distributed_c10d
 # A rank that lets the others wait for so long is given up.
-STALL_S = 60.0
+STALL_S = 180.0
 # What a rank waits for the next step, or for others to load: no time at all means that none comes.
 PATIENCE = timedelta(days=365)
 POLL_S = 0.02

@@ -56,6 +56,8 @@ class LeadWorker(Worker):
     ) -> None:
         super().__init__(runner, streams, overlap, rows, record)
         self.group, self.processes = group, processes
+        # A serial step waits for its draft, in which ranks may take part, before it goes on.
+        self._serial = overlap == "none"
         self._calls: list[Call] = []
         self._verified = -1
         self._sender = ThreadStream("tell", record)
@@ -107,11 +109,11 @@ class LeadWorker(Worker):
             return super().upload(plan)
 
     def grow(self, step: InFlightStep, proposal: Proposal | None) -> None:
-        self._calls.append(("grow", (proposal,)))
+        self._tell(("grow", (proposal,)), self._serial)
         super().grow(step, proposal)
 
     def prefill(self, step: InFlightStep) -> None:
-        self._calls.append(("prefill", ()))
+        self._tell(("prefill", ()), self._serial)
         super().prefill(step)
 
     def verify(self, step: InFlightStep) -> None:
@@ -164,10 +166,12 @@ class LeadWorker(Worker):
         self._calls.clear()
         self._tell(("close", ()))
 
-    def _tell(self, call: Call) -> None:
-        """Send the calls so far, this one the last."""
-        calls = [*self._calls, call]
-        self._calls.clear()
+    def _tell(self, call: Call, now: bool = True) -> None:
+        """Send the calls so far, this one the last; or keep it for the next."""
+        self._calls.append(call)
+        if not now:
+            return
+        calls, self._calls = self._calls, []
         for tensor in encode(calls):
             self._sender.run("calls", self.group.send, tensor)
 
