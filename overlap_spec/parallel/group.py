@@ -32,6 +32,7 @@ STALL_S = 180.0
 PATIENCE = timedelta(days=365)
 POLL_S = 0.02
 SETTINGS = "settings"
+LOOPBACK = "127.0.0.1"
 
 _numbers = itertools.count()
 
@@ -48,14 +49,19 @@ class Group:
     """
 
     def __init__(self, launched: Launch, device: torch.device, settings: object = None) -> None:
-        shard, store, self._processes = launched
-        self.shard, self._store = shard, store
+        shard, store, loopback, processes = launched
+        self.shard, self._store, self._processes = shard, store, processes
         if not shard.rank:
             store.set(SETTINGS, base64.b64encode(pickle.dumps(settings)).decode())
         self._meet("groups")
         stall = timedelta(seconds=STALL_S)
+        gloo = dist.ProcessGroupGloo._Options()
+        gloo._timeout = stall
+        kinds = dist.ProcessGroupGloo
+        own_machine = loopback and kinds.create_device(hostname=LOOPBACK)
+        gloo._devices = [own_machine or kinds.create_default_device()]
         self._control = dist.ProcessGroupGloo(
-            dist.PrefixStore("control", store), shard.rank, shard.size, stall
+            dist.PrefixStore("control", store), shard.rank, shard.size, gloo
         )
         own = dist.PrefixStore("passes", store)
         self._passes: Any
@@ -65,14 +71,14 @@ class Group:
             self._passes = dist.ProcessGroupNCCL(own, shard.rank, shard.size, options)
             kind = dist.ProcessGroup.BackendType.NCCL
         else:
-            self._passes = dist.ProcessGroupGloo(own, shard.rank, shard.size, stall)
+            self._passes = dist.ProcessGroupGloo(own, shard.rank, shard.size, gloo)
             kind = dist.ProcessGroup.BackendType.GLOO
         # By a name, which a recorded pass can hold.
         self.name = f"overlap_spec-{os.getpid()}-{next(_numbers)}"
         # Of which the registry keeps no more than a weak reference.
         self._named = dist.ProcessGroup(own, shard.rank, shard.size)
         self._named._set_default_backend(kind)
-        self._named._register_backend(device, kind, self._passes)
+        self._named._register_backend(torch.device(device.type), kind, self._passes)
         self._named._set_group_name(self.name)
         c10d._register_process_group(self.name, self._named)
 

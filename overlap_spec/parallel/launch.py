@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
-from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed
@@ -16,16 +17,22 @@ from overlap_spec.parallel.processes import Processes
 # Its stubs leave out what builds of torch differ in.
 dist: Any = torch.distributed
 Store: TypeAlias = Any
-LOOPBACK = "127.0.0.1"
-CONNECT_S = 120.0
+FOLDER_PREFIX = "overlap-spec-ranks-"
 
 
 class Launch(NamedTuple):
-    """This process's rank, where it meets the others, and their processes if they are its own."""
+    """How this process stands to the others.
+
+    Attributes:
+        store: Where it meets them.
+        loopback: Whether all are on this machine.
+        processes: The others', if it has started them.
+    """
 
     shard: Shard
     store: Store
-    processes: Processes | None
+    loopback: bool = False
+    processes: Processes | None = None
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Shard | None:
@@ -43,20 +50,20 @@ def launch(size: int, module: str) -> Launch:
     """
     shard = launched()
     if shard is None:
-        store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-        arguments = [str(store.port), str(size)]
-        return Launch(Shard(0, size), store, Processes(module, arguments, size))
+        # No other user may write here, as they may to a port.
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        processes = Processes(module, [str(folder), str(size)], size, folder)
+        return Launch(Shard(0, size), meeting(folder, size), True, processes)
     if shard.size != size:
         raise ConfigError(
             f"tensor_parallel_size {size}: torchrun has started {shard.size} processes"
         )
-    found: Store = next(dist.rendezvous("env://"))[0]
+    found = next(dist.rendezvous("env://"))[0]
     # Of an earlier attempt nothing counts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Launch(shard, dist.PrefixStore(f"overlap_spec/{attempt}", found), None)
+    return Launch(shard, dist.PrefixStore(f"overlap_spec/{attempt}", found))
 
 
-def connect(port: int) -> Store:
-    """The store of the rank 0 that has started this process."""
-    timeout = timedelta(seconds=CONNECT_S)
-    return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
+def meeting(folder: Path, size: int) -> Store:
+    """The store of ranks on one machine, in a private folder."""
+    return dist.FileStore(str(folder / "store"), size)

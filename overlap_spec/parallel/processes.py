@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,9 +24,17 @@ class Processes:
 
     The first of them that ends before :meth:`close` ends all others: what still waits for them then
     fails at once.
+
+    Args:
+        folder: Removed at the end.
+
+    Attributes:
+        on_loss: Called when one has ended too early.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], size: int) -> None:
+    def __init__(self, module: str, arguments: Sequence[str], size: int, folder: Path) -> None:
+        self._folder = folder
+        self.on_loss: Callable[[], None] = lambda: None
         self._closing, self._lost, self._gone = False, "", threading.Event()
         self._lock = threading.Lock()
         self._all: dict[int, subprocess.Popen[bytes]] = {}
@@ -34,6 +43,7 @@ class Processes:
                 self._all[rank] = _start(module, [*arguments, str(rank)])
         except BaseException:
             self._kill()
+            shutil.rmtree(folder, ignore_errors=True)
             raise
         self._watchers = [
             threading.Thread(target=self._watch, args=(rank,), name=f"rank-{rank}", daemon=True)
@@ -62,6 +72,7 @@ class Processes:
             self._lost = self._lost or reason
         self._gone.set()
         self._kill()
+        self.on_loss()
 
     def close(self, farewell: Callable[[], None]) -> None:
         """Tell all to end, wait for them, and kill those that do not end in :data:`GRACE_S`.
@@ -81,6 +92,7 @@ class Processes:
         for process in self._all.values():
             assert process.stdin is not None
             process.stdin.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _watch(self, rank: int) -> None:
         status = self._all[rank].wait()

@@ -56,6 +56,8 @@ class LeadWorker(Worker):
     ) -> None:
         super().__init__(runner, streams, overlap, rows, record)
         self.group, self.processes = group, processes
+        if processes is not None:
+            processes.on_loss = group.abort
         # A serial step waits for its draft, in which ranks may take part, before it goes on.
         self._serial = overlap == "none"
         self._calls: list[Call] = []
@@ -79,6 +81,11 @@ class LeadWorker(Worker):
     def prepare(self, tier: Tier) -> None:
         self._tell(("prepare", (tier,)))
         super().prepare(tier)
+
+    def prepare_next(self, tiers: Sequence[Tier]) -> bool:
+        self._tell(("prepare_next", (tiers,)))
+        with self._blaming():
+            return super().prepare_next(tiers)
 
     def warm_up(self, tiers: Sequence[Tier], chunk_tokens: int) -> None:
         self._tell(("warm_up", (tiers, chunk_tokens)))
@@ -104,6 +111,7 @@ class LeadWorker(Worker):
         super().assign(row, request, output_ids, trie)
 
     def upload(self, plan: StepPlan) -> InFlightStep:
+        self._sender.step = plan.index
         self._calls.append(("upload", (plan,)))
         with self._blaming():
             return super().upload(plan)

@@ -188,9 +188,7 @@ class Worker:
     def prepare_next(self, tiers: Sequence[Tier]) -> bool:
         """Record what one of these tiers lacks, and wait for it; False if they lack nothing."""
         made = self.streams.compute.run("record", self.runner.graphs.record_next, tiers)
-        passed = self.streams.event()
-        self.streams.compute.record(passed)
-        passed.synchronize()
+        self.rest()
         return made.get()
 
     @property
