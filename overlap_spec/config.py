@@ -26,6 +26,7 @@ ELSEWHERE = {
     "speculative_num_draft_tokens": "num_draft_tokens",
     "num_speculative_tokens": "num_steps",
     "max_model_len": "context_length",
+    "tp_size": "tensor_parallel_size",
     "gpu_memory_utilization": "mem_fraction_static",
     "max_num_seqs": "max_running_requests",
     "max_num_batched_tokens": "chunked_prefill_size",

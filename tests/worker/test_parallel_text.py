@@ -3,8 +3,11 @@ on, chaos seeds, and the embedded model."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +128,38 @@ def test_a_rank_that_stalls_ends_the_engine(
         engine.generate("abc", None, {"max_tokens": 20})
     engine.close()
     assert ended([pid])
+
+
+SCRIPT = """
+import json, sys
+from overlap_spec import Engine
+
+with Engine(**json.loads(sys.argv[1])) as engine:
+    output = engine.generate("abc", None, {"max_tokens": 12, "temperature": 0.0})
+print(json.dumps(output.token_ids))
+"""
+
+
+def test_ranks_that_torchrun_starts(tiny: dict[str, str], plain: Engine, tmp_path: Path) -> None:
+    """A script that makes an engine goes on in rank 0 alone."""
+    want = plain.generate("abc", None, {"max_tokens": 12, "temperature": 0.0})
+    (tmp_path / "script.py").write_text(SCRIPT)
+    settings = {**tiny, "graphs": False, "context_length": 160}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ran = [
+        subprocess.run(
+            [*command, str(tmp_path / "script.py"), json.dumps({**settings, **more})],
+            env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        for more in ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 4})
+    ]
+    assert ran[0].returncode == 0, ran[0].stderr
+    assert ran[0].stdout.splitlines() == [json.dumps(want.token_ids)]
+    assert ran[1].returncode != 0
+    assert "tensor_parallel_size 4: torchrun has started 2 processes" in ran[1].stderr
 
 
 def differences(want: list[Output], got: list[Output]) -> list[float]:
