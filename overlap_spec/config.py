@@ -26,6 +26,7 @@ ELSEWHERE = {
     "speculative_num_draft_tokens": "num_draft_tokens",
     "num_speculative_tokens": "num_steps",
     "max_model_len": "context_length",
+    "tp_size": "tensor_parallel_size",
     "gpu_memory_utilization": "mem_fraction_static",
     "max_num_seqs": "max_running_requests",
     "max_num_batched_tokens": "chunked_prefill_size",
@@ -244,6 +245,14 @@ class EngineConfig:
             "CUDA graphs on a GPU (for each tier and batch size), as TorchScript on the CPU."
         ),
     ] = True
+    tensor_parallel_size: Annotated[
+        int,
+        Help(
+            "Processes that hold a part of the target each, and compute its passes together: one a "
+            "GPU, or several on a CPU.",
+            ("--tensor-parallel-size", "--tp-size", "--tp"),
+        ),
+    ] = 1
     tries: Annotated[
         bool | None,
         Help(
@@ -310,6 +319,7 @@ class EngineConfig:
             "ngram_max_matching_size": 1,
             "ngram_pool_bytes": 1,
             "relaxed_topk": 0,
+            "tensor_parallel_size": 1,
             "grammar_compile_memory_bytes": 1,
             "grammar_cache_bytes": 0,
         }

@@ -32,6 +32,7 @@ ENGINE_FLAGS = {
     "quantization": MODEL,
     "device": MODEL,
     "threads": MODEL,
+    "tensor_parallel_size": MODEL,
     "context_length": MODEL,
     "algorithm": SPECULATION,
     "draft": SPECULATION,

@@ -87,6 +87,7 @@ def serve(
     **flags: Any,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API; by default the embedded model."""
+    from overlap_spec.cli.ranks import follow
     from overlap_spec.doctor import check_files
     from overlap_spec.server.launch import launch
 
@@ -95,6 +96,7 @@ def serve(
     template = read_template(chat_template)
     # Torch and the libraries only after a mistake in the files has been told.
     check_files(EngineConfig.build(model=flags["model"]), template)
+    follow(flags)
     with loading(flags["model"], until=("overlap_spec", "uvicorn")):
         launch(
             api_key=api_key,

@@ -134,6 +134,7 @@ class EngineCore:
         or the mode is serial, at once.
         """
         start = time.perf_counter_ns()
+        self.worker.check()
         plan = self.scheduler.plan(self._budget)
         if plan is None:
             return self._drain()
@@ -256,6 +257,7 @@ class EngineCore:
             "pages": allocator.total,
             "matchers": len(self.grammar.matchers),
             "graph_bytes": self.worker.graph_bytes,
+            "rank_pids": list(self.worker.rank_pids),
             "preemptions": self.scheduler.preemptions,
             "steps": figures.steps,
             "grammar_ms": figures.grammar_ms,

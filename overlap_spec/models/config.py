@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from overlap_spec.errors import CheckpointError
+from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.models.shard import WHOLE, Shard
 
 # Far above the largest published models: what is above them would fill the memory before a missing
 # weight is seen.
@@ -94,6 +95,7 @@ class ModelConfig:
         fused_in_file: The file holds ``qkv_proj`` and ``gate_up_proj`` whole.
         experts: None: every layer has one MLP.
         beside_vision: The file holds a vision tower, too, and the text model under a name.
+        shard: The part that this process holds. All other fields are of the whole model.
     """
 
     architecture: str
@@ -125,6 +127,39 @@ class ModelConfig:
     fused_in_file: bool = False
     experts: ExpertsConfig | None = None
     beside_vision: bool = False
+    shard: Shard = WHOLE
+
+    @property
+    def own_heads(self) -> int:
+        """Heads of queries that this process computes."""
+        return self.shard.part(self.num_heads)
+
+    @property
+    def own_kv_heads(self) -> int:
+        """Heads of keys and values that this process computes and caches."""
+        return self.shard.part(self.num_kv_heads)
+
+    def check_shard(self) -> None:
+        """Raise ConfigError where the model cannot be cut into ``shard.size`` parts."""
+        size = self.shard.size
+        sizes = {
+            "num_attention_heads": self.num_heads,
+            "intermediate_size": self.intermediate_size,
+        }
+        if self.experts is not None:
+            sizes["moe_intermediate_size"] = self.experts.intermediate_size
+            if all(self.experts.layers):
+                del sizes["intermediate_size"]
+        for name, count in sizes.items():
+            if count % size:
+                raise ConfigError(
+                    f"tensor_parallel_size {size} does not divide the model's {name}, {count}"
+                )
+        if max(size, self.num_kv_heads) % min(size, self.num_kv_heads):
+            raise ConfigError(
+                f"tensor_parallel_size {size} neither divides the model's num_key_value_heads, "
+                f"{self.num_kv_heads}, nor is a multiple of it"
+            )
 
     def window(self, layer: int) -> int | None:
         """Sliding window of ``layer`` in tokens, or None."""

@@ -86,8 +86,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, input_size: int) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = (
-            config.num_heads,
-            config.num_kv_heads,
+            config.own_heads,
+            config.own_kv_heads,
             config.head_dim,
         )
         total = (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -121,12 +121,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(
-            config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias
-        )
-        self.down_proj = nn.Linear(
-            config.intermediate_size, config.hidden_size, bias=config.mlp_bias
-        )
+        own = config.shard.part(config.intermediate_size)
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * own, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(own, config.hidden_size, bias=config.mlp_bias)
         self.activate = silu_and_mul if config.activation == "silu" else gelu_and_mul
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,7 +144,7 @@ class Layer(nn.Module):
         self.self_attn = Attention(config, size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         here = experts if experts is not None and experts.layers[number] else None
-        self.mlp = MLP(config) if here is None else Experts(size, here)
+        self.mlp = MLP(config) if here is None else Experts(size, here, config.shard)
 
     def forward(
         self, x: Tensor, normed: Tensor, rotary: Tensor, attend: Attend, layer: int
@@ -200,11 +197,12 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = embedding(config.vocab_size, config.hidden_size)
+        rows = config.shard.padded_part(config.vocab_size)
+        self.embed_tokens = embedding(rows, config.hidden_size)
         kind = SandwichLayer if config.sandwich_norms else Layer
         self.layers = nn.ModuleList(kind(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
         self.tie()
         self.make_ropes(self.norm.weight.device)
 

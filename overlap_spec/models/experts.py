@@ -13,6 +13,7 @@ from torch.jit._trace import is_tracing
 from torch.nn import functional as F
 
 from overlap_spec.models.config import ExpertsConfig
+from overlap_spec.models.shard import WHOLE, Shard
 
 
 class ExpertWeights(nn.Module):
@@ -21,12 +22,12 @@ class ExpertWeights(nn.Module):
     Plain experts: ``gate_up_proj (E, 2 * I, H)``, the gates first, and ``down_proj (E, H, I)``.
     GPT-OSS's lie as published, transposed, with gates and ups taking turns:
     ``gate_up_proj (E, H, 2 * I)``, ``down_proj (E, I, H)``, ``gate_up_proj_bias (E, 2 * I)``,
-    ``down_proj_bias (E, H)``.
+    ``down_proj_bias (E, H)``. Of a shard ``I`` is its part of every expert's channels.
     """
 
-    def __init__(self, hidden: int, config: ExpertsConfig) -> None:
+    def __init__(self, hidden: int, config: ExpertsConfig, shard: Shard) -> None:
         super().__init__()
-        count, size = config.count, config.intermediate_size
+        count, size = config.count, shard.part(config.intermediate_size)
         up, down = (count, 2 * size, hidden), (count, hidden, size)
         self.gate_up_proj_bias = self.down_proj_bias = None
         if config.limit is not None:
@@ -44,16 +45,16 @@ class Experts(nn.Module):
     all tokens, as a graph cannot wait for their numbers: the others' results count zero times.
     """
 
-    def __init__(self, hidden: int, config: ExpertsConfig) -> None:
+    def __init__(self, hidden: int, config: ExpertsConfig, shard: Shard = WHOLE) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.shard = config, shard
         # Named as published.
         router = nn.Linear(hidden, config.count, bias=config.limit is not None)
         if config.limit is None:
             self.gate = router
         else:
             self.router = router
-        self.experts = ExpertWeights(hidden, config)
+        self.experts = ExpertWeights(hidden, config, shard)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Experts of each token and their shares: ``(T, H)`` → int64 and ``(T, per_token)``."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from overlap_spec.models.decoder import Attention, Decoder
 from overlap_spec.models.experts import Experts
+from overlap_spec.models.shard import Cut, Shard, behind_each_other, columns, rows
 
 PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -23,6 +24,8 @@ PARTS = {
 # Parts that a file may hold as one.
 FUSED = ("qkv_proj", "gate_up_proj")
 EXPERTS = re.compile(r"(.+\.mlp)\.experts\.(gate_up_proj|down_proj)")
+# What a published name calls a part of an expert, or of all of them.
+EXPERTS_PART = re.compile(r"\.mlp\.experts\.(?:\d+\.)?(.+)$")
 
 
 class Place(NamedTuple):
@@ -33,27 +36,33 @@ class Place(NamedTuple):
         rows: The file's rows in the order in which they are kept; None: as they are.
         offset: What is added to the file's numbers.
         repeated: Every row of ``view`` is the tensor.
+        cut: What is read of the file's tensor, of which this process holds a part; None: all.
     """
 
     view: Tensor
     rows: Tensor | None = None
     offset: float = 0.0
     repeated: bool = False
+    cut: Cut | None = None
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the tensor in the file."""
-        return self.view.shape[1:] if self.repeated else self.view.shape
+        own = self.view.shape[1:] if self.repeated else self.view.shape
+        return own if self.cut is None else self.cut.whole(own)
 
     def fill(self, tensor: Tensor) -> None:
         """Copy the file's tensor to its place."""
+        if self.cut is not None:
+            tensor = self.cut.of(tensor)
         if self.rows is not None:
             tensor = tensor[self.rows]
         # Before it is rounded to the parameter's type.
         self.view.copy_(tensor.float() + self.offset if self.offset else tensor)
 
     def published(self) -> Tensor:
-        """The tensor as a file holds it, a copy."""
+        """The tensor as a file holds it, a copy; of a whole model alone."""
+        assert self.cut is None
         kept = (self.view[0] if self.repeated else self.view).detach()
         kept = kept - self.offset if self.offset else kept.clone()
         if self.rows is None:
@@ -79,9 +88,61 @@ def places(module: nn.Module) -> dict[str, Place]:
         for part, place in _parts(module, name, tensor):
             if decoder is not None and decoder.config.unit_offset and part.endswith("norm.weight"):
                 place = place._replace(offset=1.0)
+            if decoder is not None and decoder.config.shard.size > 1:
+                place = _cut(decoder, part, place)
             outside = decoder is None or part.startswith("lm_head.")
             found[part if outside else f"model.{part}"] = place
     return found
+
+
+def _cut(decoder: Decoder, name: str, place: Place) -> Place:
+    """The place with what this process reads of the tensor of published name ``name``."""
+    config, shard = decoder.config, decoder.config.shard
+    if name in ("embed_tokens.weight", "lm_head.weight"):
+        run = shard.padded_run(config.vocab_size)
+        # What is left of the last rank's rows stays zero.
+        view = place.view[: run[1]]
+        return place._replace(view=view, cut=rows(run, config.vocab_size))
+    if (expert := EXPERTS_PART.search(name)) is not None:
+        return place._replace(cut=_expert_cut(decoder, expert[1], shard))
+    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+    queries = rows(shard.run(heads), heads, width)
+    keys = rows(shard.run(kv_heads), kv_heads, width)
+    inner = config.intermediate_size
+    channels = rows(shard.run(inner), inner)
+    cuts = {
+        "q_proj": queries,
+        "k_proj": keys,
+        "v_proj": keys,
+        "qkv_proj": behind_each_other([queries, keys, keys]),
+        "gate_proj": channels,
+        "up_proj": channels,
+        "gate_up_proj": behind_each_other([channels, channels]),
+        "o_proj": columns(shard.run(heads), heads, width),
+        "down_proj": columns(shard.run(inner), inner),
+        "sinks": rows(shard.run(heads), heads),
+    }
+    parts = name.split(".")
+    layer = parts[-1] if parts[-1] == "sinks" else parts[-2]
+    summed = layer in ("o_proj", "down_proj")
+    # A sum's bias is whole: it is added once.
+    return place if summed and parts[-1] == "bias" else place._replace(cut=cuts.get(layer))
+
+
+def _expert_cut(decoder: Decoder, kind: str, shard: Shard) -> Cut | None:
+    """Of an expert's matrix, or of all experts' as one (GPT-OSS's, where gates and ups take
+    turns)."""
+    assert decoder.config.experts is not None
+    inner = decoder.config.experts.intermediate_size
+    run = shard.run(inner)
+    return {
+        "gate_proj.weight": rows(run, inner),
+        "up_proj.weight": rows(run, inner),
+        "down_proj.weight": columns(run, inner),
+        "gate_up_proj": columns(run, inner, 2, 2),
+        "gate_up_proj_bias": columns(run, inner, 2),
+        "down_proj": columns(run, inner),
+    }.get(kind)
 
 
 def part_views(module: nn.Module, name: str, tensor: Tensor) -> list[Tensor]:

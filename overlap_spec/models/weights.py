@@ -18,8 +18,10 @@ from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.eagle import EagleHead, read_eagle_config
 from overlap_spec.models.eagle3 import Eagle3Config, Eagle3Head, read_eagle3_config
 from overlap_spec.models.mtp import MtpModule, find_modules
+from overlap_spec.models.parallel import Collectives, join
 from overlap_spec.models.places import places
 from overlap_spec.models.rope import rope_limit, rope_table, trained_length
+from overlap_spec.models.shard import WHOLE
 from overlap_spec.models.tensors import disk_bytes, read_tensors, scheme_of, tensor_names
 
 log = logging.getLogger(__name__)
@@ -119,15 +121,22 @@ def _take_memory(module: nn.Module, device: torch.device) -> None:
 
 
 def load_decoder(
-    path: Path, dtype: torch.dtype, device: torch.device, max_position: int | None = None
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_position: int | None = None,
+    collectives: Collectives | None = None,
 ) -> Decoder:
     """The decoder of the checkpoint in folder ``path``, ready to serve.
 
     Args:
         max_position: Longest context in tokens to be served (the checkpoint's own if None).
+        collectives: Of the ranks that hold a part each, of which this one reads its own; None: the
+            whole is loaded.
 
     Raises:
         CheckpointError: whatever keeps the checkpoint from being loaded exactly.
+        ConfigError: it cannot be cut into so many parts.
     """
     config = read_config(path)
     limit = min(config.max_position, rope_limit(config.rope) or config.max_position)
@@ -145,7 +154,9 @@ def load_decoder(
     names = {rename(name) for name in tensor_names(path)}
     # A tied checkpoint that still stores a head of its own is served with that head.
     tied = config.tie_embeddings and "lm_head.weight" not in names
-    config = replace(config, max_position=max_position or limit, tie_embeddings=tied)
+    shard = WHOLE if collectives is None else collectives.shard
+    config = replace(config, max_position=max_position or limit, tie_embeddings=tied, shard=shard)
+    config.check_shard()
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
     decoder.widen_norms()
@@ -159,8 +170,12 @@ def load_decoder(
         seeing = config.beside_vision and VISION.match(name) is not None
         return seeing or _is_rotary(name) or name.startswith(others)
 
+    for padded in (decoder.embed_tokens, decoder.lm_head) if shard.size > 1 else ():
+        padded.weight.data.zero_()
     load_state(decoder, path, rename, ignored)
     _tell_cost(path, decoder)
+    if collectives is not None:
+        join(decoder, collectives)
     return decoder.eval().requires_grad_(False)
 
 
@@ -262,7 +277,7 @@ def load_mtp(path: Path, target: Decoder, dtype: torch.dtype) -> MtpModule:
     if not modules:
         raise CheckpointError(f"{path} has no next-token module (no eh_proj, input_proj or mtp.fc)")
     names, shape = modules[0], target.config
-    layer = replace(shape, num_layers=1, sliding_windows=shape.sliding_windows[-1:])
+    layer = replace(shape, num_layers=1, sliding_windows=shape.sliding_windows[-1:], shard=WHOLE)
     stored = {names.own(name) for name in tensor_names(path)}
     with torch.device("meta"):
         module = MtpModule(layer, "embed_tokens.weight" in stored, "head.weight" in stored)

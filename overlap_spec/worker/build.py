@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import platform
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,15 +14,20 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Drafter
 from overlap_spec.drafters.registry import load_drafter
 from overlap_spec.errors import ConfigError
-from overlap_spec.models.config import ModelConfig, read_json
+from overlap_spec.models.config import ModelConfig, read_config, read_json
 from overlap_spec.models.packing import pack
 from overlap_spec.models.quantization import has_int8, quantize
+from overlap_spec.models.shard import Shard
 from overlap_spec.models.tensors import parameter_count
 from overlap_spec.models.weights import load_decoder
+from overlap_spec.parallel.group import Group, told
+from overlap_spec.parallel.launch import Launch, launch
 from overlap_spec.worker.acceptance import AcceptanceRule
 from overlap_spec.worker.cores import physical_cores, pick_float, pick_threads
 from overlap_spec.worker.cuda import CudaStreams
+from overlap_spec.worker.follower import follow
 from overlap_spec.worker.kv_pool import KVPool
+from overlap_spec.worker.lead import LeadWorker
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.streams import (
     InlineStreams,
@@ -35,6 +41,8 @@ from overlap_spec.worker.tables import RowTables
 from overlap_spec.worker.worker import Worker
 
 CPU_CACHE_BYTES = 1 << 30
+# What the processes of other ranks run.
+RANK_MODULE = "overlap_spec.worker.rank"
 
 
 def build_worker(
@@ -54,10 +62,13 @@ def build_worker(
     if config.quantization is not None:
         check_quantization(config.quantization, device)
     with torch_threads(count_threads(config, device) if device.type == "cpu" else None):
-        return _build_worker(config, device, dtype, reserve_tokens, streams, record)
+        if config.tensor_parallel_size > 1:
+            return _build_lead(config, device, dtype, reserve_tokens, streams, record)
+        runner = _build_runner(config, device, dtype, reserve_tokens, None)
+        return Worker(runner, streams, config.overlap, config.max_running_requests, record)
 
 
-def _build_worker(
+def _build_lead(
     config: EngineConfig,
     device: torch.device,
     dtype: torch.dtype,
@@ -65,11 +76,68 @@ def _build_worker(
     streams: Streams,
     record: RecordSpan,
 ) -> Worker:
+    """Rank 0's worker, and the other ranks' processes; in a rank that torchrun has started, that
+    rank's whole work, after which the process ends."""
+    size = config.tensor_parallel_size
+    replace(read_config(config.target_path), shard=Shard(0, size)).check_shard()
+    launched = launch(size, RANK_MODULE)
+    if launched.shard.rank:
+        streams.close()
+        run_follower(launched)
+        raise SystemExit(0)
+    processes = launched.processes
+    try:
+        # What each would choose by itself must be the same in all.
+        threads = count_threads(config, device) if device.type == "cpu" else None
+        name = str(dtype).removeprefix("torch.")
+        same = replace(config, device=device.type, dtype=name, threads=threads)
+        group = Group(launched, device, (same, reserve_tokens))
+        streams.prefill = streams.compute
+        runner = _build_runner(config, device, dtype, reserve_tokens, group)
+        rows = config.max_running_requests
+        return LeadWorker(runner, streams, config.overlap, rows, record, group, processes)
+    except BaseException:
+        if processes is not None:
+            processes.give_up("rank 0 could not be built")
+            processes.close(lambda: None)
+        raise
+
+
+def run_follower(launched: Launch) -> None:
+    """Build the worker of a rank other than 0 as rank 0 says, and follow it to its end."""
+    config, reserve_tokens = told(launched.store)
+    if config.device == "cuda":
+        index = int(os.environ.get("LOCAL_RANK", launched.shard.rank))
+        torch.cuda.set_device(index)
+        config = replace(config, device=f"cuda:{index}")
+    device = pick_device(config.device)
+    dtype = pick_dtype(config, device)
+    streams = build_streams(config, _unrecorded)
+    streams.prefill = streams.compute
+    with torch_threads(config.threads):
+        group = Group(launched, device)
+        runner = _build_runner(config, device, dtype, reserve_tokens, group)
+        rows = config.max_running_requests
+        follow(Worker(runner, streams, config.overlap, rows, _unrecorded), group)
+
+
+def _unrecorded(*_: Any) -> None:
+    """Takes spans, and forgets them."""
+
+
+def _build_runner(
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    reserve_tokens: int,
+    group: Group | None,
+) -> ModelRunner:
+    """Models, tables and caches; with a ``group`` one rank's part of the target."""
     rows = config.max_running_requests
     if device.type == "cuda":
         # Float32 output must not depend on the device.
         torch.backends.cuda.matmul.allow_tf32 = False
-    target = load_decoder(config.target_path, dtype, device, config.context_length)
+    target = load_decoder(config.target_path, dtype, device, config.context_length, group)
     longest = target.config.max_position + reserve_tokens
     tables = RowTables(rows, -(-longest // config.page_size), target.config.vocab_size, device)
     pool = KVPool(target.config, config.page_size, dtype, device)
@@ -93,11 +161,12 @@ def _build_worker(
     # The feature that each page keeps for the drafter.
     page_bytes += features * target.config.hidden_size * dtype.itemsize
     pages = count_pages(config, page_bytes, rows * tables.pages.shape[1], device)
+    if group is not None:
+        pages = group.least("pages", pages)
     for cache in (pool, *draft_pools):
         cache.allocate(pages)
     rule = AcceptanceRule(config, tables)
-    runner = ModelRunner(target, drafter, tables, pool, draft_pools, config.graphs, rule)
-    return Worker(runner, streams, config.overlap, rows, record)
+    return ModelRunner(target, drafter, tables, pool, draft_pools, config.graphs, rule)
 
 
 def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:
@@ -116,7 +185,8 @@ def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:
 def count_threads(config: EngineConfig, device: torch.device) -> int:
     """Threads of torch for each stream of the CPU."""
     stored = torch.int8 if config.quantization else pick_dtype(config, device)
-    return pick_threads(config.threads, weight_bytes(config, stored))
+    ranks = config.tensor_parallel_size
+    return pick_threads(config.threads, weight_bytes(config, stored) // ranks, ranks)
 
 
 def machine_key(config: EngineConfig) -> dict[str, Any]:
@@ -142,6 +212,7 @@ def machine_key(config: EngineConfig) -> dict[str, Any]:
         "dtype": config.quantization or str(dtype),
         "threads": threads,
         "graphs": config.graphs,
+        **({"ranks": config.tensor_parallel_size} if config.tensor_parallel_size > 1 else {}),
     }
 
 

@@ -16,12 +16,13 @@ BFLOAT16_BYTES = 32 << 20
 CPUS = Path("/sys/devices/system/cpu")
 
 
-def pick_threads(asked: int | None, weight_bytes: int) -> int:
+def pick_threads(asked: int | None, weight_bytes: int, processes: int = 1) -> int:
     """Threads of torch for each stream.
 
     Args:
         asked: The setting; taken as it is.
         weight_bytes: What a pass reads of weights.
+        processes: That compute beside each other, and share the cores.
 
     Returns:
         Without ``asked`` one for each :data:`THREAD_BYTES`, at least one. At most the physical
@@ -33,6 +34,7 @@ def pick_threads(asked: int | None, weight_bytes: int) -> int:
     cores = physical_cores()
     if cores > 2:
         cores -= 1
+    cores //= processes
     return max(1, min(weight_bytes // THREAD_BYTES, cores, torch.get_num_threads()))
 
 

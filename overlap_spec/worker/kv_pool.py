@@ -61,7 +61,7 @@ class KVPool(nn.Module):
     def allocate(self, pages: int) -> None:
         """Take the memory of ``pages`` pages; nothing else works before."""
         config = self.config
-        shape = (config.num_layers, pages, self.page_size, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, pages, self.page_size, config.own_kv_heads, config.head_dim)
         for name in ("k", "v"):
             self.register_buffer(name, lazy_zeros(shape, self._dtype, self._device))
 
@@ -69,7 +69,7 @@ class KVPool(nn.Module):
     def page_bytes(self) -> int:
         """Bytes of one page of keys and values over all layers."""
         config = self.config
-        heads = config.num_layers * config.num_kv_heads * config.head_dim
+        heads = config.num_layers * config.own_kv_heads * config.head_dim
         return 2 * heads * self.page_size * self._dtype.itemsize
 
     def slots(self, pages: Tensor, logical: Tensor) -> Tensor:

@@ -199,6 +199,9 @@ class RowTables(nn.Module):
             bias = self.wide("bias", torch.float32)[row].zero_()
             for token, value in request.sampling.logit_bias.items():
                 bias[token : token + 1] = value
+        elif "bias" in self._wide:
+            # It is added to every row of a step in which any request has one.
+            self._wide["bias"][row].zero_()
         if features.min_tokens:
             stops = self.wide("stops", torch.bool)[row].zero_()
             stops.index_fill_(0, self._ids(sorted(request.stop_ids)), True)

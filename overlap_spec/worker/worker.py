@@ -22,6 +22,7 @@ from overlap_spec.types import (
     RUN_TOKENS,
     Chunk,
     DraftTree,
+    Floats,
     History,
     HostTrees,
     Int32s,
@@ -54,6 +55,8 @@ from overlap_spec.worker.sampler import Masks, token_logprobs
 from overlap_spec.worker.streams import RecordSpan, Streams
 from overlap_spec.worker.warm_up import warm_up
 
+# What a drafter on the host proposed: tokens, parents and scores of all trees.
+Proposal = tuple[Int64s, Int64s, Floats]
 NAN_CHOICE = -2
 # Steps whose accept may still be asked for its time.
 ACCEPTS = 4
@@ -138,6 +141,11 @@ class Worker:
         return self.runner.graphs.bytes
 
     @property
+    def rank_pids(self) -> tuple[int, ...]:
+        """Process ids of the other ranks that this one has started."""
+        return ()
+
+    @property
     def drafter_fault(self) -> Exception | None:
         """What the drafter raised, while it is not used for that."""
         return self.runner.fault
@@ -147,9 +155,18 @@ class Worker:
         """Drafted nodes that broke the drafters' contract, so far."""
         return int(self.runner.refused)
 
+    def check(self) -> None:
+        """Raise EngineUnavailable where steps cannot be run any more."""
+
     def retry_drafter(self) -> None:
         """Use the drafter again."""
         self.runner.fault = None
+
+    def rest(self) -> None:
+        """Wait until compute has run all that is queued."""
+        passed = self.streams.event()
+        self.streams.compute.record(passed)
+        passed.synchronize()
 
     @property
     def drafts_on_host(self) -> bool:
@@ -179,9 +196,7 @@ class Worker:
     def prepare_next(self, tiers: Sequence[Tier]) -> bool:
         """Record what one of these tiers lacks, and wait for it; False if they lack nothing."""
         made = self.streams.compute.run("record", self.runner.graphs.record_next, tiers)
-        passed = self.streams.event()
-        self.streams.compute.record(passed)
-        passed.synchronize()
+        self.rest()
         return made.get()
 
     @property
@@ -199,20 +214,16 @@ class Worker:
         """
         if self.compiles:
             work = warm_up, self.runner, self._upload, tiers, self._rows, chunk_tokens
-            passed = self.streams.event()
             self.streams.compute.run("warm up", *work)
-            self.streams.compute.record(passed)
-            passed.synchronize()
+            self.rest()
 
     @torch.inference_mode()
     def measure(self, points: Sequence[Point], deadline_s: float) -> list[PassTimes]:
         """Time the passes of a step, before the first one: see :func:`measure_passes`."""
-        compute, passed = self.streams.compute, self.streams.event()
-        found = compute.run(
+        found = self.streams.compute.run(
             "measure", lambda: list(measure_passes(self.runner, points, deadline_s))
         )
-        compute.record(passed)
-        passed.synchronize()
+        self.rest()
         return found.get()
 
     @torch.inference_mode()
@@ -278,8 +289,16 @@ class Worker:
         Args:
             histories: Known tokens of each decode row's request, for a drafter on the host.
         """
+        self.grow(step, None if histories is None else self._propose(step, histories))
+
+    @torch.inference_mode()
+    def grow(self, step: InFlightStep, proposal: Proposal | None) -> None:
+        """:meth:`draft`, with what a drafter on the host proposed."""
         compute, copy = self.streams.compute, self.streams.copy
-        proposed = None if histories is None else self._propose(step, histories)
+        proposed = None
+        if proposal is not None:
+            tokens, parents, scores = (self._uploaded(torch.from_numpy(part)) for part in proposal)
+            proposed = Draft(tokens, parents, scores)
         sampled = step.features.sampled
         step.drafted = compute.run("draft", self.runner.draft, step.batch, sampled, proposed)
         if step.tree_is_read:
@@ -298,7 +317,7 @@ class Worker:
         with self.runner.guard_drafter():
             drafter.forget(history)
 
-    def _propose(self, step: InFlightStep, histories: Sequence[History]) -> Draft | None:
+    def _propose(self, step: InFlightStep, histories: Sequence[History]) -> Proposal | None:
         drafter, tier = self.runner.drafter, step.plan.tier.own
         if drafter is None or tier.steps == 0 or not histories or self.drafter_fault is not None:
             return None
@@ -312,10 +331,7 @@ class Worker:
             drafts = zip(drafter.propose(known, tier), known, strict=True)
             arrays = host_draft([graft(d, h.forced, tier) for d, h in drafts], tier)
         self._record("host", "propose", start, time.perf_counter_ns(), step.plan.index)
-        if arrays is None:
-            return None
-        tokens, parents, scores = (self._uploaded(torch.from_numpy(array)) for array in arrays)
-        return Draft(tokens, parents, scores)
+        return arrays
 
     def _uploaded(self, host: Tensor) -> Tensor:
         if self._device.type != "cuda":

@@ -164,7 +164,7 @@ class Cache:
     def __init__(self, decoder: Decoder, tokens: int, page_size: int = 4) -> None:
         config = decoder.config
         pages = -(-tokens // page_size)
-        shape = (config.num_layers, pages, page_size, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, pages, page_size, config.own_kv_heads, config.head_dim)
         self.decoder, self.k, self.v = decoder, torch.zeros(shape), torch.zeros(shape)
         # Pages in a shuffled order, so that logical and physical positions differ.
         self.table = torch.randperm(pages, generator=torch.Generator().manual_seed(1))

@@ -336,6 +336,21 @@ def test_penalties_take_memory_for_a_block_of_nodes_alone(
     assert first.shape == (0, vocab)
 
 
+def test_a_row_keeps_nothing_of_the_bias_of_its_last_request() -> None:
+    """Beside a request that has one: bias is added to every row of such a step."""
+    tables = RowTables(2, 1, 40, torch.device("cpu"))
+    plain, biased = SamplingParams(), SamplingParams(logit_bias={7: 50.0})
+    for params in ((biased, plain), (plain, biased)):
+        for row, each in enumerate(params):
+            request = Request(row, (1, 2), each, None, 9, frozenset(), 0, 0)
+            tables.assign(row, request)
+            tables.write(row, request, ())
+    place = Nodes(torch.arange(2), torch.full((2,), 2), None, None)
+    logits = Sampler(tables).process(torch.zeros(2, 40), place, tables.features(range(2)))
+    assert logits[:, 7].tolist() == [0.0, 50.0]
+    assert logits.sum() == 50.0
+
+
 def test_logprobs_are_before_temperature_and_list_no_forbidden_token() -> None:
     log_probs = torch.tensor([[1.0, 2.0, -torch.inf, 0.0]]).log_softmax(-1)
     (got,) = token_logprobs(log_probs[:, 1], *log_probs.topk(4), 4)

@@ -1,0 +1,1 @@
+"""Ranks of tensor parallelism: their processes, and what they send each other."""

@@ -1,0 +1,171 @@
+"""What the ranks of one engine compute together and tell each other, over ``torch.distributed``.
+
+Two groups of their own, beside whatever the process does with ``torch.distributed`` besides: one
+for tensors of the passes (NCCL on GPUs, gloo on CPUs), which the compute stream uses alone, and one
+for what rank 0 tells the others (gloo, host memory), so that neither waits for the other.
+"""
+
+# mypy: disable-error-code="no-any-return"
+# TorchScript reads the annotations of a function as they are.
+
+import base64
+import itertools
+import os
+import pickle
+import time
+import warnings
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d
+from torch.jit._trace import is_tracing
+
+from overlap_spec.parallel.launch import Launch, Store, dist
+
+c10d: Any = _distributed_c10d
+# A rank that lets the others wait for so long is given up.
+STALL_S = 180.0
+# What a rank waits for the next step, or for others to load: no time at all means that none comes.
+PATIENCE = timedelta(days=365)
+POLL_S = 0.02
+SETTINGS = "settings"
+LOOPBACK = "127.0.0.1"
+
+_numbers = itertools.count()
+
+
+class Group:
+    """One rank's end; made by all ranks at once.
+
+    Args:
+        device: Of the passes' tensors.
+        settings: Rank 0: what the others must know to come here; they read it by :func:`told`.
+
+    Raises:
+        EngineUnavailable: a rank that this process has started ended instead.
+    """
+
+    def __init__(self, launched: Launch, device: torch.device, settings: object = None) -> None:
+        shard, store, loopback, processes = launched
+        self.shard, self._store, self._processes = shard, store, processes
+        if not shard.rank:
+            store.set(SETTINGS, base64.b64encode(pickle.dumps(settings)).decode())
+        self._meet("groups")
+        stall = timedelta(seconds=STALL_S)
+        gloo = dist.ProcessGroupGloo._Options()
+        gloo._timeout = stall
+        kinds = dist.ProcessGroupGloo
+        own_machine = loopback and kinds.create_device(hostname=LOOPBACK)
+        gloo._devices = [own_machine or kinds.create_default_device()]
+        self._control = dist.ProcessGroupGloo(
+            dist.PrefixStore("control", store), shard.rank, shard.size, gloo
+        )
+        own = dist.PrefixStore("passes", store)
+        self._passes: Any
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = stall
+            self._passes = dist.ProcessGroupNCCL(own, shard.rank, shard.size, options)
+            kind = dist.ProcessGroup.BackendType.NCCL
+        else:
+            self._passes = dist.ProcessGroupGloo(own, shard.rank, shard.size, gloo)
+            kind = dist.ProcessGroup.BackendType.GLOO
+        # By a name, which a recorded pass can hold.
+        self.name = f"overlap_spec-{os.getpid()}-{next(_numbers)}"
+        # Of which the registry keeps no more than a weak reference.
+        self._named = dist.ProcessGroup(own, shard.rank, shard.size)
+        self._named._set_default_backend(kind)
+        self._named._register_backend(torch.device(device.type), kind, self._passes)
+        self._named._set_group_name(self.name)
+        c10d._register_process_group(self.name, self._named)
+
+    # Of the passes
+
+    def sum(self, x: Tensor) -> Tensor:
+        """See :class:`overlap_spec.models.parallel.Collectives`."""
+        summed: Tensor = (_scripted(_sum) if is_tracing() else _sum)(x, self.name)
+        return summed
+
+    def gather(self, x: Tensor) -> Tensor:
+        """See :class:`overlap_spec.models.parallel.Collectives`."""
+        work: Any = _scripted(_gather) if is_tracing() else _gather
+        gathered: Tensor = work(x, self.shard.size, self.name)
+        return gathered
+
+    # Of the host
+
+    def send(self, tensor: Tensor) -> None:
+        """Rank 0: tell all others a tensor in host memory; returns when it is under way."""
+        self._broadcast(tensor, timedelta(seconds=STALL_S))
+
+    def receive(self, tensor: Tensor) -> None:
+        """Another rank: wait until rank 0 has told it, however long that takes."""
+        self._broadcast(tensor, PATIENCE)
+
+    def _broadcast(self, tensor: Tensor, patience: timedelta) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, patience
+        self._control.broadcast([tensor], options).wait()
+
+    def least(self, name: str, number: int) -> int:
+        """The least of all ranks' numbers of what ``name`` says; waits for the slowest rank."""
+        self._meet(name)
+        found = torch.tensor([number])
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        self._control.allreduce([found], options).wait()
+        return int(found)
+
+    def _meet(self, name: str) -> None:
+        """Wait for all ranks; they may take very different times to load."""
+        store, shard = self._store, self.shard
+        if shard.rank:
+            store.set(f"{name}/{shard.rank}", "here")
+            store.wait([f"{name}/go"], PATIENCE)
+            return
+        others = [f"{name}/{rank}" for rank in range(1, shard.size)]
+        while not store.check(others):
+            if self._processes is not None:
+                self._processes.check()
+            time.sleep(POLL_S)
+        store.set(f"{name}/go", "go")
+
+    def abort(self) -> None:
+        """Let go of what waits for ranks that are gone."""
+        abort = getattr(self._passes, "abort", None)
+        if abort is not None and self._passes.name() == "nccl":
+            abort()
+
+    def close(self) -> None:
+        """Leave; nothing of the passes may be under way."""
+        c10d._unregister_process_group(self.name)
+        self._passes = self._named = self._control = None
+
+
+def told(store: Store) -> Any:
+    """The settings that rank 0 tells the others; waits for them."""
+    store.wait([SETTINGS], PATIENCE)
+    return pickle.loads(base64.b64decode(store.get(SETTINGS)))
+
+
+@cache
+def _scripted(work: Any) -> Any:
+    """The work in TorchScript: a group's name cannot be traced."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(work)
+
+
+def _sum(x: Tensor, group: str) -> Tensor:
+    out = torch.ops._c10d_functional.all_reduce(x, "sum", group)
+    return torch.ops._c10d_functional.wait_tensor(out)
+
+
+def _gather(x: Tensor, size: int, group: str) -> Tensor:
+    out = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group)
+    parts = torch.ops._c10d_functional.wait_tensor(out)
+    rows = parts.view(size, x.size(0), x.size(1)).transpose(0, 1)
+    return rows.reshape(x.size(0), size * x.size(1))

@@ -1,0 +1,137 @@
+"""The processes of the other ranks: started by rank 0, watched, and ended with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from overlap_spec.errors import EngineUnavailable
+
+# What a rank that was told to end has for it, in seconds.
+GRACE_S = 10.0
+PACKAGE_PARENT = str(Path(__file__).resolve().parent.parent.parent)
+
+
+class Processes:
+    """Ranks 1 to ``size`` - 1, each ``python -m MODULE ARGUMENTS RANK``.
+
+    The first of them that ends before :meth:`close` ends all others: what still waits for them then
+    fails at once.
+
+    Args:
+        folder: Removed at the end.
+
+    Attributes:
+        on_loss: Called when one has ended too early.
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str], size: int, folder: Path) -> None:
+        self._folder = folder
+        self.on_loss: Callable[[], None] = lambda: None
+        self._closing, self._lost, self._gone = False, "", threading.Event()
+        self._lock = threading.Lock()
+        self._all: dict[int, subprocess.Popen[bytes]] = {}
+        try:
+            for rank in range(1, size):
+                self._all[rank] = _start(module, [*arguments, str(rank)])
+        except BaseException:
+            self._kill()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self._watchers = [
+            threading.Thread(target=self._watch, args=(rank,), name=f"rank-{rank}", daemon=True)
+            for rank in self._all
+        ]
+        for watcher in self._watchers:
+            watcher.start()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids, of rank 1 first."""
+        return tuple(process.pid for process in self._all.values())
+
+    def check(self) -> None:
+        """Raise EngineUnavailable if a rank is gone."""
+        if self._lost:
+            raise EngineUnavailable(self._lost)
+
+    def wait_for_loss(self, timeout_s: float) -> None:
+        """Give a rank that broke its connection the time to be seen to have ended."""
+        self._gone.wait(timeout_s)
+
+    def give_up(self, reason: str) -> None:
+        """End all at once, for ``reason``."""
+        with self._lock:
+            self._lost = self._lost or reason
+        self._gone.set()
+        self._kill()
+        self.on_loss()
+
+    def close(self, farewell: Callable[[], None]) -> None:
+        """Tell all to end, wait for them, and kill those that do not end in :data:`GRACE_S`.
+
+        Args:
+            farewell: Tells them; not called where they are gone.
+        """
+        self._closing = True
+        if not self._lost:
+            farewell()
+        for process in self._all.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0 if self._lost else GRACE_S)
+        self._kill()
+        for watcher in self._watchers:
+            watcher.join()
+        for process in self._all.values():
+            assert process.stdin is not None
+            process.stdin.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _watch(self, rank: int) -> None:
+        status = self._all[rank].wait()
+        if self._closing:
+            return
+        ended = f"was killed by {signal.Signals(-status).name}" if status < 0 else "ended"
+        code = f" with exit status {status}" if status >= 0 else ""
+        self.give_up(
+            f"tensor_parallel_size: rank {rank} {ended}{code}, and the engine with it: "
+            "make a new one"
+        )
+
+    def _kill(self) -> None:
+        for process in self._all.values():
+            if process.poll() is None:
+                process.kill()
+
+
+def _start(module: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    # As here: a drafter of one's own may be found nowhere else.
+    paths = [PACKAGE_PARENT, *(path or str(Path.cwd()) for path in sys.path)]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        # What a library prints must not mix with this process's own output.
+        stdout=2,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        # Ctrl-C reaches only this process, which ends the others.
+        start_new_session=True,
+    )
+
+
+def exit_with_parent() -> None:
+    """In a started process: end it when the parent closes its end of standard input, or dies."""
+
+    def wait() -> None:
+        # Not through sys.stdin: a dying interpreter would wait for its lock.
+        while os.read(0, 4096):
+            continue
+        os._exit(0)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()

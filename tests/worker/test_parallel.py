@@ -1,0 +1,127 @@
+"""Engines of several ranks: the same text as of one, and their end when a rank is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overlap_spec import Engine, Grammar, SamplingParams
+from overlap_spec.async_engine import AsyncEngine
+from overlap_spec.errors import ConfigError, EngineUnavailable
+from tests.support.serving import wait_for
+from tests.worker import test_overlap
+from tests.worker.test_overlap import Ask, build, chaos, run, settings_of
+
+DATE = Grammar.regex(r"\d{4}-\d\d-\d\d")
+
+
+def ended(pids: list[int]) -> bool:
+    """Whether none of these processes is there any more."""
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def pids(engine: Engine) -> list[int]:
+    found: list[int] = engine.snapshot()["rank_pids"]
+    return found
+
+
+def mixed() -> list[Ask]:
+    """Long enough to pre-empt each other in a small cache; one is aborted."""
+    common: dict[str, Any] = {"max_tokens": 40, "seed": 3}
+    greedy = SamplingParams(temperature=0.0, **common)
+    warm = SamplingParams(temperature=0.8, top_p=0.9, **common)
+    choosy = SamplingParams(
+        temperature=0.8, presence_penalty=1.0, logit_bias={97: 2.0}, logprobs=2, **common
+    )
+    text = "abc xyz 0123 abc xyz 0123 abc"
+    return [
+        Ask(text, None, greedy, None),
+        Ask(text[3:], None, warm, None),
+        Ask("name", Grammar.json_schema(test_overlap.PERSON), warm, None),
+        Ask("pick", Grammar.choice(["alpha", "beta", "alphabet"]), greedy, None),
+        Ask(text[5:], None, choosy, None),
+        Ask(text[7:], Grammar.regex("[a-f]{30}"), choosy, 5),
+    ]
+
+
+def equal(oracle: Engine, engine: Engine, asks: list[Ask]) -> None:
+    wanted = run(oracle, [replace(ask, abort_step=None) for ask in asks])
+    for ask, want, got in zip(asks, wanted, run(engine, asks), strict=True):
+        if got.finish_reason == "abort":
+            assert want.token_ids[: len(got.token_ids)] == got.token_ids, ask
+            continue
+        assert (got.token_ids, got.text) == (want.token_ids, want.text), ask
+        assert got.finish_reason == want.finish_reason, ask
+        for a, b in zip(got.logprobs, want.logprobs, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+def test_text_of_two_ranks_is_that_of_one(
+    tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees under chaos in rank 0, recorded, in a cache so small that requests pre-empt."""
+    first, settings = settings_of("tree", "crowded")
+    before = set(threading.enumerate())
+    chaos(monkeypatch, first)
+    with (
+        build(tiny, overlap="none", algorithm="none") as oracle,
+        build(tiny, tensor_parallel_size=2, **settings) as engine,
+    ):
+        (other,) = pids(engine)
+        equal(oracle, engine, mixed())
+        assert engine.core.scheduler.preemptions > 0
+        assert engine.core.worker.runner.graphs.count > 0
+    assert ended([other])
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_rank_of_four_that_dies_ends_the_engine_with_one_error(tiny: dict[str, str]) -> None:
+    """Before that, the text is that of one rank; of four, two share each head of keys."""
+    settings: dict[str, Any] = {"mask_deadline_ms": None, "graphs": False}
+    with build(tiny, overlap="none", algorithm="none", **settings) as oracle:
+        engine = build(tiny, tensor_parallel_size=4, num_steps=3, **settings)
+        equal(oracle, engine, mixed())
+    others = pids(engine)
+    stream = engine.stream("abc", None, SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    os.kill(others[1], signal.SIGKILL)
+    with pytest.raises(EngineUnavailable, match="rank 2 was killed by SIGKILL"):
+        list(stream)
+    with pytest.raises(EngineUnavailable, match="rank 2 was killed by SIGKILL"):
+        engine.generate("abc")
+    engine.close()
+    assert ended(others)
+
+
+def test_the_server_starts_an_engine_again_whose_rank_died(tiny: dict[str, Any]) -> None:
+    """Also where nothing runs: it is seen before the next request."""
+
+    async def work() -> None:
+        async with AsyncEngine(**tiny, tensor_parallel_size=2, context_length=160) as engine:
+            state = await engine.snapshot()
+            os.kill(state["rank_pids"][0], signal.SIGKILL)
+            while engine.restarts == 0 or engine.health != "ready":
+                await asyncio.sleep(0.05)
+            output = await engine.generate("when", DATE)
+            assert output.finish_reason == "stop"
+            again = await engine.snapshot()
+            assert engine.restarts == 1
+        assert ended([state["pid"], *state["rank_pids"]])
+        wait_for(lambda: ended([again["pid"], *again["rank_pids"]]), 60)
+
+    asyncio.run(work())
+
+
+def test_a_number_of_ranks_that_does_not_fit_is_told_before_any_starts(
+    tiny: dict[str, str],
+) -> None:
+    for size, told in ((3, "num_attention_heads, 4"), (0, "an integer >= 1")):
+        with pytest.raises(ConfigError, match=told):
+            build(tiny, tensor_parallel_size=size)

@@ -1,0 +1,180 @@
+"""A model in parts: what each rank reads of a checkpoint, and that together they are the whole."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.models.decoder import Decoder
+from overlap_spec.models.quantization import has_int8, quantize
+from overlap_spec.models.shard import Shard
+from overlap_spec.models.weights import load_decoder
+from tests.worker import test_models
+from tests.worker.test_models import CASES, Cache, reference
+
+CPU = torch.device("cpu")
+# Sizes that 2 and 3 ranks divide; 3 of them share 6 heads of queries, and 3 or 6 of keys.
+SIZES = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 72}
+SHARDED = [
+    "llama",
+    "llama-tied-biased",
+    "qwen2",
+    "qwen3",
+    "gemma2-caps",
+    "phi3",
+    "qwen3-moe",
+    "gpt-oss",
+]
+
+
+class Threads:
+    """Ranks that are threads of one process."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.barrier = size, threading.Barrier(size, timeout=60)
+        self.given: list[Tensor] = [torch.empty(0)] * size
+
+    def rank(self, rank: int) -> Rank:
+        return Rank(self, rank)
+
+
+class Rank:
+    """One of them; see `Collectives`."""
+
+    def __init__(self, threads: Threads, rank: int) -> None:
+        self.threads, self.shard = threads, Shard(rank, threads.size)
+        self.sums = 0
+
+    def _all(self, x: Tensor) -> list[Tensor]:
+        threads = self.threads
+        threads.given[self.shard.rank] = x
+        threads.barrier.wait()
+        found = list(threads.given)
+        threads.barrier.wait()
+        return found
+
+    def sum(self, x: Tensor) -> Tensor:
+        self.sums += 1
+        return torch.stack(self._all(x)).sum(0)
+
+    def gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._all(x), 1)
+
+
+def together(folder: Path, size: int, tokens: Tensor, int8: bool = False) -> list[Tensor]:
+    """The logits that each rank has."""
+    threads = Threads(size)
+
+    def one(rank: int) -> Tensor:
+        with torch.inference_mode():
+            own = threads.rank(rank)
+            decoder = load_decoder(folder, torch.float32, CPU, 64, own)
+            if int8:
+                quantize([decoder])
+            logits = Cache(decoder, 64).run(tokens, 0)
+            layers = decoder.config.num_layers
+            assert own.sums == 1 + 2 * layers
+            return logits
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
+
+
+def write(case: str, path: Path, monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> None:
+    family, extra = CASES[case]
+    monkeypatch.setitem(test_models.CASES, case, (family, {**extra, **SIZES, **sizes}))
+    reference(case, path)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("case", SHARDED)
+def test_parts_compute_what_the_whole_does(
+    case: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every layout of a file; 131 tokens: the vocabulary's last part is filled up."""
+    write(case, tmp_path, monkeypatch)
+    tokens = torch.randint(0, 131, (20,), generator=torch.Generator().manual_seed(5))
+    with torch.inference_mode():
+        want = Cache(load_decoder(tmp_path, torch.float32, CPU, 64), 64).run(tokens, 0)
+    found = together(tmp_path, size, tokens)
+    torch.testing.assert_close(found[0], want, atol=2e-4, rtol=1e-4)
+    for other in found[1:]:
+        assert torch.equal(other, found[0])
+
+
+@pytest.mark.parametrize(("size", "kv_heads"), [(2, 1), (6, 2), (6, 3)])
+def test_heads_of_keys_are_shared_by_more_ranks(
+    size: int, kv_heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("qwen3", tmp_path, monkeypatch, num_key_value_heads=kv_heads)
+    tokens = torch.randint(0, 131, (20,), generator=torch.Generator().manual_seed(5))
+    with torch.inference_mode():
+        want = Cache(load_decoder(tmp_path, torch.float32, CPU, 64), 64).run(tokens, 0)
+    torch.testing.assert_close(together(tmp_path, size, tokens)[0], want, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(not has_int8(), reason="no AVX512-VNNI")
+def test_parts_in_int8_are_the_same_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("llama", tmp_path, monkeypatch)
+    first, second = together(tmp_path, 2, torch.arange(20), int8=True)
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
+
+
+def test_each_rank_holds_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("llama", tmp_path, monkeypatch)
+
+    def numbers(decoder: Decoder) -> int:
+        return sum(p.numel() for p in decoder.parameters() if p.dim() > 1)
+
+    whole = numbers(load_decoder(tmp_path, torch.float32, CPU))
+    parts = [
+        numbers(load_decoder(tmp_path, torch.float32, CPU, None, Threads(2).rank(rank)))
+        for rank in range(2)
+    ]
+    # One row of the embedding and of the head fills up 131.
+    assert parts == [(whole + 2 * 48) // 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [
+        (5, "tensor_parallel_size 5 does not divide the model's num_attention_heads, 6"),
+        (4, "num_attention_heads, 6"),
+        (3, "neither divides the model's num_key_value_heads, 2, nor is a multiple"),
+    ],
+)
+def test_a_shape_that_cannot_be_cut_is_told(
+    size: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("qwen3", tmp_path, monkeypatch, num_key_value_heads=2)
+    with pytest.raises(ConfigError, match=told):
+        load_decoder(tmp_path, torch.float32, CPU, None, Threads(size).rank(0))
+
+
+def test_a_feed_forward_that_cannot_be_cut_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("llama", tmp_path, monkeypatch, intermediate_size=75)
+    with pytest.raises(ConfigError, match="intermediate_size, 75"):
+        load_decoder(tmp_path, torch.float32, CPU, None, Threads(2).rank(0))
+
+
+def test_a_part_is_as_strict_as_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("llama", tmp_path, monkeypatch)
+    state = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj.weight"
+    state[name] = state[name][:, :-8].contiguous()
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"o_proj.weight has shape \[48, 40\], expected"):
+        load_decoder(tmp_path, torch.float32, CPU, None, Threads(2).rank(1))
