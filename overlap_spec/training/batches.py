@@ -15,7 +15,7 @@ from overlap_spec.training.data import PAD, Document, DocumentMaker
 from overlap_spec.training.tokenizer import special_id
 
 # Fine steps where most rows are: padding is work for nothing.
-WIDTHS = (48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 288, 384, 576, 1024, 2560)
+WIDTHS = (48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 288, 384, 576, 1024, 3072)
 
 
 # Ids and loss weights of one document.

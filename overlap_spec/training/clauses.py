@@ -40,6 +40,7 @@ class Clauses:
         subject: The slot that sentences are about.
         follow, aside, front, alone: Parts behind the subject, between commas behind it, in front
             of it, and whole sentences.
+        article: Whether the subject is a common noun.
     """
 
     domain: Domain
@@ -50,6 +51,7 @@ class Clauses:
     front: list[Template] = field(default_factory=list)
     alone: list[Template] = field(default_factory=list)
     questions: list[Question] = field(default_factory=list)
+    article: bool = False
 
 
 def _question(line: str) -> Question:
@@ -71,7 +73,9 @@ def all_clauses() -> dict[str, Clauses]:
                 names, _, pronouns = rest.partition(" | ")
                 title, subject = names.split()
                 domain = known.setdefault(title, Domain(title))
-                current = found[title] = Clauses(domain, subject, tuple(pronouns.split(", ")))
+                current = found[title] = Clauses(
+                    domain, subject, tuple(pronouns.split(", ")), article=title in WITH_ARTICLE
+                )
                 continue
             assert current is not None
             if kind[0] in "@%":
@@ -118,7 +122,7 @@ class Composer:
         count = self.rng.choice((1, 2, 2, 3, 3, 3, 4, 4, 5, most))
         follow, aside, front, alone = self._pick(clauses, count)
         subject = f"{{{clauses.subject}}}"
-        if clauses.domain.name in WITH_ARTICLE and self.rng.random() < 0.7:
+        if clauses.article and self.rng.random() < 0.7:
             subject = f"{self.rng.choice(('The', 'The', 'This', 'Our'))} {subject}"
         named = subject
         if aside:

@@ -6,7 +6,8 @@
 ``--only head`` the head: after a change of the target both are to be made again.
 
 ``--init FOLDER`` begins with the weights and the tokenizer of a folder that holds ``target`` (and
-``eagle3``) instead of random ones, with no copying curriculum. ``--resume`` goes on from a work
+``eagle3``) instead of random ones, with no copying curriculum; ``--new-tokenizer`` makes the
+tokenizer anew there, and carries the rows of the embedding over. ``--resume`` goes on from a work
 folder's checkpoint, with the optimizers' state; a larger ``--tokens-target`` there moves the decay
 of the learning rate, which lasts for the last ``--tokens-decay``.
 """
@@ -21,6 +22,7 @@ from random import Random
 import torch
 from rich.progress import Progress
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.eagle3 import Eagle3Head
@@ -38,7 +40,7 @@ from overlap_spec.training.generate import own_outputs
 from overlap_spec.training.head import HeadRecipe, HeadTrainer
 from overlap_spec.training.progress import COLUMNS, progress_bar, share_bar
 from overlap_spec.training.target import TargetRecipe, TargetTrainer, embedded_config
-from overlap_spec.training.tokenizer import corpus, special_id, train_tokenizer
+from overlap_spec.training.tokenizer import corpus, moved_rows, special_id, train_tokenizer
 
 TOKENIZER_DOCUMENTS = 30000
 # Kind of prompt, how many, longest answer in tokens.
@@ -59,6 +61,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--tokens-decay", type=float, default=8.0, help="of these, with a falling learning rate"
     )
     parser.add_argument("--init", type=Path, help="folder of a model to begin with")
+    parser.add_argument(
+        "--new-tokenizer", action="store_true", help="do not keep the tokenizer of --init"
+    )
     head = parser.add_mutually_exclusive_group()
     head.add_argument("--minutes-head", type=float, default=25.0)
     head.add_argument("--tokens-head", type=float, help="million tokens")
@@ -78,13 +83,26 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def build_tokenizer(options: argparse.Namespace, gsm8k: list[tuple[str, str]]) -> Tokenizer:
     """The tokenizer of a target that is there already or of the work folder, or a new one."""
     known = options.init if options.only in (None, "target") else options.out
-    if known:
-        return Tokenizer.from_file(str(known / "target" / "tokenizer.json"))
+    if known and not (options.new_tokenizer and known == options.init):
+        return read_tokenizer(known)
     path = options.work / "tokenizer.json"
     if not (options.resume and path.exists()):
         tokenizer = train_tokenizer(corpus(options.seed, TOKENIZER_DOCUMENTS, gsm8k))
         tokenizer.save(str(path))
     return Tokenizer.from_file(str(path))
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder that holds ``target``."""
+    return Tokenizer.from_file(str(folder / "target" / "tokenizer.json"))
+
+
+def carry_over(weights: Tensor, folder: Path, tokenizer: Tokenizer) -> None:
+    """Move the rows ``(V, H)`` of the model in ``folder`` to the ids of ``tokenizer``, in place."""
+    old = read_tokenizer(folder)
+    if old.get_vocab() != tokenizer.get_vocab():
+        with torch.no_grad():
+            weights.copy_(moved_rows(weights, old, tokenizer))
 
 
 def load_target(folder: Path) -> Decoder:
@@ -107,6 +125,7 @@ def build_target(
     init = None
     if options.init:
         init = load_target(options.init / "target")
+        carry_over(init.embed_tokens.weight, options.init, tokenizer)
         recipe = replace(recipe, warm_up_share=0.0)
     config = init.config if init else embedded_config(tokenizer.get_vocab_size())
     longest = min(max(WIDTHS), config.max_position)
@@ -166,6 +185,8 @@ def build_head(
     recipe = HeadRecipe(seed=options.seed, compile=not options.no_compile)
     init = options.init / "eagle3" if options.init else None
     head = load_eagle3(init, target, torch.float32) if init and init.exists() else None
+    if head is not None:
+        carry_over(head.lm_head.weight, options.init, tokenizer)
     budget = Budget(minutes=options.minutes_head)
     if options.tokens_head:
         budget = Budget(tokens=round(1e6 * options.tokens_head))

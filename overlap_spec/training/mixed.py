@@ -6,7 +6,8 @@ import json
 from random import Random
 from typing import Any
 
-from overlap_spec.training.cases import SINGULAR, CaseMaker, compact
+from overlap_spec.training.anything import Anything
+from overlap_spec.training.cases import SINGULAR, Case, CaseMaker, compact
 from overlap_spec.training.clauses import Composer, all_clauses
 from overlap_spec.training.fillers import Filler, read_lines
 from overlap_spec.training.templates import (
@@ -18,6 +19,8 @@ from overlap_spec.training.templates import (
 )
 from overlap_spec.training.wide import WideFillers
 
+# Of the extractions: texts about subjects that no file of phrasings has.
+ANYTHING_SHARE = 0.25
 TEXT_KINDS = ("int", "snum", "num", "money", "bool", "enum")
 LIST_KINDS = ("list", "persons", "ilist", "nlist", "items", "foods")
 VERBS = (
@@ -47,12 +50,26 @@ class WideCases(CaseMaker):
         self.fillers = WideFillers(rng, held_out_fillers)
         self.composer = Composer(rng)
         self.clauses = all_clauses()
+        self.anything = Anything(rng)
         old = {domain.name for domain in library().domains}
         everything = [c.domain for c in self.clauses.values()]
         self.older = [d for d in everything if d.name in old]
         # The domains that have written phrasings come twice as often as the others.
         self.domains = everything + self.older
         self.asides = [parse_template("aside", line) for line in read_lines("asides.txt")]
+
+    def extraction(self) -> Case:
+        """Of a written domain, or of one made for this text alone."""
+        if self.rng.random() > ANYTHING_SHARE:
+            return super().extraction()
+        made = self.anything.make()
+        name = made.domain.name
+        text, facts, _ = self._render(made.domain, self.composer.compose(made))
+        document = self.distracted(made.domain, with_articles(text))
+        answer, schema, keys = self._answer(
+            made.domain, self._choose(made.domain, list(facts)), facts
+        )
+        return Case(self._frame(made.domain, document, keys), schema, answer, f"anything:{name}")
 
     def composed(self, domain: Domain) -> tuple[str, dict[str, Filler], str]:
         """A grammar-made text of ``domain``, the facts it states and its id."""

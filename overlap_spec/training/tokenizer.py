@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
 
 from overlap_spec.training.data import (
     ASSISTANT,
@@ -22,9 +23,22 @@ from overlap_spec.training.data import (
 )
 
 VOCAB_SIZE = 2048
-# A capitalised word is the same token after a space and after a quote, so that copying a name
-# from a text into JSON is copying tokens; lower-case words take their space along.
-_PIECES = r"\p{N}| ?\p{Ll}+|\p{Lu}\p{Ll}*|\p{L}+|\s|[^\s\p{L}\p{N}]+"
+# Words that are hardly ever a value: they take the space before them along.
+_WITH_SPACE = (
+    "a about after all also am an and any are as at be because been before but by can cost could "
+    "costs day days did do does each every find first for from get gets had half has have he her "
+    "his hour hours how if in into is it its left less long make makes many minutes money more "
+    "most much need needs not now number of off on one only or other our out over paid pay per "
+    "she should so some spend spent take takes than that the their them then there these they "
+    "this three time times to total twice two up use used was we week weeks were what when where "
+    "which who will with worth would year years you your"
+)
+# Any other word is the same tokens after a space, a quote and a dot, so that copying a name, a
+# word or an e-mail address from a text into JSON is copying tokens.
+_PIECES = (
+    rf" ?(?:{_WITH_SPACE.replace(' ', '|')})(?!\p{{L}})"
+    r"|\p{N}|\p{Ll}+|\p{Lu}\p{Ll}*|\p{L}+|\s|[^\s\p{L}\p{N}]+"
+)
 
 CHAT_TEMPLATE = (
     "{{- bos_token }}"
@@ -72,7 +86,8 @@ def corpus(seed: int, documents: int, gsm8k: list[tuple[str, str]]) -> Iterable[
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     """Byte-level BPE over ``texts``; ids of the special tokens come first.
 
-    Single digits, one space in front of lower-case words only, every byte representable.
+    Single digits, a space of its own but before the words that take it along, every byte
+    representable.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -94,6 +109,25 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[bos]
     )
     return tokenizer
+
+
+def moved_rows(rows: Tensor, old: Tokenizer, new: Tokenizer) -> Tensor:
+    """The rows of an embedding ``(V, H)`` for another vocabulary: float ``(V', H)``.
+
+    A token that the old vocabulary has, with or without a space before it, keeps its row; another
+    gets the mean of the rows of its old tokens.
+    """
+    known = old.get_vocab()
+    moved = rows.new_zeros(new.get_vocab_size(), rows.shape[1])
+    for token, index in new.get_vocab().items():
+        same = next((t for t in (token, f"\u0120{token}") if t in known), None)
+        if same is not None:
+            moved[index] = rows[known[same]]
+            continue
+        text = new.decoder.decode([token])
+        ids = old.encode(text, add_special_tokens=False).ids
+        moved[index] = rows[ids].mean(0)
+    return moved
 
 
 def special_id(tokenizer: Tokenizer, token: str) -> int:

@@ -54,6 +54,8 @@ class WideFillers(Fillers):
     def word(self, kind: str) -> str:
         if kind == "day":
             return self.rng.choice(DAYS)
+        if kind == "word":
+            return self._plain_word()
         if not self.held_out and self.rng.random() < MADE_SHARE:
             if kind in self.TITLES:
                 count = self.rng.randint(1, self.TITLES[kind])
@@ -88,6 +90,10 @@ class WideFillers(Fillers):
         if self.rng.random() < 0.6:
             name += f" {self._letter()}{self.rng.randint(1, 99)}"
         return name, name
+
+    def _digits(self) -> Filler:
+        value = str(self.rng.choice((self.rng.randint(1, 99), self.rng.randint(100, 99999))))
+        return value, value
 
     def _login(self) -> Filler:
         name = f"{self.word('first')}{self.rng.choice(('', '_', '.'))}{self.rng.randint(1, 999)}"
