@@ -132,14 +132,14 @@ def test_a_python_types_pattern_parses() -> None:
         assert not takes(grammar, json.dumps(text, ensure_ascii=False))
 
 
-@pytest.mark.parametrize("name", ["date", "uri-reference", "email"])
+@pytest.mark.parametrize("name", ["not date", "uri"])
 def test_an_automaton_and_its_expression_have_the_same_texts(name: str) -> None:
-    found = formats.pattern(name)
+    found = formats.pattern(name.removeprefix("not "))
     assert found is not None
-    made = dfa.neither(Pattern(found, "schema").automaton())
+    made = Pattern(found, "schema").automaton()
+    made = dfa.neither(made) if name.startswith("not ") else made
     node = to_node(made, plain)
     assert node is not None
     again = dfa.from_node(node)
-    # Minimal automata of one language differ in the numbers of their states at most.
     assert dfa.both(again, dfa.neither(made)).is_empty
     assert dfa.both(made, dfa.neither(again)).is_empty

@@ -117,8 +117,8 @@ REWRITES: dict[str, Any] = {
         "type": "object",
         "minProperties": 1,
         "allOf": [
-            {"not": {"propertyNames": {"enum": ["a", "b"]}}},
-            {"not": {"propertyNames": {"enum": ["a"]}}},
+            {"not": {"properties": {"a": {}, "b": {}}, "additionalProperties": False}},
+            {"not": {"properties": {"a": {}}, "additionalProperties": False}},
         ],
     },
     "keys of one kind": {
