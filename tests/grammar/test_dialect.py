@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, Vocabulary
+from overlap_spec.grammar import Grammar, Vocabulary, formats
+from overlap_spec.grammar.automata import dfa
+from overlap_spec.grammar.automata.dfa_to_regex import to_node
 from overlap_spec.grammar.automata.dialect import explicit
+from overlap_spec.grammar.automata.escape import plain
 from overlap_spec.grammar.automata.regex import Pattern
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import Backend
@@ -127,3 +130,16 @@ def test_a_python_types_pattern_parses() -> None:
     # ECMA-262 takes these; pydantic does not.
     for text in ("é-", "-\x85"):
         assert not takes(grammar, json.dumps(text, ensure_ascii=False))
+
+
+@pytest.mark.parametrize("name", ["not date", "uri"])
+def test_an_automaton_and_its_expression_have_the_same_texts(name: str) -> None:
+    found = formats.pattern(name.removeprefix("not "))
+    assert found is not None
+    made = Pattern(found, "schema").automaton()
+    made = dfa.neither(made) if name.startswith("not ") else made
+    node = to_node(made, plain)
+    assert node is not None
+    again = dfa.from_node(node)
+    assert dfa.both(again, dfa.neither(made)).is_empty
+    assert dfa.both(made, dfa.neither(again)).is_empty

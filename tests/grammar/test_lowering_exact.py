@@ -104,6 +104,27 @@ REWRITES: dict[str, Any] = {
     "not closed": {"type": "object", "not": {**obj(a={}), "additionalProperties": False}},
     "not patternProperties": {"type": "object", "not": {"patternProperties": {"^a": INT}}},
     "not propertyNames": {"type": "object", "not": {"propertyNames": {"pattern": "^a"}}},
+    "one member that is free twice": {
+        "type": "object",
+        "maxProperties": 1,
+        "allOf": [
+            {"not": {"propertyNames": {"not": {"pattern": "b"}}}},
+            {"not": {"propertyNames": {"not": {"pattern": "^a"}}}},
+        ],
+    },
+    "a free member that another one is": {
+        "type": "object",
+        "minProperties": 1,
+        "allOf": [
+            {"not": {"properties": {"a": {}, "b": {}}, "additionalProperties": False}},
+            {"not": {"properties": {"a": {}}, "additionalProperties": False}},
+        ],
+    },
+    "keys of one kind": {
+        "type": "object",
+        "propertyNames": {"maxLength": 1, "pattern": "[ab]"},
+        "additionalProperties": {"type": "integer"},
+    },
     "not not": {"not": {"not": obj("a", a=INT)}},
     "De Morgan over anyOf": {"not": {"anyOf": [{"required": ["a"]}, {"type": "string"}]}},
     "De Morgan over allOf": {"not": {"allOf": [{"minimum": 1}, {"type": "number"}]}},
