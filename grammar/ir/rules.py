@@ -63,6 +63,8 @@ class Rules:
         The quotes are outside of the token, so that the backend knows what follows it wherever
         it is used, which makes a mask a hundred times cheaper.
         """
+        if isinstance(language, Dfa):
+            language = Except.of(language) or language
         return sequence(literal('"'), self.token(language, escape), literal('"'))
 
     def embed(self, syntax: Syntax) -> Ref:

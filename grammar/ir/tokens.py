@@ -19,6 +19,8 @@ from overlap_spec.grammar.automata.regex_ast import (
     concat,
 )
 
+_MOST_TEXTS = 2_000
+
 
 @dataclass(frozen=True)
 class Except:
@@ -34,6 +36,35 @@ class Except:
 
     members: Ranges
     texts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, dfa: Dfa) -> Except | None:
+        """The texts of an automaton as all of a set of characters but some; None if they are not,
+        or if the set is that of all characters, which have other written forms too."""
+        free = [
+            s for s, moves in enumerate(dfa.moves) if dfa.final[s] and list(dfa.targets(s)) == [s]
+        ]
+        if len(free) != 1 or free == [0]:
+            return None
+        members = dfa.targets(free[0])[free[0]]
+        texts: list[str] = []
+        pending = [(0, "")]
+        for state, text in pending:
+            spans = [(low, high) for low, high, _ in dfa.moves[state]]
+            ways = [move for move in dfa.moves[state] if move[2] != free[0]]
+            count = len(pending) + sum(high - low + 1 for low, high, _ in ways)
+            # In a circle, texts grow beyond the number of states.
+            if (
+                union([tuple(spans)]) != members
+                or count > _MOST_TEXTS
+                or len(text) > len(dfa.moves)
+            ):
+                return None
+            if not dfa.final[state]:
+                texts.append(text)
+            for low, high, to in ways:
+                pending += [(to, text + chr(point)) for point in range(low, high + 1)]
+        return None if members == ALL else cls(members, tuple(texts))
 
     @property
     def least(self) -> int:

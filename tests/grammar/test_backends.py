@@ -285,6 +285,21 @@ def test_keys_that_are_taken_are_left_out_by_one_word() -> None:
     assert len(text) < 25_000
 
 
+@pytest.mark.parametrize(
+    ("pattern", "words"), [("^[a-z]*$", 1), ("^[a-z]+$", 1), ("^[a-z]*b$", 0), ("^[a-z]{0,9}$", 0)]
+)
+def test_keys_of_a_pattern_but_some(pattern: str, words: int) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ab": {"type": "null"}, "b": {"type": "null"}},
+        "patternProperties": {pattern: {"$ref": "#"}},
+        "additionalProperties": False,
+    }
+    grammar = Grammar.json_schema(schema)
+    assert to_lark(lower(grammar)).text.count("& ~") == words
+    check_walks(grammar, 3, walks=6, length=24)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("names", [["a", "ab"], ["", "é\n", '"'], ["\u0001", "a"]])
 @pytest.mark.parametrize("rest", [{"type": "integer"}, {}])
