@@ -52,6 +52,8 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ngram": ("ngram", CHAIN),
     "suffix, tree": ("suffix", TREE),
 }
+# Which hold no operation that the others lack.
+LATER = ("eagle3 of three layers", "mtp", "ngram", "draft_model")
 # Targets: what of their layers differs in operations.
 TARGETS: dict[str, dict[str, Any]] = {
     "window": {
@@ -140,7 +142,10 @@ def captured(
     return capture, count, launches, fault
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in LATER else []) for n in DRAFTERS],
+)
 def test_every_recorded_pass_can_be_captured(
     tiny: dict[str, Any],
     folders: dict[str, str],
