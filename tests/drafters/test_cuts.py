@@ -126,6 +126,10 @@ class Fixed(TreeDrafter):
         super().__init__(cache, torch.zeros(1, 1), 0, offsets)
         self.given = logits
 
+    @classmethod
+    def build(cls, *_: Any) -> Fixed:
+        raise NotImplementedError
+
     def advance(self, tokens: Tensor, before: Any, positions: Tensor, attend: Any) -> Tensor:
         raise NotImplementedError
 
@@ -175,7 +179,6 @@ def test_forced_text_is_drafted_whatever_the_bonus_was(
         assert on.stats.grafted_tokens == 0
         assert on.stats.accepted_drafts > 30
         assert on.stats.verifies < off.stats.verifies or algorithm == "draft_model"
-        assert on.stats.illegal_drafts <= off.stats.illegal_drafts
 
 
 def test_wrong_cuts_change_no_text(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
