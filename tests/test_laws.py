@@ -225,6 +225,7 @@ GRAMMAR_FILES: dict[str, set[str]] = {
     "contract": {
         "choices",
         "contract",
+        "cuts",
         "forced",
         "guesses",
         "import_stubs",
