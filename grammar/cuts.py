@@ -30,10 +30,14 @@ class Cuts:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._numbers: dict[bytes, int] = {}
+        # By two bytes: the lengths of the tokens that begin with them, ascending.
+        lengths: dict[bytes, set[int]] = {}
         for token, text in enumerate(vocabulary.text):
             if 0 < len(text) <= LONGEST_BYTES:
                 self._numbers.setdefault(text, token << LENGTH_BITS | len(text))
-        self._longest = max(map(len, self._numbers), default=0)
+                if len(text) > 1:
+                    lengths.setdefault(text[:2], set()).add(len(text))
+        self._lengths = {start: sorted(found) for start, found in lengths.items()}
         self._lock = threading.Lock()
         self._known: dict[bytes, npt.NDArray[np.int32]] = {}
 
@@ -51,13 +55,15 @@ class Cuts:
         return found
 
     def _find(self, text: bytes) -> npt.NDArray[np.int32]:
-        found = np.full((CUT_BYTES, CUT_TOKENS), -1, np.int32)
+        found: list[int] = []
         for start in range(min(len(text), CUT_BYTES)):
-            ends = range(start + 1, min(start + self._longest, len(text)) + 1)
-            pieces = (self._numbers.get(text[start:end]) for end in ends)
+            begins = text[start : start + 2]
+            ends = [start + length for length in (1, *self._lengths.get(begins, ()))]
+            pieces = (self._numbers.get(text[start:end]) for end in ends if end <= len(text))
             numbers = [number for number in pieces if number is not None]
             if len(numbers) > CUT_TOKENS:
                 half = CUT_TOKENS // 2
                 numbers = numbers[:half] + numbers[-half:]
-            found[start, : len(numbers)] = numbers
-        return found.ravel()
+            found += numbers + [-1] * (CUT_TOKENS - len(numbers))
+        found += [-1] * (CUT_BYTES * CUT_TOKENS - len(found))
+        return np.array(found, np.int32)

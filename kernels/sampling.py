@@ -314,22 +314,27 @@ def drawn_candidates(
 
 
 def candidates_among(
-    logits: Tensor, count: int, own: Tensor, ids: Tensor, noise: Noise | None = None
+    logits: Tensor,
+    count: int,
+    own: Tensor,
+    ids: Tensor,
+    bias: Tensor,
+    noise: Noise | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`top_candidates` where a row's next token is one of few.
 
     Args:
         logits: ``(T, V)`` over the draft vocabulary.
-        own: int64 ``(T, K)``: the tokens' draft ids, -1 is none.
-        ids: int64 ``(T, K)``: their target ids, distinct.
+        own: int64 ``(T, K)``: the tokens' draft ids; one that is out of range counts as the last.
+        ids: int64 ``(T, K)``: their target ids, distinct where they count.
+        bias: float32 ``(T, K)``: 0, or -inf where there is no token.
         noise: Without support.
 
     Returns:
         As there, ``(T, count)``: log-probabilities among these tokens, -inf where there are no
         more; all NaN where there is none.
     """
-    there = own >= 0
-    known = logits.gather(1, own.clamp(min=0)).float().masked_fill(~there, -torch.inf)
+    known = logits.gather(1, own.clamp(max=logits.shape[1] - 1)).float() + bias
     if noise is not None:
         warm = noise.temperature[:, None] > 0
         exponential = negative_exponentials(noise.keys, ids.to(torch.int32)).neg_()

@@ -7,8 +7,11 @@ is the byte behind its last token: CUT_BYTES where nothing is known of what foll
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from overlap_spec.drafters.base import Roots
 from overlap_spec.types import CUT_BYTES
@@ -17,29 +20,60 @@ LENGTH_BITS = 5
 LENGTH = (1 << LENGTH_BITS) - 1
 
 
+class Known(NamedTuple):
+    """Tokens that may follow each of ``T`` branches, ``(T, CUT_TOKENS)`` each.
+
+    ``own``: int64, draft ids. ``ids``: int64, target ids, -1 is none. ``bias``: float32, 0 or,
+    where the drafter has no such token, -inf. ``ends``: int64, the bytes behind them.
+    """
+
+    own: Tensor
+    ids: Tensor
+    bias: Tensor
+    ends: Tensor
+
+
 class Cuts:
     """The cuts behind each root.
+
+    Args:
+        draft_ids: int64: of each target id the draft id, -1 is none; None: they are one.
 
     Attributes:
         start: int64 ``(B, 1)``: the byte behind the root.
     """
 
-    def __init__(self, roots: Roots) -> None:
+    def __init__(self, roots: Roots, draft_ids: Tensor | None) -> None:
         if roots.cuts is None or roots.cut_at is None:
             self.start = torch.full_like(roots.tokens, CUT_BYTES)[:, None]
-            self._table = self.start[:, :, None].to(torch.int32)
+            numbers = self.start[:, :, None].to(torch.int32).expand(-1, CUT_BYTES, 1) * 0 - 1
         else:
-            self._table, self.start = roots.cuts, roots.cut_at[:, None]
+            self.start, numbers = roots.cut_at[:, None], roots.cuts
+        # A last byte, behind which nothing is known.
+        numbers = F.pad(numbers, (0, 0, 0, 1), value=-1).long()
+        byte = torch.arange(CUT_BYTES + 1, device=numbers.device)
+        ids = numbers >> LENGTH_BITS
+        own = ids
+        if draft_ids is not None:
+            last = draft_ids.shape[0] - 1
+            own = torch.where(ids <= last, draft_ids[ids.clamp(min=0, max=last)], -1)
+            own = torch.where(ids >= 0, own, -1)
+        there = own >= 0
+        bias = torch.where(there, 0.0, -torch.inf)
+        ends = (byte[:, None] + (numbers & LENGTH)).clamp(max=CUT_BYTES)
+        tables = torch.where(there, own, 0), ids, bias, ends
+        self._tables = Known(*(table.flatten(0, 1) for table in tables))
+        self._first = torch.arange(numbers.shape[0], device=byte.device)[:, None] * len(byte)
 
-    def at(self, place: Tensor) -> Tensor:
-        """The numbers from the bytes ``place (B, m)`` on: ``(B, m, CUT_TOKENS)``."""
-        index = place.clamp(max=CUT_BYTES - 1)[:, :, None].expand(-1, -1, self._table.shape[2])
-        return torch.where(place[:, :, None] < CUT_BYTES, self._table.gather(1, index), -1)
+    def at(self, place: Tensor) -> Known:
+        """What may follow branches whose last token ends at the bytes ``place (B, m)``."""
+        row = (self._first + place).flatten()
+        return Known(*(table[row] for table in self._tables))
 
-    def after(self, place: Tensor, numbers: Tensor, tokens: Tensor) -> Tensor:
-        """The bytes behind children ``tokens (B, m, c)`` of nodes at ``place (B, m)``, of which
-        ``numbers`` are :meth:`at` their places: ``(B, m, c)``."""
-        return _moved(place[:, :, None], numbers[:, :, None], tokens)
+    def after(self, known: Known, tokens: Tensor) -> Tensor:
+        """The bytes behind children ``tokens (T, c)`` of branches: ``(T, c)``."""
+        same = known.ids[:, None] == tokens[:, :, None]
+        return torch.where(same, known.ends[:, None], CUT_BYTES).amin(-1)
 
 
 def cuts_after(cuts: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,11 +84,6 @@ def cuts_after(cuts: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         chosen: int64 ``(S,)``: the bonus tokens.
     """
     table = cuts.view(cuts.shape[0], CUT_BYTES, -1)
-    return table, _moved(torch.zeros_like(chosen), table[:, 0], chosen)
-
-
-def _moved(place: Tensor, numbers: Tensor, tokens: Tensor) -> Tensor:
-    """``place (...)`` behind ``tokens (...)``, where these are among ``numbers (..., K)``."""
-    same = (numbers >> LENGTH_BITS == tokens[..., None]) & (numbers >= 0)
-    length = torch.where(same, numbers & LENGTH, 0).amax(-1).long()
-    return torch.where(length > 0, place + length, CUT_BYTES).clamp(max=CUT_BYTES)
+    first = table[:, 0]
+    same = (first >> LENGTH_BITS == chosen[:, None]) & (first >= 0)
+    return table, torch.where(same, (first & LENGTH).long(), CUT_BYTES).amin(-1)

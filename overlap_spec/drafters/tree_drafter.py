@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from overlap_spec.drafters.base import Committed, Draft, DraftCache, Drafter, Roots
-from overlap_spec.drafters.cuts import LENGTH_BITS, Cuts
+from overlap_spec.drafters.cuts import Cuts, Known
 from overlap_spec.drafters.fixed_tree import Shape, shape_of
 from overlap_spec.drafters.grafts import Grafts
 from overlap_spec.kernels import Noise, Odds, candidates_among, grow, rerank, top_candidates
@@ -72,28 +72,23 @@ class TreeDrafter(Drafter):
         states: Tensor,
         k: int,
         noise: Noise | None = None,
-        numbers: Tensor | None = None,
+        known: Known | None = None,
     ) -> tuple[Tensor, ...]:
         """Log-probabilities and target ids of the k best next tokens, descending:
         ``(T, H)`` → ``(T, k)``, as :func:`overlap_spec.kernels.top_candidates` makes them.
 
         Args:
-            numbers: int32 ``(T, CUT_TOKENS)``, of :class:`overlap_spec.drafters.cuts.Cuts`: where a
-                row has any, the candidates are among these, and -inf where there are no more.
+            known: Of the ``T`` rows: where one has any tokens that the drafter has too, the
+                candidates are among these, and -inf where there are no more.
         """
         logits = self.logits(states)
         score, token, *odds = top_candidates(logits, k, self.offsets, noise)
-        if numbers is None or odds:
+        if known is None or odds:
             return score, token, *odds
-        ids = (numbers >> LENGTH_BITS).long()
-        own = ids
-        if self.draft_ids is not None:
-            last = self.draft_ids.shape[0] - 1
-            own = torch.where(ids <= last, self.draft_ids[ids.clamp(min=0, max=last)], -1)
-        own = torch.where((numbers >= 0) & (own < logits.shape[1]), own, -1)
-        fewer, tokens = candidates_among(logits, k, own, ids, noise)
-        known = (own >= 0).any(1, keepdim=True)
-        return torch.where(known, fewer, score), torch.where(known, tokens, token)
+        fewer, tokens = candidates_among(logits, k, *known[:3], noise)
+        # Of no token at all there are no numbers.
+        there = fewer[:, :1] == fewer[:, :1]
+        return torch.where(there, fewer, score), torch.where(there, tokens, token)
 
     def states_before(self, features: Tensor | None) -> Tensor | None:
         """What stands for the states before committed tokens: the target's features ``(T, F)``."""
@@ -118,21 +113,20 @@ class TreeDrafter(Drafter):
 
     def _chain(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
         before, grafts = state[:, None], Grafts(roots, tier.nodes - 1)
-        cuts = Cuts(roots)
-        numbers = cuts.at(cuts.start)
-        score, token, *odds = self.candidates(state, 1, roots.noise(1, 1), numbers.flatten(0, 1))
+        cuts = Cuts(roots, self.draft_ids)
+        known = cuts.at(cuts.start)
+        score, token, *odds = self.candidates(state, 1, roots.noise(1, 1), known)
         score, token = grafts.first(score, token, 0)
-        place = cuts.after(cuts.start, numbers, token[:, None]).flatten(1)
+        place = cuts.after(known, token)
         scores, tokens, every = [score], [token], [odds]
         for step in range(1, tier.nodes - 1):
             # Everything before is an ancestor: plain causal attention.
             before = self._advance(roots, token, before, step, None)
-            numbers = cuts.at(place)
-            score, token, *odds = self.candidates(
-                before.flatten(0, 1), 1, roots.noise(step + 1, 1), numbers.flatten(0, 1)
-            )
+            known = cuts.at(place)
+            noise = roots.noise(step + 1, 1)
+            score, token, *odds = self.candidates(before.flatten(0, 1), 1, noise, known)
             score, token = grafts.first(score, token, step)
-            place = cuts.after(place, numbers, token[:, None]).flatten(1)
+            place = cuts.after(known, token)
             scores.append(score)
             tokens.append(token)
             every.append(odds)
@@ -146,11 +140,11 @@ class TreeDrafter(Drafter):
     def _tree(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
         batch, k, device = roots.rows.shape[0], tier.top_k, roots.rows.device
         grafts = Grafts(roots, tier.steps)
-        cuts = Cuts(roots)
-        numbers = cuts.at(cuts.start)
-        score, token, *odds = self.candidates(state, k, roots.noise(1, 1), numbers.flatten(0, 1))
+        cuts = Cuts(roots, self.draft_ids)
+        known = cuts.at(cuts.start)
+        score, token, *odds = self.candidates(state, k, roots.noise(1, 1), known)
         score, token = grafts.first(score, token, 0)
-        place = cuts.after(cuts.start, numbers, token[:, None]).flatten(1)
+        place = cuts.after(known, token)
         scores, tokens, draws = [score], [token], [odds]
         parents = [torch.full_like(token, -1)]
         number = torch.arange(k, device=device).expand(batch, k)
@@ -159,15 +153,14 @@ class TreeDrafter(Drafter):
         mask = torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k)
         for step in range(1, tier.steps):
             out = self._advance(roots, token, before, step, mask)
-            numbers = cuts.at(place)
-            added, choices, *odds = self.candidates(
-                out.flatten(0, 1), k, roots.noise(step + 1, k), numbers.flatten(0, 1)
-            )
+            known = cuts.at(place)
+            noise = roots.noise(step + 1, k)
+            added, choices, *odds = self.candidates(out.flatten(0, 1), k, noise, known)
             # A run goes on in the first branch: nothing outranks its score, nor comes before it.
             added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0] = grafts.first(
                 added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0], step
             )
-            behind = cuts.after(place, numbers, choices.view(batch, k, k)).flatten(1)
+            behind = cuts.after(known, choices).view(batch, k * k)
             draws.append(odds)
             drawn_at.append(number)
             grown = grow(score, added, choices, mask)

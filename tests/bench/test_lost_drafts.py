@@ -54,7 +54,7 @@ def test_every_way_to_end() -> None:
     assert walk.verify(["b"], ['"']) == "free"
     assert walk.verify([",", "x"], [",", '"']) == "opened, illegal"
     walk = Walk()
-    walk.verify([], KEY)
+    walk.verify(KEY, KEY)
     assert walk.verify(["a", '"', "x"], ["a", '"', ","]) == "inside, illegal"
     # What was cut off lost nothing.
     assert walk.verify(['"'], ['"']) == ""
