@@ -19,6 +19,8 @@ from tests.support.serving import wait_for
 from tests.worker import test_overlap
 from tests.worker.test_overlap import Ask, build, chaos, run, settings_of
 
+# Several processes that load: a busy machine may take long.
+pytestmark = pytest.mark.timeout(900)
 DATE = Grammar.regex(r"\d{4}-\d\d-\d\d")
 
 

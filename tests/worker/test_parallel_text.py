@@ -24,7 +24,7 @@ from tests.worker.test_lossless import GREEDY, needs_model, work
 from tests.worker.test_overlap import ROOM, TIERS, build, chaos, outputs_equal, settings_of
 from tests.worker.test_parallel import ended, equal, mixed, pids
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 # Sums are cut between ranks, so that logits differ in their last bits. A token may differ where
 # the two best logits of one rank are closer than this.
