@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "async_engine": {"ipc", "grammar", "engine.input_processor", "tokenizer"},
     "generator": {"engine", "async_engine", "grammar", "engine.input_processor"},
     "server": {"async_engine", "grammar", "engine.input_processor", "tokenizer", "chat_template"},
+    "cluster": {"async_engine", "server"},
 }
 # Room → third-party modules that it may import; None: any that the project depends on.
 MAY_USE: dict[str, set[str] | None] = {
@@ -102,6 +103,7 @@ MAY_USE: dict[str, set[str] | None] = {
     "async_engine": set(),
     "generator": set(),
     "server": None,
+    "cluster": {"ray", "msgspec", "prometheus_client", "pydantic", "starlette"},
 }
 FACES = {"__init__", "__main__", "cli", "doctor", "bench"}
 
