@@ -128,6 +128,7 @@ def simulate(run: Run, gpus: int, per_gpu: int, cost: FrontCost) -> list[dict[st
         # In turn and by load alone no replica is looked at for what it holds.
         own = cost if routing == "prefix" else FrontCost(cost.request_ms, cost.piece_ms, 0.0)
         simulation = Simulation([machine] * gpus, demand, routing, fronts, own, run.head["seed"])
+        simulation.warm()
         found = {"gpus": gpus, "routing": routing, "fronts": fronts, **simulation.run()}
         found["offered_per_second"] = rate
         rows.append(run.sample(**found))

@@ -34,6 +34,8 @@ END_S = 15.0
 # ended, for so long, in seconds.
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 15.0, 300.0
 MOST_OPEN = 100_000
+# How often a replica is started that does not come up: a wrong checkpoint will not get right.
+STARTS = 3
 
 
 class EngineReplica:
@@ -125,7 +127,7 @@ def build(plan: ServerPlan, cluster: ClusterSettings) -> serve.Application:
         name=ENGINES,
         **_scale(replicas, cluster.max_replicas, plan.config.max_running_requests),
         max_ongoing_requests=_most_open(plan.config),
-        max_queued_requests=plan.settings.max_queued_requests,
+        max_queued_requests=max(1, plan.settings.max_queued_requests),
         request_router_config=RequestRouterConfig(
             request_router_class="overlap_spec.cluster.router:Router",
             request_router_kwargs={
@@ -160,6 +162,7 @@ def build(plan: ServerPlan, cluster: ClusterSettings) -> serve.Application:
 def _life(plan: ServerPlan) -> dict[str, Any]:
     return {
         "health_check_period_s": HEALTH_PERIOD_S,
+        "max_constructor_retry_count": STARTS,
         "graceful_shutdown_wait_loop_s": DRAIN_POLL_S,
         "graceful_shutdown_timeout_s": plan.settings.drain_timeout_s + END_S,
     }

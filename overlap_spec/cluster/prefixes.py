@@ -139,13 +139,17 @@ class PrefixMap:
         if not loads:
             return []
         most = min(loads.values()) + self.slack
-        start = blocks[0] if blocks else 0
 
-        def key(choice: Choice) -> tuple[bool, int, int, int]:
+        def key(choice: Choice) -> tuple[bool, int, int]:
             load = loads[choice.replica]
-            return load > most, -choice.matched, load, _weight(choice.replica, start)
+            return load > most, -choice.matched, load
 
-        return sorted((Choice(name, self.matched(name, blocks)) for name in loads), key=key)
+        ranked = sorted((Choice(name, self.matched(name, blocks)) for name in loads), key=key)
+        # Of the best alone: a hash of each of a thousand would take longer than all the rest.
+        best, start = key(ranked[0]), blocks[0] if blocks else 0
+        alike = [choice for choice in ranked if key(choice) == best]
+        alike.sort(key=lambda choice: _weight(choice.replica, start))
+        return alike + ranked[len(alike) :]
 
 
 def _weight(replica: str, block: int) -> int:

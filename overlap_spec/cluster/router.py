@@ -17,7 +17,7 @@ from overlap_spec.cluster.calls import HttpCall
 from overlap_spec.cluster.prefixes import PrefixMap
 
 
-class Router(RequestRouter):
+class Router(RequestRouter):  # type: ignore[misc]
     """Ranks the replicas for each :class:`HttpCall`; Ray Serve sends it to the first that takes it.
 
     Its own count of open requests stands for a replica's load: Ray Serve's is asked for only now
