@@ -221,10 +221,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shared = prefix_tokens(options.words)
         # Beside the prefixes: what the running requests have of their own.
         kv_tokens = HELD * shared + RUNNING * (options.max_tokens + OWN_TOKENS)
-        rows = []
+        rows = list[dict[str, Any]]()
         for replicas, routing in ROWS:
             with started(replicas, routing, kv_tokens, options.flags) as server:
-                head = {"replicas": replicas, "routing": routing}
+                head: dict[str, Any] = {"replicas": replicas, "routing": routing}
                 rows.append(head | measure(run, options, server))
     except (ConfigError, httpx.HTTPError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -29,6 +29,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
+from bench.cluster import RUNNING as RUNNING_HERE
 from bench.cluster import asks_of
 from bench.cluster_model import BLOCKS, Demand, FrontCost, Machine, Simulation
 from bench.common import Run, flags, mean, rounded
@@ -172,7 +173,7 @@ def measure_costs() -> None:
                     assert handle.output is not None
                     stats = handle.output.stats
                     accepted.append(stats.verified_tokens / max(1, stats.verifies))
-                    engine.release(handle)
+                engine.release(handles)
     typical = {batch: median(times) for batch, times in steps.items()}
     low, high = min(BATCHES), max(BATCHES)
     slope = max(0.0, (typical[high] - typical[low]) / (high - low))
@@ -204,9 +205,15 @@ def check(record: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], list[di
     for row in rows:
         replicas, spent = row["replicas"], row["cpu_ms"]
         tokens = row["output_tokens_per_second"] / row["requests_per_second"]
+        spend = costs[str(replicas)]
         machine = Machine(
-            **costs[str(replicas)], running=4, kv_tokens=record["kv_tokens"]
-        )  # as bench.cluster sets them
+            base_ms=spend["base_ms"],
+            request_ms=spend["request_ms"],
+            prefill_ms=spend["prefill_ms"],
+            accept_length=spend["accept_length"],
+            running=RUNNING_HERE,
+            kv_tokens=record["kv_tokens"],
+        )
         pieces = row["pieces"] / row["requests"]
         # What fronts and proxies spend, told apart as the front's cost is.
         front_ms = spent["fronts"] + spent["proxies"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +65,7 @@ def plain_scope(scope: Scope) -> dict[str, Any]:
     return found
 
 
-async def run_call(app: ASGIApp, call: HttpCall) -> AsyncIterator[Messages]:
+async def run_call(app: ASGIApp, call: HttpCall) -> AsyncGenerator[Messages]:
     """Pass a request to an application; its messages, all that have come at a time.
 
     If the iterator is closed or its task cancelled, the application learns that the client has

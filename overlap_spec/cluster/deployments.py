@@ -41,7 +41,7 @@ STARTS = 3
 class EngineReplica:
     """One engine with the application of one server, which requests reach as calls."""
 
-    async def __init__(self, plan: ServerPlan) -> None:
+    async def __init__(self, plan: ServerPlan) -> None:  # type: ignore[misc]  # as Ray Serve allows
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._engine = AsyncEngine(**plan.engine)
         self._app = create_app(self._engine, plan.settings)

@@ -221,7 +221,7 @@ class Reply:
 
 
 async def _body(receive: Receive) -> bytes:
-    chunks = []
+    chunks = list[bytes]()
     while True:
         message = await receive()
         if message["type"] != "http.request":

@@ -27,7 +27,8 @@ def health(answers: Sequence[Answer]) -> Response:
     ready = sum(answer.status == 200 for answer in answers)
     status = "ready"
     if ready < len(answers) or not answers:
-        status = DEGRADED if ready else next(iter(told.values()), {}).get("status", "starting")
+        first: str = next((each["status"] for each in told.values()), "starting")
+        status = DEGRADED if ready else first
     body = {
         "status": status,
         "restarts": sum(each["restarts"] for each in told.values()),

@@ -22,6 +22,8 @@ BYTES_PER_TOKEN = 4
 MOST_BLOCKS = 2048
 # Tokens of a replica's KV cache, where it is not told how many they are.
 USUAL_TOKENS = 2**19
+# Replicas whose memories differ by less are as good as each other for a new prompt.
+EIGHTHS = 8
 RAW = msgspec.Raw(b"")
 
 Blocks = tuple[int, ...]
@@ -129,8 +131,8 @@ class PrefixMap:
 
     def rank(self, blocks: Blocks, loads: Mapping[str, int]) -> list[Choice]:
         """Replicas, best first: those that are not far busier than the least busy one, by the
-        longest prefix that they have, then by load, and then by a hash that all routers share, so
-        that they send a new prompt to the same replica.
+        longest prefix that they have, then by load, then by how full they are, in eighths, and then
+        by a hash that all routers share, so that they send a new prompt to the same replica.
 
         Args:
             blocks: Of the prompt.
@@ -140,9 +142,10 @@ class PrefixMap:
             return []
         most = min(loads.values()) + self.slack
 
-        def key(choice: Choice) -> tuple[bool, int, int]:
+        def key(choice: Choice) -> tuple[bool, int, int, int]:
             load = loads[choice.replica]
-            return load > most, -choice.matched, load
+            filled = EIGHTHS * len(self._held.get(choice.replica, ())) // self.capacity
+            return load > most, -choice.matched, load, filled
 
         ranked = sorted((Choice(name, self.matched(name, blocks)) for name in loads), key=key)
         # Of the best alone: a hash of each of a thousand would take longer than all the rest.

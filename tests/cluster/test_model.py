@@ -51,12 +51,12 @@ def test_hits_are_those_of_the_cache() -> None:
     demand = Demand(4000, 8, 1000, 30, 20, clients=4)
     everything = run(replace(machine, kv_tokens=10**6), demand)
     assert everything["hit_rate"] == pytest.approx(1 - 8 / 4000)
-    # Five of eight that are alike: 5/8 of the time, whoever was evicted.
-    assert run(machine, demand)["hit_rate"] == pytest.approx(5 / 8, abs=0.04)
+    # Five of eight that are alike: at least 5/8 of the time, and where a batch is not full, six.
+    assert 5 / 8 - 0.04 <= run(machine, demand)["hit_rate"] <= 6 / 8
     tight = replace(machine, kv_tokens=4 * 1000 + 4 * 60)
     in_turn = run(tight, demand, replicas=2, routing="round-robin")["hit_rate"]
     by_prefix = run(tight, demand, replicas=2, routing="prefix")["hit_rate"]
-    assert in_turn == pytest.approx(4 / 8, abs=0.04)
+    assert 4 / 8 - 0.04 <= in_turn <= 5 / 8
     assert by_prefix > 0.95
 
 

@@ -96,6 +96,15 @@ def test_two_routers_send_a_new_prompt_alike_and_prompts_evenly() -> None:
     assert all(abs(count - 500) < 126 for count in counts.values())
 
 
+def test_new_prompts_go_where_there_is_room() -> None:
+    known, idle = PrefixMap(capacity=80, slack=2), {"a": 0, "b": 0}
+    for prompt in range(8):
+        blocks = tuple(range(prompt * 10, prompt * 10 + 10))
+        known.insert(known.rank(blocks, idle)[0].replica, blocks)
+    held = [known.matched(name, (p * 10,)) for name in idle for p in range(8)]
+    assert sum(held[:8]) == sum(held[8:]) == 4
+
+
 def test_a_replicas_blocks_are_bounded_and_its_beginnings_last() -> None:
     known = PrefixMap(capacity=4, slack=2)
     known.insert("a", (1, 2, 3))
