@@ -180,7 +180,7 @@ class Router:
     def __init__(self, routing: str, replicas: int, machine: Machine, turn: int) -> None:
         self.routing = routing
         # A replica's blocks are bounded as its cache is.
-        self.prefixes = PrefixMap(1 << 20, slack_of(machine.running))
+        self.prefixes = PrefixMap(1 << 20, slack_of(machine.running), seed=turn)
         self.loads = {str(index): 0 for index in range(replicas)}
         self._turns = itertools.count(turn)
 

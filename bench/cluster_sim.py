@@ -4,7 +4,7 @@
 runs ``bench.cluster_model`` for 8, 64 and 1,024 GPUs: each has an 8B model as a formula (the
 ``h100`` of ``bench.simulated``: assumed, not measured), requests at 0.7 of what the engines could
 do if every prefix were computed once, eight shared prefixes a GPU whose popularity falls as 1/k,
-and the front's costs as they were measured. Rows differ in the routing and the number of fronts.
+and the front's costs (assumed too). Rows differ in the routing and the number of fronts.
 
 ``--check`` takes a record of ``bench.cluster``. It measures what the embedded model's steps cost
 here, alone and with as many engines at a time as the record has replicas, simulates its rows with
@@ -40,7 +40,7 @@ GPUS = (8, 64, 1024)
 QUICK_GPUS = (8, 64)
 PREFIXES_PER_GPU = 8
 SHARE = 0.7
-# Per front, as bench.cluster measured it on two busy cores: milliseconds of processor time.
+# Processor time of a front and its proxy: assumed. `bench.cluster` measures what they take here.
 FRONT = FrontCost(request_ms=4.0, piece_ms=0.5, route_us=0.0)
 # An 8B model: 16 GFLOP a prompt token at 400 TFLOP/s, and 128 KiB of keys and values a token in the
 # 50 GiB that weights leave of 80. Accept length: a chain of five drafts.

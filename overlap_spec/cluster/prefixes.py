@@ -12,6 +12,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 
 import msgspec
 
@@ -99,10 +100,13 @@ class PrefixMap:
         capacity: Blocks that are kept of a replica.
         slack: Requests that a replica may have open beyond the least busy one's and still be
             chosen for what it has computed.
+        seed: Of what is drawn among replicas that are alike, for a prompt without blocks; None
+            draws one.
     """
 
-    def __init__(self, capacity: int, slack: int) -> None:
+    def __init__(self, capacity: int, slack: int, seed: int | None = None) -> None:
         self.capacity, self.slack = capacity, slack
+        self._random = Random(seed)
         self._held: dict[str, OrderedDict[int, None]] = {}
 
     def keep(self, replicas: Sequence[str]) -> None:
@@ -149,7 +153,9 @@ class PrefixMap:
 
         ranked = sorted((Choice(name, self.matched(name, blocks)) for name in loads), key=key)
         # Of the best alone: a hash of each of a thousand would take longer than all the rest.
-        best, start = key(ranked[0]), blocks[0] if blocks else 0
+        best = key(ranked[0])
+        # Without a prompt to go by, routers that agreed would all send to the same replica.
+        start = blocks[0] if blocks else self._random.getrandbits(64)
         alike = [choice for choice in ranked if key(choice) == best]
         alike.sort(key=lambda choice: _weight(choice.replica, start))
         return alike + ranked[len(alike) :]

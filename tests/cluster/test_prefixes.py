@@ -96,6 +96,12 @@ def test_two_routers_send_a_new_prompt_alike_and_prompts_evenly() -> None:
     assert all(abs(count - 500) < 126 for count in counts.values())
 
 
+def test_routers_without_a_prompt_to_go_by_do_not_agree() -> None:
+    idle = dict.fromkeys((f"replica {i}" for i in range(4)), 0)
+    chosen = [PrefixMap(10, 2, seed).rank((), idle)[0].replica for seed in range(64)]
+    assert all(chosen.count(name) < 40 for name in idle)
+
+
 def test_new_prompts_go_where_there_is_room() -> None:
     known, idle = PrefixMap(capacity=80, slack=2), {"a": 0, "b": 0}
     for prompt in range(8):
