@@ -5,8 +5,9 @@ batch + knee_ms · max(0, batch - knee) + prefill_ms · tokens`` and brings each
 ``accept_length`` tokens. Prompts are computed in chunks beside the decodes. A replica keeps the
 prefixes that it used last, as far as its KV cache holds them beside the requests that run. A front
 takes one thing at a time: a request, which it routes, or a piece of an answer. Each front routes by
-its own :class:`overlap_spec.cluster.prefixes.PrefixMap` and counts the open requests that it sent
-itself, as `overlap_spec.cluster.router` does.
+its own :class:`overlap_spec.cluster.prefixes.PrefixMap`, the open requests that it sent itself, and
+what replicas told it of theirs, as `overlap_spec.cluster.router` does. A replica that has as many
+as it takes refuses; the next one of the ranking gets the request.
 
 Not in it: the network, Ray's own processes, failures, scaling, and grammars (which verify hides).
 """
@@ -26,6 +27,9 @@ from overlap_spec.cluster.prefixes import PrefixMap, slack_of
 
 # Blocks that a simulated prefix has: the router's work does not depend on what is in them.
 BLOCKS = 4
+# How long a router believes what a replica told of its load when it was sent a request, as Ray
+# Serve's does, in milliseconds.
+TOLD_MS = 10_000.0
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,11 @@ class Replica:
     cached: OrderedDict[int, int] = field(default_factory=OrderedDict)
     busy: bool = False
 
+    @property
+    def opened(self) -> int:
+        """Requests that wait or run."""
+        return len(self.waiting) + len(self.running)
+
     def begin(self) -> float:
         """Begin a step; how long it takes."""
         while self.waiting and len(self.running) < self.machine.running:
@@ -182,19 +191,27 @@ class Router:
         # A replica's blocks are bounded as its cache is.
         self.prefixes = PrefixMap(1 << 20, slack_of(machine.running), seed=turn)
         self.loads = {str(index): 0 for index in range(replicas)}
+        self._told: dict[str, tuple[int, float]] = {}
         self._turns = itertools.count(turn)
 
-    def choose(self, prefix: int) -> int:
-        """The replica for a request."""
+    def order(self, prefix: int, now: float) -> list[int]:
+        """Replicas for a request, best first."""
         if self.routing == "round-robin":
-            chosen = str(next(self._turns) % len(self.loads))
-        else:
-            blocks = blocks_of(prefix) if self.routing == "prefix" else ()
-            chosen = self.prefixes.rank(blocks, self.loads)[0].replica
-            if blocks:
-                self.prefixes.insert(chosen, blocks)
-        self.loads[chosen] += 1
-        return int(chosen)
+            first, count = next(self._turns), len(self.loads)
+            return [(first + step) % count for step in range(count)]
+        blocks = blocks_of(prefix) if self.routing == "prefix" else ()
+        loads = dict(self.loads)
+        for name, (told, since) in self._told.items():
+            if now - since < TOLD_MS:
+                loads[name] = max(loads[name], told)
+        return [int(choice.replica) for choice in self.prefixes.rank(blocks, loads)]
+
+    def sent(self, prefix: int, replica: int, opened: int, now: float) -> None:
+        """A request was sent to a replica, which told how many it has open."""
+        self.loads[str(replica)] += 1
+        self._told[str(replica)] = (opened, now)
+        if self.routing == "prefix":
+            self.prefixes.insert(str(replica), blocks_of(prefix))
 
     def ended(self, replica: int) -> None:
         """One of its requests has ended."""
@@ -228,6 +245,8 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
         self._left = demand.requests
+        # As `overlap_spec.cluster.deployments` sets it.
+        self._most_open = machines[0].running + max(2, machines[0].running // 4)
         weights = [(k + 1) ** -demand.skew for k in range(demand.prefixes)]
         self._shares = list(itertools.accumulate(weights))
         self._offered_until = 0.0
@@ -287,7 +306,11 @@ class Simulation:
         return self.free[front]
 
     def _route(self, job: Job, now: float) -> None:
-        index = self.routers[job.front].choose(job.prefix)
+        router = self.routers[job.front]
+        order = router.order(job.prefix, now)
+        free = (index for index in order if self.replicas[index].opened < self._most_open)
+        index = next(free, order[0])
+        router.sent(job.prefix, index, self.replicas[index].opened + 1, now)
         self.replicas[index].admit(job, self.demand.prefix_tokens)
         if not self.replicas[index].busy:
             self._step(index, now)
