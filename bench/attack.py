@@ -29,27 +29,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from bench.attack_disconnects import disconnects
-from bench.attack_fuzz import forbidden, mutations
+from bench.attack_fuzz import almost_valid
+from bench.attack_watch import CHAT, HI, Watch
 from bench.common import Run, fail, flags, rounded
 from bench.served import Served, read_metrics, rss_mib
 from overlap_spec.errors import ConfigError
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-HI = [{"role": "user", "content": "Is fire hot?"}]
-GOOD = {"messages": HI, "structured_outputs": {"choice": ["yes", "no"]}, "temperature": 0}
+TEXT = "/v1/completions"
 JSON = {"content-type": "application/json"}
 CALM_S = 5.0
+ATTACKER_NICE = 15
 STALLED_S = 3.0
 # Of the fuzz: requests at once, and how long their clients stay.
 FUZZ_AT_ONCE, PATIENCE_S = 8, 10.0
@@ -90,59 +90,82 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 async def attack(run: Run, options: argparse.Namespace, served: Served) -> dict[str, Any]:
     """Make all attacks beside good requests; the figures."""
-    watch = Watch(served)
+    spans: list[tuple[str, float, float]] = []
     async with httpx.AsyncClient(timeout=90, limits=httpx.Limits(max_connections=64)) as client:
-        # The first one compiles its grammar.
-        await client.post(served.url + CHAT, json=GOOD)
-        tasks = [asyncio.create_task(work(client)) for work in (watch.ask, watch.probe)]
-        await asyncio.sleep(CALM_S)
-        calm, watch.times_ms = watch.times_ms, []
-        make = _clients_that_leave if options.disconnects else _attacks
-        made = await make(run, options, served, client, watch)
-        watch.end = True
-        await asyncio.gather(*tasks)
+        with Watch(served.url, served.process.pid) as watch:
+            # The server and the good client have begun: the attacker, who would be elsewhere, takes
+            # no processor from them.
+            os.nice(ATTACKER_NICE)
+            start = time.monotonic()
+            await asyncio.sleep(CALM_S)
+            begun = time.monotonic()
+            if options.disconnects:
+                made = await _clients_that_leave(run, options, served, client)
+                spans.append(("disconnects", begun, time.monotonic()))
+            else:
+                made = await _attacks(options, served, client, spans)
         await asyncio.sleep(1)
         state = (await client.get(f"{served.url}/server_info")).json()["state"]
     with httpx.Client(timeout=60) as plain:
         figures = read_metrics(plain, served.url)
+    seen = watch.seen
+    attacked: list[float] = []
+    for name, first, last in spans:
+        beside = seen.times_ms(first, last)
+        attacked += beside
+        run.sample(attack=name, seconds=last - first, good_ms=beside)
+        if name in made.get("attacks", {}):
+            entry = made["attacks"][name]
+            entry["good_p99_ms"] = max(entry["good_p99_ms"], percentile(beside))
     return {
         "good": {
-            "requests": len(calm) + len(watch.times_ms),
-            "wrong": watch.wrong,
-            "calm_p99_ms": percentile(calm),
-            "attacked_p99_ms": percentile(watch.times_ms),
+            "requests": len(seen.answers),
+            "wrong": seen.wrong,
+            "calm_p99_ms": percentile(seen.times_ms(start, begun)),
+            "attacked_p99_ms": percentile(attacked),
         },
-        "health_worst_ms": watch.health_worst_ms,
+        "health_worst_ms": seen.health_worst_ms,
         "turn_worst_ms": 1e3 * figures["overlap_spec:front_turn_worst_seconds"],
         "turn_worst_wall_ms": 1e3 * figures["overlap_spec:front_turn_worst_wall_seconds"],
-        "front_peak_mib": watch.front_peak_mib,
+        "front_peak_mib": seen.front_peak_mib,
         **made,
         "left_over": {name: state[name] for name in LEFT_OVER},
     }
 
 
 async def _attacks(
-    run: Run, options: argparse.Namespace, served: Served, client: httpx.AsyncClient, watch: Watch
+    options: argparse.Namespace,
+    served: Served,
+    client: httpx.AsyncClient,
+    spans: list[tuple[str, float, float]],
 ) -> dict[str, Any]:
+    """Each attack's statuses and seconds; when each was made goes to ``spans``."""
     made: dict[str, Any] = {}
     fuzzed = 0
     end = time.monotonic() + options.seconds
+
+    def add(name: str, statuses: Counter[str], start: float) -> None:
+        spans.append((name, start, time.monotonic()))
+        entry = made.setdefault(name, {"statuses": {}, "seconds": 0.0, "good_p99_ms": 0.0})
+        entry["statuses"] = dict(Counter(entry["statuses"]) + statuses)
+        entry["seconds"] += spans[-1][2] - start
+
     while not made or time.monotonic() < end:
         for name, one in attacks().items():
-            statuses: Counter[str] = Counter()
-            start, asked = time.monotonic(), len(watch.times_ms)
-            for _ in range(options.rounds):
-                statuses[str(await one(client, served.url))] += 1
-            _add(run, made, name, statuses, time.monotonic() - start, watch.times_ms[asked:])
-        start, asked = time.monotonic(), len(watch.times_ms)
-        statuses = await fuzz(client, served.url, options.fuzz, options.seed + fuzzed)
+            start = time.monotonic()
+            statuses = Counter([str(await one(client, served.url)) for _ in range(options.rounds)])
+            add(name, statuses, start)
+        # Made before the clock runs: that takes a processor for itself.
+        seed = options.seed + fuzzed
+        bodies = await asyncio.to_thread(almost_valid, served.url, options.fuzz, seed)
         fuzzed += 1
-        _add(run, made, "fuzz", statuses, time.monotonic() - start, watch.times_ms[asked:])
+        start = time.monotonic()
+        add("fuzz", await fuzz(client, served.url, bodies), start)
     return {"attacks": made}
 
 
 async def _clients_that_leave(
-    run: Run, options: argparse.Namespace, served: Served, client: httpx.AsyncClient, _: Watch
+    run: Run, options: argparse.Namespace, served: Served, client: httpx.AsyncClient
 ) -> dict[str, Any]:
     left: Counter[str] = Counter()
     memory: list[dict[str, float]] = []
@@ -161,27 +184,11 @@ async def _clients_that_leave(
     return {"disconnects": dict(left), "memory": grown}
 
 
-def _add(
-    run: Run,
-    made: dict[str, Any],
-    name: str,
-    statuses: Counter[str],
-    took_s: float,
-    good_ms: Sequence[float],
-) -> None:
-    good_p99_ms = percentile(good_ms)
-    run.sample(attack=name, statuses=dict(statuses), seconds=took_s, good_p99_ms=good_p99_ms)
-    entry = made.setdefault(name, {"statuses": {}, "seconds": 0.0, "good_p99_ms": 0.0})
-    entry["statuses"] = dict(Counter(entry["statuses"]) + statuses)
-    entry["seconds"] += took_s
-    entry["good_p99_ms"] = max(entry["good_p99_ms"], good_p99_ms)
-
-
-async def fuzz(client: httpx.AsyncClient, url: str, count: int, seed: int) -> Counter[str]:
+async def fuzz(
+    client: httpx.AsyncClient, url: str, bodies: Sequence[tuple[str, bytes]]
+) -> Counter[str]:
     """Send bodies that are almost valid, some at once; how many got which status."""
-    wrong = await asyncio.to_thread(forbidden, url, count // 2, seed)
-    left = [*wrong, *mutations(Random(seed), count - len(wrong))]
-    Random(seed).shuffle(left)
+    left = list(bodies)
     statuses: Counter[str] = Counter()
 
     async def send() -> None:
@@ -201,38 +208,6 @@ async def fuzz(client: httpx.AsyncClient, url: str, count: int, seed: int) -> Co
 
     await asyncio.gather(*(send() for _ in range(FUZZ_AT_ONCE)))
     return statuses
-
-
-class Watch:
-    """Good requests, probes of /health, and the front's memory, all along the run."""
-
-    def __init__(self, served: Served) -> None:
-        self._url, self._pid = served.url, served.process.pid
-        self.times_ms: list[float] = []
-        self.wrong = 0
-        self.health_worst_ms = self.front_peak_mib = 0.0
-        self.end = False
-
-    async def ask(self, client: httpx.AsyncClient) -> None:
-        """Ask a good question again and again."""
-        while not self.end:
-            start = time.monotonic()
-            reply = await client.post(self._url + CHAT, json=GOOD)
-            self.times_ms.append(1e3 * (time.monotonic() - start))
-            good = reply.status_code == 200
-            answer = reply.json()["choices"][0]["message"]["content"] if good else None
-            self.wrong += answer not in ("yes", "no")
-
-    async def probe(self, client: httpx.AsyncClient) -> None:
-        """Ask for /health ten times a second."""
-        while not self.end:
-            start = time.monotonic()
-            reply = await client.get(self._url + "/health")
-            took_ms = 1e3 * (time.monotonic() - start)
-            self.health_worst_ms = max(self.health_worst_ms, took_ms)
-            self.front_peak_mib = max(self.front_peak_mib, rss_mib(self._pid))
-            self.wrong += reply.status_code != 200
-            await asyncio.sleep(0.1)
 
 
 def attacks() -> dict[str, Attack]:

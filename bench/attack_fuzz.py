@@ -168,3 +168,11 @@ def forbidden(url: str, count: int, number: int) -> list[tuple[str, bytes]]:
         except Unsatisfiable:
             continue
     return found
+
+
+def almost_valid(url: str, count: int, seed: int) -> list[tuple[str, bytes]]:
+    """Paths and bodies: half are forbidden, half are valid ones with something changed."""
+    wrong = forbidden(url, count // 2, seed)
+    made = [*wrong, *mutations(Random(seed), count - len(wrong))]
+    Random(seed).shuffle(made)
+    return made

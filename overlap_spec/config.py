@@ -231,7 +231,10 @@ class EngineConfig:
         int | None, Help("Tokens that the KV cache holds, if fewer than fit into memory.")
     ] = None
     max_running_requests: Annotated[int, Help("Requests that run at once; more wait.")] = 32
-    chunked_prefill_size: Annotated[int, Help("Most prompt tokens that one step computes.")] = 1024
+    chunked_prefill_size: Annotated[
+        int | None,
+        Help("Most prompt tokens that one step computes; by default 1,024, on a CPU 256."),
+    ] = None
     page_size: Annotated[int, Help("Tokens of a cache page.")] = 16
     prefix_cache: Annotated[bool, Help("Keep computed pages for prompts that start alike.")] = True
     graphs: Annotated[
@@ -314,6 +317,7 @@ class EngineConfig:
             "num_draft_tokens",
             "context_length",
             "max_total_tokens",
+            "chunked_prefill_size",
             "threads",
             "lane_threads",
         )
@@ -325,7 +329,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be an integer >= {low}: {value!r}")
         if self.tree is not None:
             self._check_tree()
-        if self.chunked_prefill_size < self.page_size:
+        if self.chunked_prefill_size is not None and self.chunked_prefill_size < self.page_size:
             raise ConfigError("chunked_prefill_size must hold at least one page (page_size)")
         for name in ("mask_deadline_ms", "grammar_compile_timeout_s", "tpot_slo_ms"):
             value = getattr(self, name)

@@ -45,6 +45,11 @@ class StepOutputs(NamedTuple):
     ended: list[Sequence]
 
 
+# Prompt tokens of a step, if nobody says: running requests wait for them. A CPU computes longer
+# chunks no faster, token by token.
+GPU_CHUNK_TOKENS, CPU_CHUNK_TOKENS = 1024, 256
+
+
 class EngineCore:
     """Scheduler, worker, grammar manager and length policy of one engine; not thread-safe.
 
@@ -66,6 +71,8 @@ class EngineCore:
         wide = [wide_tier(tier).window_tokens for tier in tiers if tier.steps]
         wider = max(reserve, reserve_tokens(max(wide, default=0)))
         self.worker = build_worker(config, wider, build_streams(config, record), record)
+        usual = GPU_CHUNK_TOKENS if self.worker.on_gpu else CPU_CHUNK_TOKENS
+        chunk_tokens = config.chunked_prefill_size or max(usual, config.page_size)
         slots = self.worker.pages * config.page_size
         fits = config.max_running_requests * wider <= slots // 2
         tries = self.worker.on_gpu if config.tries is None else config.tries
@@ -77,7 +84,7 @@ class EngineCore:
             pages=self.worker.pages,
             page_size=config.page_size,
             max_rows=config.max_running_requests,
-            chunk_tokens=config.chunked_prefill_size,
+            chunk_tokens=chunk_tokens,
             reserve_tokens=reserve,
             assign=lambda s: self.worker.assign(s.row, s.request, s.output_ids, s.trie),
             reuse=config.prefix_cache,
@@ -92,10 +99,15 @@ class EngineCore:
         self._views: dict[int, StepView] = {}
         self._observed = Observed()
         widened_ones = [wide_tier(t) for t in tiers if self.widens and t.steps and not t.parents]
-        self.worker.warm_up([*tiers, *widened_ones], config.chunked_prefill_size)
+        self.worker.warm_up([*tiers, *widened_ones], chunk_tokens)
         if self.policy.weighs_cost:
             self.policy.calibrate(*cost_model(config, self.worker, self.policy.tiers))
         self.worker.prepare(self.policy.choose(StepView((RequestView(0, 1),))).tier)
+
+    def prepare_next(self) -> bool:
+        """Between requests: record what one tier lacks, lest its first step wait for that (0.1 s
+        and more); False where nothing is left to record. No request may be running."""
+        return self.worker.prepare_next(self.policy.tiers)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""

@@ -267,6 +267,11 @@ class Engine:
             self._publish()
             return busy
 
+    def prepare_next(self) -> bool:
+        """Use an idle moment: see :meth:`EngineCore.prepare_next`; False if there is no use."""
+        with self._lock:
+            return self.core.scheduler.idle and self.core.prepare_next()
+
     def _publish(self) -> None:
         """Bring the handles up to date."""
         outputs = self.core.outputs()

@@ -242,6 +242,9 @@ def main() -> int:
         return 1
     with engine:
         engine.compiler.warm()
+        # While the compiler's processes start; later a request would wait for it.
+        while engine.prepare_next():
+            pass
         config = dataclasses.asdict(engine.config)
         limits, vocab_size = engine.input_processor.limits, engine.tokenizer.vocab_size
         socket.send(m.encode(m.EngineReady(limits, vocab_size, config)))

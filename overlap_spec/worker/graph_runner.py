@@ -117,6 +117,18 @@ class GraphRunner:
                 found = self._packed[key] = self._make_packed(tier, rows, count)
         return found
 
+    def record_next(self, tiers: Iterable[Tier]) -> bool:
+        """Record what one of these tiers may want and no step has asked for; False if it is all
+        there. For traces: a GPU's graphs are of a batch size each, and made before serving."""
+        if self._cuda or not self.enabled:
+            return False
+        for tier in tiers:
+            before = self.count
+            self.find_draft(tier, 1, sampled=True)
+            if self.count > before:
+                return True
+        return False
+
     def _make_tier(self, tier: Tier, size: int) -> TierGraphs:
         passes = self._passes
         if not self.enabled:

@@ -167,6 +167,15 @@ class Worker:
         """Queue the recording of a tier's passes for a single request, ahead of its first step."""
         self.streams.compute.run("record", self.runner.graphs.find, tier, 1)
 
+    @torch.inference_mode()
+    def prepare_next(self, tiers: Sequence[Tier]) -> bool:
+        """Record what one of these tiers lacks, and wait for it; False if they lack nothing."""
+        made = self.streams.compute.run("record", self.runner.graphs.record_next, tiers)
+        passed = self.streams.event()
+        self.streams.compute.record(passed)
+        passed.synchronize()
+        return made.get()
+
     @property
     def compiles(self) -> bool:
         """Whether kernels are compiled when they first run, which no request should wait for."""

@@ -166,6 +166,22 @@ def test_tiers_are_recorded_when_they_are_needed(tiny: dict[str, Any]) -> None:
         assert 1 < engine.core.worker.runner.graphs.count <= 3
 
 
+def test_an_idle_moment_records_what_later_steps_want(tiny: dict[str, Any]) -> None:
+    """A request whose batch takes another tier, or that samples, waits for no recording then."""
+    with Engine(**tiny, adaptive="default") as engine:
+        graphs = engine.core.worker.runner.graphs
+        while engine.prepare_next():
+            pass
+        ready = graphs.count
+        assert ready >= len(engine.core.policy.tiers)
+        engine.generate(list("abcdefghi"), None, {"max_tokens": 90})
+        engine.generate(list("ab"), None, {"max_tokens": 9, "temperature": 1.0, "seed": 1})
+        assert graphs.count == ready
+        ticket = engine.submit("a", None, {"max_tokens": 2})
+        assert not engine.prepare_next()
+        engine.release([ticket])
+
+
 def test_recordings_end_with_their_engine(tiny: dict[str, Any]) -> None:
     """TorchScript's own tracing would give the process functions that it never frees."""
     counts = []
