@@ -191,7 +191,7 @@ class Router:
         # A replica's blocks are bounded as its cache is.
         self.prefixes = PrefixMap(1 << 20, slack_of(machine.running), seed=turn)
         self.loads = {str(index): 0 for index in range(replicas)}
-        self._told: dict[str, tuple[int, float]] = {}
+        self._told = dict.fromkeys(self.loads, (0, 0.0))
         self._turns = itertools.count(turn)
 
     def order(self, prefix: int, now: float) -> list[int]:
@@ -215,7 +215,10 @@ class Router:
 
     def ended(self, replica: int) -> None:
         """One of its requests has ended."""
-        self.loads[str(replica)] -= 1
+        name = str(replica)
+        self.loads[name] -= 1
+        told, since = self._told[name]
+        self._told[name] = (max(0, told - 1), since)
 
 
 class Simulation:
