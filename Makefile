@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint bench check soak picture docs clean
+.PHONY: demo test test-slow test-cluster lint bench check soak picture docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -13,6 +13,20 @@ test: $(STAMP) lint
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+# Ray is large: its tests have an environment of their own, beside the one of `make test`.
+CLUSTER := .venv-cluster
+SERVER_TESTS := $(addprefix tests/server/test_,openai.py responses.py messages.py)
+
+test-cluster: $(CLUSTER)/.installed
+	$(CLUSTER)/bin/python -m pytest tests/cluster
+	OVERLAP_SPEC_TEST_FLAGS="--replicas 2 --cpus-per-replica 0.5" \
+		$(CLUSTER)/bin/python -m pytest $(SERVER_TESTS)
+
+$(CLUSTER)/.installed: pyproject.toml
+	test -x $(CLUSTER)/bin/python || $(PYTHON) -m venv $(CLUSTER)
+	$(CLUSTER)/bin/python -m pip install -q --disable-pip-version-check -e ".[dev,cluster]"
+	touch $@
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.all
@@ -43,4 +57,4 @@ $(STAMP): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(CLUSTER) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -69,6 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "generator": {"engine", "async_engine", "grammar", "engine.input_processor"},
     "server": {"async_engine", "grammar", "engine.input_processor", "tokenizer", "chat_template"},
     "load": {"grammar", "engine.input_processor"},
+    "cluster": {"async_engine", "server"},
 }
 # Room → third-party modules that it may import; None: any that the project depends on.
 MAY_USE: dict[str, set[str] | None] = {
@@ -110,6 +111,7 @@ MAY_USE: dict[str, set[str] | None] = {
     "generator": set(),
     "server": None,
     "load": {"httpx", "jsonschema"},
+    "cluster": {"ray", "msgspec", "prometheus_client", "pydantic", "starlette"},
 }
 FACES = {"__init__", "__main__", "cli", "doctor", "bench"}
 

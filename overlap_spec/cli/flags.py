@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from overlap_spec.cluster.settings import ROUTINGS, ClusterSettings
 from overlap_spec.config import (
     ACCEPTANCE_RULES,
     DTYPES,
@@ -25,6 +26,7 @@ from overlap_spec.server.settings import ServerSettings
 MODEL, SPECULATION, GRAMMAR = "Model", "Speculation", "Grammar"
 BATCH, OUTPUT, SAMPLING = "Batch and memory", "Output", "Sampling"
 ADDRESS, BOUNDS = "Address and access", "Bounds"
+CLUSTER = "Replicas"
 # Fields of the settings that are flags → their panel in the help.
 ENGINE_FLAGS = {
     "model": MODEL,
@@ -86,6 +88,7 @@ SERVER_FLAGS = {
     if field.name not in OWN_FLAGS
 }
 SERVER_HELP = {name: help.text for name, help in helps(ServerSettings).items()}
+CLUSTER_FLAGS = {field.name: CLUSTER for field in fields(ClusterSettings)}
 # What a shell completes behind a flag.
 VALUES: dict[str, Callable[[], list[str]]] = {
     "algorithm": lambda: [*drafter_names(), "none"],
@@ -93,6 +96,7 @@ VALUES: dict[str, Callable[[], list[str]]] = {
     "acceptance": lambda: list(ACCEPTANCE_RULES),
     "dtype": lambda: list(DTYPES),
     "quantization": lambda: list(QUANTIZATIONS),
+    "routing": lambda: list(ROUTINGS),
     "device": lambda: ["auto", "cpu", "cuda"],
 }
 Command = TypeVar("Command", bound=Callable[..., Any])

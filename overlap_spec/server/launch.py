@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.tool_formats import guess_format
 from overlap_spec.hub import find_folder, is_hub_name
 from overlap_spec.server.run import serve
-from overlap_spec.server.settings import ServerSettings, Whitespace
+from overlap_spec.server.settings import ServerSettings
 from overlap_spec.tokenizer import read_template
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -20,47 +20,78 @@ LEVELS = ("debug", "info", "warning", "error")
 EMBEDDED_CALLS = "embedded"
 
 
-def launch(
+@dataclass(frozen=True)
+class ServerPlan:
+    """What a server is made of, as plain data: this process need not be the one that runs it.
+
+    Attributes:
+        settings: The server's.
+        engine: Arguments of :class:`AsyncEngine`.
+    """
+
+    settings: ServerSettings
+    engine: dict[str, Any]
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's settings, as far as they are known before it starts."""
+        known = {field.name for field in fields(EngineConfig)}
+        return EngineConfig.build(**{n: v for n, v in self.engine.items() if n in known})
+
+
+def plan(
     *,
+    model: str | None,
     chat_template: str | None,
     stall_timeout_s: float,
-    log_level: str,
-    cors_origin: list[str] | None,
-    allowed_host: list[str] | None,
-    mask_deadline_ms: float,
+    mask_deadline_ms: float | None,
     served_model_name: str | None,
     tool_call_parser: str | None,
-    whitespace: Whitespace,
     **flags: Any,
-) -> None:
-    """Serve with the flags of the command line; see ``overlap_spec.cli.serve``.
+) -> ServerPlan:
+    """What the flags of ``overlap-spec serve`` ask for.
+
+    Args:
+        chat_template: Its text.
+        flags: Fields of :class:`ServerSettings` and :class:`EngineConfig`.
 
     Raises:
         ConfigError: names the flag at fault.
     """
-    if log_level not in LEVELS:
-        raise ConfigError(f"log_level must be one of {', '.join(LEVELS)}: {log_level!r}")
-    model = flags["model"]
     if tool_call_parser is None:
         tool_call_parser = guess_parser(model, chat_template)
     known = {field.name for field in fields(EngineConfig)}
-    server = {name: value for name, value in flags.items() if name not in known}
     settings = ServerSettings(
-        **server,
+        **{name: value for name, value in flags.items() if name not in known},
         served_model_name=served_model_name or served_name(model),
         tool_call_parser=tool_call_parser,
-        whitespace=whitespace,
-        cors_origins=tuple(cors_origin or ()),
-        allowed_hosts=tuple(allowed_host or ()),
     )
-    engine = AsyncEngine(
-        chat_template=chat_template,
-        max_queued_requests=settings.max_queued_requests,
-        stall_timeout_s=stall_timeout_s,
-        mask_deadline_ms=mask_deadline_ms or None,
+    engine = {
+        "model": model,
+        "chat_template": chat_template,
+        "max_queued_requests": settings.max_queued_requests,
+        "stall_timeout_s": stall_timeout_s,
+        "mask_deadline_ms": mask_deadline_ms or None,
         **{name: value for name, value in flags.items() if name in known},
-    )
-    serve(engine, settings, log_level)
+    }
+    made = ServerPlan(settings, engine)
+    made.config.check()
+    return made
+
+
+def launch(plan: ServerPlan, log_level: str) -> None:
+    """Serve one engine; see ``overlap_spec.cli.serve``.
+
+    Raises:
+        ConfigError: names the flag at fault.
+    """
+    serve(AsyncEngine(**plan.engine), plan.settings, log_level)
+
+
+def check_level(log_level: str) -> None:
+    """Raise ConfigError if there is no such level."""
+    if log_level not in LEVELS:
+        raise ConfigError(f"log_level must be one of {', '.join(LEVELS)}: {log_level!r}")
 
 
 def served_name(model: str | None) -> str:

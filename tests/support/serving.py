@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from typing import Any
 import httpx
 
 START_S = 90.0
+# Ray starts half a dozen processes of its own first.
+CLUSTER_START_S = 300.0
 LISTENS = re.compile(rb"serving on (https?://\S+)")
 
 # No answer by chance has this shape.
@@ -67,7 +70,8 @@ class Server:
         self.headers: dict[str, str] = {}
         self._reader = threading.Thread(target=self._read, args=(log_file,), daemon=True)
         self._reader.start()
-        wait_for(lambda: LISTENS.search(self.log) or self.process.poll() is not None, START_S)
+        start_s = CLUSTER_START_S if "--replicas" in flags else START_S
+        wait_for(lambda: LISTENS.search(self.log) or self.process.poll() is not None, start_s)
         found = LISTENS.search(self.log)
         assert found, self.log.decode()
         self.url = found[1].decode()
@@ -122,7 +126,12 @@ def wait_for(condition: Callable[[], Any], timeout_s: float) -> None:
 
 @functools.cache
 def shared_server() -> Server:
-    """One server of the embedded model for all tests that only use it."""
-    server = Server()
-    atexit.register(server.kill)
+    """One server of the embedded model for all tests that only use it.
+
+    The variable OVERLAP_SPEC_TEST_FLAGS gives it flags: `make test-cluster` runs the same tests
+    through replicas.
+    """
+    server = Server(*shlex.split(os.environ.get("OVERLAP_SPEC_TEST_FLAGS", "")))
+    # Ended with a word, so that processes that it started end with it.
+    atexit.register(server.terminate)
     return server

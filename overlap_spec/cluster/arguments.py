@@ -1,0 +1,87 @@
+"""Arguments of the application, as values or as text, to settings."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from overlap_spec.cluster.settings import ClusterSettings
+from overlap_spec.config import EngineConfig
+from overlap_spec.errors import ConfigError, unknown
+from overlap_spec.server.launch import ServerPlan, plan
+from overlap_spec.server.settings import ServerSettings
+
+# Of the HTTP server, which is Ray Serve's, or of the command alone.
+ELSEWHERE = {
+    "host": "http_options of Ray Serve",
+    "port": "http_options of Ray Serve",
+    "ssl_certfile": "http_options of Ray Serve",
+    "ssl_keyfile": "http_options of Ray Serve",
+    "max_connections": "a proxy in front of Ray Serve",
+    "header_timeout_s": "a proxy in front of Ray Serve",
+    "idle_timeout_s": "keep_alive_timeout_s in http_options of Ray Serve",
+    "ray_address": "the cluster that Ray Serve runs on",
+}
+# Arguments that are no field of the three → type and default.
+OWN: dict[str, tuple[Any, Any]] = {
+    "stall_timeout_s": (float, 120.0),
+    "chat_template": (Path | None, None),
+    "served_model_name": (str | None, None),
+}
+
+
+def read_arguments(arguments: dict[str, Any]) -> tuple[ServerPlan, ClusterSettings]:
+    """The settings that arguments ask for.
+
+    Args:
+        arguments: Flags of ``overlap-spec serve`` by their names in Python.
+
+    Raises:
+        ConfigError: an argument is unknown or wrong; the message names it.
+    """
+    types = {name: kind for name, (kind, _) in OWN.items()}
+    values: dict[str, Any] = {name: default for name, (_, default) in OWN.items()}
+    for settings in (EngineConfig, ServerSettings):
+        hints = get_type_hints(settings)
+        for field in fields(settings):
+            if field.name not in OWN:
+                types[field.name] = hints[field.name]
+                if field.default is not MISSING:
+                    values[field.name] = field.default
+    hints = get_type_hints(ClusterSettings)
+    cluster_types = {field.name: hints[field.name] for field in fields(ClusterSettings)}
+    cluster: dict[str, Any] = {"replicas": 1}
+    # Ray Serve listens, on an address that this application is not told.
+    values["host"] = "0.0.0.0"
+    for name, given in arguments.items():
+        if name in ELSEWHERE:
+            raise ConfigError(f"{name} is not the application's: set it for {ELSEWHERE[name]}")
+        if name in cluster_types:
+            cluster[name] = _typed(name, given, cluster_types[name])
+        elif name in types:
+            values[name] = _typed(name, given, types[name])
+        else:
+            raise ConfigError(unknown("argument", name, {*types, *cluster_types} - set(ELSEWHERE)))
+    values["chat_template"] = _read(values["chat_template"])
+    return plan(**values), ClusterSettings(**cluster)
+
+
+def _typed(name: str, given: Any, kind: Any) -> Any:
+    # Text stands for any value on a command line: `none` for nothing.
+    if isinstance(given, str) and given.lower() == "none":
+        given = None
+    try:
+        return TypeAdapter(kind).validate_python(given)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"]
+        raise ConfigError(f"{name}: {given!r}: {why}") from None
+
+
+def _read(path: Path | None) -> str | None:
+    try:
+        return None if path is None else path.read_text()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"chat_template {path}: {error}") from None

@@ -1,0 +1,88 @@
+"""Settings of a cluster of engines. Those of each engine and of its server are elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from overlap_spec.config import Help
+from overlap_spec.errors import ConfigError
+
+ROUTINGS = ("prefix", "load", "round-robin")
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """How many engines there are, what each takes, and how requests find them."""
+
+    replicas: Annotated[
+        int | None,
+        Help(
+            "Run so many engines, each in a replica of Ray Serve, behind one address (extra "
+            "`cluster`); by default one engine without Ray."
+        ),
+    ] = None
+    max_replicas: Annotated[
+        int | None,
+        Help("Add replicas up to this number while requests wait, and take them away again."),
+    ] = None
+    routing: Annotated[
+        str,
+        Help(
+            "How a request finds its replica: prefix (the one that has computed most of its "
+            "prompt, unless it is far busier), load (the least busy), or round-robin."
+        ),
+    ] = "prefix"
+    fronts: Annotated[int, Help("Processes that take requests and route them to replicas.")] = 1
+    cpus_per_replica: Annotated[
+        float, Help("Cores that Ray reserves for a replica, which is given as many threads.")
+    ] = 1.0
+    gpus_per_replica: Annotated[
+        float | None,
+        Help(
+            "GPUs that Ray reserves for a replica; by default one for each rank, or none with "
+            "--device cpu, or where the cluster has none."
+        ),
+    ] = None
+    ray_address: Annotated[
+        str | None,
+        Help(
+            "Ray cluster to run on (HOST:PORT, ray://…, or auto); by default a new one on this "
+            "machine, which ends with the command."
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError that names the first invalid setting."""
+        if self.replicas is not None and self.replicas < 1:
+            raise ConfigError(f"replicas must be at least 1: {self.replicas}")
+        if self.max_replicas is not None:
+            least = self.replicas or 1
+            if self.max_replicas < least:
+                raise ConfigError(
+                    f"max_replicas must be at least replicas, {least}: {self.max_replicas}"
+                )
+        if self.routing not in ROUTINGS:
+            raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}: {self.routing!r}")
+        if self.fronts < 1:
+            raise ConfigError(f"fronts must be at least 1: {self.fronts}")
+        if self.cpus_per_replica < 0:
+            raise ConfigError(f"cpus_per_replica must be at least 0: {self.cpus_per_replica}")
+        if self.gpus_per_replica is not None and self.gpus_per_replica < 0:
+            raise ConfigError(f"gpus_per_replica must be at least 0: {self.gpus_per_replica}")
+        if self.replicas is None:
+            self._check_unused()
+
+    def _check_unused(self) -> None:
+        """A setting of replicas is an error where there are none, and is never ignored."""
+        plain = {
+            "max_replicas": None,
+            "routing": "prefix",
+            "fronts": 1,
+            "cpus_per_replica": 1.0,
+            "gpus_per_replica": None,
+            "ray_address": None,
+        }
+        for name, default in plain.items():
+            if getattr(self, name) != default:
+                raise ConfigError(f"{name} goes with replicas: set replicas, 1 or more")
