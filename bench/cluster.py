@@ -31,11 +31,13 @@ from typing import Any
 import httpx
 
 from bench.common import Run, fail, flags, rounded
-from bench.served import Served, read_metrics
-from bench.serving import Answer, Load, closed_loop, summary
+from bench.served import Served
 from bench.workloads import CITIES, NAMES, QUESTIONS, Ask
 from overlap_spec.cluster import require_ray
 from overlap_spec.errors import ConfigError
+from overlap_spec.load.client import Answer, Client, closed_loop
+from overlap_spec.load.measure import Round, summary
+from overlap_spec.load.servers import read_metrics
 
 PREFIXES = 8
 HELD = 4
@@ -146,8 +148,8 @@ async def load_of(url: str, asks: Sequence[Ask], clients: int) -> list[Answer]:
     """All answers of a closed loop."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client:
-        load = Load(client, url, "overlap-spec", 0.0)
-        return await closed_loop(load, asks, clients, lambda: None)
+        asked = Client(client, url, "overlap-spec", 0.0)
+        return await closed_loop(asked, asks, clients, lambda: None)
 
 
 def measure(run: Run, options: argparse.Namespace, server: Served) -> dict[str, Any]:
@@ -160,18 +162,20 @@ def measure(run: Run, options: argparse.Namespace, server: Served) -> dict[str, 
         replicas_before = by_replica(client, server.url)
         start = time.perf_counter()
         answers = asyncio.run(load_of(server.url, asks, options.clients))
-        found = summary(answers, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        found = summary([Round("", "closed", seconds, answers, None)])
         after, cpu_after = read_metrics(client, server.url), cpu_ms(server.process.pid)
         replicas_after = by_replica(client, server.url)
     for answer in answers:
-        run.sample(**answer.sample("closed"))
+        run.sample(mode="closed", **answer.sample())
     grown = {
         name: after[f"overlap_spec:{name}_tokens_total"]
         - before[f"overlap_spec:{name}_tokens_total"]
         for name in ("cached", "prompt")
     }
     count = max(1, len(answers))
-    del found["itl_ms"], found["cut"]
+    for name in ("itl_ms", "cut", "invalid", "valid_share", "accept_length"):
+        del found[name]
     return {
         **found,
         "hit_rate": grown["cached"] / grown["prompt"],
