@@ -140,7 +140,7 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any], str]] = {
         "shipped",
     ),
     "Any object: JSON": (
-        "Anna is 30 and lives in Rome.",
+        "Extract name, age and city: Anna is 30 and lives in Rome.",
         {"response_format": {"type": "json_object"}},
         '"name":"Anna"',
     ),

@@ -22,7 +22,7 @@ export const EXAMPLES = {
       city: { type: "string", maxLength: 40 } }))],
   "A status: choice": ["choice", "What is the status? The order AB-1234 placed by David Clark is now shipped.",
     "pending\nshipped\ndelivered\ncancelled"],
-  "Any object: JSON": ["json_object", "Anna is 30 and lives in Rome.", ""],
+  "Any object: JSON": ["json_object", "Extract name, age and city: Anna is 30 and lives in Rome.", ""],
   "A date: regex": ["regex", "The Robotics Fair takes place on 2025-03-14 at 18:30 in Oslo. Give only the date.",
     "20\\d\\d-(0[1-9]|1[0-2])-(0[1-9]|[12]\\d|3[01])"],
   "Yes or no: grammar": ["ebnf", "The flight is delayed. Is the flight delayed?", 'root ::= "yes" | "no"'],
