@@ -250,7 +250,7 @@ class EngineConfig:
         Help(
             "Processes that hold a part of the target each, and compute its passes together: one a "
             "GPU, or several on a CPU.",
-            ("--tensor-parallel-size", "--tp-size", "--tp"),
+            ("--tp", "--tp-size", "--tensor-parallel-size"),
         ),
     ] = 1
     tries: Annotated[
@@ -408,7 +408,7 @@ class EngineConfig:
 
 def drafter_names() -> tuple[str, ...]:
     """The drafters that have a file."""
-    support = {"__init__", "base", "fixed_tree", "grafts", "registry", "sound"}
+    support = {"__init__", "base", "cuts", "fixed_tree", "grafts", "registry", "sound"}
     support |= {"text_pool", "tree_drafter"}
     return tuple(sorted(f.stem for f in DRAFTERS.glob("*.py") if f.stem not in support))
 

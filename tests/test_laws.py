@@ -189,7 +189,14 @@ def test_import_is_lazy() -> None:
 
 
 def test_the_servers_process_needs_no_model() -> None:
-    code = "import sys, overlap_spec.server.run\nassert 'torch' not in sys.modules"
+    # What `serve` runs before and in its front.
+    code = (
+        "import sys, overlap_spec.server.run, overlap_spec.server.launch\n"
+        "from overlap_spec.config import EngineConfig\n"
+        "from overlap_spec.doctor import check_files\n"
+        "check_files(EngineConfig.build(), None)\n"
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

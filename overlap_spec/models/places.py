@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from overlap_spec.models.cuts import Cut, behind_each_other, columns, rows
 from overlap_spec.models.decoder import Attention, Decoder
 from overlap_spec.models.experts import Experts
-from overlap_spec.models.shard import Cut, Shard, behind_each_other, columns, rows
+from overlap_spec.models.shard import Shard
 
 PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from overlap_spec.types import RUN_TOKENS
+from overlap_spec.types import TOLD
 from overlap_spec.worker.in_flight import InFlightStep
 
 # A name of a method of the worker, and its arguments.
@@ -58,7 +58,7 @@ def decision_sizes(step: InFlightStep) -> list[int]:
         return [1, trees, 0, 0, 0]
     nodes = trees * plan.tier.nodes + len(plan.final_chunks)
     words = step.buffers.masks.shape[1]
-    return [1, trees, len(plan.verified), nodes * RUN_TOKENS, nodes * words]
+    return [1, trees, len(plan.verified), nodes * TOLD, nodes * words]
 
 
 def pack_decision(step: InFlightStep, accepted: bool, free: Sequence[bool] = ()) -> Tensor:

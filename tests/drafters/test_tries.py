@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from overlap_spec.drafters.base import Draft, Roots
+from overlap_spec.drafters.grafts import lengthen
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.choices import ChoiceTokens, make_tries
 from overlap_spec.grammar.few_texts import few_texts
@@ -158,12 +159,12 @@ def test_where_requests_lose_their_pages(still: dict[str, Any]) -> None:
 
 
 def test_a_text_that_is_deeper_than_the_tree_takes_more(still: dict[str, Any]) -> None:
-    """A token of the prefill, fifteen drafts and a bonus, then the rest and the stop token."""
+    """A token of the prefill, fifteen drafts and a bonus, then drafts up to ``max_tokens``."""
     texts = Grammar.choice(["nothing at all, to me", "nothing at all, to it"])
     with Engine(**still, **DRAFTERS["grammar"], adaptive="static", context_length=256) as engine:
         for output in engine.generate(PROMPTS, texts, SAMPLINGS[0]):
             assert output.stats.verifies == 2
-            assert output.stats.accepted_drafts == len(output.token_ids) - 3
+            assert output.stats.accepted_drafts == len(output.token_ids) - 2
 
 
 def test_who_takes_no_drafts_gets_none(still: dict[str, Any]) -> None:
@@ -246,7 +247,7 @@ def test_the_rest_of_a_trie_is_the_draft(seed: int) -> None:
     none = torch.zeros(3, dtype=torch.int64)
     roots = Roots(rows, none[:, None], none, none, forced)
     base = Draft(torch.tensor([[7, 8]] * 3), None, torch.tensor([[-0.5, -1.0]] * 3))
-    draft = draft_known(base, roots, tries, torch.tensor(nodes), tier)
+    draft = draft_known(lengthen(base, roots, tier), roots, tries, torch.tensor(nodes), tier)
     assert draft.parents is not None
     for row, place in enumerate(nodes):
         alive = [n for n in range(11) if draft.scores[row, n] > -torch.inf]

@@ -147,7 +147,7 @@ def test_errors_name_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_count_a_byte_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def noted(asked: None, weights: int) -> int:  # noqa: ARG001
+    def noted(asked: None, weights: int, ranks: int) -> int:  # noqa: ARG001
         seen.append(weights)
         return 1
 
