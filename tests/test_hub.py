@@ -266,24 +266,21 @@ def test_a_server_takes_the_guessed_format(
     flags: dict[str, Any] = {
         "chat_template": None,
         "stall_timeout_s": 9.0,
-        "log_level": "info",
-        "cors_origin": None,
-        "allowed_host": None,
         "mask_deadline_ms": 0,
         "served_model_name": None,
         "tool_call_parser": None,
         "whitespace": "compact",
         "model": str(folder),
     }
-    launch.launch(**flags)
+    launch.launch(launch.plan(**flags), "info")
     (folder / "chat_template.jinja").write_text(template)
-    launch.launch(**flags)
-    launch.launch(**{**flags, "tool_call_parser": "mistral"})
-    launch.launch(**{**flags, "model": None})
+    launch.launch(launch.plan(**flags), "info")
+    launch.launch(launch.plan(**{**flags, "tool_call_parser": "mistral"}), "info")
+    launch.launch(launch.plan(**{**flags, "model": None}), "info")
     # A name of the hub is kept whole.
     find_folder.cache_clear()
     monkeypatch.setattr(launch, "find_folder", lambda _: folder)
-    launch.launch(**{**flags, "model": NAME})
+    launch.launch(launch.plan(**{**flags, "model": NAME}), "info")
     parsers = [settings.tool_call_parser for settings in served]
     assert parsers == [None, "hermes", "mistral", "embedded", "hermes"]
     names = [settings.served_model_name for settings in served]

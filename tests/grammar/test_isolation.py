@@ -316,7 +316,7 @@ def test_workers_that_cannot_start(backend: str) -> None:
 def test_nothing_starts_before_the_first_grammar_nor_stays_after_the_end() -> None:
     before = set(threading.enumerate())
     compiler = GrammarCompiler(FaultyBackend(VOCABULARY), limits=LIMITS)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     compiler.warm()
     compiler.compile(job("text"))
     running = compiler.submit(job("hang"))
@@ -329,7 +329,7 @@ def test_nothing_starts_before_the_first_grammar_nor_stays_after_the_end() -> No
         with pytest.raises(CompileFailure, match="closed") as caught:
             future.result(0)
         assert caught.value.kind == "closed"
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     until(lambda: not any(map(is_running, left)))
 
 

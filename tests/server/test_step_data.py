@@ -16,7 +16,10 @@ from tests.support.serving import Server, shared_server, wait_for
 pytestmark = needs_weights
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -25,7 +28,12 @@ PROMPT = "Anna Weber, a 29-year-old nurse from Graz, works for Alpine Care."
 
 def told(server: Server, path: str, **options: bool) -> tuple[str, list[dict[str, Any]]]:
     """The output of a stream with these options, and its ``overlap_spec`` fields."""
-    body: dict[str, Any] = {"stream": True, "stream_options": options, "temperature": 0}
+    body: dict[str, Any] = {
+        "stream": True,
+        "stream_options": options,
+        "temperature": 0,
+        "max_tokens": 60,
+    }
     body |= {"structured_outputs": {"json": SCHEMA}}
     chat = "chat" in path
     body |= {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}
