@@ -118,6 +118,12 @@ def worst_turn_s(server: Server) -> float:
 
 
 @pytest.mark.parametrize("name", BODIES)
+def test_large_bodies_are_answered(server: Server, name: str) -> None:
+    send(server, name)
+
+
+@pytest.mark.slow  # It times: what runs beside it counts. bench.attack holds the same bound.
+@pytest.mark.parametrize("name", BODIES)
 def test_no_turn_is_long(servers: list[Server], name: str) -> None:
     """The figure is the worst since a server's start, and a turn's processor time grows with what
     else the machine does: a turn that is long three times, on a fresh server each, is long."""
