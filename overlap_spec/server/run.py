@@ -33,8 +33,8 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # Connections that are taken in one turn of the loop, and that wait for it in the system.
 TAKEN_AT_ONCE, WAITING = 64, 2048
 # How long a thread that makes a request or a reply keeps the interpreter from the loop, which needs
-# it several times a request: with Python's 5 ms, six wakes of a loop beside a busy thread took up to
-# 23 ms (p95), with this 0.1.
+# it several times a request: with Python's 5 ms, six wakes of a loop beside a busy thread took up
+# to 23 ms (p95), with this 0.1.
 SWITCH_S = 0.001
 # For the last events of streams that are ended.
 LAST_EVENTS_S = 2.0
