@@ -101,7 +101,7 @@ def small() -> Iterator[Server]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_two_thousand_cases(small: Server, part: int) -> None:
-    calls = fuzz(small, 120, short=False, part=part, parts=PARTS)
+    calls = fuzz(small, 130, short=False, part=part, parts=PARTS)
     assert calls >= 2000 / PARTS
     small.settle()
     assert small.get("/health").json() == {"status": "ready", "restarts": 0}
