@@ -12,6 +12,7 @@ import pytest
 from bench import exactness
 from bench.maskbench import feed
 from bench.masks import tokens
+from overlap_spec.cli.request import ConstraintFlags
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, GrammarCompiler
 from overlap_spec.grammar.backends import load
@@ -29,9 +30,9 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(load("auto")(chosen().vocabulary), cache_bytes=0, isolated=False)
 
 
-def split(schema: Any, values: list[Any]) -> tuple[list[Any], list[Any]]:
+def split(schema: Any, values: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
     """The values that the grammar lets through, and the others."""
-    made = compiler().compile(Grammar.json_schema(schema))
+    made = compiler().compile(Grammar.json_schema(schema, **options))
     taken: list[Any] = []
     refused: list[Any] = []
     for value in values:
@@ -206,6 +207,32 @@ def test_formats_of_whole_numbers_bound_them() -> None:
     good, bad = [2**31 - 1, -(2**31)], [2**31, -(2**31) - 1]
     assert split(schema, [*good, *bad]) == (good, bad)
     assert split({**schema, "format": "uint8"}, [255, 256, -1]) == ([255], [256, -1])
+
+
+def test_a_format_is_an_annotation_where_asked() -> None:
+    schema = {
+        "properties": {"day": {"type": "string", "format": "date", "maxLength": 10}},
+        "additionalProperties": {"$ref": "#/$defs/small"},
+        "$defs": {"small": {"type": "integer", "format": "int8"}},
+    }
+    free = [{"day": "x"}, {"a": 300}, {"day": "2024-01-01", "a": 1}]
+    long = {"day": "x" * 11}
+    assert split(schema, [*free, long]) == (free[2:], [*free[:2], long])
+    assert split(schema, [*free, long], formats="annotation") == (free, [long])
+
+
+def test_what_a_format_is_belongs_to_the_grammar() -> None:
+    schema = {"type": "string", "format": "sku"}
+    free = Grammar.json_schema(schema, formats="annotation")
+    assert free != Grammar.json_schema(schema)
+    assert free.after_thinking().inner == free
+    # Nobody asks that it be held, so there is nothing to tell.
+    assert Grammar.json_schema(schema).warnings
+    assert free.warnings == ()
+    flags = ConstraintFlags(schema=json.dumps(schema), formats="annotation")
+    assert flags.grammar(None) == free
+    with pytest.raises(GrammarError, match="formats 'no' is not 'assertion' or 'annotation'"):
+        Grammar.json_schema(schema, formats="no")  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not SUITE.is_dir(), reason="the JSON Schema Test Suite is not here")
