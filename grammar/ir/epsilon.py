@@ -29,7 +29,7 @@ class EpsilonFree:
         root_nullable: Whether the grammar matched the empty text.
         plain: The exceptions: rules `name*` that still match the empty text, each a repetition of
             characters, mapped to the rule `name` that does not.
-        excepts: As in `Syntax`, of the rules of both names.
+        excepts, quoted: As in `Syntax`, of the rules of both names.
     """
 
     def __init__(self, syntax: Syntax) -> None:
@@ -46,6 +46,7 @@ class EpsilonFree:
         owners = {name: self.plain.get(name, name) for name in self.rules}
         known = syntax.excepts
         self.excepts = {n: known[owner] for n, owner in owners.items() if owner in known}
+        self.quoted = {n for n, owner in owners.items() if owner in syntax.quoted}
 
     @property
     def syntax(self) -> Syntax:

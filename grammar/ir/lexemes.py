@@ -97,7 +97,7 @@ class _Cutter:
         self.leaves = {
             name
             for name, body in grammar.rules.items()
-            if not references(body) and not _has_quote(body)
+            if not references(body) and (name in grammar.quoted or not _has_quote(body))
         }
         self.made = Lexemes(may_be_empty=grammar.root_nullable, by_characters=not self.whole)
         self.known: dict[Node, str] = {}
