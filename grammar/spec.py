@@ -377,8 +377,8 @@ class Grammar:
     @classmethod
     def unpacked(cls, packed: Sequence[Any]) -> Grammar:
         """A grammar from what stands of it in the source of one around it."""
-        *kept, key_order, formats = packed
-        return cls(*kept, key_order=key_order, formats=formats)
+        kind, source, whitespace, best_effort, key_order, formats = packed
+        return cls(kind, source, whitespace, best_effort, key_order=key_order, formats=formats)
 
 
 def _layout(whitespace: Whitespace) -> Whitespace:

@@ -40,7 +40,9 @@ class EpsilonFree:
         self.rules: dict[str, Node] = {}
         self.plain: dict[str, str] = {}
         for name, body in syntax.rules.items():
-            found = self._of(body)
+            # A token inside a string stays one lexeme: only its whole text must not be empty.
+            whole = name in syntax.quoted and name not in self._nullable
+            found = body if whole and not references(body) else self._of(body)
             if found is not None and name not in self._blank:
                 self.rules[name] = found
         owners = {name: self.plain.get(name, name) for name in self.rules}

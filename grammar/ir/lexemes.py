@@ -42,6 +42,7 @@ class Lexemes:
         lexed: Lexemes and the rules that they refer to; none is recursive.
         names: The lexemes among `lexed`.
         excepts: As in `Syntax`, of those in `lexed`.
+        quoted: The lexemes that are known to be whole JSON strings.
         may_be_empty: Whether the empty text is allowed, which no rule matches.
         by_characters: Whether every lexeme is a single character.
     """
@@ -50,6 +51,7 @@ class Lexemes:
     lexed: dict[str, Node] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     excepts: dict[str, tuple[Node, ...]] = field(default_factory=dict)
+    quoted: set[str] = field(default_factory=set)
     may_be_empty: bool = False
     by_characters: bool = False
 
@@ -67,7 +69,7 @@ def cut(syntax: Syntax) -> Lexemes:
 
 def _one(grammar: EpsilonFree) -> Lexemes:
     names = ["root"] if "root" in grammar.rules else []
-    return Lexemes({}, dict(grammar.rules), names, {}, grammar.root_nullable)
+    return Lexemes({}, dict(grammar.rules), names, may_be_empty=grammar.root_nullable)
 
 
 def _longest(grammar: EpsilonFree) -> Lexemes | None:
@@ -198,6 +200,10 @@ class _Cutter:
             self.known[node] = f"lexeme-{len(self.known)}"
             self.made.names.append(self.known[node])
             self.made.lexed[self.known[node]] = node
+            match node:
+                case Concat((left, Ref(inside), right)) if _is_quote(left) and _is_quote(right):
+                    if inside in self.grammar.quoted:
+                        self.made.quoted.add(self.known[node])
         return Ref(self.known[node])
 
 
@@ -225,7 +231,7 @@ def conflict(lexemes: Lexemes) -> dict[str, int]:
     quoted: list[str] = []
     for name in lexemes.names:
         whole = flat.of(name)
-        if _is_quoted(whole):
+        if name in lexemes.quoted or _is_quoted(whole):
             quoted.append(name)
             starts[name] = starts.get(quoted[0], -1)
             if len(quoted) > 1:

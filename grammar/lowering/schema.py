@@ -115,7 +115,7 @@ class SchemaLowering:
         parts = [
             part
             for shape in self.resolver.shapes(expr)
-            for part in self._ways(shape, path, depth, once)
+            for part in self.ways(shape, path, depth, once)
         ]
         found = choice(parts) if parts else None
         if key in self._recursive or len(parts) > 1:
@@ -126,7 +126,8 @@ class SchemaLowering:
         self._known[key] = found
         return found
 
-    def _ways(self, shape: Shape, path: str, depth: int, once: Once) -> list[Node]:
+    def ways(self, shape: Shape, path: str, depth: int, once: Once = Once.NO) -> list[Node]:
+        """Expressions whose union is a shape, at `depth`."""
         try:
             return self._shape(shape, path, depth, once)
         except GrammarError:
