@@ -52,6 +52,20 @@ _ANY_SCHEME = r"[A-Za-z][A-Za-z0-9+\-]{0,20}"
 _OPAQUE = rf"(mailto|tel|urn):{_CHAR}{{1,200}}"
 
 
+_BOUNDS = ("ge", "gt", "le", "lt", "multiple_of")
+# Keys that are no texts, by their type and bound.
+_WHOLE = "[1-9][0-9]*"
+_KEYS = {
+    ("int", None): f"0|-?{_WHOLE}",
+    ("int", "ge"): f"0|{_WHOLE}",
+    ("int", "gt"): _WHOLE,
+    ("int", "le"): f"0|-{_WHOLE}",
+    ("int", "lt"): f"-{_WHOLE}",
+    ("float", None): rf"-?(0|{_WHOLE})(\.[0-9]+)?(e[+\-]?[0-9]{{1,2}})?",
+    ("bool", None): "true|false",
+}
+
+
 class TypeSchemas(GenerateJsonSchema):
     """Pydantic's generator, with what its parser asks of some types."""
 
@@ -89,6 +103,23 @@ class TypeSchemas(GenerateJsonSchema):
         schemes = _schemes(schema.get("allowed_schemes"))
         return _pattern(f"{schemes}://{_USER}{host}(,{host}){{0,4}}{_AFTER}")
 
+    def dict_schema(self, schema: Any) -> JsonSchemaValue:
+        found = super().dict_schema(schema)
+        keys = schema.get("keys_schema")
+        if keys is None:
+            return found
+        pattern = self.generate_inner(keys).get("pattern")
+        if pattern is not None:
+            # Pydantic's schema lets further keys through.
+            found["propertyNames"] = {"type": "string", "pattern": pattern}
+        if keys.get("type") in ("int", "float", "bool"):
+            bounds = [name for name in _BOUNDS if keys.get(name) is not None]
+            text = _KEYS.get((keys["type"], bounds[0] if bounds else None))
+            if text is None or len(bounds) > 1 or any(keys[name] != 0 for name in bounds):
+                raise PydanticInvalidForJsonSchema("keys that are numbers may be bounded by 0 only")
+            found["propertyNames"] = _pattern(text)
+        return found
+
     def json_schema(self, schema: Any) -> JsonSchemaValue:  # noqa: ARG002
         raise PydanticInvalidForJsonSchema("JSON inside a string (pydantic.Json) is not supported")
 
@@ -106,7 +137,7 @@ class TypeSchemas(GenerateJsonSchema):
             number.setdefault("exclusiveMaximum", top)
             if places is None:
                 number["multipleOf"] = 1
-        if any(schema.get(name) is not None for name in ("ge", "gt", "le", "lt", "multiple_of")):
+        if any(schema.get(name) is not None for name in _BOUNDS):
             return number
         most = 28 if places is None and digits is None else places or 0
         before = f"(0|[1-9][0-9]{{0,{whole - 1}}})" if whole else "0"
