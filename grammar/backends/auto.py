@@ -26,8 +26,8 @@ class AutoBackend(Backend):
         self._built: dict[str, Backend] = {}
 
     def warm(self) -> None:
-        # Most grammars go there; its view of a large vocabulary takes half a second.
-        self._backend(LEXEMES[0])
+        # Most grammars go there, and its view of a large vocabulary takes half a second.
+        self._backend(LEXEMES[0]).warm()
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         found = _route(grammar)
