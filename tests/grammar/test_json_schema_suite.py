@@ -170,7 +170,7 @@ FORMATS = {
     "regex": (["^(a|b)+[0-9]{2}$", "[](?<=a+)\\cA"], ["(a", "a**", "\\b*", "(?=a)*"]),
     "uuid": (["2eb8aa08-aa98-11ea-b4aa-73b441d16380"], ["2eb8aa08aa9811eab4aa73b441d16380"]),
     "uuid4": (["2eb8aa08-aa98-41ea-b4aa-73b441d16380"], ["2eb8aa08-aa98-11ea-b4aa-73b441d16380"]),
-    "byte": (["aGk=", ""], ["a", "aGk"]),
+    "byte": (["aGk=", "", "aGkh aGkh\nIQ=="], ["a", "aGk", " aGkh"]),
 }
 
 
