@@ -48,6 +48,7 @@ _PORT = "([1-9][0-9]{0,3}|[1-5][0-9]{4})"
 _CHAR = rf"([A-Za-z0-9\-._~!$&'()*+,;=:@]|%{_HEX}{{2}})"
 _USER = rf"(([A-Za-z0-9\-._~]|%{_HEX}{{2}}){{1,40}}(:([A-Za-z0-9\-._~]|%{_HEX}{{2}}){{0,40}})?@)?"
 _AFTER = rf"(/({_CHAR}|/){{0,100}})?(\?({_CHAR}|[/?]){{0,100}})?(#({_CHAR}|[/?]){{0,60}})?"
+_LONGEST_URL = 1500
 _ANY_SCHEME = r"[A-Za-z][A-Za-z0-9+\-]{0,20}"
 _OPAQUE = rf"(mailto|tel|urn):{_CHAR}{{1,200}}"
 
@@ -92,7 +93,10 @@ class TypeSchemas(GenerateJsonSchema):
         return _pattern(_COMPLEX)
 
     def url_schema(self, schema: Any) -> JsonSchemaValue:
-        schemes = schema.get("allowed_schemes")
+        schemes, most = schema.get("allowed_schemes"), schema.get("max_length")
+        if most is not None and most < _LONGEST_URL:
+            reason = f"a URL of at most {most} characters is not supported"
+            raise PydanticInvalidForJsonSchema(reason)
         if schemes == ["file"]:
             return _pattern(f"file://(/{_CHAR}{{1,60}}){{1,10}}")
         text = f"{_schemes(schemes)}://{_USER}{_HOST}(:{_PORT})?{_AFTER}"
