@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from overlap_spec.grammar.automata.dfa import Dfa
 from overlap_spec.grammar.automata.regex_ast import CharClass, Node, Repetition, parts_of
 from overlap_spec.grammar.ir.syntax import Syntax
-from overlap_spec.grammar.ir.tokens import Except
+from overlap_spec.grammar.ir.tokens import Except, Token
 
 _SMALL_RULES = 24
 _LONG_COUNT = 16
@@ -49,8 +49,7 @@ def route(syntax: Syntax) -> Route:
     If it starts with llguidance and all lexemes turn out to be single characters, `CHARACTERS` is
     better.
     """
-    large = [t.language for t in syntax.tokens.values() if t.node is None]
-    if any(isinstance(one, Dfa) and len(one.moves) <= _MOST_STATES for one in large):
+    if any(map(_is_large, syntax.tokens.values())):
         return AUTOMATON
     rules = syntax.loops.rules
     count = max(map(longest_count, rules.values()), default=0)
@@ -61,6 +60,12 @@ def route(syntax: Syntax) -> Route:
     if len(rules) > _SMALL_RULES:
         return Route(LEXEMES, f"{len(rules)} rules")
     return SMALL
+
+
+def _is_large(token: Token) -> bool:
+    """Whether a token is an automaton that becomes no expression, and that xgrammar reads soon."""
+    language = token.language
+    return isinstance(language, Dfa) and len(language.moves) <= _MOST_STATES and token.node is None
 
 
 def longest_count(node: Node) -> int:
