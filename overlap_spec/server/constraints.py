@@ -233,8 +233,8 @@ class Constraints:
     ) -> dict[str, Callable[[Any], Grammar]]:
         """By vLLM's names."""
         return {
-            "json": partial(
-                self._schema(whitespace=whitespace),
+            "json": self._schema(
+                whitespace=whitespace,
                 key_order=key_order or "schema",
                 formats=formats or "assertion",
             ),
@@ -249,11 +249,13 @@ class Constraints:
         self,
         best_effort: bool | None = None,
         whitespace: Any = None,
+        **options: Any,
     ) -> Callable[[Any], Grammar]:
         return partial(
             Grammar.json_schema,
             whitespace=self.settings.whitespace if whitespace is None else whitespace,
             best_effort=self.settings.best_effort if best_effort is None else best_effort,
+            **options,
         )
 
     def _tag(self) -> Callable[[Any], Grammar]:
