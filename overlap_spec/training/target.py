@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -67,6 +67,33 @@ def initialise(module: torch.nn.Module, seed: int) -> None:
             spread /= 3
         with torch.no_grad():
             parameter.normal_(0, spread, generator=generator)
+
+
+@torch.no_grad()
+def deepened(model: Decoder, layers: int) -> Decoder:
+    """The same function in ``layers`` layers: new ones, spread evenly, begin as copies of the
+    layer before them whose projections back into the residual stream are zero.
+
+    Raises:
+        ValueError: Fewer layers than ``model`` has, or more than twice as many.
+    """
+    known = model.config.num_layers
+    if not known <= layers <= 2 * known:
+        raise ValueError(f"layers is {layers}; a model of {known} can grow to {known}..{2 * known}")
+    grown = Decoder(replace(model.config, num_layers=layers))
+    states = [layer.state_dict() for layer in model.layers]
+    at = -1
+    for index, layer in enumerate(grown.layers):
+        before, at = at, index * known // layers
+        layer.load_state_dict(states[at])
+        if at == before:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    grown.embed_tokens.load_state_dict(model.embed_tokens.state_dict())
+    grown.norm.load_state_dict(model.norm.state_dict())
+    if not model.config.tie_embeddings:
+        grown.lm_head.load_state_dict(model.lm_head.state_dict())
+    return grown
 
 
 class TargetTrainer(Trainer[Decoder]):
