@@ -81,18 +81,15 @@ def deepened(model: Decoder, layers: int) -> Decoder:
     if not known <= layers <= 2 * known:
         raise ValueError(f"layers is {layers}; a model of {known} can grow to {known}..{2 * known}")
     grown = Decoder(replace(model.config, num_layers=layers))
-    states = [layer.state_dict() for layer in model.layers]
-    at = -1
-    for index, layer in enumerate(grown.layers):
-        before, at = at, index * known // layers
-        layer.load_state_dict(states[at])
-        if at == before:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-    grown.embed_tokens.load_state_dict(model.embed_tokens.state_dict())
-    grown.norm.load_state_dict(model.norm.state_dict())
-    if not model.config.tie_embeddings:
-        grown.lm_head.load_state_dict(model.lm_head.state_dict())
+    state = {name: w for name, w in model.state_dict().items() if not name.startswith("layers.")}
+    for index in range(layers):
+        source = index * known // layers
+        added = index > 0 and source == (index - 1) * known // layers
+        for name, weight in model.layers[source].state_dict().items():
+            into_residual = name.startswith(("self_attn.o_proj", "mlp.down_proj"))
+            kept = torch.zeros_like(weight) if added and into_residual else weight
+            state[f"layers.{index}.{name}"] = kept
+    grown.load_state_dict(state)
     return grown
 
 

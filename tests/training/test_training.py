@@ -409,7 +409,7 @@ def test_training_goes_on_from_given_weights(tokenizer, tiny_config, tmp_path):
     assert saved["tokens"] >= 4000
 
 
-def test_a_deeper_model_begins_as_the_same_function(tokenizer, tiny_config, tmp_path):
+def test_a_deeper_model_begins_as_the_same_function(tokenizer, tiny_config):
     first = Decoder(tiny_config)
     initialise(first, 3)
     deeper = deepened(first, tiny_config.num_layers + 1)
