@@ -50,8 +50,8 @@ class StepOutputs(NamedTuple):
 # Prompt tokens of a step, if nobody says: running requests wait for them. A CPU computes longer
 # chunks no faster, token by token.
 GPU_CHUNK_TOKENS, CPU_CHUNK_TOKENS = 1024, 256
-# The fit at start-up takes at most this share of the time that loading took: a model that loads in a
-# moment should answer in one.
+# The fit at start-up takes at most this share of the time that loading took: what loads in a moment
+# should answer in one.
 LOAD_SHARE = 0.25
 
 
