@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.speculation.slots import SlotPolicy
 from overlap_spec.worker import model_runner as runner_module
 from overlap_spec.worker import warm_up as warm_up_module
 from overlap_spec.worker.worker import Worker
@@ -56,19 +58,56 @@ def serve(engine: Engine, batches: range) -> None:
         engine.generate(prompts[-count:], grammars[-count:], samplings)
 
 
-def late(tiny: dict[str, str], tier: str, batches: range) -> set[Key]:
+def serve_many(engine: Engine) -> None:
+    """Batches of 1 to 12, each tier of a policy by its batch size among them."""
+    for count in (12, 7, 9, 3, 8, 1):
+        # One after the other ends.
+        samplings = [{"temperature": 0.0, "max_tokens": 24 + 2 * n} for n in range(count)]
+        engine.generate(["abc" * 5] * count, None, samplings)
+
+
+def late(
+    tiny: dict[str, str],
+    tier: str,
+    batches: range,
+    work: Callable[[Engine], None] = lambda _: None,
+    **more: Any,
+) -> set[Key]:
     """What is compiled after the start."""
     settings = {"dtype": "bfloat16", "overlap": "none", "mask_deadline_ms": None, **TIERS[tier]}
+    settings |= more
     with noted_kernels() as keys, test_overlap.build(tiny, **settings) as engine:
         before = set(keys)
         assert len(before) > 10
         serve(engine, batches)
+        work(engine)
         return keys - before
 
 
 @pytest.mark.parametrize("tier", ["chain", "tree"])
 def test_serving_compiles_nothing_that_the_start_did_not(tiny: dict[str, str], tier: str) -> None:
     assert late(tiny, tier, range(300, 302)) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("largest", [None, 3])
+def test_tiers_are_warm_at_the_sizes_that_take_them(
+    tiny: dict[str, str], largest: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains of 7 up to batches of 7, of 3 beyond; and a limit that is too low is seen."""
+    if largest is not None:
+        monkeypatch.setattr(SlotPolicy, "largest_batch", lambda *_: largest)
+    warmed: set[tuple[int, int]] = set()
+    find = test_replay.HeldGraphs.find
+
+    def noted(graphs: Any, tier: Any, size: int) -> Any:
+        warmed.add((tier.steps, size))
+        return find(graphs, tier, size)
+
+    monkeypatch.setattr(test_replay.HeldGraphs, "find", noted)
+    after = late(tiny, "several", range(0), serve_many, max_running_requests=12)
+    assert bool(after) is (largest is not None)
+    assert {size for steps, size in warmed if steps == 7} <= set(range(1, 9))
 
 
 @pytest.mark.slow
