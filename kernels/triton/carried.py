@@ -27,7 +27,7 @@ class CarriedCache(FileCacheManager):  # type: ignore[misc]
             return None
         names = json.loads(Path(listing).read_text(encoding="utf-8"))["child_paths"]
         found = {name: self.get_file(name) for name in names}
-        return None if None in found.values() else found  # type: ignore[return-value]
+        return None if None in found.values() else found
 
 
 def settle() -> None:
