@@ -107,8 +107,9 @@ class EngineCore:
         self._observed, self._rooms = Observed(), Rooms()
         # Output tokens of the requests that have ended.
         self._ended_tokens = 0
-        widened_ones = [wide_tier(t) for t in tiers if self.widens and t.steps and not t.parents]
-        self.worker.warm_up([*tiers, *widened_ones], chunk_tokens)
+        limits = {tier: self.policy.largest_batch(tier) for tier in tiers}
+        wider_ones = [t for t in tiers if self.widens and t.steps and not t.parents]
+        self.worker.warm_up(limits | {wide_tier(t): limits[t] for t in wider_ones}, chunk_tokens)
         self._unmeasured = self.policy.weighs_cost
         if self.policy.weighs_cost:
             self._calibrate(LOAD_SHARE * load_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -87,7 +87,7 @@ class LeadWorker(Worker):
         with self._blaming():
             return super().prepare_next(tiers)
 
-    def warm_up(self, tiers: Sequence[Tier], chunk_tokens: int) -> None:
+    def warm_up(self, tiers: Mapping[Tier, int | None], chunk_tokens: int) -> None:
         self._tell(("warm_up", (tiers, chunk_tokens)))
         with self._blaming():
             super().warm_up(tiers, chunk_tokens)

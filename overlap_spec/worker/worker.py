@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
 from typing import NamedTuple
@@ -205,15 +205,17 @@ class Worker:
         return self._device.type == "cuda"
 
     @torch.inference_mode()
-    def warm_up(self, tiers: Sequence[Tier], chunk_tokens: int) -> None:
+    def warm_up(self, tiers: Mapping[Tier, int | None], chunk_tokens: int) -> None:
         """Compile all that serving may want, before the first step; see :func:`warm_up`.
 
         Args:
-            tiers: All that a plan may have.
+            tiers: All that a plan may have, each with the most trees of such a plan; None: as many
+                as there are rows.
             chunk_tokens: Most prompt tokens of a step.
         """
         if self.compiles:
-            work = warm_up, self.runner, self._upload, tiers, self._rows, chunk_tokens
+            most = {tier: min(limit or self._rows, self._rows) for tier, limit in tiers.items()}
+            work = warm_up, self.runner, self._upload, most, chunk_tokens
             self.streams.compute.run("warm up", *work)
             self.rest()
 
