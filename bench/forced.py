@@ -21,7 +21,8 @@ Fields of the last line, beside those of every record (``bench.common``):
         (of whole groups, prompts included; both paired by group), ``tpot_of_free`` of ``on``,
         ``grafted_tokens``, ``graft_accept_rate``, ``illegal_share`` (of drafted tokens),
         ``lane_us`` (grammar time of a request's step, median of the groups) and ``lane_added_us``
-        (over ``off``'s), and with ``--lost`` the verifies by where they ended
+        (over ``off``'s), ``told_us`` (what runs and cuts take of it in a request's median step,
+        median of the groups), and with ``--lost`` the verifies by where they ended
         (``bench.lost_drafts``), and ``winnable_share``: of these, what an automaton on the device
         could have won at most.
     equal: Outputs are the same on both sides.
@@ -33,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -40,7 +42,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -53,7 +55,7 @@ from bench.targets import add_model_flags, check_model_flags, model_settings
 from bench.workloads import Ask, choose_samples, read_samples
 from overlap_spec.engine import Engine
 from overlap_spec.errors import ConfigError, OverlapSpecError
-from overlap_spec.grammar.forced import ForcedRuns
+from overlap_spec.grammar.forced import ForcedRuns, Openings
 from overlap_spec.grammar.spec import Grammar, Whitespace
 from overlap_spec.training.cases import Case
 from overlap_spec.training.data import held_out_cases
@@ -105,6 +107,36 @@ class HostileRuns(ForcedRuns):
 
 class LostHostileDrafts(LostDrafts, HostileRuns):
     """Hostile runs, and what drafts are lost to beside them."""
+
+
+class Clocked:
+    """Runs, and how long each call for them took.
+
+    Attributes:
+        took_us: Times of fills, and of what is learned.
+    """
+
+    def __init__(self, runs: ForcedRuns) -> None:
+        self._runs, self.cuts = runs, runs.cuts
+        self.took_us: tuple[list[float], list[float]] = [], []
+
+    def fill(self, *given: Any) -> Openings:
+        """As :meth:`ForcedRuns.fill`."""
+        start = time.perf_counter_ns()
+        openings = self._runs.fill(*given)
+        self.took_us[0].append((time.perf_counter_ns() - start) / 1e3)
+        return openings
+
+    def learn(self, *given: Any) -> None:
+        """As :meth:`ForcedRuns.learn`."""
+        start = time.perf_counter_ns()
+        self._runs.learn(*given)
+        self.took_us[1].append((time.perf_counter_ns() - start) / 1e3)
+
+    @property
+    def median_us(self) -> float:
+        """What both take of a request's step."""
+        return sum(median(times) for times in self.took_us if times)
 
 
 def unknown_schemas(data: Path | None, engine: Engine, seed: int, count: int) -> list[Grammar]:
@@ -195,13 +227,15 @@ def run_all(
                         raw = run.kept(**place, side=side)
                         if raw is None:
                             runs = runs_of[weighs[name]]
-                            engine.core.grammar.pool.forced = runs if side == "on" else None
+                            clocked = Clocked(runs) if side == "on" else None
+                            engine.core.grammar.pool.forced = cast("ForcedRuns | None", clocked)
                             engine.core.widens = side == "on"
                             engine.core.worker.runner.weighs_cuts = side == "on" and weighs[name]
                             if isinstance(runs, LostDrafts):
                                 runs.start(engine.config.num_steps)
                             result = measure(engine, *asked(asks, side, said))
                             raw = result.raw() | figures(result)
+                            raw["told_us"] = clocked.median_us if clocked else 0.0
                             if isinstance(runs, LostDrafts):
                                 raw["lost"] = dict(runs.counts)
                             run.sample(**place, side=side, **raw)
@@ -286,6 +320,7 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "illegal_share": total["illegal_drafts"] / max(1, total["drafted_tokens"]),
             "lane_us": median(sample["lane_us"] for sample in mine),
             "lane_added_us": median(added),
+            "told_us": median(sample["told_us"] for sample in mine),
             "lost": dict(lost),
             "winnable_share": winnable(lost),
         }
@@ -310,7 +345,7 @@ def print_table(record: dict[str, Any], console: Console) -> None:
         "accepted",
         "illegal",
         "lane",
-        "added",
+        "told",
         "winnable",
     ):
         table.add_column(column, justify="right")
@@ -330,7 +365,7 @@ def print_table(record: dict[str, Any], console: Console) -> None:
                     f"{own['graft_accept_rate']:.0%} of {own['grafted_tokens']}",
                     f"{own['illegal_share']:.0%}",
                     f"{own['lane_us']:.0f} µs",
-                    f"{own['lane_added_us']:+.0f} µs",
+                    f"{own['told_us']:.0f} µs",
                     f"{own['winnable_share']:.0%}",
                 )
     console.print(table)

@@ -96,6 +96,7 @@ def sample(side: str, group: int, **fields: Any) -> dict[str, Any]:
         "seconds": 1.0,
         "answers": 2,
         "lane_us": 50.0,
+        "told_us": 20.0,
         **fields,
     }
 
@@ -103,7 +104,7 @@ def sample(side: str, group: int, **fields: Any) -> dict[str, Any]:
 def test_figures_are_sums_and_pairs() -> None:
     samples = [
         sample("off", 0),
-        sample("on", 0, tpot_ms=2.0, lane_us=70.0, verifies=5, seconds=0.5),
+        sample("on", 0, tpot_ms=2.0, lane_us=70.0, told_us=30.0, verifies=5, seconds=0.5),
         sample("off", 1, tpot_ms=10.0),
         sample("on", 1, tpot_ms=6.0, lane_us=60.0, accepted_grafts=2),
         sample("free", 0, tpot_ms=4.0),
@@ -118,6 +119,7 @@ def test_figures_are_sums_and_pairs() -> None:
     assert found["on"]["graft_accept_rate"] == 0.5
     assert found["on"]["illegal_share"] == 0.1
     assert found["on"]["lane_added_us"] == pytest.approx(15.0)
+    assert found["on"]["told_us"] == 25.0
     assert found["off"]["tpot_of_off"]["median"] == 1.0
     assert found["on"]["tpot_of_free"] == {"median": 0.85, "min": 0.5, "max": 1.2, "n": 2}
     assert found["off"]["tpot_of_free"] is found["free"]["tpot_of_free"] is None
