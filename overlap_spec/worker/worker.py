@@ -16,7 +16,6 @@ from torch import Tensor
 
 from overlap_spec.drafters.base import Draft, host_draft
 from overlap_spec.drafters.grafts import graft
-from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.errors import NumericFault
 from overlap_spec.types import (
     RUN_TOKENS,
@@ -176,7 +175,7 @@ class Worker:
     @property
     def weighs_cuts(self) -> bool:
         """Whether the drafter chooses among the cuts of forced text by itself."""
-        return isinstance(self.runner.drafter, TreeDrafter)
+        return self.runner.weighs_cuts
 
     @property
     def verifies_ahead(self) -> bool:
