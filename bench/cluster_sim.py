@@ -195,7 +195,10 @@ def check(record: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
         others_ms = sum(each for role, each in spent.items() if role != "engines")
         left = cores - 1e-3 * others_ms * row["requests_per_second"]
         machine = Machine(
-            **costs,
+            base_ms=costs["base_ms"],
+            request_ms=costs["request_ms"],
+            prefill_ms=costs["prefill_ms"],
+            accept_length=costs["accept_length"],
             running=RUNNING_HERE,
             kv_tokens=record["kv_tokens"],
             chunk_tokens=CPU_CHUNK_TOKENS,
