@@ -206,7 +206,6 @@ def test_a_client_that_leaves_frees_its_engine(server: Server) -> None:
     with httpx.stream("POST", server.url + CHAT, json=body, timeout=60) as reply:
         assert reply.status_code == 200
         next(reply.iter_lines())
-        # Of a replica's state as of some moment ago.
         wait_for(lambda: server.get("/server_info").json()["open_requests"] == 1, 60)
 
     def settled() -> bool:
