@@ -261,6 +261,10 @@ class EngineCore:
         """What the grammar cost so far, and how much of it was hidden."""
         return self.grammar.figures
 
+    def gather_spans(self) -> None:
+        """Take the other ranks' spans into the timeline."""
+        self.worker.gather_spans()
+
     def snapshot(self) -> dict[str, Any]:
         """State as plain data: length policy, drafter, pages, requests, grammar time."""
         allocator, figures = self.scheduler.allocator, self.figures

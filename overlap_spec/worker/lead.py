@@ -23,10 +23,10 @@ from overlap_spec.types import (
     TokenTrie,
 )
 from overlap_spec.worker.in_flight import InFlightStep
-from overlap_spec.worker.messages import Call, encode, pack_decision
+from overlap_spec.worker.messages import Call, SpanFields, decode, encode, pack_decision
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.pass_times import BEGIN_SHARE, PassTimes, Point
-from overlap_spec.worker.streams import RecordSpan, Streams, ThreadStream
+from overlap_spec.worker.streams import HostEvent, RecordSpan, Streams, ThreadStream
 from overlap_spec.worker.worker import Proposal, Worker
 
 # For the watcher to see that a rank has ended whose connection broke.
@@ -77,6 +77,25 @@ class LeadWorker(Worker):
         """Raise EngineUnavailable if a rank is gone."""
         if self.processes is not None:
             self.processes.check()
+
+    def gather_spans(self) -> None:
+        """As the worker's; lane ``compute`` of rank 1 is ``rank 1 compute``. The clocks are one on
+        one machine alone."""
+        self._tell(("tell_spans", ()))
+        taken = [
+            self._sender.run("spans", self._take_spans, rank)
+            for rank in range(1, self.group.shard.size)
+        ]
+        passed = HostEvent()
+        self._sender.record(passed)
+        with self._blaming():
+            passed.synchronize()
+        for rank, spans in enumerate(taken, 1):
+            for lane, name, start_ns, end_ns, step in spans.get():
+                self._record(f"rank {rank} {lane}", name, start_ns, end_ns, step)
+
+    def _take_spans(self, rank: int) -> list[SpanFields]:
+        return decode(lambda tensor: self.group.receive(tensor, rank))
 
     def prepare(self, tier: Tier) -> None:
         self._tell(("prepare", (tier,)))

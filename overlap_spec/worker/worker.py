@@ -157,6 +157,9 @@ class Worker:
     def check(self) -> None:
         """Raise EngineUnavailable where steps cannot be run any more."""
 
+    def gather_spans(self) -> None:
+        """Record the spans that the other ranks have kept since the last call."""
+
     def retry_drafter(self) -> None:
         """Use the drafter again."""
         self.runner.fault = None
