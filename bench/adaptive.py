@@ -37,7 +37,6 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -247,7 +246,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     size = QUICK if options.quick else FULL
     run = Run("adaptive", options, arguments)
-    torch.set_num_threads(1)
     settings: dict[str, Any] = {
         "mask_deadline_ms": None,
         "prefix_cache": False,

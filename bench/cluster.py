@@ -3,8 +3,9 @@
 ``python -m bench.cluster [--quick] [--clients N] [--requests N] [--json PATH] [--seed S]`` starts
 ``overlap-spec serve --replicas`` with the embedded model, once for each row, and asks it in a
 closed loop for greedy answers to questions behind eight shared prefixes, in an order drawn by the
-seed. The KV cache of a replica is set to hold about four of the eight beside the requests that run,
-so that a replica that is asked for all of them computes some again. Needs Ray (extra ``cluster``).
+seed. The KV cache of a replica is set to hold four and a half of the eight beside the requests that
+run, so that two have room for all, and one that is asked for all of them computes some again. Needs
+Ray (extra ``cluster``).
 
 Fields of the last line, beside those of every record (``bench.common``): ``prefixes``,
 ``prefix_tokens``, ``kv_tokens``, ``clients``, and ``rows``, each with ``replicas`` (0: one engine
@@ -12,7 +13,8 @@ without Ray), ``routing``, ``requests``, ``failed``, ``seconds``, ``requests_per
 ``output_tokens_per_second``, ``ttft_ms``, ``tpot_ms``, ``e2e_ms`` (each ``mean``, ``p50``, ``p90``,
 ``p99``), ``hit_rate`` (share of the prompts' tokens that were found computed), ``by_replica``
 (prompt tokens of each), ``pieces`` (events with text), and ``cpu_ms`` (processor time for a request
-of the engines, fronts and proxies). ``hit_gain`` is the hit rate with the router over that in turn.
+of the engines, fronts, proxies, Ray's other processes, and this client). ``hit_gain`` is the hit
+rate with the router over that in turn.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from overlap_spec.load.measure import Round, summary
 from overlap_spec.load.servers import read_metrics
 
 PREFIXES = 8
-HELD = 4
+HELD = 4.5
 RUNNING = 4
 # Of a question, with what the template puts around it.
 OWN_TOKENS = 64
@@ -114,15 +116,14 @@ def children(pid: int) -> dict[int, str]:
 
 def cpu_ms(pid: int) -> dict[str, float]:
     """Processor time so far of the processes below one, by role."""
-    total = dict.fromkeys(ROLES, 0.0)
+    total = dict.fromkeys([*ROLES, "others"], 0.0)
     for each, command in children(pid).items():
-        role = next((role for role, pattern in ROLES.items() if pattern.search(command)), None)
-        if role is not None:
-            try:
-                fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            total[role] += (int(fields[11]) + int(fields[12])) * TICK_MS
+        role = next((role for role, pattern in ROLES.items() if pattern.search(command)), "others")
+        try:
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        total[role] += (int(fields[11]) + int(fields[12])) * TICK_MS
     return total
 
 
@@ -160,9 +161,9 @@ def measure(run: Run, options: argparse.Namespace, server: Served) -> dict[str, 
         asyncio.run(load_of(server.url, asks[: 2 * PREFIXES], options.clients))
         before, cpu_before = read_metrics(client, server.url), cpu_ms(server.process.pid)
         replicas_before = by_replica(client, server.url)
-        start = time.perf_counter()
+        start, own_start = time.perf_counter(), time.process_time()
         answers = asyncio.run(load_of(server.url, asks, options.clients))
-        seconds = time.perf_counter() - start
+        seconds, own_s = time.perf_counter() - start, time.process_time() - own_start
         found = summary([Round("", "closed", seconds, answers, None)])
         after, cpu_after = read_metrics(client, server.url), cpu_ms(server.process.pid)
         replicas_after = by_replica(client, server.url)
@@ -174,6 +175,8 @@ def measure(run: Run, options: argparse.Namespace, server: Served) -> dict[str, 
         for name in ("cached", "prompt")
     }
     count = max(1, len(answers))
+    spent = {role: after_ms - cpu_before[role] for role, after_ms in cpu_after.items()}
+    spent["client"] = 1e3 * own_s
     for name in ("itl_ms", "cut", "invalid", "valid_share", "accept_length"):
         del found[name]
     return {
@@ -181,7 +184,7 @@ def measure(run: Run, options: argparse.Namespace, server: Served) -> dict[str, 
         "hit_rate": grown["cached"] / grown["prompt"],
         "by_replica": sorted(n - replicas_before.get(r, 0) for r, n in replicas_after.items()),
         "pieces": sum(len(answer.gaps_ms) + 1 for answer in answers),
-        "cpu_ms": {role: (cpu_after[role] - cpu_before[role]) / count for role in ROLES},
+        "cpu_ms": {role: each / count for role, each in spent.items()},
     }
 
 
@@ -224,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         require_ray()
         shared = prefix_tokens(options.words)
         # Beside the prefixes: what the running requests have of their own.
-        kv_tokens = HELD * shared + RUNNING * (options.max_tokens + OWN_TOKENS)
+        kv_tokens = round(HELD * shared) + RUNNING * (options.max_tokens + OWN_TOKENS)
         rows = list[dict[str, Any]]()
         for replicas, routing in ROWS:
             with started(replicas, routing, kv_tokens, options.flags) as server:

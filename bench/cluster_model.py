@@ -3,7 +3,9 @@
 An engine decodes a batch in steps, as this project's does. A step takes ``base_ms + request_ms ·
 batch + knee_ms · max(0, batch - knee) + prefill_ms · tokens`` and brings each request that decodes
 ``accept_length`` tokens. Prompts are computed in chunks beside the decodes. A replica keeps the
-prefixes that it used last, as far as its KV cache holds them beside the requests that run. A front
+prefixes that it used last, as far as its KV cache holds them beside the requests that run; of the
+one used longest ago the end goes first. Where engines share the cores of one machine, what is busy
+at a time goes the slower the more cores it would take. A front
 takes one thing at a time: a request, which it routes, or a piece of an answer. Each front routes by
 its own :class:`overlap_spec.cluster.prefixes.PrefixMap`, the open requests that it sent itself, and
 what replicas told it of theirs, as `overlap_spec.cluster.router` does. A replica that has as many
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +48,7 @@ class Machine:
         running: Most requests at once.
         kv_tokens: Of the cache.
         chunk_tokens: Most of prompts in a step.
+        cores: That an engine takes while it is busy, with the application beside it.
     """
 
     base_ms: float
@@ -56,6 +60,7 @@ class Machine:
     chunk_tokens: int = 1024
     knee: int = 0
     knee_ms: float = 0.0
+    cores: float = 0.0
 
     def step_ms(self, batch: int, prefill_tokens: int) -> float:
         """A step."""
@@ -118,7 +123,7 @@ class Job:
     made: float = 0.0
     first: float = 0.0
     ended: float = 0.0
-    hit: bool = False
+    hit: float = 0.0
 
 
 @dataclass
@@ -166,15 +171,20 @@ class Replica:
         return pieces
 
     def admit(self, job: Job, prefix_tokens: int) -> None:
-        """Queue a request; its prefix is computed unless it is cached or being computed."""
-        job.hit = job.prefix in self.cached
-        job.prefill_left = max(1, job.own_tokens + (0 if job.hit else prefix_tokens))
+        """Queue a request; what is neither cached of its prefix nor being computed is computed."""
+        found = self.cached.pop(job.prefix, 0)
+        job.hit = found / prefix_tokens
+        job.prefill_left = max(1, job.own_tokens + prefix_tokens - found)
         self.cached[job.prefix] = prefix_tokens
-        self.cached.move_to_end(job.prefix)
         held = sum(each.own_tokens + each.output_tokens for each in self.running)
         room = max(prefix_tokens, self.machine.kv_tokens - held)
-        while sum(self.cached.values()) > room and len(self.cached) > 1:
-            self.cached.popitem(last=False)
+        over = sum(self.cached.values()) - room
+        while over > 0 and len(self.cached) > 1:
+            oldest, tokens = self.cached.popitem(last=False)
+            if tokens > over:
+                self.cached[oldest] = tokens - over
+                self.cached.move_to_end(oldest, last=False)
+            over -= tokens
         self.waiting.append(job)
 
 
@@ -186,12 +196,22 @@ def blocks_of(prefix: int) -> tuple[int, ...]:
 class Router:
     """One front's choice of replicas."""
 
-    def __init__(self, routing: str, replicas: int, machine: Machine, turn: int) -> None:
+    def __init__(
+        self,
+        routing: str,
+        replicas: int,
+        machine: Machine,
+        prefix_tokens: int,
+        turn: int,
+        warm: bool = False,
+    ) -> None:
         self.routing = routing
+        self._warm, self._seen = warm, set[int]()
         # A replica's blocks are bounded as its cache is.
-        self.prefixes = PrefixMap(1 << 20, slack_of(machine.running), seed=turn)
+        capacity = max(BLOCKS, machine.kv_tokens * BLOCKS // prefix_tokens)
+        self.prefixes = PrefixMap(capacity, slack_of(machine.running), seed=turn)
         self.loads = {str(index): 0 for index in range(replicas)}
-        self._told = dict.fromkeys(self.loads, (0, 0.0))
+        self._told = dict[str, tuple[int, float]]()
         self._turns = itertools.count(turn)
 
     def order(self, prefix: int, now: float) -> list[int]:
@@ -200,10 +220,14 @@ class Router:
             first, count = next(self._turns), len(self.loads)
             return [(first + step) % count for step in range(count)]
         blocks = blocks_of(prefix) if self.routing == "prefix" else ()
+        if self._warm and prefix not in self._seen:
+            # When it is first asked for: no front is asked for all prefixes of a large cluster.
+            self._seen.add(prefix)
+            self.prefixes.insert(str(prefix % len(self.loads)), blocks)
         loads = dict(self.loads)
         for name, (told, since) in self._told.items():
-            if now - since < TOLD_MS:
-                loads[name] = max(loads[name], told)
+            if told > loads[name] and now - since < TOLD_MS:
+                loads[name] = told
         return [int(choice.replica) for choice in self.prefixes.rank(blocks, loads)]
 
     def sent(self, prefix: int, replica: int, opened: int, now: float) -> None:
@@ -228,6 +252,9 @@ class Simulation:
         machines: One engine each.
         routing: ``prefix``, ``load`` or ``round-robin``.
         fronts: Processes that route, each of which gets a request as likely as any other.
+        warm: Begin with the prefixes that a run of any length would have found: by prefix, each on
+            one replica, in turn, and the fronts know; otherwise the most popular ones on all.
+        cores: Of the one machine that all share, beside what fronts and clients take of them.
     """
 
     def __init__(
@@ -238,10 +265,21 @@ class Simulation:
         fronts: int,
         cost: FrontCost,
         seed: int,
+        warm: bool = False,
+        cores: float = math.inf,
     ) -> None:
+        self.cores, self.engines_ms = cores, 0.0
         self.demand, self.cost, self.rng = demand, cost, Random(f"cluster {seed}")
         self.replicas = [Replica(machine) for machine in machines]
-        self.routers = [Router(routing, len(machines), machines[0], turn) for turn in range(fronts)]
+        by_prefix = routing == "prefix"
+        self.routers = [
+            Router(
+                routing, len(machines), machines[0], demand.prefix_tokens, turn, warm and by_prefix
+            )
+            for turn in range(fronts)
+        ]
+        if warm:
+            self._warm(by_prefix)
         self.free = [0.0] * fronts
         self.worked = [0.0] * fronts
         self.done: list[Job] = []
@@ -254,21 +292,14 @@ class Simulation:
         self._shares = list(itertools.accumulate(weights))
         self._offered_until = 0.0
 
-    def warm(self) -> None:
-        """Begin with the prefixes that a run of any length would have found: by prefix, each on one
-        replica, in turn; otherwise the most popular ones on all of them."""
-        for prefix in reversed(range(self.demand.prefixes)):
-            if self.routers[0].routing == "prefix":
-                chosen = [prefix % len(self.replicas)]
-            else:
-                chosen = list(range(len(self.replicas)))
-            for index in chosen:
-                replica = self.replicas[index]
-                held = replica.machine.kv_tokens // self.demand.prefix_tokens
-                if len(chosen) == 1 or prefix < held:
-                    replica.cached[prefix] = self.demand.prefix_tokens
-                for router in self.routers if len(chosen) == 1 else ():
-                    router.prefixes.insert(str(index), blocks_of(prefix))
+    def _warm(self, by_prefix: bool) -> None:
+        tokens, count = self.demand.prefix_tokens, len(self.replicas)
+        for index, replica in enumerate(self.replicas):
+            held = range(min(self.demand.prefixes, replica.machine.kv_tokens // tokens))
+            own = range(index, self.demand.prefixes, count) if by_prefix else held
+            # The most popular one was used last.
+            for prefix in reversed(own):
+                replica.cached[prefix] = tokens
 
     def run(self) -> dict[str, Any]:
         """Run to the last answer; the figures."""
@@ -322,7 +353,16 @@ class Simulation:
         replica = self.replicas[index]
         replica.busy = bool(replica.waiting or replica.running)
         if replica.busy:
-            self._at(now + replica.begin(), lambda when: self._stepped(index, when))
+            step_ms = replica.begin() * self._slowed()
+            self.engines_ms += step_ms
+            self._at(now + step_ms, lambda when: self._stepped(index, when))
+
+    def _slowed(self) -> float:
+        """How many times as long all takes as it would with cores enough."""
+        if self.cores == math.inf:
+            return 1.0
+        taken = sum(replica.machine.cores for replica in self.replicas if replica.busy)
+        return max(1.0, taken / self.cores)
 
     def _stepped(self, index: int, now: float) -> None:
         for job in self.replicas[index].end():
@@ -348,6 +388,7 @@ class Simulation:
             "hit_rate": sum(job.hit for job in jobs) / len(jobs),
             "ttft_ms": _spread([job.first - job.arrived for job in jobs]),
             "e2e_ms": _spread([job.ended - job.arrived for job in jobs]),
+            "engine_ms": self.engines_ms / len(self.done),
             "front_busy": max(self.worked) / max(job.ended for job in self.done),
         }
 

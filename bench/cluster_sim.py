@@ -6,24 +6,26 @@ runs ``bench.cluster_model`` for 8, 64 and 1,024 GPUs: each has an 8B model as a
 do if every prefix were computed once, eight shared prefixes a GPU whose popularity falls as 1/k,
 and the front's costs (assumed too). Rows differ in the routing and the number of fronts.
 
-``--check`` takes a record of ``bench.cluster``. It measures what the embedded model's steps cost
-here, alone and with as many engines at a time as the record has replicas, simulates its rows with
-these costs and its fronts' processor time, and tells both side by side. Run it while the machine
-is as busy as it was for the record.
+``--check`` takes a record of ``bench.cluster``, and simulates that instead. It measures what the
+embedded model's steps cost here in one engine alone, simulates each row with these costs and its
+fronts' processor time, and tells both side by side. All of it shared the cores of one machine: how
+many a busy engine takes is what the engine of the row with one replica spent over what its
+simulated steps take, and what all else of a row took is not there for engines. Run it while the
+machine is as busy as it was for the record.
 
 Fields of the last line: ``rows`` (``gpus``, ``routing``, ``fronts``, ``requests_per_second``,
-``hit_rate``, ``ttft_ms``, ``e2e_ms``, ``front_busy``), ``route_us`` (of the router for each
-replica, measured now) and, with ``--check``, ``costs`` and ``checked``.
+``hit_rate``, ``ttft_ms``, ``e2e_ms``, ``front_busy``) and ``route_us`` (of the router for each
+replica, measured now); with ``--check`` only ``checked``, each with the ``costs``, what was
+``measured`` and ``simulated``, and ``ratios``, simulated over measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -35,6 +37,7 @@ from bench.cluster_model import BLOCKS, Demand, FrontCost, Machine, Simulation
 from bench.common import Run, flags, mean, rounded
 from bench.simulated import MACHINES
 from overlap_spec.cluster.prefixes import PrefixMap
+from overlap_spec.engine.core import CPU_CHUNK_TOKENS
 
 GPUS = (8, 64, 1024)
 QUICK_GPUS = (8, 64)
@@ -47,8 +50,6 @@ FRONT = FrontCost(request_ms=4.0, piece_ms=0.5, route_us=0.0)
 PREFILL_MS, KV_TOKENS, ACCEPT_LENGTH, STEPS, RUNNING = 0.04, 400_000, 3.0, 5, 64
 PREFIX_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 6000, 200, 200
 MEAN_CONTEXT = PREFIX_TOKENS + OWN_TOKENS + OUTPUT_TOKENS // 2
-# Alone in its process, so that as many run at a time as there are replicas.
-MEASURE = "from bench.cluster_sim import measure_costs; measure_costs()"
 BATCHES = (1, 2, 4)
 # Tokens of a question of bench.cluster.
 OWN_QUESTION = 45
@@ -128,8 +129,8 @@ def simulate(run: Run, gpus: int, per_gpu: int, cost: FrontCost) -> list[dict[st
     for routing, fronts in rows_of(gpus, needed):
         # In turn and by load alone no replica is looked at for what it holds.
         own = cost if routing == "prefix" else FrontCost(cost.request_ms, cost.piece_ms, 0.0)
-        simulation = Simulation([machine] * gpus, demand, routing, fronts, own, run.head["seed"])
-        simulation.warm()
+        seed = run.head["seed"]
+        simulation = Simulation([machine] * gpus, demand, routing, fronts, own, seed, warm=True)
         found = {"gpus": gpus, "routing": routing, "fronts": fronts, **simulation.run()}
         found["offered_per_second"] = rate
         rows.append(run.sample(**found))
@@ -142,33 +143,32 @@ def simulate(run: Run, gpus: int, per_gpu: int, cost: FrontCost) -> list[dict[st
     return rows
 
 
-def measure_costs() -> None:
-    """Print what the embedded model's steps cost in this process, as a line of JSON."""
+def measure_costs() -> dict[str, float]:
+    """What the embedded model's steps cost in this process, by the names of a `Machine`."""
     from overlap_spec import Engine, SamplingParams
 
-    settings: dict[str, Any] = {
-        "mask_deadline_ms": None, "prefix_cache": False, "max_running_requests": max(BATCHES),
-        "chunked_prefill_size": 4096, "adaptive": "guarded",
-    }  # fmt: skip
     asks = asks_of(max(BATCHES), 48, 240, 0)
     sampling = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
     steps: dict[int, list[float]] = {batch: [] for batch in BATCHES}
     prefill, accepted = list[float](), list[float]()
-    with Engine(**settings) as engine:
+    with Engine(mask_deadline_ms=None, max_running_requests=max(BATCHES)) as engine:
         # Twice: a cold engine records its passes.
         for is_counted in (False, True):
             for batch in BATCHES:
-                handles = [engine.submit(ask.prompt, None, sampling) for ask in asks[:batch]]
-                tokens = sum(len(handle.request.prompt_ids) for handle in handles)
-                times = list[float]()
+                prompts = [ask.prompt for ask in asks[:batch]]
+                engine.flush_cache()
+                begun = time.perf_counter()
+                first = engine.generate(prompts, None, replace(sampling, max_tokens=1))
+                spent_ms = 1e3 * (time.perf_counter() - begun)
+                if is_counted:
+                    prefill.append(spent_ms / sum(each.stats.prompt_tokens for each in first))
+                # Their prompts are computed now, so that nearly all steps are decodes alone.
+                handles = [engine.submit(prompt, None, sampling) for prompt in prompts]
                 while any(handle.output is None for handle in handles):
                     begun = time.perf_counter()
                     engine.step()
-                    times.append(1e3 * (time.perf_counter() - begun))
-                if is_counted:
-                    # The first step computes all prompts.
-                    prefill.append(times[0] / tokens)
-                    steps[batch] += times[1:]
+                    if is_counted:
+                        steps[batch].append(1e3 * (time.perf_counter() - begun))
                 for handle in handles:
                     assert handle.output is not None
                     stats = handle.output.stats
@@ -177,42 +177,32 @@ def measure_costs() -> None:
     typical = {batch: median(times) for batch, times in steps.items()}
     low, high = min(BATCHES), max(BATCHES)
     slope = max(0.0, (typical[high] - typical[low]) / (high - low))
-    print(
-        json.dumps(
-            {
-                "base_ms": max(0.0, typical[low] - slope * low),
-                "request_ms": slope,
-                "prefill_ms": median(prefill),
-                "accept_length": mean(accepted),
-            }
-        )
-    )
+    return {
+        "base_ms": max(0.0, typical[low] - slope * low),
+        "request_ms": slope,
+        "prefill_ms": median(prefill),
+        "accept_length": mean(accepted),
+    }
 
 
-def costs_of(engines: int) -> dict[str, float]:
-    """Step costs while so many engines run at a time: the mean of what each measures."""
-    command = [sys.executable, "-c", MEASURE]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(engines)]
-    told = [json.loads(each.communicate()[0].splitlines()[-1]) for each in running]
-    return {name: mean(found[name] for found in told) for name in told[0]}
-
-
-def check(record: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Simulate a record's rows; the costs by engines at a time, and both sides of each row."""
-    rows = [row for row in record["rows"] if row["replicas"]]
-    costs = {str(n): costs_of(n) for n in sorted({row["replicas"] for row in rows})}
+def check(record: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
+    """Simulate a record's rows; the costs and both sides of each."""
+    costs, engine_cores, cores = measure_costs(), 0.0, record["machine"]["cores"]
     checked = []
-    for row in rows:
+    for row in (row for row in record["rows"] if row["replicas"]):
         replicas, spent = row["replicas"], row["cpu_ms"]
         tokens = row["output_tokens_per_second"] / row["requests_per_second"]
-        spend = costs[str(replicas)]
+        others_ms = sum(each for role, each in spent.items() if role != "engines")
+        left = cores - 1e-3 * others_ms * row["requests_per_second"]
         machine = Machine(
-            base_ms=spend["base_ms"],
-            request_ms=spend["request_ms"],
-            prefill_ms=spend["prefill_ms"],
-            accept_length=spend["accept_length"],
+            base_ms=costs["base_ms"],
+            request_ms=costs["request_ms"],
+            prefill_ms=costs["prefill_ms"],
+            accept_length=costs["accept_length"],
             running=RUNNING_HERE,
             kv_tokens=record["kv_tokens"],
+            chunk_tokens=CPU_CHUNK_TOKENS,
+            cores=engine_cores,
         )
         pieces = row["pieces"] / row["requests"]
         # What fronts and proxies spend, told apart as the front's cost is.
@@ -227,17 +217,26 @@ def check(record: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], list[di
             output_tokens=max(1, round(tokens)),
             clients=record["clients"],
         )
-        found = Simulation([machine] * replicas, demand, row["routing"], 1, cost, seed).run()
+        given = ([machine] * replicas, demand, row["routing"], 1, cost, seed)
+        found = Simulation(*given, cores=left).run()
+        if not engine_cores:
+            assert replicas == 1, "the row with one replica comes first"
+            engine_cores = spent["engines"] / found["engine_ms"]
         names = ("requests_per_second", "hit_rate", "ttft_ms", "e2e_ms")
-        checked.append(
-            {
-                "replicas": replicas,
-                "routing": row["routing"],
-                "measured": {name: row[name] for name in names},
-                "simulated": {name: found[name] for name in names},
-            }
-        )
-    return costs, checked
+        # Of a prompt's tokens, as it was measured.
+        share = record["prefix_tokens"] / (record["prefix_tokens"] + OWN_QUESTION)
+        found["hit_rate"] *= share
+        sides = {"measured": row, "simulated": found}
+        told = {side: {name: of[name] for name in names} for side, of in sides.items()}
+        ratios = {
+            "requests_per_second": found["requests_per_second"] / row["requests_per_second"],
+            "e2e_p50": found["e2e_ms"]["p50"] / row["e2e_ms"]["p50"],
+            "e2e_p99": found["e2e_ms"]["p99"] / row["e2e_ms"]["p99"],
+        }
+        head = {"replicas": replicas, "routing": row["routing"]}
+        own = {"costs": costs, "engine_cores": engine_cores, "cores_left": left}
+        checked.append({**head, **own, **told, "ratios": ratios})
+    return checked
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -285,16 +284,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; ends in one JSON line."""
     options = parse(arguments)
     run = Run("cluster_sim", options, arguments)
-    results: dict[str, Any] = {"route_us": measure_route_us()}
     if options.check is not None:
         record = json.loads(options.check.read_text(encoding="utf-8"))
-        results["costs"], results["checked"] = check(record, options.seed)
-    cost = FrontCost(FRONT.request_ms, FRONT.piece_ms, results["route_us"])
+        run.finish(1, checked=rounded(check(record, options.seed)))
+        return
+    route_us = measure_route_us()
+    cost = FrontCost(FRONT.request_ms, FRONT.piece_ms, route_us)
     sizes = QUICK_GPUS if options.quick else GPUS
-    results["rows"] = [row for n in sizes for row in simulate(run, n, options.per_gpu, cost)]
+    rows = [row for n in sizes for row in simulate(run, n, options.per_gpu, cost)]
     if options.plot is not None:
-        plot(results["rows"], options.plot)
-    run.finish(1, **rounded(results))
+        plot(rows, options.plot)
+    run.finish(1, rows=rounded(rows), route_us=round(route_us, 4))
 
 
 if __name__ == "__main__":

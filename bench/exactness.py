@@ -3,7 +3,8 @@
 ``python -m bench.exactness --data json_schema_test_suite [--draft 2020-12 …] [--backend NAME]
 [--quick] [--json PATH] [--resume]`` compiles each schema of the suite's folders (the required
 files, those under ``optional`` and those under ``optional/format``, apart), and feeds its instances
-token by token as compact JSON.
+token by token as compact JSON. In the required files, where the suite asks that ``format`` be an
+annotation, it is one (``formats="annotation"``); in the others it is held.
 
 A grammar fixes the order of members and one way to write a number. So a valid instance is right
 where one of the texts that are equal to it is let through, an invalid one where none of them is.
@@ -59,7 +60,8 @@ def entries(folder: Path, draft: str, part: str) -> Iterator[dict[str, Any]]:
                 # The suite means the draft of its folder.
                 schema = {"$schema": DIALECTS[draft], **schema}
             name = f"{draft}/{part}/{path.stem}: {case['description']}"
-            yield {"id": name, "schema": schema, "tests": case["tests"]}
+            formats = "annotation" if part == "required" else "assertion"
+            yield {"id": name, "schema": schema, "formats": formats, "tests": case["tests"]}
 
 
 def texts(value: Any, order: Order) -> list[str]:
@@ -85,7 +87,8 @@ def _equal(value: Any) -> Iterator[Any]:
 def judge(compiler: GrammarCompiler, entry: dict[str, Any], tokens_: Tokens) -> Result:
     """Compile a schema and feed its instances."""
     try:
-        compiled = compiler.compile(Grammar.json_schema(entry["schema"]))
+        grammar = Grammar.json_schema(entry["schema"], formats=entry["formats"])
+        compiled = compiler.compile(grammar)
     except GrammarError as error:
         if NO_VALUE in str(error) and not any(case["valid"] for case in entry["tests"]):
             return Result("clean")

@@ -22,6 +22,7 @@ one CUDA device of 80 GB, in this order:
   drafts from 2,048 tokens, one of that size from 32,000: each of its passes reads 0.25 GB less;
 - ``transformers``: against ``transformers``' ``generate`` with xgrammar's logits processor, as it
   is and with a static cache, for which it compiles its step;
+- ``servers``: against vLLM and SGLang, each where it is installed, which serve the same target;
 - ``kernels``: all other kernels' share of the roofline;
 - ``tests``: ``pytest -m gpu``, file by file.
 
@@ -44,7 +45,8 @@ put wheels on the PYTHONPATH. What a part lacks is named in its error. Python 3.
 
 1. torch 2.11, triton 3.6, numpy, rich, safetensors, tokenizers, jinja2, pydantic, jsonschema (with
    referencing and rpds-py), xgrammar (with apache-tvm-ffi) and llguidance for all parts;
-2. pytest for the tests, transformers for ``transformers``, matplotlib for the plot;
+2. pytest for the tests, transformers for ``transformers``, httpx and the servers' own packages for
+   ``servers``, matplotlib for the plot;
 3. in the project's folder, ``python -m bench.gpu --data schemas.jsonl``, then as often as wanted
    ``python -m bench.gpu --data schemas.jsonl --continue`` (schemas as in JSONSchemaBench; without
    ``--data``, the project's own).
@@ -133,6 +135,7 @@ PARTS = (
     Part("overlap", "bench.gpu_compare:modes", 50, 180, weights=True),
     Part("eagle3", "bench.gpu_compare:eagle3", 40, 150, weights=True),
     Part("transformers", "bench.gpu_compare:transformers", 90, 360, weights=True),
+    Part("servers", "bench.gpu_servers:servers", 150, 480, device=True, weights=True),
     Part("kernels", "bench.gpu_device:kernels", 20, 240, device=True),
     Part("tests", "bench.gpu_device:tests", 45, 540, device=True),
 )

@@ -48,6 +48,9 @@ CELLS = (
     Cell(16, 1, 32768),
     Cell(16, 32, 8192),
     Cell(64, 32, 2048),
+    Cell(64, 32, 8192),
+    # As many keys as the one before: 32 requests of this length fit into no one GPU's memory.
+    Cell(64, 8, 32768),
 )
 REHEARSAL_CELLS = (Cell(16, 1, 32), Cell(64, 1, 96), Cell(16, 2, 32))
 QUICK = 3

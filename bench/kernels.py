@@ -9,7 +9,8 @@ every operation at Llama-3.1-8B's shapes, as a CUDA graph of calls over inputs t
 that none is found in the cache; the reference in the same way. The share is the least time that
 the ceilings allow over the time taken. Kernel and reference are first held to each other: where
 they disagree, the exit status is 1. What a pass does once for all layers (packing a mask, or
-spreading it) is not counted.
+spreading it) is not counted. Attention is measured with FlashAttention-3 too, where that is
+installed (``OVERLAP_SPEC_KERNELS=flash``).
 
 ``--tune`` measures block sizes instead, and writes the GPU's table in ``kernels/tuning``.
 
@@ -17,7 +18,8 @@ Fields of the last line, beside those of every record (``bench.common``):
     measured: Whether there was a device.
     copy_gb_s, matmul_tflop_s: The ceilings.
     kernels: Name → ``us`` and ``reference_us`` (spreads), ``gb_s``, ``tflop_s``, ``share``,
-        ``speedup`` (pair by pair), ``bytes``, ``flops``, ``launches``.
+        ``speedup`` (pair by pair), ``bytes``, ``flops``, ``launches``; with FlashAttention-3
+        ``flash_us`` and ``flash_speedup`` (over the kernel).
     tuned: The table's file, with ``--tune``.
 """
 
@@ -36,7 +38,7 @@ from torch import Tensor
 from bench.common import Run, fail, flags, median, paired, rounded, spread
 from bench.kernel_tuning import tune, tuning_works, write
 from bench.kernel_work import Draw, Work, works
-from overlap_spec.kernels.dispatch import use
+from overlap_spec.kernels.dispatch import flash_installed, use
 from overlap_spec.kernels.triton.launch import recorded
 from overlap_spec.kernels.tuning import architecture, table
 
@@ -85,12 +87,12 @@ def graph_us(work: Work, choice: str, sets: list[tuple[Any, ...]]) -> Callable[[
     return sample
 
 
-def disagreement(work: Work, args: tuple[Any, ...]) -> float:
+def disagreement(work: Work, args: tuple[Any, ...], choice: str = "triton") -> float:
     """Largest relative error of the kernel's results, and of what it wrote into its arguments."""
     outcomes = []
-    for choice in ("triton", "reference"):
+    for each in (choice, "reference"):
         own = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
-        with use(choice), torch.inference_mode():
+        with use(each), torch.inference_mode():
             result = work.operation(*own)
         outcomes.append([*tensors(result), *tensors(own)])
     worst = 0.0
@@ -103,6 +105,16 @@ def disagreement(work: Work, args: tuple[Any, ...]) -> float:
 
 # Choices may differ by one token at a boundary of the coin; a path's tail is arbitrary.
 OPEN = ("masked_choose", "top_candidates", "accept_path")
+
+
+# Where a choice's time stands in the record.
+FIELDS = {"triton": "us", "reference": "reference_us", "flash": "flash_us"}
+
+
+def choices_of(work: Work) -> tuple[str, ...]:
+    """Which of :data:`FIELDS` are held to the reference."""
+    is_attention = (work.config or "").startswith("attention")
+    return ("triton", "flash") if is_attention and flash_installed() else ("triton",)
 
 
 def ceilings(quick: bool) -> tuple[float, float]:
@@ -138,27 +150,31 @@ def measure_all(run: Run, chosen: list[Work], repetitions: int) -> dict[str, Any
         for work in chosen:
             progress.update(task, description=work.name)
             sets = input_sets(work)
-            error = disagreement(work, sets[0])
-            if error > 0.02 and not work.name.startswith(OPEN):
-                fail(f"{work.name}: kernel and reference disagree by {error:.3g}")
-            kernel, reference = (graph_us(work, c, sets) for c in ("triton", "reference"))
-            taken: list[float] = []
-            base: list[float] = []
+            choices = choices_of(work)
+            for choice in choices:
+                error = disagreement(work, sets[0], choice)
+                if error > 0.02 and not work.name.startswith(OPEN):
+                    fail(f"{work.name}: {choice} and reference disagree by {error:.3g}")
+            samples = {c: graph_us(work, c, sets) for c in (*choices, "reference")}
+            us: dict[str, list[float]] = {choice: [] for choice in samples}
             for _ in range(repetitions):
-                taken.append(kernel())
-                base.append(reference())
-                run.sample(work=work.name, us=taken[-1], reference_us=base[-1])
+                for choice, sample in samples.items():
+                    us[choice].append(sample())
+                last = {FIELDS[choice]: values[-1] for choice, values in us.items()}
+                run.sample(work=work.name, **last)
+            taken = us["triton"]
             seconds = median(taken) * 1e-6
             floor = max(work.bytes / memory, work.flops / product)
             rows[work.name] = {
-                "us": spread(taken),
-                "reference_us": spread(base),
+                **{FIELDS[choice]: spread(values) for choice, values in us.items()},
                 "gb_s": work.bytes / seconds / 1e9,
                 "tflop_s": work.flops / seconds / 1e12,
                 "share": floor / seconds,
-                "speedup": paired(base, taken),
+                "speedup": paired(us["reference"], taken),
                 **plan(work),
             }
+            if "flash" in us:
+                rows[work.name]["flash_speedup"] = paired(taken, us["flash"])
             progress.advance(task)
     return {"copy_gb_s": memory / 1e9, "matmul_tflop_s": product / 1e12, "kernels": rows}
 
@@ -179,7 +195,8 @@ def plan(work: Work) -> dict[str, Any]:
 def show(record: dict[str, Any], console: Console) -> None:
     """The figures as a table; without a device, the plan."""
     grid = Grid(box=None)
-    heads = ("µs", "reference µs", "GB/s", "TFLOP/s", "of roofline") * record["measured"]
+    heads = ("µs", "flash µs", "reference µs", "GB/s", "TFLOP/s", "of roofline")
+    heads *= record["measured"]
     for head in ("kernel", *heads, "MB", "launches"):
         grid.add_column(head, justify="left" if head in ("kernel", "launches") else "right")
     for name, row in record["kernels"].items():
@@ -187,6 +204,7 @@ def show(record: dict[str, Any], console: Console) -> None:
         if record["measured"]:
             figures = [
                 f"{row['us']['median']:.2f}",
+                f"{row['flash_us']['median']:.2f}" if "flash_us" in row else "-",
                 f"{row['reference_us']['median']:.2f}",
                 f"{row['gb_s']:.0f}",
                 f"{row['tflop_s']:.1f}",

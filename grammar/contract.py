@@ -166,6 +166,10 @@ class Backend(ABC):
     @abstractmethod
     def __init__(self, vocabulary: Vocabulary) -> None: ...
 
+    def warm(self) -> None:  # noqa: B027
+        """Build what the first grammar would wait for. Safe to call from several threads, and
+        before a fork: it starts no thread."""
+
     @abstractmethod
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Compile; safe to call from several threads.

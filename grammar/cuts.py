@@ -8,6 +8,7 @@ these alone is right far more often than one that chooses among all.
 from __future__ import annotations
 
 import threading
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,13 @@ import numpy.typing as npt
 from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.types import CUT_BYTES, CUT_TOKENS
 
-# Texts whose cuts are kept: some 5 MB.
-CACHED = 4096
+Entry = TypeVar("Entry")
+# Texts whose cuts are kept, some 5 MB, and places in texts: some 5 MB.
+CACHED, CACHED_PLACES = 4096, 32768
 LENGTH_BITS = 5
 LONGEST_BYTES = (1 << LENGTH_BITS) - 1
+# A table without any.
+NOTHING = np.full(CUT_BYTES * CUT_TOKENS, -1, np.int32).tobytes()
 
 
 class Cuts:
@@ -40,6 +44,8 @@ class Cuts:
         self._lengths = {start: sorted(found) for start, found in lengths.items()}
         self._lock = threading.Lock()
         self._known: dict[bytes, npt.NDArray[np.int32]] = {}
+        # What lies behind a place, as far as a token can reach → its entries.
+        self._places: dict[bytes, bytes] = {}
 
     def of(self, text: bytes) -> npt.NDArray[np.int32]:
         """int32 ``(CUT_BYTES * CUT_TOKENS,)``, the numbers from byte 0 on, then from byte 1 on, and
@@ -47,23 +53,28 @@ class Cuts:
         text = text[: CUT_BYTES + LONGEST_BYTES]
         found = self._known.get(text)
         if found is None:
-            found = self._find(text)
-            with self._lock:
-                if len(self._known) >= CACHED and text not in self._known:
-                    del self._known[next(iter(self._known))]
-                self._known[text] = found
+            known, places = self._places, range(min(len(text), CUT_BYTES))
+            behind = [text[place : place + LONGEST_BYTES] for place in places]
+            entries = b"".join([known.get(part) or self._find(part) for part in behind])
+            found = np.frombuffer(entries + NOTHING[len(entries) :], np.int32)
+            self._keep(self._known, CACHED, text, found)
         return found
 
-    def _find(self, text: bytes) -> npt.NDArray[np.int32]:
-        found: list[int] = []
-        for start in range(min(len(text), CUT_BYTES)):
-            begins = text[start : start + 2]
-            ends = [start + length for length in (1, *self._lengths.get(begins, ()))]
-            pieces = (self._numbers.get(text[start:end]) for end in ends if end <= len(text))
-            numbers = [number for number in pieces if number is not None]
-            if len(numbers) > CUT_TOKENS:
-                half = CUT_TOKENS // 2
-                numbers = numbers[:half] + numbers[-half:]
-            found += numbers + [-1] * (CUT_TOKENS - len(numbers))
-        found += [-1] * (CUT_BYTES * CUT_TOKENS - len(found))
-        return np.array(found, np.int32)
+    def _find(self, text: bytes) -> bytes:
+        """The entries of a place with this text behind it."""
+        lengths = (1, *self._lengths.get(text[:2], ()))
+        pieces = (self._numbers.get(text[:length]) for length in lengths if length <= len(text))
+        numbers = [number for number in pieces if number is not None]
+        if len(numbers) > CUT_TOKENS:
+            half = CUT_TOKENS // 2
+            numbers = numbers[:half] + numbers[-half:]
+        numbers += [-1] * (CUT_TOKENS - len(numbers))
+        found = np.array(numbers, np.int32).tobytes()
+        self._keep(self._places, CACHED_PLACES, text, found)
+        return found
+
+    def _keep(self, known: dict[bytes, Entry], most: int, text: bytes, found: Entry) -> None:
+        with self._lock:
+            if len(known) >= most and text not in known:
+                del known[next(iter(known))]
+            known[text] = found

@@ -80,6 +80,8 @@ class ForcedRuns:
         self._weights = np.repeat([1, MAY_END], [len(words), len(stop_words)])
         self._lock = threading.Lock()
         self._known: dict[bytes, list[int]] = {}
+        # By a text's last two tokens: whether what follows may change the last one.
+        self._merges: dict[tuple[int, ...], bool] = {}
 
     def fill(
         self,
@@ -113,13 +115,13 @@ class ForcedRuns:
         drafted, child, sibling = tokens.tolist(), first_child.tolist(), next_sibling.tolist()
         # Nothing is reached behind a stop token, whether or not it is legal.
         ends = self._stops
-        linked = sum(node >= 0 and drafted[node] not in ends for node in (*child, *sibling))
+        children = children_of(drafted, child, sibling)
+        linked = sum(token not in ends for own in children.values() for token in own)
         refused = max(0, linked + 1 - sum(map(bool, reached)))
         forced = [node for node, count in enumerate(ahead) if count <= 1 and reached[node]]
         if not forced:
             return Openings(refused, {}, {}, {})
         told: dict[int, list[int]] = {}
-        children = children_of(drafted, child, sibling)
         texts = self._texts(matcher, forced, children)
         for node, text in texts.items():
             run = self.tokens(text, guesses)
@@ -213,8 +215,18 @@ class ForcedRuns:
         text = _characters(forced[:LONGEST_BYTES])
         found = self._encoded(text)
         # What follows is free, and may be one token with the end of this.
-        merges = (self._encoded(text + more)[: len(found)] != found for more in FOLLOWING)
-        return found if whole and not any(merges) else found[:-1]
+        return found if whole and not self._may_merge(tuple(found[-2:])) else found[:-1]
+
+    def _may_merge(self, last: tuple[int, ...]) -> bool:
+        """Whether text behind these two tokens may change the second."""
+        known = self._merges.get(last)
+        if known is None:
+            text = _characters(b"".join(self._text[token] for token in last))
+            wanted = self._encoded(text)
+            known = any(self._encoded(text + more)[: len(wanted)] != wanted for more in FOLLOWING)
+            if len(self._merges) < CACHED:
+                self._merges[last] = known
+        return known
 
 
 def _by_words(tokens: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], Row]:

@@ -8,6 +8,8 @@ date. Each language is that of its RFC, but for these, which allow less:
 - `email`: at most 3 hyphens in a row in the domain;
 - `idn-hostname`: labels of scripts that have no rules of context;
 - `regex`: no back-reference, no group in a group.
+
+`byte` (OpenAPI) is base64 with the spaces and line breaks that RFC 2045 lets decoders ignore.
 """
 
 from __future__ import annotations
@@ -201,7 +203,8 @@ _WHOLE = {
     "regex": _regex(1),
     "uuid": _uuid(_HEX, _HEX),
     **{f"uuid{version}": _uuid(str(version), "[89ABab]") for version in range(1, 9)},
-    **dict.fromkeys(("byte", "base64"), _base64("[A-Za-z0-9+/]")),
+    "base64": _base64("[A-Za-z0-9+/]"),
+    "byte": _base64(r"([A-Za-z0-9+/][ \r\n]*)"),
     "base64url": _base64(r"[A-Za-z0-9_\-]"),
 }
 INTEGERS = {

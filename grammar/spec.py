@@ -37,6 +37,7 @@ Kind = Literal[
 ]
 Whitespace = Literal["compact", "bounded"] | int
 KeyOrder = Literal["schema", "any"]
+Formats = Literal["assertion", "annotation"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Grammar:
         key_order: Order of an object's members: `"schema"`, or `"any"`, where each set of members
             needs a rule, so that an object may name 9. Fixed values keep theirs, and so do items
             that must differ.
+        formats: What a schema's `format` is: `"assertion"`, held as `grammar/formats.py` has it, or
+            `"annotation"`, as drafts 2019-09 and 2020-12 have it by default: nothing is held.
     """
 
     kind: Kind
@@ -76,12 +79,16 @@ class Grammar:
     faithful: bool = False
     warnings: tuple[str, ...] = field(default=(), compare=False, repr=False)
     key_order: KeyOrder = "schema"
+    formats: Formats = "assertion"
 
     def __post_init__(self) -> None:
         check_text(self.kind, self.source)
         if self.key_order not in ("schema", "any"):
             wrong = f"key_order {self.key_order!r} is not 'schema' or 'any'"
             raise GrammarError(wrong, "key_order")
+        if self.formats not in ("assertion", "annotation"):
+            wrong = f"formats {self.formats!r} is not 'assertion' or 'annotation'"
+            raise GrammarError(wrong, "formats")
         for name in ("probabilities", "faithful"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -97,6 +104,7 @@ class Grammar:
         whitespace: Whitespace = "compact",
         best_effort: bool = False,
         key_order: KeyOrder = "schema",
+        formats: Formats = "assertion",
     ) -> Grammar:
         """JSON that is valid under a schema.
 
@@ -107,6 +115,7 @@ class Grammar:
             whitespace: See the class.
             best_effort: See the class.
             key_order: See the class.
+            formats: See the class.
 
         Raises:
             GrammarError: the schema is invalid; names the path.
@@ -120,7 +129,7 @@ class Grammar:
             output, schema = schema, schema_of(schema)
         check_schema(schema)
         source, layout = canonical(schema), _layout(whitespace)
-        unheld = warnings_of(schema)
+        unheld = warnings_of(schema) if formats == "assertion" else ()
         return cls(
             "json_schema",
             source,
@@ -129,6 +138,7 @@ class Grammar:
             output=output,
             warnings=unheld,
             key_order=key_order,
+            formats=formats,
         )
 
     @classmethod
@@ -361,13 +371,14 @@ class Grammar:
                 )
 
     def _packed(self) -> list[Any]:
-        return [self.kind, self.source, self.whitespace, self.best_effort, self.key_order]
+        kept = (self.kind, self.source, self.whitespace, self.best_effort)
+        return [*kept, self.key_order, self.formats]
 
     @classmethod
     def unpacked(cls, packed: Sequence[Any]) -> Grammar:
         """A grammar from what stands of it in the source of one around it."""
-        kind, source, whitespace, best_effort, key_order = packed
-        return cls(kind, source, whitespace, best_effort, key_order=key_order)
+        kind, source, whitespace, best_effort, key_order, formats = packed
+        return cls(kind, source, whitespace, best_effort, key_order=key_order, formats=formats)
 
 
 def _layout(whitespace: Whitespace) -> Whitespace:

@@ -3,7 +3,7 @@
 Supported formats with their fields (defaults in brackets):
 
     const_string         value
-    json_schema          json_schema, [style "json"], [any_order false]
+    json_schema          json_schema, [style "json"; or one of STYLES], [any_order false]
     regex                pattern
     grammar              grammar (EBNF)
     any_text             [excludes]
@@ -17,7 +17,7 @@ Supported formats with their fields (defaults in brackets):
 
 Formats and semantics are xgrammar's (0.2.8): inside a tag, free text of `any_text` and
 `triggered_tags` never contains what ends the tag; triggered tags with `at_least_one` start with a
-tag. Formats over tokens instead of text, limits on the length of free text and the XML styles are
+tag. Formats over tokens instead of text, limits on the length of free text and other styles are
 refused.
 """
 
@@ -30,6 +30,7 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex import parse
 from overlap_spec.grammar.source import canonical, check_schema, check_text, json_path, read_json
 
+STYLES = ("json", "qwen_xml", "glm_xml", "cohere_xml", "kimi_k3_xml")
 _DEEPEST = 64
 _MOST = 1024
 _REQUIRED = object()
@@ -205,13 +206,16 @@ def _pattern(value: Any, path: str) -> str:
     return str(value)
 
 
-def _exactly(only: Any) -> Read:
-    def read_only(value: Any, path: str) -> Any:
-        if value != only or isinstance(value, bool) != isinstance(only, bool):
-            raise _error(path, f"{value!r} is not supported, only {only!r}")
-        return only
+def _style(value: Any, path: str) -> str:
+    if value not in STYLES:
+        raise _error(path, f"{value!r} is not supported; known are: {', '.join(STYLES)}")
+    return str(value)
 
-    return read_only
+
+def _in_order(value: Any, path: str) -> bool:
+    if value is not False:
+        raise _error(path, f"{value!r} is not supported, only False")
+    return False
 
 
 def _mapping(value: Any, path: str) -> Mapping[str, Any]:
@@ -248,8 +252,8 @@ _FIELDS: dict[str, dict[str, tuple[Read, Any]]] = {
     "const_string": {"value": (_text, _REQUIRED)},
     "json_schema": {
         "json_schema": (_schema, _REQUIRED),
-        "style": (_exactly("json"), "json"),
-        "any_order": (_exactly(False), False),
+        "style": (_style, "json"),
+        "any_order": (_in_order, False),
     },
     "regex": {"pattern": (_pattern, _REQUIRED)},
     "grammar": {"grammar": (_solid, _REQUIRED)},

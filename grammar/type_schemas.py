@@ -48,8 +48,23 @@ _PORT = "([1-9][0-9]{0,3}|[1-5][0-9]{4})"
 _CHAR = rf"([A-Za-z0-9\-._~!$&'()*+,;=:@]|%{_HEX}{{2}})"
 _USER = rf"(([A-Za-z0-9\-._~]|%{_HEX}{{2}}){{1,40}}(:([A-Za-z0-9\-._~]|%{_HEX}{{2}}){{0,40}})?@)?"
 _AFTER = rf"(/({_CHAR}|/){{0,100}})?(\?({_CHAR}|[/?]){{0,100}})?(#({_CHAR}|[/?]){{0,60}})?"
+_LONGEST_URL = 1500
 _ANY_SCHEME = r"[A-Za-z][A-Za-z0-9+\-]{0,20}"
 _OPAQUE = rf"(mailto|tel|urn):{_CHAR}{{1,200}}"
+
+
+_BOUNDS = ("ge", "gt", "le", "lt", "multiple_of")
+# Keys that are no texts, by their type and bound.
+_WHOLE = "[1-9][0-9]*"
+_KEYS = {
+    ("int", None): f"0|-?{_WHOLE}",
+    ("int", "ge"): f"0|{_WHOLE}",
+    ("int", "gt"): _WHOLE,
+    ("int", "le"): f"0|-{_WHOLE}",
+    ("int", "lt"): f"-{_WHOLE}",
+    ("float", None): rf"-?(0|{_WHOLE})(\.[0-9]+)?(e[+\-]?[0-9]{{1,2}})?",
+    ("bool", None): "true|false",
+}
 
 
 class TypeSchemas(GenerateJsonSchema):
@@ -78,7 +93,10 @@ class TypeSchemas(GenerateJsonSchema):
         return _pattern(_COMPLEX)
 
     def url_schema(self, schema: Any) -> JsonSchemaValue:
-        schemes = schema.get("allowed_schemes")
+        schemes, most = schema.get("allowed_schemes"), schema.get("max_length")
+        if most is not None and most < _LONGEST_URL:
+            reason = f"a URL of at most {most} characters is not supported"
+            raise PydanticInvalidForJsonSchema(reason)
         if schemes == ["file"]:
             return _pattern(f"file://(/{_CHAR}{{1,60}}){{1,10}}")
         text = f"{_schemes(schemes)}://{_USER}{_HOST}(:{_PORT})?{_AFTER}"
@@ -88,6 +106,23 @@ class TypeSchemas(GenerateJsonSchema):
         host = f"{_HOST}(:{_PORT})?"
         schemes = _schemes(schema.get("allowed_schemes"))
         return _pattern(f"{schemes}://{_USER}{host}(,{host}){{0,4}}{_AFTER}")
+
+    def dict_schema(self, schema: Any) -> JsonSchemaValue:
+        found = super().dict_schema(schema)
+        keys = schema.get("keys_schema")
+        if keys is None:
+            return found
+        pattern = self.generate_inner(keys).get("pattern")
+        if pattern is not None:
+            # Pydantic's schema lets further keys through.
+            found["propertyNames"] = {"type": "string", "pattern": pattern}
+        if keys.get("type") in ("int", "float", "bool"):
+            bounds = [name for name in _BOUNDS if keys.get(name) is not None]
+            text = _KEYS.get((keys["type"], bounds[0] if bounds else None))
+            if text is None or len(bounds) > 1 or any(keys[name] != 0 for name in bounds):
+                raise PydanticInvalidForJsonSchema("keys that are numbers may be bounded by 0 only")
+            found["propertyNames"] = _pattern(text)
+        return found
 
     def json_schema(self, schema: Any) -> JsonSchemaValue:  # noqa: ARG002
         raise PydanticInvalidForJsonSchema("JSON inside a string (pydantic.Json) is not supported")
@@ -106,7 +141,7 @@ class TypeSchemas(GenerateJsonSchema):
             number.setdefault("exclusiveMaximum", top)
             if places is None:
                 number["multipleOf"] = 1
-        if any(schema.get(name) is not None for name in ("ge", "gt", "le", "lt", "multiple_of")):
+        if any(schema.get(name) is not None for name in _BOUNDS):
             return number
         most = 28 if places is None and digits is None else places or 0
         before = f"(0|[1-9][0-9]{{0,{whole - 1}}})" if whole else "0"

@@ -152,6 +152,14 @@ class KeySpan:
         assert self.mask is not None
         return pack_mask(self.mask)
 
+    @cached_property
+    def as_int32(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Pages, prefixes, ends of prefix and causal window, and offsets, in int32, made once."""
+        offsets, batch = self.offsets, self.pages.shape[0]
+        own = self.positions.shape[0] // batch if offsets is None else offsets.diff()
+        pages, prefix, ends = (x.int() for x in (self.pages, self.prefix, self.prefix + own))
+        return pages, prefix, ends, None if offsets is None else offsets.int()
+
     def dense(self, page_size: int, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
         """:meth:`visible` repeated for ``group`` heads, as what is added to scores: 0 or -inf.
 

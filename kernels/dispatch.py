@@ -4,9 +4,10 @@
 name in ``kernels/triton/NAME.py`` is CUDA's, imported on first use, so that a machine without
 Triton never asks for it. Where a gradient is wanted the reference runs: kernels have no backward.
 
-The environment variable ``OVERLAP_SPEC_KERNELS`` (``auto``, ``reference``, ``triton``) and
-:func:`use` overrule the device, for tests and measurements: ``triton`` on CPU tensors needs
-Triton's interpreter (``TRITON_INTERPRET=1`` before Triton is imported).
+The environment variable ``OVERLAP_SPEC_KERNELS`` (``auto``, ``reference``, ``triton``, ``flash``)
+and :func:`use` overrule the device, for tests and measurements: ``triton`` on CPU tensors needs
+Triton's interpreter (``TRITON_INTERPRET=1`` before Triton is imported). ``flash`` is ``triton``,
+with FlashAttention-3 for what it can of attention (``kernels/triton/flash.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from importlib.util import find_spec
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -26,13 +28,25 @@ from overlap_spec.errors import ConfigError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-CHOICES = ("auto", "reference", "triton")
+CHOICES = ("auto", "reference", "triton", "flash")
+# FlashAttention-3's module.
+FLASH = "flash_attn_interface"
 VARIABLE = "OVERLAP_SPEC_KERNELS"
+
+
+def flash_installed() -> bool:
+    """Whether FlashAttention-3 is there to be chosen."""
+    return find_spec(FLASH) is not None
 
 
 def _checked(choice: str) -> str | None:
     if choice not in CHOICES:
         raise ConfigError(f"{VARIABLE}: {choice!r} is none of {', '.join(CHOICES)}")
+    if choice == "flash" and not flash_installed():
+        raise ConfigError(
+            f"{VARIABLE}: flash needs FlashAttention-3, whose module {FLASH} is not installed: "
+            "build it from the folder hopper of its sources, or choose auto"
+        )
     return None if choice == "auto" else choice
 
 
@@ -44,7 +58,7 @@ def use(choice: str) -> Iterator[None]:
     """Run all operations of the process as ``choice`` says, whatever their device.
 
     Raises:
-        ConfigError: ``choice`` is not ``auto``, ``reference`` or ``triton``.
+        ConfigError: ``choice`` is none of :data:`CHOICES`, or what it needs is not installed.
     """
     global _forced
     before, _forced = _forced, _checked(choice)
@@ -52,6 +66,11 @@ def use(choice: str) -> Iterator[None]:
         yield
     finally:
         _forced = before
+
+
+def wants_flash() -> bool:
+    """Whether attention is to take FlashAttention-3 where it can."""
+    return _forced == "flash"
 
 
 def operation(reference: Callable[P, R]) -> Callable[P, R]:

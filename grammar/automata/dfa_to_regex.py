@@ -8,10 +8,10 @@ from overlap_spec.grammar.automata.regex_ast import EMPTY, Node, Repetition, alt
 
 # An expression, and how many character classes it has.
 Sized = tuple[Node, int]
-# States and classes up to which an automaton becomes an expression. Rules for its states are as
-# good where it has no loops; where it has, a library's lexer reads expressions alone.
-_MOST_STATES, _MOST_STATES_LOOPED = 48, 256
-_LONGEST, _LONGEST_LOOPED = 3000, 8000
+# States and classes up to which an automaton becomes an expression: a library's lexer reads these
+# alone.
+_MOST_STATES = 256
+_LONGEST = 25_000
 
 
 def to_node(dfa: Dfa, escape: Escape) -> Node | None:
@@ -22,9 +22,8 @@ def to_node(dfa: Dfa, escape: Escape) -> Node | None:
     smallest regular expression for a given regular language", 2004).
     """
     end = len(dfa.moves)
-    if end > _MOST_STATES_LOOPED or (end > _MOST_STATES and not _loops(dfa)):
+    if end > _MOST_STATES:
         return None
-    longest = _LONGEST if end <= _MOST_STATES else _LONGEST_LOOPED
     edges: dict[int, dict[int, Sized]] = {state: {} for state in range(end + 1)}
     for state in range(end):
         for to, members in dfa.targets(state).items():
@@ -41,28 +40,13 @@ def to_node(dfa: Dfa, escape: Escape) -> Node | None:
     while left:
         state = min(left, key=lambda one: _growth(edges, into, one))
         left.remove(state)
-        if not _eliminate(edges, into, state, longest):
+        if not _eliminate(edges, into, state):
             return None
     loop = edges[0].pop(0, None)
     tail = edges[0].get(end)
     if tail is None:
         return None
     return concat(Repetition(loop[0], 0, None), tail[0]) if loop is not None else tail[0]
-
-
-def _loops(dfa: Dfa) -> bool:
-    """Whether a state leads back to itself."""
-    left = [0] * len(dfa.moves)
-    for moves in dfa.moves:
-        for _, _, to in moves:
-            left[to] += 1
-    pending = [state for state, count in enumerate(left) if count == 0]
-    for state in pending:
-        for _, _, to in dfa.moves[state]:
-            left[to] -= 1
-            if left[to] == 0:
-                pending.append(to)
-    return len(pending) < len(left)
 
 
 def _growth(edges: dict[int, dict[int, Sized]], into: dict[int, set[int]], state: int) -> int:
@@ -77,9 +61,7 @@ def _growth(edges: dict[int, dict[int, Sized]], into: dict[int, set[int]], state
     )
 
 
-def _eliminate(
-    edges: dict[int, dict[int, Sized]], into: dict[int, set[int]], state: int, longest: int
-) -> bool:
+def _eliminate(edges: dict[int, dict[int, Sized]], into: dict[int, set[int]], state: int) -> bool:
     """Remove a state; False if an expression becomes too long."""
     out = edges.pop(state)
     loop = out.pop(state, None)
@@ -95,7 +77,7 @@ def _eliminate(
             path = head if node == EMPTY else (concat(head[0], node), head[1] + size)
             if to in ways:
                 path = alternate(ways[to][0], path[0]), ways[to][1] + path[1]
-            if path[1] > longest:
+            if path[1] > _LONGEST:
                 return False
             ways[to] = path
             into[to].add(other)

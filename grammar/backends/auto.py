@@ -8,7 +8,7 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher
 from overlap_spec.grammar.dialects.lark import to_lark
-from overlap_spec.grammar.ir.route import CHARACTERS, FOREIGN, Route, route
+from overlap_spec.grammar.ir.route import CHARACTERS, FOREIGN, LEXEMES, Route, route
 from overlap_spec.grammar.lowering import lower
 from overlap_spec.grammar.parsing.ebnf import ForeignConstruct
 from overlap_spec.grammar.spec import Grammar
@@ -24,6 +24,10 @@ class AutoBackend(Backend):
         self.vocabulary = vocabulary
         self._lock = threading.Lock()
         self._built: dict[str, Backend] = {}
+
+    def warm(self) -> None:
+        # Most grammars go there, and its view of a large vocabulary takes half a second.
+        self._backend(LEXEMES[0]).warm()
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         found = _route(grammar)

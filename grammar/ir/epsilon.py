@@ -29,7 +29,7 @@ class EpsilonFree:
         root_nullable: Whether the grammar matched the empty text.
         plain: The exceptions: rules `name*` that still match the empty text, each a repetition of
             characters, mapped to the rule `name` that does not.
-        excepts: As in `Syntax`, of the rules of both names.
+        excepts, quoted: As in `Syntax`, of the rules of both names.
     """
 
     def __init__(self, syntax: Syntax) -> None:
@@ -40,12 +40,15 @@ class EpsilonFree:
         self.rules: dict[str, Node] = {}
         self.plain: dict[str, str] = {}
         for name, body in syntax.rules.items():
-            found = self._of(body)
+            # A token inside a string stays one lexeme: only its whole text must not be empty.
+            whole = name in syntax.quoted and name not in self._nullable
+            found = body if whole and not references(body) else self._of(body)
             if found is not None and name not in self._blank:
                 self.rules[name] = found
         owners = {name: self.plain.get(name, name) for name in self.rules}
         known = syntax.excepts
         self.excepts = {n: known[owner] for n, owner in owners.items() if owner in known}
+        self.quoted = {n for n, owner in owners.items() if owner in syntax.quoted}
 
     @property
     def syntax(self) -> Syntax:

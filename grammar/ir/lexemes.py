@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from overlap_spec.grammar.automata.charset import ALL, negate
+from overlap_spec.grammar.automata.charset import ALL, intersect, negate
 from overlap_spec.grammar.automata.regex_ast import (
     Alternation,
     CharClass,
@@ -29,7 +29,8 @@ from overlap_spec.grammar.ir.syntax import Syntax
 _MOST_SETS = 5_000
 """Beyond this many sets of states, the proof is given up and lexemes are characters."""
 _MOST_ROUNDS = 16
-_QUOTE = ((0x22, 0x22),)
+_QUOTE, _BACKSLASH = ((0x22, 0x22),), ((0x5C, 0x5C),)
+_SPECIAL = _QUOTE + _BACKSLASH
 _MARKS = [((ord(mark), ord(mark)),) for mark in "{}[],:"]
 
 
@@ -42,6 +43,7 @@ class Lexemes:
         lexed: Lexemes and the rules that they refer to; none is recursive.
         names: The lexemes among `lexed`.
         excepts: As in `Syntax`, of those in `lexed`.
+        quoted: As in `Syntax`, of those in `lexed`.
         may_be_empty: Whether the empty text is allowed, which no rule matches.
         by_characters: Whether every lexeme is a single character.
     """
@@ -50,6 +52,7 @@ class Lexemes:
     lexed: dict[str, Node] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     excepts: dict[str, tuple[Node, ...]] = field(default_factory=dict)
+    quoted: set[str] = field(default_factory=set)
     may_be_empty: bool = False
     by_characters: bool = False
 
@@ -67,7 +70,7 @@ def cut(syntax: Syntax) -> Lexemes:
 
 def _one(grammar: EpsilonFree) -> Lexemes:
     names = ["root"] if "root" in grammar.rules else []
-    return Lexemes({}, dict(grammar.rules), names, {}, grammar.root_nullable)
+    return Lexemes({}, dict(grammar.rules), names, may_be_empty=grammar.root_nullable)
 
 
 def _longest(grammar: EpsilonFree) -> Lexemes | None:
@@ -97,9 +100,13 @@ class _Cutter:
         self.leaves = {
             name
             for name, body in grammar.rules.items()
-            if not references(body) and not _has_quote(body)
+            if not references(body) and (name in grammar.quoted or not _has_quote(body))
         }
-        self.made = Lexemes(may_be_empty=grammar.root_nullable, by_characters=not self.whole)
+        self.made = Lexemes(
+            quoted=grammar.quoted,
+            may_be_empty=grammar.root_nullable,
+            by_characters=not self.whole,
+        )
         self.known: dict[Node, str] = {}
 
     def cut(self) -> Lexemes:
@@ -224,13 +231,12 @@ def conflict(lexemes: Lexemes) -> dict[str, int]:
     owners: list[tuple[str, int]] = []
     quoted: list[str] = []
     for name in lexemes.names:
-        whole = flat.of(name)
-        if _is_quoted(whole):
+        if _is_quoted(lexemes.lexed[name], lexemes.quoted):
             quoted.append(name)
             starts[name] = starts.get(quoted[0], -1)
             if len(quoted) > 1:
                 continue
-            whole = _QUOTED
+        whole = _QUOTED if quoted[-1:] == [name] else flat.of(name)
         node = starts[name] = network.node()
         for i, part in enumerate(whole.parts if isinstance(whole, Concat) else (whole,)):
             node = network.add_whole(part, node)
@@ -267,8 +273,8 @@ _QUOTED = Concat(
         Repetition(
             Alternation(
                 (
-                    CharClass(negate(((0x22, 0x22), (0x5C, 0x5C)))),
-                    Concat((CharClass(((0x5C, 0x5C),)), CharClass(ALL))),
+                    CharClass(negate(_SPECIAL)),
+                    Concat((CharClass(_BACKSLASH), CharClass(ALL))),
                 )
             ),
             0,
@@ -279,32 +285,24 @@ _QUOTED = Concat(
 )
 
 
-def _is_quoted(whole: Node) -> bool:
-    """Whether `_QUOTED` matches everything that an expression does, and may replace it.
+def _is_quoted(lexeme: Node, quoted: set[str]) -> bool:
+    """Whether a lexeme is a JSON string, for which `_QUOTED` may stand.
 
-    There may be hundreds of such lexemes, one for the keys of each object.
+    There may be hundreds of them, one for each key.
     """
-    parts = whole.parts if isinstance(whole, Concat) else ()
+    parts = lexeme.parts if isinstance(lexeme, Concat) else ()
     if len(parts) < 2 or not (_is_quote(parts[0]) and _is_quote(parts[-1])):
         return False
-    network = Network(loops=True)
-    start = network.node()
-    end = network.add(Concat(parts[1:-1]), start)
-    seen = {(start, False)}
-    pending = [(start, False)]
-    while pending:
-        node, escaped = pending.pop()
-        if node == end and escaped:
+    inside = iter(parts[1:-1])
+    for part in inside:
+        token = part.body if isinstance(part, Repetition) else part
+        if isinstance(token, Ref) and token.name in quoted:
+            continue
+        if not isinstance(part, CharClass):
             return False
-        found = [(target, escaped) for target in network.steps[node]]
-        for low, high, target in network.bytes[node]:
-            if not escaped and (low <= 0x22 <= high or (low <= 0x5C <= high and low < high)):
-                return False
-            if escaped and high > 0x7F:
-                return False
-            found.append((target, not escaped and low == 0x5C))
-        pending += [place for place in found if place not in seen]
-        seen.update(found)
+        escapes = part.members == _BACKSLASH
+        if (next(inside, None) is None) if escapes else intersect(part.members, _SPECIAL):
+            return False
     return True
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.charset import UTF8_LENGTHS, Ranges
 from overlap_spec.grammar.automata.regex_ast import (
@@ -166,6 +168,7 @@ class Closures:
         return bool(self.network.bytes[node]) or not self.network.steps[node]
 
 
+@lru_cache(8192)
 def utf8_spans(low: int, high: int) -> list[tuple[tuple[int, int], ...]]:
     """The UTF-8 encodings of a range of code points, as products of byte ranges."""
     found: list[tuple[tuple[int, int], ...]] = []

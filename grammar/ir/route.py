@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from overlap_spec.grammar.automata.dfa import Dfa
 from overlap_spec.grammar.automata.regex_ast import CharClass, Node, Repetition, parts_of
 from overlap_spec.grammar.ir.syntax import Syntax
-from overlap_spec.grammar.ir.tokens import Except
+from overlap_spec.grammar.ir.tokens import Except, Token
 
 _SMALL_RULES = 24
 _LONG_COUNT = 16
+# Beyond, xgrammar compiles an automaton for seconds.
+_MOST_STATES = 600
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Route:
 FOREIGN = Route(("xgrammar",), "a construct of xgrammar's own")
 CHARACTERS = Route(("xgrammar", "outlines", "llguidance"), "no lexemes longer than a character")
 LEXEMES = ("llguidance", "xgrammar", "outlines")
+# llguidance would read it by characters, and may find that too much in the midst of a text.
+AUTOMATON = Route(CHARACTERS.backends, "an automaton that is too large for an expression")
 SMALL = Route(("xgrammar", "llguidance", "outlines"), "a small grammar")
 
 
@@ -44,6 +49,8 @@ def route(syntax: Syntax) -> Route:
     If it starts with llguidance and all lexemes turn out to be single characters, `CHARACTERS` is
     better.
     """
+    if any(map(_is_large, syntax.tokens.values())):
+        return AUTOMATON
     rules = syntax.loops.rules
     count = max(map(longest_count, rules.values()), default=0)
     if count > _LONG_COUNT:
@@ -53,6 +60,12 @@ def route(syntax: Syntax) -> Route:
     if len(rules) > _SMALL_RULES:
         return Route(LEXEMES, f"{len(rules)} rules")
     return SMALL
+
+
+def _is_large(token: Token) -> bool:
+    """Whether a token is an automaton that becomes no expression, and that xgrammar reads soon."""
+    language = token.language
+    return isinstance(language, Dfa) and len(language.moves) <= _MOST_STATES and token.node is None
 
 
 def longest_count(node: Node) -> int:

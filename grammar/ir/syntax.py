@@ -9,7 +9,7 @@ from functools import cached_property
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.dfa import Dfa
-from overlap_spec.grammar.automata.escape import Escape
+from overlap_spec.grammar.automata.escape import Escape, plain
 from overlap_spec.grammar.automata.regex_ast import (
     EMPTY,
     CharClass,
@@ -35,11 +35,13 @@ class Syntax:
             alternative.
         tokens: By name, among the names of the rules.
         excepts: By name of a rule, what its expression wrongly allows (see :meth:`loops`).
+        quoted: Rules that were tokens inside JSON strings: a quote in them is one behind a `\\`.
     """
 
     rules: dict[str, Node]
     tokens: dict[str, Token] = field(default_factory=dict)
     excepts: dict[str, tuple[Node, ...]] = field(default_factory=dict)
+    quoted: frozenset[str] = frozenset()
 
     @cached_property
     def plain(self) -> Syntax:
@@ -64,7 +66,8 @@ class Syntax:
             else:
                 assert isinstance(token.language, Dfa)
                 rules |= states(name, token.language, token.escape)
-        return Syntax(rules, {}, excepts)
+        quoted = (name for name, token in self.tokens.items() if token.escape is not plain)
+        return Syntax(rules, {}, excepts, frozenset(quoted))
 
     @cached_property
     def recursive(self) -> frozenset[str]:

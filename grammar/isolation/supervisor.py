@@ -97,6 +97,8 @@ class Supervisor:
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.wakes[0], selectors.EVENT_READ, None)
         self.loaders = ThreadPoolExecutor(LOADERS, "grammar-load")
+        # While the fork server does the same.
+        self.loaders.submit(self.backend.warm)
         try:
             while is_wanted():
                 self._take_mail()

@@ -78,7 +78,12 @@ def _lower(rules: Rules, grammar: Grammar) -> Node:
 
 
 def _schema(rules: Rules, grammar: Grammar, schema: Any) -> SchemaLowering:
-    any_order = grammar.key_order == "any"
     return SchemaLowering(
-        schema, grammar.whitespace, grammar.best_effort, rules, grammar.apart, any_order
+        schema,
+        grammar.whitespace,
+        grammar.best_effort,
+        rules,
+        grammar.apart,
+        any_order=grammar.key_order == "any",
+        formats=grammar.formats == "assertion",
     )

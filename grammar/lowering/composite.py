@@ -13,6 +13,7 @@ from typing import Any
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex_ast import EMPTY, Node, Ref
 from overlap_spec.grammar.ir.rules import Rules, choice, literal, repeat, sequence
+from overlap_spec.grammar.lowering.elements import lower_elements
 from overlap_spec.grammar.lowering.free_text import free_start, free_text
 from overlap_spec.grammar.reasoning import GAP, MOST_GAP
 from overlap_spec.grammar.spec import Grammar
@@ -68,6 +69,10 @@ class _Parts:
         layout = self._grammar.whitespace
         return self.add(Grammar.json_schema(schema, whitespace=layout, best_effort=best_effort))
 
+    def elements(self, schema: Any, style: str) -> Node:
+        """The rule of an object's members as elements."""
+        return self.rules.add(lower_elements(self.rules, schema, self._grammar.whitespace, style))
+
 
 class _Tags:
     def __init__(self, parts: _Parts) -> None:
@@ -78,6 +83,8 @@ class _Tags:
         kind = form["type"]
         if kind == "const_string":
             return literal(form["value"])
+        if kind == "json_schema" and form["style"] != "json":
+            return self.parts.elements(form["json_schema"], form["style"])
         if kind == "json_schema":
             return self.parts.json(form["json_schema"])
         if kind == "regex":

@@ -60,10 +60,11 @@ class Resolver:
     Args:
         root: The document.
         best_effort: Leave out a keyword that cannot be enforced, instead of refusing it.
+        formats: Whether `format` is held, rather than an annotation.
     """
 
-    def __init__(self, root: Any, best_effort: bool) -> None:
-        self.best_effort = best_effort
+    def __init__(self, root: Any, best_effort: bool, formats: bool = True) -> None:
+        self.best_effort, self.formats = best_effort, formats
         self.references = References(root)
         dialect = root.get("$schema", "") if isinstance(root, dict) else ""
         self.contains_evaluates = "2019-09" not in str(dialect)
@@ -84,9 +85,7 @@ class Resolver:
             return ANY if schema else NOTHING
         key = (id(schema), scope)
         if key not in self._docs:
-            plain = keywords.constraints(schema)
-            if "$ref" in plain and self.references.stand_alone:
-                plain = {"$ref": plain["$ref"]}
+            plain = self._constraints(schema)
             # Annotations are ignored, but a misspelt keyword must be reported.
             text = json.dumps(plain) if self.best_effort or keywords.is_known(schema) else None
             found: Expr = Doc(text or json.dumps(schema), scope, schema, path)
@@ -129,12 +128,17 @@ class Resolver:
         try:
             if not self.best_effort:
                 keywords.check(doc.schema, doc.path)
-            plain = keywords.constraints(doc.schema)
-            if "$ref" in plain and self.references.stand_alone:
-                plain = {"$ref": plain["$ref"]}
-            return read(plain, doc.path)
+            return read(self._constraints(doc.schema), doc.path)
         finally:
             self._scope = around
+
+    def _constraints(self, schema: dict[str, Any]) -> dict[str, Any]:
+        plain = keywords.constraints(schema)
+        if not self.formats:
+            plain.pop("format", None)
+        if "$ref" in plain and self.references.stand_alone:
+            return {"$ref": plain["$ref"]}
+        return plain
 
     def _document(self, plain: dict[str, Any], path: str) -> Shapes:
         if any(plain.get(keyword, True) not in (True, {}) for keyword in evaluated.KEYWORDS):

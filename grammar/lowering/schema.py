@@ -51,6 +51,7 @@ class SchemaLowering:
         apart: Leave items and keys that must differ, and that no rules keep apart, to a matcher
             that looks at them; :attr:`looks` tells whether there are such.
         any_order: Write members in any order, but inside items that must differ.
+        formats: Whether `format` is held, rather than an annotation.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class SchemaLowering:
         rules: Rules,
         apart: bool = False,
         any_order: bool = False,
+        formats: bool = True,
     ) -> None:
         self.root = root
         self.rules = rules
@@ -68,7 +70,7 @@ class SchemaLowering:
         self.orders = Orders(self.rules, self.layout) if any_order else None
         self.best_effort = best_effort
         self.apart, self.looks = apart, False
-        self.resolver = Resolver(root, best_effort)
+        self.resolver = Resolver(root, best_effort, formats)
         self.values = Values(self.resolver)
         self._known: dict[tuple[Expr, int, Once], Node | None] = {}
         self._recursive: set[tuple[Expr, int, Once]] = set()
@@ -113,7 +115,7 @@ class SchemaLowering:
         parts = [
             part
             for shape in self.resolver.shapes(expr)
-            for part in self._ways(shape, path, depth, once)
+            for part in self.ways(shape, path, depth, once)
         ]
         found = choice(parts) if parts else None
         if key in self._recursive or len(parts) > 1:
@@ -124,7 +126,8 @@ class SchemaLowering:
         self._known[key] = found
         return found
 
-    def _ways(self, shape: Shape, path: str, depth: int, once: Once) -> list[Node]:
+    def ways(self, shape: Shape, path: str, depth: int, once: Once = Once.NO) -> list[Node]:
+        """Expressions whose union is a shape, at `depth`."""
         try:
             return self._shape(shape, path, depth, once)
         except GrammarError:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from overlap_spec.kernels.attention import USUAL, KeySpan, Scoring
+from overlap_spec.kernels.triton import flash
 from overlap_spec.kernels.triton.bits import pack_mask
 from overlap_spec.kernels.triton.cache import move_kv, page_slots, rotate_and_store
 from overlap_spec.kernels.triton.elementwise import soft_sign
@@ -236,6 +237,9 @@ def tree_attention(
     batch, page_size, kv_heads = span.pages.shape[0], k_cache.shape[1], k_cache.shape[2]
     group, device, size = heads // kv_heads, q.device, max(16, power_of_two(dim))
     ragged, tree = span.offsets is not None, span.mask is not None
+    apart = flash.takes(q, span, window, scoring)
+    if apart and not tree:
+        return flash.attend(q, k_cache, v_cache, span, window, scoring)[0].flatten(1)
     queries = span.longest if ragged else total // batch
     width = span.mask.shape[1] if span.mask is not None else queries
     tuned = _blocks(queries * group, ragged and not tree, size, q.dtype, device)
@@ -244,10 +248,15 @@ def tree_attention(
     working = min(tiles * batch, total * group // tuned["rows"] + batch)
     pages, q = span.pages.contiguous(), q if q.stride(2) == 1 else q.contiguous()
     shares = _shares(tuned, working * kv_heads, pages.shape[1] * page_size, device)
+    splits, least = shares, max(1, tuned["split_keys"] // tuned["keys"])
+    if apart:
+        # The tree's own keys, of which the first of two shares has all: of its prefix no key is
+        # within a window of 1.
+        window, shares, splits, least = 1, 1, 2, power_of_two(width // tuned["keys"] + 2)
     out = torch.empty(total, heads * dim, dtype=q.dtype, device=device)
     part, log_sum = out, out
-    if shares > 1:
-        part = torch.empty(total * heads, shares, dim, dtype=torch.float32, device=device)
+    if splits > 1:
+        part = torch.empty(total * heads, splits, dim, dtype=torch.float32, device=device)
         log_sum = torch.empty(part.shape[:2], dtype=torch.float32, device=device)
     scale, cap, sinks = scoring
     # Scores are taken in base 2; under a cap only once they have been bent.
@@ -262,11 +271,13 @@ def tree_attention(
         width, span.first, window or 0, kv_heads * dim, dim, factor, (cap or 0.0) * LOG2_E,
         HEADS=kv_heads, GROUP=group, DIM=dim, PAGE=page_size, RAGGED=ragged,
         TREE=tree, WINDOW=window is not None, CAP=cap is not None, SINK=sinks is not None,
-        SPLITS=shares, LEAST=max(1, tuned["split_keys"] // tuned["keys"]), ROWS=tuned["rows"],
+        SPLITS=splits, LEAST=least, ROWS=tuned["rows"],
         KEYS=tuned["keys"], SIZE=size, WORDS=-(-width // 64),
         num_warps=tuned["num_warps"], num_stages=tuned["num_stages"],
     )  # fmt: skip
-    if shares > 1:
+    if apart:
+        flash.join(part, log_sum, flash.attend(q, k_cache, v_cache, span, None, scoring), out)
+    elif shares > 1:
         launch(
             _merge, (total * heads,), part, log_sum, out,
             DIM=dim, SPLITS=shares, PARTS=power_of_two(shares), SIZE=size, num_warps=4,

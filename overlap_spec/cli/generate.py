@@ -71,6 +71,7 @@ def generate(
             handles = [engine.submit(messages, grammar, each, **options) for each in samples]
         outputs = [follow(engine, handle, write) for handle in handles]
         if trace is not None:
+            engine.gather_spans()
             engine.timeline.write_trace(trace)
     if stats:
         for made in outputs:

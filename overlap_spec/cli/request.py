@@ -14,7 +14,7 @@ from overlap_spec.config import Help
 from overlap_spec.errors import ConfigError, GrammarError, InvalidRequest
 
 if TYPE_CHECKING:
-    from overlap_spec.grammar.spec import Grammar, KeyOrder
+    from overlap_spec.grammar.spec import Formats, Grammar, KeyOrder
     from overlap_spec.types import SamplingParams
 
 Flags = TypeVar("Flags")
@@ -44,6 +44,9 @@ class ConstraintFlags:
     key_order: Annotated[
         str, Help("Order of members under --schema: schema, or any (up to 9 named ones).")
     ] = "schema"
+    formats: Annotated[
+        str, Help("What format is under --schema: assertion (held), or annotation.")
+    ] = "assertion"
     best_effort: Annotated[bool, Help(SERVER_HELP["best_effort"], ("--best-effort",))] = False
 
     def asked(self) -> list[str]:
@@ -86,6 +89,7 @@ class ConstraintFlags:
                 whitespace=layout,
                 best_effort=self.best_effort,
                 key_order=cast("KeyOrder", self.key_order),
+                formats=cast("Formats", self.formats),
             )
         if self.regex:
             return Grammar.regex(self.regex)

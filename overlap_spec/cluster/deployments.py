@@ -17,8 +17,9 @@ from starlette.types import ASGIApp, Message
 from overlap_spec.async_engine import AsyncEngine
 from overlap_spec.cluster.calls import Answer, HttpCall, Messages, run_call, run_whole
 from overlap_spec.cluster.front import REPLICA_HEADER, Front, ReplicaLost
-from overlap_spec.cluster.prefixes import capacity_of, slack_of
-from overlap_spec.cluster.settings import ClusterSettings
+from overlap_spec.cluster.prefixes import SAMPLE, capacity_of, slack_of
+from overlap_spec.cluster.router import BLOCKS
+from overlap_spec.cluster.settings import ClusterSettings, gpus_of
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import EngineUnavailable, QueueFull
 from overlap_spec.server.app import create_app
@@ -49,6 +50,13 @@ class EngineReplica:
         self._reader = service.constraints.reader
         await self._engine.start()
         await self._reader.warm()
+        pages = (await self._engine.snapshot())["pages"]
+        sample_tokens = len(self._engine.tokenizer.encode(SAMPLE))
+        self._blocks = capacity_of(pages * plan.config.page_size, sample_tokens)
+
+    def record_routing_stats(self) -> dict[str, int]:
+        """See Ray Serve: what the routers are told of this replica."""
+        return {BLOCKS: self._blocks}
 
     async def respond(self, call: HttpCall) -> AsyncIterator[Messages]:
         """The messages of an answer, all that have come at a time."""
@@ -132,13 +140,12 @@ def build(plan: ServerPlan, cluster: ClusterSettings) -> serve.Application:
             request_router_class="overlap_spec.cluster.router:Router",
             request_router_kwargs={
                 "routing": cluster.routing,
-                "capacity": capacity_of(plan.config.max_total_tokens),
                 "slack": slack_of(plan.config.max_running_requests),
             },
         ),
         ray_actor_options={
             "num_cpus": cluster.cpus_per_replica,
-            "num_gpus": gpus_of(plan.config, cluster),
+            "num_gpus": gpus_of(plan.config, cluster, ray.cluster_resources().get("GPU", 0.0)),
         },
         **_life(plan),
     )
@@ -185,12 +192,3 @@ def _most_open(config: EngineConfig) -> int:
     """Requests that a replica is given: a batch, and some to fill it up from; the others wait in
     the front for whichever replica is free first."""
     return config.max_running_requests + max(2, config.max_running_requests // 4)
-
-
-def gpus_of(config: EngineConfig, cluster: ClusterSettings) -> float:
-    """GPUs of one replica."""
-    if cluster.gpus_per_replica is not None:
-        return cluster.gpus_per_replica
-    if config.device == "cpu" or not ray.cluster_resources().get("GPU"):
-        return 0.0
-    return 1.0

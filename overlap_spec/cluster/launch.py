@@ -13,7 +13,8 @@ from types import FrameType
 from typing import Any
 
 from overlap_spec.cluster import require_ray
-from overlap_spec.cluster.settings import ClusterSettings
+from overlap_spec.cluster.settings import ClusterSettings, gpus_of
+from overlap_spec.config import EngineConfig
 from overlap_spec.errors import ConfigError, EngineUnavailable
 from overlap_spec.server.launch import ServerPlan
 from overlap_spec.server.run import LOG_FORMAT, bind, check_certificate
@@ -48,7 +49,7 @@ def launch(plan: ServerPlan, cluster: ClusterSettings, log_level: str) -> None:
     address, port = _free_address(plan.settings)
     signals = Signals()
     # A signal before anything is served ends the command too.
-    with suppress(Stop), signals.caught(), _ray(cluster), signals.caught():
+    with suppress(Stop), signals.caught(), _ray(plan.config, cluster), signals.caught():
         _run(plan, cluster, address, port, log_level, signals)
 
 
@@ -134,7 +135,7 @@ def _run(
 
 
 @contextmanager
-def _ray(cluster: ClusterSettings) -> Iterator[None]:
+def _ray(config: EngineConfig, cluster: ClusterSettings) -> Iterator[None]:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import ray
@@ -149,16 +150,21 @@ def _ray(cluster: ClusterSettings) -> Iterator[None]:
         raise EngineUnavailable(f"{where} cannot be started or reached: {error}") from None
     try:
         if cluster.ray_address is None:
-            _check_room(cluster, ray.cluster_resources())
+            check_room(config, cluster, ray.cluster_resources())
         yield
     finally:
         ray.shutdown()
 
 
-def _check_room(cluster: ClusterSettings, there: dict[str, float]) -> None:
-    """Raise ConfigError where replicas would wait for ever for cores or GPUs."""
+def check_room(config: EngineConfig, cluster: ClusterSettings, there: dict[str, float]) -> None:
+    """Raise ConfigError where replicas would wait for ever for cores or GPUs.
+
+    Args:
+        there: What Ray's cluster has, by Ray's names.
+    """
     count = cluster.max_replicas or cluster.replicas or 1
-    asked = {"CPU": cluster.cpus_per_replica, "GPU": cluster.gpus_per_replica or 0.0}
+    gpus = gpus_of(config, cluster, there.get("GPU", 0.0))
+    asked = {"CPU": cluster.cpus_per_replica, "GPU": gpus}
     for name, each in asked.items():
         if each * count > there.get(name, 0.0):
             raise ConfigError(

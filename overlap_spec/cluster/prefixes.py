@@ -10,19 +10,28 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from random import Random
+from typing import NamedTuple
 
 import msgspec
 
 # Bytes of a block: about a page of the KV cache, at 4 bytes a token and 16 tokens a page.
 BLOCK_BYTES = 64
-BYTES_PER_TOKEN = 4
 # Blocks of a prompt that are looked at: 128 KiB.
 MOST_BLOCKS = 2048
-# Tokens of a replica's KV cache, where it is not told how many they are.
-USUAL_TOKENS = 2**19
+# Blocks of a replica that has not told yet how many its KV cache holds.
+USUAL_BLOCKS = 2**15
+# Of a cache, what is counted on for prompts: answers and requests that run take the rest, and to
+# count on too much costs more hits than on too little (``bench.cluster_model``).
+PROMPTS_SHARE = 0.75
+# What a token stands for in bytes is measured on it: prose, and data as a schema has them.
+SAMPLE = (
+    "You are a careful assistant. Read the message below, and answer in one short paragraph, or in "
+    "the form that is asked for; say so where the text does not tell. Anna Keller of 14 Mill Road "
+    "ordered 3 lamps on 2026-04-17 and paid 89.90 EUR. "
+    '{"name": "Anna Keller", "items": [{"product": "lamp", "count": 3}], "paid": true}'
+)
 # Replicas whose memories differ by less are as good as each other for a new prompt.
 EIGHTHS = 8
 RAW = msgspec.Raw(b"")
@@ -70,9 +79,13 @@ def blocks_of(text: bytes) -> Blocks:
     return tuple(found)
 
 
-def capacity_of(tokens: int | None) -> int:
-    """Blocks that a KV cache of so many tokens holds; None means that the size is not known."""
-    return max(1, (tokens or USUAL_TOKENS) * BYTES_PER_TOKEN // BLOCK_BYTES)
+def capacity_of(tokens: int, sample_tokens: int) -> int:
+    """Blocks of prompts that a KV cache of so many tokens holds.
+
+    Args:
+        sample_tokens: Tokens that :data:`SAMPLE` has.
+    """
+    return max(1, int(PROMPTS_SHARE * tokens * len(SAMPLE) / sample_tokens / BLOCK_BYTES))
 
 
 def slack_of(running: int) -> int:
@@ -85,8 +98,7 @@ def slack_of(running: int) -> int:
     return max(4, running // 4)
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A replica, and how many of the prompt's blocks it is known to have."""
 
     replica: str
@@ -94,10 +106,11 @@ class Choice:
 
 
 class PrefixMap:
-    """The blocks that each replica was sent, bounded for each.
+    """The blocks that each replica was sent, bounded for each: a map that keeps more than a cache
+    does sends prompts where they are not any more.
 
     Args:
-        capacity: Blocks that are kept of a replica.
+        capacity: Blocks that are kept of a replica that has not told how many it holds.
         slack: Requests that a replica may have open beyond the least busy one's and still be
             chosen for what it has computed.
         seed: Of what is drawn among replicas that are alike, for a prompt without blocks; None
@@ -108,19 +121,28 @@ class PrefixMap:
         self.capacity, self.slack = capacity, slack
         self._random = Random(seed)
         self._held: dict[str, OrderedDict[int, None]] = {}
+        self._capacities: dict[str, int] = {}
 
-    def keep(self, replicas: Sequence[str]) -> None:
-        """Forget all replicas but these."""
+    def keep(self, replicas: Mapping[str, int | None]) -> None:
+        """Forget all replicas but these.
+
+        Args:
+            replicas: How many blocks each holds; None: it has not told.
+        """
         self._held = {name: self._held.get(name) or OrderedDict() for name in replicas}
+        self._capacities = {name: told for name, told in replicas.items() if told is not None}
+        for name in replicas:
+            self.insert(name, ())
 
     def insert(self, replica: str, blocks: Blocks) -> None:
         """Note that a replica computes, or has used again, a prompt."""
         held = self._held.setdefault(replica, OrderedDict())
+        capacity = self._capacities.get(replica, self.capacity)
         # The longest first: it is forgotten before what it begins with.
-        for block in reversed(blocks[: self.capacity]):
+        for block in reversed(blocks[:capacity]):
             held[block] = None
             held.move_to_end(block)
-        while len(held) > self.capacity:
+        while len(held) > capacity:
             held.popitem(last=False)
 
     def matched(self, replica: str, blocks: Blocks) -> int:
@@ -145,20 +167,22 @@ class PrefixMap:
         if not loads:
             return []
         most = min(loads.values()) + self.slack
-
-        def key(choice: Choice) -> tuple[bool, int, int, int]:
-            load = loads[choice.replica]
-            filled = EIGHTHS * len(self._held.get(choice.replica, ())) // self.capacity
-            return load > most, -choice.matched, load, filled
-
-        ranked = sorted((Choice(name, self.matched(name, blocks)) for name in loads), key=key)
-        # Of the best alone: a hash of each of a thousand would take longer than all the rest.
-        best = key(ranked[0])
         # Without a prompt to go by, routers that agreed would all send to the same replica.
         start = blocks[0] if blocks else self._random.getrandbits(64)
-        alike = [choice for choice in ranked if key(choice) == best]
-        alike.sort(key=lambda choice: _weight(choice.replica, start))
-        return alike + ranked[len(alike) :]
+        # Plain tuples, and one look at most replicas: there may be a thousand.
+        keys = list[tuple[bool, int, int, int, int]]()
+        for index, (name, load) in enumerate(loads.items()):
+            held = self._held.get(name, ())
+            matched = self.matched(name, blocks) if start in held else 0
+            filled = EIGHTHS * len(held) // self._capacities.get(name, self.capacity)
+            keys.append((load > most, -matched, load, filled, index))
+        keys.sort()
+        names = list(loads)
+        ranked = [Choice(names[index], -matched) for _, matched, _, _, index in keys]
+        # Of the best alone: a hash of each of a thousand would take longer than all the rest.
+        alike = next((i for i, key in enumerate(keys) if key[:4] != keys[0][:4]), len(keys))
+        ranked[:alike] = sorted(ranked[:alike], key=lambda choice: _weight(choice.replica, start))
+        return ranked
 
 
 def _weight(replica: str, block: int) -> int:

@@ -14,7 +14,10 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from overlap_spec.cluster.calls import HttpCall
-from overlap_spec.cluster.prefixes import PrefixMap
+from overlap_spec.cluster.prefixes import USUAL_BLOCKS, PrefixMap
+
+# Of a replica's routing stats: how many blocks its KV cache holds.
+BLOCKS = "blocks"
 
 
 class Router(RequestRouter):  # type: ignore[misc]
@@ -24,15 +27,15 @@ class Router(RequestRouter):  # type: ignore[misc]
     and then, and other fronts' requests show in it.
     """
 
-    def initialize_state(self, routing: str, capacity: int, slack: int) -> None:
+    def initialize_state(self, routing: str, slack: int) -> None:
         """See Ray Serve.
 
         Args:
             routing: One of :data:`overlap_spec.cluster.settings.ROUTINGS`.
-            capacity, slack: See :class:`PrefixMap`.
+            slack: See :class:`PrefixMap`.
         """
         self.routing = routing
-        self.prefixes = PrefixMap(capacity, slack)
+        self.prefixes = PrefixMap(USUAL_BLOCKS, slack)
         self._open = Counter[str]()
         # Ray Serve calls back from more than one thread.
         self._lock = threading.Lock()
@@ -74,10 +77,13 @@ class Router(RequestRouter):  # type: ignore[misc]
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """See Ray Serve."""
         super().update_replicas(replicas)
-        names = [replica.replica_id.unique_id for replica in replicas]
+        # What each told by `record_routing_stats`, once it has.
+        told = {
+            replica.replica_id.unique_id: replica.routing_stats.get(BLOCKS) for replica in replicas
+        }
         with self._lock:
-            self.prefixes.keep(names)
-            self._open = Counter({name: self._open[name] for name in names})
+            self.prefixes.keep(told)
+            self._open = Counter({name: self._open[name] for name in told})
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         """See Ray Serve."""

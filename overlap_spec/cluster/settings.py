@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from overlap_spec.config import Help
+from overlap_spec.config import EngineConfig, Help
 from overlap_spec.errors import ConfigError
 
 ROUTINGS = ("prefix", "load", "round-robin")
@@ -86,3 +86,16 @@ class ClusterSettings:
         for name, default in plain.items():
             if getattr(self, name) != default:
                 raise ConfigError(f"{name} goes with replicas: set replicas, 1 or more")
+
+
+def gpus_of(config: EngineConfig, cluster: ClusterSettings, there: float) -> float:
+    """GPUs that a replica takes: one for each rank, all on one machine, if nothing else is said.
+
+    Args:
+        there: GPUs of the whole cluster.
+    """
+    if cluster.gpus_per_replica is not None:
+        return cluster.gpus_per_replica
+    if config.device == "cpu" or not there:
+        return 0.0
+    return float(config.tensor_parallel_size)

@@ -77,7 +77,8 @@ class Roots(NamedTuple):
 
     ``cuts`` int32 ``(B, CUT_BYTES, CUT_TOKENS)``: the tokens with which forced text can go on from
     each of its bytes on, as :mod:`overlap_spec.drafters.cuts` reads them; ``cut_at`` int64
-    ``(B,)``: the byte behind the root, or CUT_BYTES where nothing is known. None: of no row.
+    ``(B,)``: the byte behind the root, or CUT_BYTES where nothing is known. None: no row has a
+    grammar, or the drafter does not weigh them.
     """
 
     rows: Tensor

@@ -34,7 +34,7 @@ class Known(NamedTuple):
 
 
 class Cuts:
-    """The cuts behind each root.
+    """The cuts behind each root; where no root has any, all that this tells is None.
 
     Args:
         draft_ids: int64: of each target id the draft id, -1 is none; None: they are one.
@@ -43,14 +43,14 @@ class Cuts:
         start: int64 ``(B, 1)``: the byte behind the root.
     """
 
+    start: Tensor | None = None
+
     def __init__(self, roots: Roots, draft_ids: Tensor | None) -> None:
         if roots.cuts is None or roots.cut_at is None:
-            self.start = torch.full_like(roots.tokens, CUT_BYTES)[:, None]
-            numbers = self.start[:, :, None].to(torch.int32).expand(-1, CUT_BYTES, 1) * 0 - 1
-        else:
-            self.start, numbers = roots.cut_at[:, None], roots.cuts
+            return
+        self.start = roots.cut_at[:, None]
         # A last byte, behind which nothing is known.
-        numbers = F.pad(numbers, (0, 0, 0, 1), value=-1).long()
+        numbers = F.pad(roots.cuts, (0, 0, 0, 1), value=-1).long()
         byte = torch.arange(CUT_BYTES + 1, device=numbers.device)
         ids = numbers >> LENGTH_BITS
         own = ids
@@ -65,13 +65,17 @@ class Cuts:
         self._tables = Known(*(table.flatten(0, 1) for table in tables))
         self._first = torch.arange(numbers.shape[0], device=byte.device)[:, None] * len(byte)
 
-    def at(self, place: Tensor) -> Known:
+    def at(self, place: Tensor | None) -> Known | None:
         """What may follow branches whose last token ends at the bytes ``place (B, m)``."""
+        if place is None:
+            return None
         row = (self._first + place).flatten()
         return Known(*(table[row] for table in self._tables))
 
-    def after(self, known: Known, tokens: Tensor) -> Tensor:
+    def after(self, known: Known | None, tokens: Tensor) -> Tensor | None:
         """The bytes behind children ``tokens (T, c)`` of branches: ``(T, c)``."""
+        if known is None:
+            return None
         same = known.ids[:, None] == tokens[:, :, None]
         return torch.where(same, known.ends[:, None], CUT_BYTES).amin(-1)
 

@@ -160,14 +160,15 @@ class TreeDrafter(Drafter):
             added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0] = grafts.first(
                 added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0], step
             )
-            behind = cuts.after(known, choices).view(batch, k * k)
+            behind = cuts.after(known, choices)
             draws.append(odds)
             drawn_at.append(number)
             grown = grow(score, added, choices, mask)
             parents.append(number.repeat_interleave(k, 1))
             scores.append(added.view(batch, k * k))
             tokens.append(choices.view(batch, k * k))
-            score, token, place = grown.score, grown.token, behind.gather(1, grown.best)
+            score, token = grown.score, grown.token
+            place = None if behind is None else behind.view(batch, k * k).gather(1, grown.best)
             number = grown.best + (k + (step - 1) * k * k)
             before = out.gather(1, grown.branch[:, :, None].expand_as(out))
             assert grown.mask is not None

@@ -88,8 +88,20 @@ class Engine:
 
     @property
     def timeline(self) -> Timeline:
-        """Spans of the last steps."""
+        """Spans of the last steps: this process's, and those of other ranks that
+        :meth:`gather_spans` has taken."""
         return self.core.timeline
+
+    def gather_spans(self) -> None:
+        """Take the other ranks' spans since the last call into the timeline, in lanes of their own
+        (``rank 1 compute``). Their clock is this process's on the same machine alone.
+
+        Raises:
+            EngineUnavailable: a rank is gone.
+        """
+        with self._lock:
+            self._check_open()
+            self.core.gather_spans()
 
     @property
     def figures(self) -> StepFigures:

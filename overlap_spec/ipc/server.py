@@ -211,6 +211,7 @@ class EngineServer:
         return [*known, *compiling][:MOST_STANDINGS]
 
     def _last_spans(self, steps: int) -> list[dict[str, Any]]:
+        self.engine.gather_spans()
         spans = self.engine.timeline.spans()
         first = max((span.step for span in spans), default=0) - steps + 1
         return [span._asdict() for span in spans if span.step >= first]

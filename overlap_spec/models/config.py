@@ -6,7 +6,7 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -138,6 +138,14 @@ class ModelConfig:
     def own_kv_heads(self) -> int:
         """Heads of keys and values that this process computes and caches."""
         return self.shard.part(self.num_kv_heads)
+
+    def fits(self, shard: Shard) -> bool:
+        """Whether the model can be cut into ``shard.size`` parts."""
+        try:
+            replace(self, shard=shard).check_shard()
+        except ConfigError:
+            return False
+        return True
 
     def check_shard(self) -> None:
         """Raise ConfigError where the model cannot be cut into ``shard.size`` parts."""

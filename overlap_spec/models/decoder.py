@@ -189,6 +189,10 @@ class Decoder(nn.Module):
     """Embedding, layers, final norm and head of a Llama-family model.
 
     ``local_rope`` exists where layers with a window rotate otherwise.
+
+    Attributes:
+        collectives: Of the ranks that hold its parts (:mod:`overlap_spec.models.parallel`); None:
+            it is whole.
     """
 
     rope: Tensor
@@ -197,6 +201,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.collectives: Any = None
         rows = config.shard.padded_part(config.vocab_size)
         self.embed_tokens = embedding(rows, config.hidden_size)
         kind = SandwichLayer if config.sandwich_norms else Layer

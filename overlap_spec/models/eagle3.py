@@ -137,7 +137,8 @@ class Eagle3Head(nn.Module):
 
     ``d2t`` int64 ``(draft_vocab,)``: target id = draft id + d2t[draft id]. ``t2d`` bool
     ``(vocab,)``: which target ids the head can draft. ``embed_tokens`` and ``lm_head`` exist where
-    the checkpoint stores them; the target's serve otherwise.
+    the checkpoint stores them; the target's serve otherwise. Of a shard, layers and ``lm_head`` are
+    one rank's part.
     """
 
     rope: Tensor
@@ -163,7 +164,8 @@ class Eagle3Head(nn.Module):
         self.layers = nn.ModuleDict({str(i): Layer(layer) for i in range(1, layer.num_layers)})
         self.norm = RMSNorm(size, eps)
         if own_head:
-            self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+            rows = layer.shard.padded_part(config.draft_vocab_size)
+            self.lm_head = nn.Linear(size, rows, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.ones(layer.vocab_size, dtype=torch.bool))
         table = rope_table(layer.rope, layer.head_dim, layer.max_position)

@@ -3,12 +3,13 @@ feed-forward, one an embedding, and one gathering of logits (Megatron-LM, arXiv 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from overlap_spec.models.decoder import MLP, Attention, Decoder
+from overlap_spec.models.eagle3 import Eagle3Head
 from overlap_spec.models.experts import Experts
 from overlap_spec.models.shard import Shard
 
@@ -95,18 +96,33 @@ def join(decoder: Decoder, collectives: Collectives) -> None:
     Its tensors are loaded, and not yet packed or quantised: their names change.
     """
     size = decoder.config.vocab_size
+    decoder.collectives = collectives
     decoder.add_module("embed_tokens", SplitEmbedding(decoder.embed_tokens, collectives, size))
     decoder.add_module("lm_head", SplitHead(decoder.lm_head, collectives, size))
     for layer in decoder.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        assert isinstance(attention, Attention)
-        attention.add_module("o_proj", Summed(attention.o_proj, collectives))
-        if isinstance(mlp, Experts):
-            bias = mlp.experts.down_proj_bias
-            if bias is not None and collectives.shard.rank:
-                # Each expert's own, by the share of a token that it has: one rank adds them.
-                bias.data.zero_()
-            layer.add_module("mlp", Summed(mlp, collectives))
-        else:
-            assert isinstance(mlp, MLP)
-            mlp.add_module("down_proj", Summed(mlp.down_proj, collectives))
+        _join_layer(layer, collectives)
+
+
+def join_head(head: Eagle3Head, collectives: Collectives) -> None:
+    """The same for a draft head. Its embedding and the fusing of features are whole: no draft step
+    reads much of them."""
+    for layer in (head.midlayer, *head.layers.values()):
+        _join_layer(layer, collectives)
+    if hasattr(head, "lm_head"):
+        size = head.config.draft_vocab_size
+        head.add_module("lm_head", SplitHead(head.lm_head, collectives, size))
+
+
+def _join_layer(layer: Any, collectives: Collectives) -> None:
+    attention, mlp = layer.self_attn, layer.mlp
+    assert isinstance(attention, Attention)
+    attention.add_module("o_proj", Summed(attention.o_proj, collectives))
+    if isinstance(mlp, Experts):
+        bias = mlp.experts.down_proj_bias
+        if bias is not None and collectives.shard.rank:
+            # Each expert's own, by the share of a token that it has: one rank adds them.
+            bias.data.zero_()
+        layer.add_module("mlp", Summed(mlp, collectives))
+    else:
+        assert isinstance(mlp, MLP)
+        mlp.add_module("down_proj", Summed(mlp.down_proj, collectives))

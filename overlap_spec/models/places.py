@@ -7,15 +7,17 @@ Module names follow Hugging Face's, but for what is fused: ``qkv_proj``, ``gate_
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from overlap_spec.models.config import ModelConfig
 from overlap_spec.models.cuts import Cut, behind_each_other, columns, rows
 from overlap_spec.models.decoder import Attention, Decoder
+from overlap_spec.models.eagle3 import Eagle3Head
 from overlap_spec.models.experts import Experts
-from overlap_spec.models.shard import Shard
 
 PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -83,29 +85,41 @@ def places(module: nn.Module) -> dict[str, Place]:
     """
     found: dict[str, Place] = {}
     decoder = module if isinstance(module, Decoder) else None
+    config, vocabularies = _cuttable(module)
     for name, tensor in module.state_dict().items():
         if tied(module) and name == "lm_head.weight":
             continue
         for part, place in _parts(module, name, tensor):
             if decoder is not None and decoder.config.unit_offset and part.endswith("norm.weight"):
                 place = place._replace(offset=1.0)
-            if decoder is not None and decoder.config.shard.size > 1:
-                place = _cut(decoder, part, place)
+            if config is not None and config.shard.size > 1:
+                place = _cut(config, vocabularies, part, place)
             outside = decoder is None or part.startswith("lm_head.")
             found[part if outside else f"model.{part}"] = place
     return found
 
 
-def _cut(decoder: Decoder, name: str, place: Place) -> Place:
+def _cuttable(module: nn.Module) -> tuple[ModelConfig | None, dict[str, int]]:
+    """The shape by which a module's layers may be cut, and the rows of what is cut by rows of a
+    vocabulary."""
+    if isinstance(module, Decoder):
+        size = module.config.vocab_size
+        return module.config, {"embed_tokens.weight": size, "lm_head.weight": size}
+    if isinstance(module, Eagle3Head):
+        return module.config.layer, {"lm_head.weight": module.config.draft_vocab_size}
+    return None, {}
+
+
+def _cut(config: ModelConfig, vocabularies: Mapping[str, int], name: str, place: Place) -> Place:
     """The place with what this process reads of the tensor of published name ``name``."""
-    config, shard = decoder.config, decoder.config.shard
-    if name in ("embed_tokens.weight", "lm_head.weight"):
-        run = shard.padded_run(config.vocab_size)
+    shard = config.shard
+    if name in vocabularies:
+        run = shard.padded_run(vocabularies[name])
         # What is left of the last rank's rows stays zero.
         view = place.view[: run[1]]
-        return place._replace(view=view, cut=rows(run, config.vocab_size))
+        return place._replace(view=view, cut=rows(run, vocabularies[name]))
     if (expert := EXPERTS_PART.search(name)) is not None:
-        return place._replace(cut=_expert_cut(decoder, expert[1], shard))
+        return place._replace(cut=_expert_cut(config, expert[1]))
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
     queries = rows(shard.run(heads), heads, width)
     keys = rows(shard.run(kv_heads), kv_heads, width)
@@ -124,18 +138,18 @@ def _cut(decoder: Decoder, name: str, place: Place) -> Place:
         "sinks": rows(shard.run(heads), heads),
     }
     parts = name.split(".")
-    layer = parts[-1] if parts[-1] == "sinks" else parts[-2]
+    layer = parts[-1] if parts[-1] == "sinks" else parts[-2:][0]
     summed = layer in ("o_proj", "down_proj")
     # A sum's bias is whole: it is added once.
     return place if summed and parts[-1] == "bias" else place._replace(cut=cuts.get(layer))
 
 
-def _expert_cut(decoder: Decoder, kind: str, shard: Shard) -> Cut | None:
+def _expert_cut(config: ModelConfig, kind: str) -> Cut | None:
     """Of an expert's matrix, or of all experts' as one (GPT-OSS's, where gates and ups take
     turns)."""
-    assert decoder.config.experts is not None
-    inner = decoder.config.experts.intermediate_size
-    run = shard.run(inner)
+    assert config.experts is not None
+    inner = config.experts.intermediate_size
+    run = config.shard.run(inner)
     return {
         "gate_proj.weight": rows(run, inner),
         "up_proj.weight": rows(run, inner),

@@ -18,15 +18,18 @@ from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.eagle import EagleHead, read_eagle_config
 from overlap_spec.models.eagle3 import Eagle3Config, Eagle3Head, read_eagle3_config
 from overlap_spec.models.mtp import MtpModule, find_modules
-from overlap_spec.models.parallel import Collectives, join
+from overlap_spec.models.parallel import Collectives, join, join_head
 from overlap_spec.models.places import places
 from overlap_spec.models.rope import rope_limit, rope_table, trained_length
-from overlap_spec.models.shard import WHOLE
+from overlap_spec.models.shard import WHOLE, Shard
 from overlap_spec.models.tensors import disk_bytes, read_tensors, scheme_of, tensor_names
 
 log = logging.getLogger(__name__)
 
 Head = TypeVar("Head", EagleHead, Eagle3Head, MtpModule)
+# A draft head of fewer bytes is whole on every rank: its sums would take longer than is saved, as
+# `python -m bench.cluster_draft` measured.
+SPLIT_HEAD_BYTES = 64 << 20
 AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 LATER_NORM = re.compile(r"^(layers\.\d+)\.hidden_norm\.")
@@ -219,15 +222,33 @@ def load_eagle3(path: Path, target: Decoder, dtype: torch.dtype) -> Eagle3Head:
     # The target's head serves where it can.
     own_head = own_head or not whole or config.layer.hidden_size != hidden
     layer = replace(config.layer, max_position=target.config.max_position)
+    config = replace(config, layer=layer)
+    shard = _shard_of(config, own_head, target, dtype)
+    layer = replace(layer, shard=shard)
     with torch.device("meta"):
         head = Eagle3Head(replace(config, layer=layer), own_embedding, own_head).to(dtype)
     head = _materialise(head, layer, target)
+    if own_head and shard.size > 1:
+        head.lm_head.weight.data.zero_()
     optional = ("d2t", "t2d") if whole else ("t2d",)
     load_state(head, path, _eagle3_name, _is_rotary, optional)
     if "t2d" not in names:
         own_ids = torch.arange(config.draft_vocab_size, device=head.d2t.device) + head.d2t
         head.t2d.zero_()[own_ids] = True
+    if shard.size > 1:
+        join_head(head, target.collectives)
     return head.eval().requires_grad_(False)
+
+
+def _shard_of(config: Eagle3Config, own_head: bool, target: Decoder, dtype: torch.dtype) -> Shard:
+    """What a rank holds of a head: its part, where that makes a draft step faster."""
+    if target.collectives is None:
+        return WHOLE
+    with torch.device("meta"):
+        whole = Eagle3Head(config, False, own_head)
+    shard: Shard = target.collectives.shard
+    is_large = dtype.itemsize * sum(w.numel() for w in whole.parameters()) >= SPLIT_HEAD_BYTES
+    return shard if is_large and config.layer.fits(shard) else WHOLE
 
 
 def eagle3_of_names(config: Eagle3Config, names: Collection[str]) -> Eagle3Config:

@@ -98,16 +98,17 @@ class Group:
     # Of the host
 
     def send(self, tensor: Tensor) -> None:
-        """Rank 0: tell all others a tensor in host memory; returns when it is under way."""
-        self._broadcast(tensor, timedelta(seconds=STALL_S))
+        """Tell all others a tensor in host memory; returns when it is under way."""
+        self._broadcast(tensor, self.shard.rank, timedelta(seconds=STALL_S))
 
-    def receive(self, tensor: Tensor) -> None:
-        """Another rank: wait until rank 0 has told it, however long that takes."""
-        self._broadcast(tensor, PATIENCE)
+    def receive(self, tensor: Tensor, source: int = 0) -> None:
+        """Wait until rank ``source`` has told it: rank 0 however long that takes; another, which
+        tells only what it was asked for, as long as a rank may stall."""
+        self._broadcast(tensor, source, timedelta(seconds=STALL_S) if source else PATIENCE)
 
-    def _broadcast(self, tensor: Tensor, patience: timedelta) -> None:
+    def _broadcast(self, tensor: Tensor, source: int, patience: timedelta) -> None:
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, patience
+        options.rootRank, options.rootTensor, options.timeout = source, 0, patience
         self._control.broadcast([tensor], options).wait()
 
     def least(self, name: str, number: int) -> int:

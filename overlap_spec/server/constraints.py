@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from overlap_spec.errors import GrammarError, InvalidRequest
-from overlap_spec.grammar.spec import Grammar, KeyOrder
+from overlap_spec.grammar.spec import Formats, Grammar, KeyOrder
 from overlap_spec.server.grammar_reader import GrammarReader
 from overlap_spec.server.protocol.base import (
     Constraint,
@@ -202,7 +202,7 @@ class Constraints:
         whitespace: Whitespace = self.settings.whitespace
         if given.disable_any_whitespace is not None:
             whitespace = "compact" if given.disable_any_whitespace else "bounded"
-        makers = self._makers(whitespace, given.key_order or "schema")
+        makers = self._makers(whitespace, given.key_order, given.formats)
         weighed: dict[str, Any] = {
             name: getattr(given, name) is True for name in ("probabilities", "faithful")
         }
@@ -216,7 +216,7 @@ class Constraints:
                 "structured_outputs",
             )
         kind = kinds[0]
-        goes_with = {**dict.fromkeys(weighed, "choice"), "key_order": "json"}
+        goes_with = {**dict.fromkeys(weighed, "choice"), "key_order": "json", "formats": "json"}
         for name, wanted in goes_with.items():
             if getattr(given, name) and kind != wanted:
                 raise InvalidRequest(
@@ -226,11 +226,18 @@ class Constraints:
         return ConstraintCandidate(field, value, partial(makers[kind], value))
 
     def _makers(
-        self, whitespace: Whitespace, key_order: KeyOrder = "schema"
+        self,
+        whitespace: Whitespace,
+        key_order: KeyOrder | None = None,
+        formats: Formats | None = None,
     ) -> dict[str, Callable[[Any], Grammar]]:
         """By vLLM's names."""
         return {
-            "json": self._schema(whitespace=whitespace, key_order=key_order),
+            "json": self._schema(
+                whitespace=whitespace,
+                key_order=key_order or "schema",
+                formats=formats or "assertion",
+            ),
             "regex": Grammar.regex,
             "choice": Grammar.choice,
             "grammar": Grammar.ebnf,
@@ -242,13 +249,13 @@ class Constraints:
         self,
         best_effort: bool | None = None,
         whitespace: Any = None,
-        key_order: KeyOrder = "schema",
+        **options: Any,
     ) -> Callable[[Any], Grammar]:
         return partial(
             Grammar.json_schema,
             whitespace=self.settings.whitespace if whitespace is None else whitespace,
             best_effort=self.settings.best_effort if best_effort is None else best_effort,
-            key_order=key_order,
+            **options,
         )
 
     def _tag(self) -> Callable[[Any], Grammar]:

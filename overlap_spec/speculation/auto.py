@@ -11,7 +11,7 @@ little; what is neither is left alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil, log
 from typing import Any
 
@@ -32,11 +32,13 @@ SLOW_KEPT, QUICK_KEPT = 0.995, 0.92
 # Gain that a move needs beyond its standard error, and how much each move since the last change
 # of the world adds.
 MARGIN, MARGIN_GROWTH = 0.01, 1.4
-# Gain that a probe must promise at this many standard errors.
-PROMISE, HOPE = 0.02, 1.3
+# Gain that a probe must promise at this many standard errors; and what is to be expected of a
+# tier that was never active, to be probed at once.
+PROMISE, HOPE, EXPECTED = 0.02, 1.3, 0.15
 # Share of all time that probes may cost.
 PROBE_SHARE = 0.01
-# Verifies before a probe: at first, and the factor after one that failed and one that did not.
+# Verifies before a probe of a tier that was active before: at first, and the factor after one that
+# failed and one that did not.
 HOLD, HOLD_GROWTH, HOLD_KEPT_GROWTH, HOLD_MOST = 50, 3, 2, 4096
 # Runs that a probe, and the dwell in a tier, are good for; and their least verifies.
 PROBE_RUNS, PROBE_LEAST = 24, 6
@@ -63,6 +65,7 @@ class Place:
     moves: int = 0
     probes: int = 1
     due: bool = False
+    tried: set[Tier] = field(default_factory=set)
     from_tier: Tier | None = None
     count: int = 0
     switches: int = 0
@@ -77,7 +80,8 @@ class AutoPolicy(LengthPolicy):
     - Move: to the tier of the best rate, where its gain is over a margin and its standard error.
       Each move widens the margin until the world changes: near ties end in one of them.
     - Probe: of the tier that promises most, when the hold is over and the time that probes have
-      cost stays under :data:`PROBE_SHARE`. A probe that fails triples the hold.
+      cost stays under :data:`PROBE_SHARE`; at once where the tier was never active and should gain
+      :data:`EXPECTED`. It ends early where it is clearly worse, and then triples the hold.
     - Places: one for each range of batch sizes, a power of two. Survival is shared by all.
     - Target: among the tiers whose step keeps the strictest TPOT target, if there are any.
 
@@ -175,6 +179,7 @@ class AutoPolicy(LengthPolicy):
         if place is None:
             best = max(self.tiers, key=lambda tier: self._rate(view, tier))
             place = self._places[bound] = Place(best, f"best estimate at batch {view.batch}")
+            place.tried.add(place.tier)
         return place
 
     def _shape(self, view: StepView, tier: Tier) -> StepShape:
@@ -248,8 +253,9 @@ class AutoPolicy(LengthPolicy):
     def _decide(self, view: StepView, place: Place) -> None:
         """Move, probe, or end a probe; at most every second verify."""
         probing = place.from_tier is not None
-        probe = _verifies(view, PROBE_RUNS, PROBE_LEAST) * place.probes
-        dwell = probe if probing else _verifies(view, DWELL_RUNS, DWELL_LEAST)
+        least = _verifies(view, PROBE_RUNS, PROBE_LEAST)
+        probe = least * place.probes
+        dwell = PROBE_LEAST if probing else _verifies(view, DWELL_RUNS, DWELL_LEAST)
         every = DECIDE_EVERY if probing or place.rested < SETTLED else SETTLED_EVERY
         if place.since < dwell or (place.count % every and not place.due):
             return
@@ -258,10 +264,9 @@ class AutoPolicy(LengthPolicy):
         best = max(gains, key=lambda tier: gains[tier][0])
         gain, error = gains[best]
         if probing:
-            longest = PROBE_MOST * _verifies(view, PROBE_RUNS, PROBE_LEAST)
-            paid = self._probes_ms > PROBE_SHARE * self._all_ms or place.since >= longest
+            paid = self._probes_ms > PROBE_SHARE * self._all_ms or place.since >= PROBE_MOST * least
             # While it is neither better nor clearly worse, it goes on.
-            if gain <= 0 or gain > error or paid:
+            if gain > error or (place.since >= probe and (gain <= 0 or paid)):
                 self._end_probe(place, best, gain)
             return
         margin = MARGIN * MARGIN_GROWTH**place.moves
@@ -269,14 +274,20 @@ class AutoPolicy(LengthPolicy):
             place.moves += 1
             self._move(place, best, f"gains {gain:.1%} over {_name(place.tier)}")
             return
-        hopeful = max(gains, key=lambda tier: gains[tier][0] + HOPE * gains[tier][1])
-        gain, error = gains[hopeful]
-        if place.rested < place.hold or gain + HOPE * error < PROMISE:
+        rested = place.rested >= place.hold
+        hopes = {
+            tier: gain + HOPE * error
+            for tier, (gain, error) in gains.items()
+            if rested or (tier not in place.tried and gain > EXPECTED)
+        }
+        hopeful = max(hopes, key=hopes.__getitem__, default=place.tier)
+        if hopes.get(hopeful, 0.0) < PROMISE:
             return
+        gain = gains[hopeful][0]
         costs = max(0.0, -gain) * probe * self._step_ms(view, hopeful)
         if self._probes_ms + costs <= PROBE_SHARE * self._all_ms:
             before = place.tier
-            self._move(place, hopeful, f"probe: may gain up to {gain + HOPE * error:.1%}")
+            self._move(place, hopeful, f"probe: may gain up to {hopes[hopeful]:.1%}")
             place.from_tier = before
 
     def _end_probe(self, place: Place, best: Tier, gain: float) -> None:
@@ -295,6 +306,7 @@ class AutoPolicy(LengthPolicy):
 
     def _move(self, place: Place, tier: Tier, reason: str) -> None:
         place.tier, place.reason = tier, reason
+        place.tried.add(tier)
         place.since = place.rested = 0
         place.switches += 1
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from overlap_spec.speculation.cost import CostModel
 from overlap_spec.speculation.policy import LengthPolicy, StepOutcome, StepView
-from overlap_spec.types import Budget
+from overlap_spec.types import Budget, Tier
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,11 @@ class FallbackPolicy(LengthPolicy):
 
     def calibrate(self, model: CostModel, spread: float) -> None:
         self.policy.calibrate(model, spread)
+
+    def largest_batch(self, tier: Tier) -> int | None:
+        if tier in self._static.tiers:
+            return self._static.largest_batch(tier)
+        return self.policy.largest_batch(tier)
 
     def choose(self, view: StepView) -> Budget:
         try:

@@ -125,6 +125,10 @@ class LengthPolicy(ABC):
             spread: Standard deviation of the coefficients' logarithms.
         """
 
+    def largest_batch(self, tier: Tier) -> int | None:  # noqa: ARG002
+        """Trees of the largest step that may take one of :attr:`tiers`; None: there is no limit."""
+        return None
+
     @abstractmethod
     def choose(self, view: StepView) -> Budget:
         """Budget of the next step, whose tier is one of :attr:`tiers`."""

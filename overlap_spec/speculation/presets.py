@@ -40,7 +40,6 @@ PRESETS: dict[str, dict[int, SlotSettings]] = {
         64: SlotSettings((0,), down_hysteresis=0.0),
     },
 }
-DEFAULT_POLICY = "guarded"
 POLICY_NAMES = (
     "auto", "adaspec", "guarded", "static", "off", "threshold", "specinfer", *PRESETS
 )  # fmt: skip

@@ -77,6 +77,11 @@ class SlotPolicy(LengthPolicy):
         self.tiers = tuple(budget.tier for budget in self._budgets.values())
         self._last_batch = 1
 
+    def largest_batch(self, tier: Tier) -> int | None:
+        ends: list[int | None] = [*(bound - 1 for bound in self._bounds[1:]), None]
+        takes = [tier.steps in slot.candidates for slot in self._slots]
+        return ends[max(number for number, taken in enumerate(takes) if taken)]
+
     def choose(self, view: StepView) -> Budget:
         return self._budgets[self._slot(view.batch).steps]
 

@@ -7,9 +7,10 @@
 
 ``--init FOLDER`` begins with the weights and the tokenizer of a folder that holds ``target`` (and
 ``eagle3``) instead of random ones, with no copying curriculum; ``--new-tokenizer`` makes the
-tokenizer anew there, and carries the rows of the embedding over. ``--resume`` goes on from a work
-folder's checkpoint, with the optimizers' state; a larger ``--tokens-target`` there moves the decay
-of the learning rate, which lasts for the last ``--tokens-decay``.
+tokenizer anew there, and carries the rows of the embedding over; ``--layers`` adds layers that do
+nothing yet. ``--resume`` goes on from a work folder's checkpoint, with the optimizers' state; a
+larger ``--tokens-target`` there moves the decay of the learning rate, which lasts for the last
+``--tokens-decay``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from overlap_spec.training.export import export_head, export_target
 from overlap_spec.training.generate import own_outputs
 from overlap_spec.training.head import HeadRecipe, HeadTrainer
 from overlap_spec.training.progress import COLUMNS, progress_bar, share_bar
-from overlap_spec.training.target import TargetRecipe, TargetTrainer, embedded_config
+from overlap_spec.training.target import TargetRecipe, TargetTrainer, deepened, embedded_config
 from overlap_spec.training.tokenizer import corpus, moved_rows, special_id, train_tokenizer
 
 TOKENIZER_DOCUMENTS = 30000
@@ -64,6 +65,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--new-tokenizer", action="store_true", help="do not keep the tokenizer of --init"
     )
+    parser.add_argument("--layers", type=int, help="make the model of --init this deep")
     head = parser.add_mutually_exclusive_group()
     head.add_argument("--minutes-head", type=float, default=25.0)
     head.add_argument("--tokens-head", type=float, help="million tokens")
@@ -126,6 +128,7 @@ def build_target(
     if options.init:
         init = load_target(options.init / "target")
         carry_over(init.embed_tokens.weight, options.init, tokenizer)
+        init = deepened(init, options.layers or init.config.num_layers)
         recipe = replace(recipe, warm_up_share=0.0)
     config = init.config if init else embedded_config(tokenizer.get_vocab_size())
     longest = min(max(WIDTHS), config.max_position)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -67,6 +67,30 @@ def initialise(module: torch.nn.Module, seed: int) -> None:
             spread /= 3
         with torch.no_grad():
             parameter.normal_(0, spread, generator=generator)
+
+
+@torch.no_grad()
+def deepened(model: Decoder, layers: int) -> Decoder:
+    """The same function in ``layers`` layers: new ones, spread evenly, begin as copies of the
+    layer before them whose projections back into the residual stream are zero.
+
+    Raises:
+        ValueError: Fewer layers than ``model`` has, or more than twice as many.
+    """
+    known = model.config.num_layers
+    if not known <= layers <= 2 * known:
+        raise ValueError(f"layers is {layers}; a model of {known} can grow to {known}..{2 * known}")
+    grown = Decoder(replace(model.config, num_layers=layers))
+    state = {name: w for name, w in model.state_dict().items() if not name.startswith("layers.")}
+    for index in range(layers):
+        source = index * known // layers
+        added = index > 0 and source == (index - 1) * known // layers
+        for name, weight in model.layers[source].state_dict().items():
+            into_residual = name.startswith(("self_attn.o_proj", "mlp.down_proj"))
+            kept = torch.zeros_like(weight) if added and into_residual else weight
+            state[f"layers.{index}.{name}"] = kept
+    grown.load_state_dict(state)
+    return grown
 
 
 class TargetTrainer(Trainer[Decoder]):

@@ -25,7 +25,7 @@ from overlap_spec.parallel.launch import Launch, launch
 from overlap_spec.worker.acceptance import AcceptanceRule
 from overlap_spec.worker.cores import physical_cores, pick_float, pick_threads
 from overlap_spec.worker.cuda import CudaStreams
-from overlap_spec.worker.follower import follow
+from overlap_spec.worker.follower import Spans, follow
 from overlap_spec.worker.kv_pool import KVPool
 from overlap_spec.worker.lead import LeadWorker
 from overlap_spec.worker.model_runner import ModelRunner
@@ -112,17 +112,14 @@ def run_follower(launched: Launch) -> None:
         config = replace(config, device=f"cuda:{index}")
     device = pick_device(config.device)
     dtype = pick_dtype(config, device)
-    streams = build_streams(config, _unrecorded)
+    spans = Spans()
+    streams = build_streams(config, spans.record)
     streams.prefill = streams.compute
     with torch_threads(config.threads):
         group = Group(launched, device)
         runner = _build_runner(config, device, dtype, reserve_tokens, group)
         rows = config.max_running_requests
-        follow(Worker(runner, streams, config.overlap, rows, _unrecorded), group)
-
-
-def _unrecorded(*_: Any) -> None:
-    """Takes spans, and forgets them."""
+        follow(Worker(runner, streams, config.overlap, rows, spans.record), group, spans)
 
 
 def _build_runner(

@@ -8,24 +8,47 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import traceback
+from collections import deque
 from queue import SimpleQueue
 
 import torch
 
 from overlap_spec.parallel.group import Group
 from overlap_spec.worker.in_flight import InFlightStep
-from overlap_spec.worker.messages import decision_sizes, decode, take_decision
+from overlap_spec.worker.messages import SpanFields, decision_sizes, decode, encode, take_decision
 from overlap_spec.worker.streams import Event
 from overlap_spec.worker.worker import Worker
 
 # Calls of the step that the last ``upload`` has begun.
 OF_A_STEP = ("grow", "prefill", "verify", "drop")
+# Spans that a rank keeps until rank 0 asks for them, and the lane of what it is told.
+KEPT_SPANS = 16_384
+TOLD_LANE = "told"
+
+
+class Spans:
+    """The newest spans of one rank, of any thread."""
+
+    def __init__(self) -> None:
+        self._kept: deque[SpanFields] = deque(maxlen=KEPT_SPANS)
+
+    def record(self, lane: str, name: str, start_ns: int, end_ns: int, step: int) -> None:
+        """Keep one; as a timeline takes it."""
+        self._kept.append((lane, name, start_ns, end_ns, step))
+
+    def take(self) -> list[SpanFields]:
+        """Those kept since the last call, the oldest first."""
+        return [self._kept.popleft() for _ in range(len(self._kept))]
 
 
 @torch.inference_mode()
-def follow(worker: Worker, group: Group) -> None:
+def follow(worker: Worker, group: Group, spans: Spans) -> None:
     """Run what rank 0 tells, until it closes the engine; the worker is closed then.
+
+    Args:
+        spans: Of the worker's streams; what this rank waits for is added in the lane ``told``.
 
     Raises:
         RuntimeError: the connection broke: rank 0 is gone, or another rank.
@@ -36,16 +59,22 @@ def follow(worker: Worker, group: Group) -> None:
     step: InFlightStep | None = None
     told = ""
     while told != "close":
-        for told, arguments in decode(group.receive):
+        start = time.perf_counter_ns()
+        calls = decode(group.receive)
+        told_ns = time.perf_counter_ns()
+        for told, arguments in calls:
             if told == "upload":
                 step = worker.upload(*arguments)
+            elif told == "tell_spans":
+                _tell_spans(group, spans)
             elif told in OF_A_STEP:
                 getattr(worker, told)(step, *arguments)
             elif told != "close":
                 getattr(worker, told)(*arguments)
         if told == "verify":
             assert step is not None
-            _decide(worker, group, step)
+            spans.record(TOLD_LANE, "calls", start, told_ns, step.plan.index)
+            _decide(worker, group, step, spans)
         event = worker.streams.event()
         worker.streams.compute.record(event)
         passed.put(event)
@@ -54,10 +83,22 @@ def follow(worker: Worker, group: Group) -> None:
     worker.close()
 
 
-def _decide(worker: Worker, group: Group, step: InFlightStep) -> None:
+def _tell_spans(group: Group, spans: Spans) -> None:
+    """Broadcast this rank's spans when its turn comes; what the others broadcast is rank 0's."""
+    for rank in range(1, group.shard.size):
+        if rank == group.shard.rank:
+            for tensor in encode(spans.take()):
+                group.send(tensor)
+        else:
+            decode(lambda tensor, rank=rank: group.receive(tensor, rank))  # type: ignore[misc]
+
+
+def _decide(worker: Worker, group: Group, step: InFlightStep, spans: Spans) -> None:
     """Accept a step or drop it, as rank 0 does."""
     packed = torch.empty(sum(decision_sizes(step)), dtype=torch.int32)
+    start = time.perf_counter_ns()
     group.receive(packed)
+    spans.record(TOLD_LANE, "decision", start, time.perf_counter_ns(), step.plan.index)
     accepted, free = take_decision(step, packed)
     if not accepted:
         worker.drop(step)

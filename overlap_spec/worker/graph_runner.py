@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,8 +27,8 @@ class Recordable(Protocol):
     fault: Exception | None
     draft_pools: Iterable[Any]
     no_run: Tensor
-
     extends: bool
+    weighs_cuts: bool
 
     draft_trees: Callable[..., Tensors]
     dead_trees: Callable[..., Tensors]
@@ -38,8 +39,8 @@ class Recordable(Protocol):
 
 
 class TierGraphs(NamedTuple):
-    """One tier's passes. ``draft`` is None where trees are drafted without a recording, ``extend``
-    where the drafter is not recorded, or there is none."""
+    """One tier's passes. ``draft``, a trace without noise and cuts, is None where trees are drafted
+    without a recording, ``extend`` where the drafter is not recorded, or there is none."""
 
     draft: Recorded | None
     verify: Recorded
@@ -71,18 +72,18 @@ class GraphRunner:
         self._pool: Any = None
         self._tiers: dict[tuple[Tier, int], TierGraphs] = {}
         self._packed: dict[tuple[Tier, int, int], Recorded] = {}
-        self._noisy: dict[Tier, Recorded | None] = {}
+        self._drafts: dict[tuple[Tier, bool, bool], Recorded | None] = {}
 
     @property
     def count(self) -> int:
         """Sets of passes that have been recorded."""
-        return (len(self._tiers) + len(self._packed) + len(self._noisy)) * self.enabled
+        return (len(self._tiers) + len(self._packed) + len(self._drafts)) * self.enabled
 
     def clear(self) -> None:
         """Forget all recordings."""
         self._tiers.clear()
         self._packed.clear()
-        self._noisy.clear()
+        self._drafts.clear()
         self._pool = None
 
     def find(self, tier: Tier, rows: int) -> TierGraphs:
@@ -94,19 +95,24 @@ class GraphRunner:
                 found = self._tiers[key] = self._make_tier(tier, rows)
         return found
 
-    def find_draft(self, tier: Tier, rows: int, sampled: bool) -> Recorded | None:
-        """The drafts of ``rows`` trees, with noise where any of their rows is ``sampled``.
+    def find_draft(self, tier: Tier, rows: int, sampled: bool, cut: bool) -> Recorded | None:
+        """The drafts of ``rows`` trees, with noise where any of their rows is ``sampled``, and with
+        the cuts of forced text if the drafter is to be told them.
 
-        A trace computes the noise for all rows or for none; a kernel sees for itself.
+        A trace computes these for all rows or for none; a kernel sees for itself.
         """
         plain = self.find(tier, rows).draft
         drafter = self._passes.drafter
-        if not sampled or self._cuda or plain is None or drafter is None or tier.steps == 0:
+        if self._cuda or plain is None or drafter is None or tier.steps == 0:
             return plain
-        if tier not in self._noisy:
+        # Trees of a fixed shape have no grafts.
+        key = tier, sampled, cut and tier.parents is None
+        if not any(key[1:]):
+            return plain
+        if key not in self._drafts:
             with self._record():
-                self._noisy[tier] = self._make_draft(tier, 2, 3, True)
-        return self._noisy[tier]
+                self._drafts[key] = self._make_draft(*key, 2, 3)
+        return self._drafts[key]
 
     def find_packed(self, tier: Tier, rows: int, count: int) -> Recorded:
         """Verify over ``count`` nodes of ``rows`` trees: see :meth:`ModelRunner.verify_packed`."""
@@ -123,10 +129,11 @@ class GraphRunner:
         if self._cuda or not self.enabled:
             return False
         for tier in tiers:
-            before = self.count
-            self.find_draft(tier, 1, sampled=True)
-            if self.count > before:
-                return True
+            for sampled, cut in product((False, True), (False, self._passes.weighs_cuts)):
+                before = self.count
+                self.find_draft(tier, 1, sampled, cut)
+                if self.count > before:
+                    return True
         return False
 
     def _make_tier(self, tier: Tier, size: int) -> TierGraphs:
@@ -143,7 +150,8 @@ class GraphRunner:
         recorded = drafter is not None and drafter.recorded and passes.fault is None
         draft = extend = None
         if drafter is None or tier.steps == 0 or (recorded and not drafter.host):
-            draft = self._make_draft(tier, len(padding), len(others[0]), self._cuda)
+            told = self._cuda, self._cuda and passes.weighs_cuts
+            draft = self._make_draft(tier, *told, len(padding), len(others[0]))
         drafted = draft or Eager(partial(passes.dead_trees, tier))
         _, positions, _, _, *tensors = drafted(padding, pages)
         tree = Tree(*tensors[: len(Tree._fields)])
@@ -175,8 +183,10 @@ class GraphRunner:
             )
         return TierGraphs(draft, verify_graph, commit_graph, extend)
 
-    def _make_draft(self, tier: Tier, rows: int, others: int, sampled: bool) -> Recorded | None:
-        work = partial(self._passes.draft_trees, tier, sampled)
+    def _make_draft(
+        self, tier: Tier, sampled: bool, cut: bool, rows: int, others: int
+    ) -> Recorded | None:
+        work = partial(self._passes.draft_trees, tier, sampled, cut)
         return self._guarded(work, self._padding(rows), self._padding(others))
 
     def _make_packed(self, tier: Tier, rows: int, count: int) -> Recorded:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,10 +23,10 @@ from overlap_spec.types import (
     TokenTrie,
 )
 from overlap_spec.worker.in_flight import InFlightStep
-from overlap_spec.worker.messages import Call, encode, pack_decision
+from overlap_spec.worker.messages import Call, SpanFields, decode, encode, pack_decision
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.pass_times import BEGIN_SHARE, PassTimes, Point
-from overlap_spec.worker.streams import RecordSpan, Streams, ThreadStream
+from overlap_spec.worker.streams import HostEvent, RecordSpan, Streams, ThreadStream
 from overlap_spec.worker.worker import Proposal, Worker
 
 # For the watcher to see that a rank has ended whose connection broke.
@@ -78,6 +78,25 @@ class LeadWorker(Worker):
         if self.processes is not None:
             self.processes.check()
 
+    def gather_spans(self) -> None:
+        """As the worker's; lane ``compute`` of rank 1 is ``rank 1 compute``. The clocks are one on
+        one machine alone."""
+        self._tell(("tell_spans", ()))
+        taken = [
+            self._sender.run("spans", self._take_spans, rank)
+            for rank in range(1, self.group.shard.size)
+        ]
+        passed = HostEvent()
+        self._sender.record(passed)
+        with self._blaming():
+            passed.synchronize()
+        for rank, spans in enumerate(taken, 1):
+            for lane, name, start_ns, end_ns, step in spans.get():
+                self._record(f"rank {rank} {lane}", name, start_ns, end_ns, step)
+
+    def _take_spans(self, rank: int) -> list[SpanFields]:
+        return decode(lambda tensor: self.group.receive(tensor, rank))
+
     def prepare(self, tier: Tier) -> None:
         self._tell(("prepare", (tier,)))
         super().prepare(tier)
@@ -87,7 +106,7 @@ class LeadWorker(Worker):
         with self._blaming():
             return super().prepare_next(tiers)
 
-    def warm_up(self, tiers: Sequence[Tier], chunk_tokens: int) -> None:
+    def warm_up(self, tiers: Mapping[Tier, int | None], chunk_tokens: int) -> None:
         self._tell(("warm_up", (tiers, chunk_tokens)))
         with self._blaming():
             super().warm_up(tiers, chunk_tokens)

@@ -21,14 +21,20 @@ from overlap_spec.worker.in_flight import InFlightStep
 
 # A name of a method of the worker, and its arguments.
 Call = tuple[str, tuple[Any, ...]]
+# Lane, name, start and end in nanoseconds, step: what a `RecordSpan` takes.
+SpanFields = tuple[str, str, int, int, int]
 BLOCK_BYTES = 4096
 LENGTH_BYTES = 8
 
 
-def encode(calls: Sequence[Call]) -> list[Tensor]:
+def encode(what: Sequence[Any]) -> list[Tensor]:
     """The tensors to be broadcast, one after the other: uint8 ``(BLOCK_BYTES,)``, and what is
-    left."""
-    data = pickle.dumps(list(calls), pickle.HIGHEST_PROTOCOL)
+    left.
+
+    Args:
+        what: Calls; or a rank's spans, for which rank 0 has asked.
+    """
+    data = pickle.dumps(list(what), pickle.HIGHEST_PROTOCOL)
     whole = np.zeros(max(BLOCK_BYTES, LENGTH_BYTES + len(data)), np.uint8)
     whole[:LENGTH_BYTES].view(np.int64)[0] = len(data)
     whole[LENGTH_BYTES : LENGTH_BYTES + len(data)] = np.frombuffer(data, np.uint8)
@@ -36,8 +42,8 @@ def encode(calls: Sequence[Call]) -> list[Tensor]:
     return [block, rest] if len(rest) else [block]
 
 
-def decode(receive: Callable[[Tensor], None]) -> list[Call]:
-    """The calls; ``receive`` fills a tensor with the next broadcast."""
+def decode(receive: Callable[[Tensor], None]) -> list[Any]:
+    """What was encoded; ``receive`` fills a tensor with the next broadcast."""
     block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
     receive(block)
     data = block.numpy()
@@ -46,8 +52,8 @@ def decode(receive: Callable[[Tensor], None]) -> list[Call]:
         rest = torch.empty(length - BLOCK_BYTES + LENGTH_BYTES, dtype=torch.uint8)
         receive(rest)
         data = np.concatenate([data, rest.numpy()])
-    calls: list[Call] = pickle.loads(data[LENGTH_BYTES : LENGTH_BYTES + length].tobytes())
-    return calls
+    what: list[Any] = pickle.loads(data[LENGTH_BYTES : LENGTH_BYTES + length].tobytes())
+    return what
 
 
 def decision_sizes(step: InFlightStep) -> list[int]:

@@ -15,6 +15,7 @@ from overlap_spec.drafters.base import Draft, Drafter, Roots
 from overlap_spec.drafters.cuts import cuts_after
 from overlap_spec.drafters.grafts import lengthen
 from overlap_spec.drafters.sound import sound
+from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.kernels import (
     KeySpan,
     Odds,
@@ -82,6 +83,7 @@ class ModelRunner(nn.Module):
         extends: Whether the drafter takes in what was committed.
         fault: What the drafter raised, while it is not used for that.
         refused: int64 ``()``: drafted nodes that broke the contract; a built drafter has none.
+        weighs_cuts: Whether the drafter chooses among the cuts of forced text by itself.
     """
 
     page_features: Tensor
@@ -106,6 +108,7 @@ class ModelRunner(nn.Module):
         self.device = tables.device
         self.last_position = target.config.max_position - 1
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
+        self.weighs_cuts = isinstance(drafter, TreeDrafter)
         self.extends = drafter is not None and type(drafter).extend is not Drafter.extend
         self.fault: Exception | None = None
         built = drafter is None or type(drafter).__module__.startswith("overlap_spec.drafters.")
@@ -159,14 +162,16 @@ class ModelRunner(nn.Module):
         if not batch.trees:
             return None
         pages = tables.pages[rows, : self._visible(plan)]
-        recorded = self.graphs.find_draft(plan.tier, len(rows), sampled)
+        # What nobody has a grammar for is not asked for: to choose among cuts takes its time.
+        cut = self.weighs_cuts and any(plan.grammar[: batch.trees])
+        recorded = self.graphs.find_draft(plan.tier, len(rows), sampled, cut)
         outputs: Tensors | None = None
         if proposed is None and recorded is not None and self.fault is None:
             with self.guard_drafter():
                 outputs = recorded(rows, pages)
                 rows, pages = recorded.kept(rows, pages)
         if outputs is None:
-            outputs = self.draft_trees(plan.tier, sampled, rows, pages, proposed)
+            outputs = self.draft_trees(plan.tier, sampled, cut, rows, pages, proposed)
         tokens, positions, forced, links, *rest = outputs
         tree, odds = Tree(*rest[: len(Tree._fields)]), rest[len(Tree._fields) :]
         roots = Roots(rows, pages, tokens, positions, forced)
@@ -177,12 +182,20 @@ class ModelRunner(nn.Module):
         self,
         tier: Tier,
         sampled: bool,
+        cut: bool,
         rows: Tensor,
         pages: Tensor,
         proposed: Draft | None = None,
     ) -> Tensors:
-        """The roots' tokens, positions and runs, the links, and the tensors of the trees."""
+        """The roots' tokens, positions and runs, the links, and the tensors of the trees.
+
+        Args:
+            sampled, proposed: As in :meth:`draft`.
+            cut: Whether the drafter is told the cuts of forced text.
+        """
         tables, roots = self.tables, self._roots(rows, pages)
+        if cut:
+            roots = roots._replace(cuts=tables.cuts[rows], cut_at=tables.cut_at[rows])
         if sampled and self.rule.coupled:
             noise = {"temperature": tables.temperature[rows], "seeds": tables.seed[rows]}
             roots = roots._replace(**noise, support=self.rule.support)
@@ -219,15 +232,8 @@ class ModelRunner(nn.Module):
 
     def _roots(self, rows: Tensor, pages: Tensor) -> Roots:
         tables = self.tables
-        return Roots(
-            rows,
-            pages,
-            tables.roots[rows],
-            tables.committed[rows],
-            tables.forced[rows],
-            cuts=tables.cuts[rows],
-            cut_at=tables.cut_at[rows],
-        )
+        known = tables.roots[rows], tables.committed[rows], tables.forced[rows]
+        return Roots(rows, pages, *known)
 
     def _draft_or_none(self, roots: Roots, tier: Tier) -> Draft:
         """The drafter's draft; dead nodes alone where it raises, or has lately."""

@@ -88,7 +88,7 @@ def _times(runner: ModelRunner, tier: Tier, rows: Tensor, pages: Tensor) -> tupl
             return graphs.draft(rows, pages)
         if runner.drafter is not None and runner.drafter.host:
             return runner.dead_trees(tier, rows, pages)
-        return runner.draft_trees(tier, False, rows, pages)
+        return runner.draft_trees(tier, False, False, rows, pages)
 
     draft_ms, (_, positions, _, _, *rest) = _least_ms(draft, rows, together)
     tree = Tree(*rest[: len(Tree._fields)])

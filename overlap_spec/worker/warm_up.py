@@ -7,7 +7,7 @@ the sampler, and by the type of its logits. What is run is the padding row's, an
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -37,22 +37,23 @@ PLAIN = SamplingFeatures(
 
 
 def warm_up(
-    runner: ModelRunner, upload: PlanUpload, tiers: Sequence[Tier], rows: int, chunk_tokens: int
+    runner: ModelRunner, upload: PlanUpload, tiers: Mapping[Tier, int], chunk_tokens: int
 ) -> None:
     """Run everything once; no request may be running.
 
     Args:
         upload: As steps upload their plans.
-        rows: Most requests of a step.
+        tiers: All that a step may take, and the most trees that it may have then.
         chunk_tokens: Most prompt tokens of a step.
     """
     try:
-        for tier, size in itertools.product(tiers, warm_sizes(rows)):
-            runner.graphs.find(tier, size)
-            warm_packed(runner, upload, tier, size)
+        for tier, most in tiers.items():
+            for size in warm_sizes(most):
+                runner.graphs.find(tier, size)
+                warm_packed(runner, upload, tier, size)
         warm_sampler(runner)
         for tokens in powers_of_two(chunk_tokens):
-            warm_chunk(runner, upload, tiers[0], tokens)
+            warm_chunk(runner, upload, next(iter(tiers)), tokens)
     finally:
         forget(runner)
 

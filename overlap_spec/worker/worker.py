@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
 from typing import NamedTuple, cast
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from overlap_spec.drafters.base import Draft, host_draft
 from overlap_spec.drafters.grafts import graft
-from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.errors import NumericFault
 from overlap_spec.types import (
     RUN_TOKENS,
@@ -165,6 +164,9 @@ class Worker:
     def check(self) -> None:
         """Raise EngineUnavailable where steps cannot be run any more."""
 
+    def gather_spans(self) -> None:
+        """Record the spans that the other ranks have kept since the last call."""
+
     def retry_drafter(self) -> None:
         """Use the drafter again."""
         self.runner.fault = None
@@ -183,7 +185,7 @@ class Worker:
     @property
     def weighs_cuts(self) -> bool:
         """Whether the drafter chooses among the cuts of forced text by itself."""
-        return isinstance(self.runner.drafter, TreeDrafter)
+        return self.runner.weighs_cuts
 
     @property
     def verifies_ahead(self) -> bool:
@@ -212,15 +214,17 @@ class Worker:
         return self._device.type == "cuda"
 
     @torch.inference_mode()
-    def warm_up(self, tiers: Sequence[Tier], chunk_tokens: int) -> None:
+    def warm_up(self, tiers: Mapping[Tier, int | None], chunk_tokens: int) -> None:
         """Compile all that serving may want, before the first step; see :func:`warm_up`.
 
         Args:
-            tiers: All that a plan may have.
+            tiers: All that a plan may have, each with the most trees of such a plan; None: as many
+                as there are rows.
             chunk_tokens: Most prompt tokens of a step.
         """
         if self.compiles:
-            work = warm_up, self.runner, self._upload, tiers, self._rows, chunk_tokens
+            most = {tier: min(limit or self._rows, self._rows) for tier, limit in tiers.items()}
+            work = warm_up, self.runner, self._upload, most, chunk_tokens
             self.streams.compute.run("warm up", *work)
             self.rest()
 

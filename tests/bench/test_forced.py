@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from random import Random
 from typing import Any
 
@@ -13,11 +14,14 @@ from bench.forced import (
     LABELS,
     QUICK,
     HostileRuns,
+    asked,
     groups_of,
     labels_of,
     shuffled,
     summary,
 )
+from bench.measure import GREEDY
+from bench.workloads import Ask
 from overlap_spec.grammar.guesses import Guesses
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.training.data import held_out_cases
@@ -61,6 +65,25 @@ def test_hostile_runs_have_words_in_bytes() -> None:
     ]
 
 
+def test_indented_answers_have_the_same_keys_in_the_same_order() -> None:
+    plain, indented = (groups_of(name, [], 3, QUICK, 2) for name in ("extraction", "indented"))
+    for ask, other in zip(*(chain(*groups) for groups in (plain, indented)), strict=True):
+        assert ask.grammar is not None
+        assert other == replace(ask, grammar=replace(ask.grammar, whitespace=4))
+
+
+def test_a_third_side_asks_the_same() -> None:
+    asks = [Ask("a", Grammar.choice(["b", "c"]), 9), Ask("d", Grammar.choice(["e"]), 9)]
+    said = {"on": {"lengths": [3, 2]}}
+    assert asked(asks, "off", said) == (asks, GREEDY)
+    free, sampling = asked(asks, "free", said)
+    assert free == [Ask("a", None, 3), Ask("d", None, 2)]
+    assert sampling == {**GREEDY, "ignore_eos": True}
+    faithful, sampling = asked(asks, "faithful", said)
+    assert [ask.grammar and ask.grammar.faithful for ask in faithful] == [True, True]
+    assert sampling == GREEDY
+
+
 def sample(side: str, group: int, **fields: Any) -> dict[str, Any]:
     counts = {"verified_tokens": 30, "verifies": 10, "drafted_tokens": 50, "illegal_drafts": 5}
     grafts = {"grafted_tokens": 8, "accepted_grafts": 6}
@@ -73,6 +96,7 @@ def sample(side: str, group: int, **fields: Any) -> dict[str, Any]:
         "seconds": 1.0,
         "answers": 2,
         "lane_us": 50.0,
+        "told_us": 20.0,
         **fields,
     }
 
@@ -80,9 +104,11 @@ def sample(side: str, group: int, **fields: Any) -> dict[str, Any]:
 def test_figures_are_sums_and_pairs() -> None:
     samples = [
         sample("off", 0),
-        sample("on", 0, tpot_ms=2.0, lane_us=70.0, verifies=5, seconds=0.5),
+        sample("on", 0, tpot_ms=2.0, lane_us=70.0, told_us=30.0, verifies=5, seconds=0.5),
         sample("off", 1, tpot_ms=10.0),
         sample("on", 1, tpot_ms=6.0, lane_us=60.0, accepted_grafts=2),
+        sample("free", 0, tpot_ms=4.0),
+        sample("free", 1, tpot_ms=5.0),
     ]
     found = summary(samples)["workloads"]["extraction"]["eagle3 chain"]
     assert found["on"]["accept_length"] == 60 / 15
@@ -93,5 +119,8 @@ def test_figures_are_sums_and_pairs() -> None:
     assert found["on"]["graft_accept_rate"] == 0.5
     assert found["on"]["illegal_share"] == 0.1
     assert found["on"]["lane_added_us"] == pytest.approx(15.0)
+    assert found["on"]["told_us"] == 25.0
     assert found["off"]["tpot_of_off"]["median"] == 1.0
+    assert found["on"]["tpot_of_free"] == {"median": 0.85, "min": 0.5, "max": 1.2, "n": 2}
+    assert found["off"]["tpot_of_free"] is found["free"]["tpot_of_free"] is None
     assert set(DRAFTERS) == {"eagle3 chain", "eagle3 tree", "ngram chain", "ngram tree"}

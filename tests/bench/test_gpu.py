@@ -22,13 +22,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench import common, gpu, gpu_build, gpu_device
+from bench import common, gpu, gpu_build, gpu_device, kernels
 from bench.common import Run, samples_path
 from bench.gpu_child import PartFailed
 from bench.gpu_compare import divergences
 from bench.gpu_decode import waits_timed, weight_bytes
 from bench.gpu_device import counted
 from bench.gpu_setup import Context, Result, Setup, figure
+from bench.kernel_work import Draw, attention
+from bench.kernel_work import works as every_work
 from bench.workloads import Ask
 from overlap_spec.types import TokenLogprobs
 from overlap_spec.worker.streams import InlineStreams
@@ -129,7 +131,7 @@ def test_a_rehearsal_runs_every_part(rehearsal: tuple[dict[str, Any], Path]) -> 
     assert record["equal"] is True
     assert record["seconds"] < record["budget_s"]
     parts = {json.loads(line)["part"] for line in samples_path(path).read_text().splitlines()}
-    assert parts == {part.name for part in gpu.PARTS if part.weights}
+    assert parts == {part.name for part in gpu.PARTS if part.weights and not part.device}
     assert len(record["parts"]["roofline"]["cells"]) == 3
     assert record["parts"]["checkpoint"]["target"]["parameters"] > 10**6
 
@@ -373,7 +375,7 @@ def test_without_the_checkpoint_its_parts_are_skipped(
     gpu.run_all(report, Setup(True, True, 0, "", tmp_path / "checkpoint"), gpu.Clock(200))
     parts = report.record["parts"]
     assert "vocab_size 7 is below" in parts["checkpoint"]["error"]
-    needing = {part.name for part in gpu.PARTS if part.weights}
+    needing = {part.name for part in gpu.PARTS if part.weights and not part.device}
     assert {parts[name]["status"] for name in needing} == {"skipped: no checkpoint"}
     assert not list(tmp_path.iterdir())
 
@@ -562,3 +564,33 @@ def test_a_run_without_a_path_ends_under_the_devices_name(
     assert json.loads(path.read_text()) == record
     assert path.with_suffix(".samples.jsonl").read_text().count("\n") == 1
     assert not path.with_suffix(".started.json").exists()
+
+
+def test_kernels_are_held_to_flash_attention_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention alone, whose results are compared too; times are made up."""
+    times = {"triton": 30.0, "reference": 90.0, "flash": 15.0}
+    compared: list[str] = []
+
+    def disagreement(_: Any, __: Any, choice: str) -> float:
+        compared.append(choice)
+        return 0.0
+
+    monkeypatch.setattr(kernels, "ceilings", lambda _: (1e12, 1e15))
+    monkeypatch.setattr(kernels, "flash_installed", lambda: True)
+    monkeypatch.setattr(kernels, "input_sets", lambda work: [work.draw()])
+    monkeypatch.setattr(kernels, "disagreement", disagreement)
+    monkeypatch.setattr(kernels, "graph_us", lambda _, choice, __: lambda: times[choice])
+    draw = Draw(torch.device("cpu"), torch.bfloat16, 0)
+    works = [
+        attention(draw, 1, 4, 64, tree=True, head_dim=32),
+        *[w for w in every_work(draw, (1,)) if w.name.startswith("rms_norm")][:1],
+    ]
+    run = Run("kernels", Namespace(quick=True, seed=0, json=None), [])
+    found = kernels.measure_all(run, works, 2)["kernels"]
+    tree, norm = found.values()
+    assert tree["us"]["median"] == 30.0
+    assert tree["flash_us"]["median"] == 15.0
+    assert tree["flash_speedup"]["median"] == 2.0
+    assert tree["speedup"]["median"] == 3.0
+    assert "flash_us" not in norm
+    assert compared == ["triton", "flash", "triton"]

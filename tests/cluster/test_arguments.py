@@ -11,7 +11,9 @@ import pytest
 from overlap_spec.cli import app as commands
 from overlap_spec.cluster import app
 from overlap_spec.cluster.arguments import read_arguments
-from overlap_spec.cluster.settings import ClusterSettings
+from overlap_spec.cluster.launch import check_room
+from overlap_spec.cluster.settings import ClusterSettings, gpus_of
+from overlap_spec.config import EngineConfig
 from overlap_spec.errors import ConfigError
 
 
@@ -89,3 +91,22 @@ def test_bounds_that_ray_serve_does_not_keep_are_refused(
     monkeypatch.setattr("overlap_spec.cluster.launch.require_ray", lambda: None)
     with pytest.raises(ConfigError, match="bound of the server without replicas"):
         commands(["serve", "--replicas", "2", flag], standalone_mode=False)
+
+
+def test_a_replica_takes_a_gpu_for_each_rank() -> None:
+    cluster, ranks = ClusterSettings(replicas=2), EngineConfig(tensor_parallel_size=4)
+    assert gpus_of(ranks, cluster, 8.0) == 4.0
+    assert gpus_of(EngineConfig(), cluster, 8.0) == 1.0
+    assert gpus_of(ranks, cluster, 0.0) == 0.0
+    assert gpus_of(EngineConfig(device="cpu", tensor_parallel_size=4), cluster, 8.0) == 0.0
+    assert gpus_of(ranks, ClusterSettings(replicas=2, gpus_per_replica=0.5), 8.0) == 0.5
+
+
+def test_replicas_that_would_wait_for_ever_are_refused() -> None:
+    cluster, ranks = ClusterSettings(replicas=2), EngineConfig(tensor_parallel_size=4)
+    check_room(ranks, cluster, {"CPU": 2.0, "GPU": 8.0})
+    check_room(ranks, cluster, {"CPU": 2.0})
+    with pytest.raises(ConfigError, match="2 with 4 GPU each need 8, and there are 6: lower gpus"):
+        check_room(ranks, cluster, {"CPU": 2.0, "GPU": 6.0})
+    with pytest.raises(ConfigError, match="2 with 1 CPU each need 2, and there are 1"):
+        check_room(ranks, cluster, {"CPU": 1.0})

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from overlap_spec import Engine, SamplingParams
-from overlap_spec.cluster.prefixes import PrefixMap, blocks_of, capacity_of, prompt_bytes
+from overlap_spec.cluster.prefixes import SAMPLE, PrefixMap, blocks_of, capacity_of, prompt_bytes
 
 PREFIXES, PAGES, ROOM = 8, 8, 4
 PAGE = 16
@@ -43,7 +43,10 @@ def hit_rate(tiny: dict[str, Any], choose: Callable[[tuple[int, ...]], int]) -> 
 
 
 def test_prefix_routing_finds_half_more_than_turns(tiny: dict[str, Any]) -> None:
-    turns, known = itertools.count(), PrefixMap(capacity_of(2000), slack=4)
+    # What a router is told of each: a number of a list is four bytes.
+    tokens = ROOM * PAGES * PAGE + PAGES * PAGE // 2 + 8 * PAGE
+    known = PrefixMap(capacity_of(tokens, len(SAMPLE) // 4), slack=4)
+    turns = itertools.count()
 
     def by_prefix(blocks: tuple[int, ...]) -> int:
         (best, *_) = known.rank(blocks, {"0": 0, "1": 0})

@@ -10,6 +10,8 @@ import pytest
 from overlap_spec.cluster.prefixes import (
     BLOCK_BYTES,
     MOST_BLOCKS,
+    SAMPLE,
+    USUAL_BLOCKS,
     PrefixMap,
     blocks_of,
     capacity_of,
@@ -64,8 +66,10 @@ def test_a_body_that_is_no_object_has_no_blocks(body: bytes) -> None:
 
 def test_long_prompts_are_looked_at_up_to_a_bound() -> None:
     assert len(blocks_of(b"a" * BLOCK_BYTES * (MOST_BLOCKS + 9))) == MOST_BLOCKS
-    assert capacity_of(1600) == 100
-    assert capacity_of(None) > MOST_BLOCKS
+    # Four bytes a token, then two; a quarter of the cache is for answers.
+    assert capacity_of(1600, len(SAMPLE) // 4) == pytest.approx(75, abs=1)
+    assert capacity_of(1600, len(SAMPLE) // 2) == pytest.approx(37, abs=1)
+    assert USUAL_BLOCKS > MOST_BLOCKS
 
 
 def test_the_longest_prefix_wins_and_load_breaks_ties() -> None:
@@ -120,8 +124,24 @@ def test_a_replicas_blocks_are_bounded_and_its_beginnings_last() -> None:
     assert known.matched("a", (1, 7, 8)) == 3
     known.insert("a", (20, 21, 22, 23, 24))
     assert known.matched("a", (20, 21, 22, 23, 24)) == 4
-    known.keep(["b"])
+    known.keep({"b": None})
     assert known.matched("a", (20,)) == 0
+
+
+def test_a_replica_that_tells_what_it_holds_is_known_for_no_more() -> None:
+    known = PrefixMap(capacity=100, slack=2)
+    known.insert("a", (1, 2, 3, 4))
+    known.insert("a", (7, 8))
+    known.keep({"a": 3, "b": None})
+    # At once, the longest ago first; the one that has not told keeps as many as before.
+    assert known.matched("a", (1, 2, 3, 4)) == 1
+    assert known.matched("a", (7, 8)) == 2
+    known.insert("a", (10, 11, 12, 13))
+    assert known.matched("a", (10, 11, 12, 13)) == 3
+    known.insert("b", (10, 11, 12, 13))
+    assert known.matched("b", (10, 11, 12, 13)) == 4
+    # It is as full as it can be: a new prompt goes to the other one.
+    assert known.rank((50,), {"a": 0, "b": 0})[0].replica == "b"
 
 
 def test_matched_never_exceeds_what_was_inserted() -> None:

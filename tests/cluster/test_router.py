@@ -29,16 +29,17 @@ class Lengths:
 @pytest.fixture
 def router(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A router whose base does nothing: what is tested is what this class adds."""
-    for name in ("on_send_request", "on_request_routed", "on_request_completed"):
+    base = ("on_send_request", "on_request_routed", "on_request_completed", "update_replicas")
+    for name in base:
         monkeypatch.setattr(Router.__mro__[1], name, lambda *_: None)
     made: Any = Router.__new__(Router)
     made._replica_queue_len_cache = Lengths()
-    made.initialize_state("prefix", capacity=100, slack=2)
+    made.initialize_state("prefix", slack=2)
     return made
 
 
-def replica(name: str) -> Any:
-    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name))
+def replica(name: str, **stats: int) -> Any:
+    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats=stats)
 
 
 def pending(**fields: Any) -> Any:
@@ -97,9 +98,20 @@ def test_replicas_that_are_gone_are_forgotten(router: Any, monkeypatch: pytest.M
 
 
 def test_the_other_ways(router: Any) -> None:
-    router.initialize_state("round-robin", capacity=1, slack=1)
+    router.initialize_state("round-robin", slack=1)
     assert [chosen(router, pending(blocks=(1,)))[0] for _ in range(5)] == ["a", "b", "c", "a", "b"]
-    router.initialize_state("load", capacity=1, slack=1)
+    router.initialize_state("load", slack=1)
     router._replica_queue_len_cache.told = {"a": 3, "b": 2, "c": 0}
     assert chosen(router, pending(blocks=(1,))) == ["c", "b", "a"]
     assert chosen(router, None) == ["c", "b", "a"]
+
+
+def test_what_a_replica_tells_of_its_cache_bounds_what_it_is_known_for(router: Any) -> None:
+    router.update_replicas([replica("a"), replica("b")])
+    name = SimpleNamespace(unique_id="a")
+    router.on_request_routed(pending(blocks=(1, 2, 3)), name, None)
+    assert router.prefixes.matched("a", (1, 2, 3)) == 3
+    router.update_replicas([replica("a", blocks=2), replica("b")])
+    assert router.prefixes.matched("a", (1, 2, 3)) == 2
+    router.update_replicas([replica("b")])
+    assert router.prefixes.matched("a", (1, 2, 3)) == 0

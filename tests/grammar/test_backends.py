@@ -276,6 +276,19 @@ def test_lexemes_are_proved_or_cut(ebnf: str, by_characters: int) -> None:
     check_walks(Grammar.ebnf(ebnf), 1)
 
 
+def test_a_quote_that_is_escaped_ends_no_lexeme() -> None:
+    # The pattern's quotes are no JSON strings of their own: its expression is one lexeme.
+    name = {"type": "string", "pattern": '^([a-z]+"|n(ull)?[0-9]*)+$'}
+    schema = {"properties": {"a": name, "b": {"items": {"$ref": "#"}}}, "type": "object"}
+    grammar = Grammar.json_schema(schema)
+    lexemes = cut(lower(grammar))
+    assert not lexemes.by_characters
+    assert not conflict(lexemes)
+    check_walks(grammar, 2)
+    made = backend("auto").compile(grammar)
+    assert made.backend == "llguidance"
+
+
 def test_keys_that_are_taken_are_left_out_by_one_word() -> None:
     names = [f"{'long-key-' * 5}{i}é\n" for i in range(60)]
     schema = {"type": "object", "properties": dict.fromkeys(names, True)}

@@ -125,6 +125,16 @@ def test_it_is_compiled_elsewhere_and_kept_here(compiler: GrammarCompiler) -> No
     assert rebuilt.pid == os.getpid()
 
 
+def test_what_a_first_grammar_needs_is_built_once_for_all_workers(
+    compiler: GrammarCompiler,
+) -> None:
+    found = compiler.compile(job("warmed"))
+    assert isinstance(found, Text)
+    server = compiler.snapshot()["executor"]["fork_server_pid"]
+    assert (int(found.source), found.pid == server) == (server, False)
+    until(lambda: compiler.backend.warmed_in == os.getpid())
+
+
 def test_types_of_the_caller_stay_here(compiler: GrammarCompiler) -> None:
     class Local:
         pass

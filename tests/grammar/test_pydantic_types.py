@@ -10,9 +10,21 @@ import itertools
 import pathlib
 import random
 import uuid
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from functools import cache
-from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    NewType,
+    NotRequired,
+    Required,
+    TypeVar,
+)
 
 import numpy as np
 import pytest
@@ -21,13 +33,25 @@ from pydantic import (
     UUID3,
     UUID4,
     UUID5,
+    UUID6,
+    UUID7,
+    UUID8,
+    AllowInfNan,
+    AmqpDsn,
     AnyHttpUrl,
     AnyUrl,
     AnyWebsocketUrl,
     AwareDatetime,
     Base64Bytes,
+    Base64Encoder,
+    Base64UrlBytes,
     BaseModel,
+    ClickHouseDsn,
+    CockroachDsn,
     ConfigDict,
+    Discriminator,
+    EncodedBytes,
+    FailFast,
     Field,
     FileUrl,
     FiniteFloat,
@@ -37,24 +61,50 @@ from pydantic import (
     IPvAnyInterface,
     IPvAnyNetwork,
     Json,
+    JsonValue,
+    KafkaDsn,
+    MariaDBDsn,
+    MongoDsn,
+    MySQLDsn,
     NaiveDatetime,
+    NatsDsn,
+    NegativeFloat,
     NegativeInt,
     NonNegativeFloat,
+    NonNegativeInt,
+    NonPositiveFloat,
+    NonPositiveInt,
+    OnErrorOmit,
+    PositiveFloat,
     PositiveInt,
     PostgresDsn,
     RedisDsn,
     RootModel,
+    Secret,
+    SecretBytes,
     SecretStr,
+    SnowflakeDsn,
     StrictBool,
+    StrictBytes,
+    StrictFloat,
     StrictInt,
     StrictStr,
+    StringConstraints,
+    Tag,
     TypeAdapter,
+    UrlConstraints,
+    WebsocketUrl,
+    computed_field,
+    conbytes,
     condecimal,
+    confloat,
+    confrozenset,
     conint,
     conlist,
     conset,
     constr,
 )
+from pydantic.alias_generators import to_camel
 from typing_extensions import TypeAliasType, TypedDict
 
 from overlap_spec.errors import GrammarError
@@ -99,6 +149,46 @@ class Cat(BaseModel):
 class Dog(BaseModel):
     kind: Literal["dog"]
     good: bool
+
+
+class Shade(enum.StrEnum):
+    LIGHT, DARK = "light", "dark"
+
+
+class Mode(enum.IntFlag):
+    READ, WRITE = 1, 2
+
+
+class Partial(TypedDict):
+    a: Required[int]
+    b: NotRequired[str]
+
+
+class Base(BaseModel):
+    a: int
+
+
+class Derived(Base):
+    b: Annotated[str, StringConstraints(max_length=4)] = ""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def d(self) -> int:
+        return self.a + 1
+
+
+class Filled(BaseModel):
+    model_config = ConfigDict(alias_generator=to_camel, extra="forbid")
+    first_name: str = Field(max_length=3)
+    born_at: dt.date | None = None
+
+
+def kind_of(value: Any) -> str:
+    return "list" if isinstance(value, list) else "int"
+
+
+Name = NewType("Name", str)
+Corner = namedtuple("Corner", "x y")
 
 
 class Box(BaseModel, Generic[T]):
@@ -153,6 +243,16 @@ SCALARS: dict[str, tuple[Any, list[Any]]] = {
     "negative": (NegativeInt, [-1, -99]),
     "not negative": (NonNegativeFloat, [0.0, 0.25, 3.0]),
     "finite": (FiniteFloat, [1.5]),
+    "positive float": (PositiveFloat, [0.1, 5.0]),
+    "negative float": (NegativeFloat, [-0.1]),
+    "not positive float": (NonPositiveFloat, [-2.5, 0.0]),
+    "not negative int": (NonNegativeInt, [0, 7]),
+    "not positive int": (NonPositiveInt, [0, -7]),
+    "strict float": (StrictFloat, [1.5]),
+    "strict bytes": (StrictBytes, [b"a"]),
+    "short bytes": (conbytes(max_length=4), [b"abcd"]),
+    "bounded float": (confloat(gt=0, lt=1), [0.5]),
+    "no infinity": (Annotated[float, AllowInfNan(False)], [2.5]),
     "bounded": (conint(ge=-3, lt=12), [-3, 11]),
     "interval": (Annotated[float, Field(ge=-1, le=2.5)], [0.4911332491307197, 2.5, -0.999]),
     "even": (conint(multiple_of=2), [0, 4, -2]),
@@ -162,6 +262,13 @@ SCALARS: dict[str, tuple[Any, list[Any]]] = {
     "pattern": (constr(pattern="^[a-z]{2,4}$"), ["ab", "abcd"]),
     "short": (constr(min_length=1, max_length=3), ["a", "éé\n"]),
     "secret": (SecretStr, []),
+    "secret bytes": (SecretBytes, []),
+    "secret date": (Secret[dt.date], []),
+    "stripped": (
+        Annotated[str, StringConstraints(strip_whitespace=True, to_lower=True, max_length=6)],
+        ["abc"],
+    ),
+    "new type": (Name, ["a"]),
     "complex": (complex, [1 + 2j, complex(-1.5, -2)]),
     "date": (dt.date, [dt.date(2024, 2, 29), dt.date(1, 1, 1)]),
     "datetime": (
@@ -182,10 +289,29 @@ SCALARS: dict[str, tuple[Any, list[Any]]] = {
     "uuid3": (UUID3, [uuid.uuid3(uuid.NAMESPACE_DNS, "a")]),
     "uuid4": (UUID4, [uuid.uuid4()]),
     "uuid5": (UUID5, [uuid.uuid5(uuid.NAMESPACE_DNS, "a")]),
+    "uuid6": (UUID6, ["1ec9414c-232a-6b00-b3c8-9f6bdeced846"]),
+    "uuid7": (UUID7, ["017f22e2-79b0-7cc3-98c4-dc0c0c07398f"]),
+    "uuid8": (UUID8, ["2489e9ad-2ee2-8e00-8ec9-32d5f69181c0"]),
     "base64": (Base64Bytes, [b"YWI="]),
+    "base64 url": (Base64UrlBytes, [b"YWI="]),
+    "encoded": (Annotated[bytes, EncodedBytes(encoder=Base64Encoder)], [b"YWI="]),
     "any url": (AnyUrl, ["https://a.example/b?c=d#e", "mailto:a@b.example", "s3://bucket/k"]),
     "http": (HttpUrl, ["http://u:p@a-b.example:8080/x%20y", "https://10.0.0.1"]),
     "any http": (AnyHttpUrl, ["http://localhost/"]),
+    "any websocket": (WebsocketUrl, ["ws://a.example/x"]),
+    "cockroach": (CockroachDsn, ["cockroachdb://u:p@h:26257/db"]),
+    "amqp": (AmqpDsn, ["amqp://u:p@h:5672/v"]),
+    "mongo": (MongoDsn, ["mongodb://h1:27017,h2:27018/db"]),
+    "kafka": (KafkaDsn, ["kafka://localhost:9092"]),
+    "nats": (NatsDsn, ["nats://localhost:4222"]),
+    "mysql": (MySQLDsn, ["mysql://u:p@h:3306/db"]),
+    "mariadb": (MariaDBDsn, ["mariadb://u:p@h:3306/db"]),
+    "clickhouse": (ClickHouseDsn, ["clickhouse+http://u:p@h:8123/db"]),
+    "snowflake": (SnowflakeDsn, ["snowflake://u:p@account/db"]),
+    "url with bounds": (
+        Annotated[AnyUrl, UrlConstraints(allowed_schemes=["https"])],
+        ["https://a.example/"],
+    ),
     "websocket": (AnyWebsocketUrl, ["wss://a.example/x"]),
     "ftp": (FtpUrl, ["ftp://a.example/x"]),
     "file": (FileUrl, ["file:///a/b%20c"]),
@@ -203,6 +329,8 @@ SCALARS: dict[str, tuple[Any, list[Any]]] = {
     "path": (pathlib.Path, [pathlib.Path("/a/b")]),
     "enum": (Color, [Color.RED]),
     "int enum": (Level, [Level.HIGH]),
+    "text enum": (Shade, [Shade.DARK]),
+    "flag": (Mode, [Mode.READ]),
     "literal": (Literal["a", 1, None], ["a", 1, None]),
 }  # fmt: skip
 WHOLE: dict[str, tuple[Any, list[Any]]] = {
@@ -229,6 +357,40 @@ WHOLE: dict[str, tuple[Any, list[Any]]] = {
     "set of bools": (set[bool], [{True, False}]),
     "set of tuples": (set[tuple[int, Literal["a", "b"]]], [{(1, "a"), (1, "b")}]),
     "any": (Any, [[1, {"a": None}]]),
+    "json value": (JsonValue, [{"a": [1, None, "x"]}]),
+    "bounded frozen set": (confrozenset(int, max_length=3), [{1, 2}]),
+    "deque": (deque[int], [[1, 2]]),
+    "sequence": (Sequence[bool], [[True]]),
+    "mapping": (Mapping[str, int], [{"a": 1}]),
+    "default dict": (defaultdict[str, list[int]], [{"a": [1]}]),
+    "ordered dict": (OrderedDict[str, int], [{"a": 1}]),
+    "counter": (Counter[str], [{"a": 1}]),
+    "named fields": (Corner, [(1, 2)]),
+    "required keys": (Partial, [{"a": 1}, {"a": 1, "b": "x"}]),
+    "derived": (Derived, [Derived(a=1, b="x")]),
+    "camel": (Filled, [Filled(firstName="ab")]),
+    "omitted": (list[OnErrorOmit[int]], [[1]]),
+    "fails fast": (Annotated[list[int], FailFast()], [[1, 2]]),
+    "tagged": (
+        Annotated[
+            Annotated[int, Tag("int")] | Annotated[list[int], Tag("list")],
+            Discriminator(kind_of),
+        ],
+        [1, [2]],
+    ),
+    "int keys": (dict[int, bool], [{1: True, 0: False, -12: True}]),
+    "positive keys": (dict[PositiveInt, bool], [{1: True}]),
+    "not negative keys": (dict[NonNegativeInt, bool], [{0: True}]),
+    "negative keys": (dict[NegativeInt, bool], [{-1: True}]),
+    "not positive keys": (dict[NonPositiveInt, bool], [{-1: True, 0: True}]),
+    "float keys": (dict[float, int], [{1.5: 1, 1e22: 2, -1e-7: 3}]),
+    "bool keys": (dict[bool, int], [{True: 1}]),
+    "pattern keys": (dict[constr(pattern="^[a-c]+$"), Any], [{"abc": 1}]),
+    "datetime keys": (dict[dt.datetime, bool], [{dt.datetime(2020, 1, 1, tzinfo=UTC): True}]),
+    "duration keys": (dict[dt.timedelta, int], [{dt.timedelta(days=1): 1}]),
+    "date keys": (dict[dt.date, int], [{dt.date(2024, 2, 29): 1}]),
+    "optional model": (Point | None, [None, Point(x=1)]),
+    "models by name": (dict[str, Point], [{"a": Point(x=1)}]),
     "union": (int | str | None, [1, "a", None]),
 }  # fmt: skip
 WRAPPERS = {
@@ -313,6 +475,16 @@ def test_all_types_parse_and_dump(name: str) -> None:
 
 def test_there_are_some_hundred_types() -> None:
     assert len(ALL) >= 300
+
+
+def test_bounds_on_keys_are_refused_by_name() -> None:
+    with pytest.raises(GrammarError, match="keys that are numbers may be bounded by 0 only"):
+        Grammar.json_schema(dict[conint(ge=3), bool])  # type: ignore[misc]
+
+
+def test_short_urls_are_refused_by_name() -> None:
+    with pytest.raises(GrammarError, match="a URL of at most 60 characters is not supported"):
+        Grammar.json_schema(Annotated[AnyUrl, UrlConstraints(max_length=60)])
 
 
 def test_json_inside_a_string_is_refused_by_name() -> None:

@@ -221,7 +221,7 @@ def test_text_that_may_not_begin_so() -> None:
         ({"format": {**const("a"), "x": 1}}, r"\$\.format\.x: is unknown"),
         ({"format": {"type": "const_string"}}, r"\$\.format: has no value"),
         ({"format": {**ANY, "max_tokens": 3}}, "max_tokens: is unknown"),
-        ({"format": {**NUMBER, "style": "qwen_xml"}}, r"style: 'qwen_xml' is not supported"),
+        ({"format": {**NUMBER, "style": "yaml"}}, r"style: 'yaml' is not supported"),
         ({"format": {**NUMBER, "any_order": True}}, "any_order"),
         ({"format": {**NUMBER, "json_schema": {"type": "x"}}}, r"json_schema: \$\.type: 'x'"),
         ({"format": {"type": "regex", "pattern": "("}}, r"pattern: regex '\('"),

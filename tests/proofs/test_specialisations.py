@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.speculation.slots import SlotPolicy
 from overlap_spec.worker import model_runner as runner_module
 from overlap_spec.worker import warm_up as warm_up_module
 from overlap_spec.worker.worker import Worker
@@ -56,19 +58,59 @@ def serve(engine: Engine, batches: range) -> None:
         engine.generate(prompts[-count:], grammars[-count:], samplings)
 
 
-def late(tiny: dict[str, str], tier: str, batches: range) -> set[Key]:
+def serve_many(engine: Engine) -> None:
+    """Batches of 1 to 12."""
+    for count in (12, 7, 3):
+        # One after the other ends.
+        samplings = [{"temperature": 0.0, "max_tokens": 24 + 2 * n} for n in range(count)]
+        engine.generate(["abc" * 5] * count, None, samplings)
+
+
+def late(
+    tiny: dict[str, str],
+    tier: str,
+    batches: range,
+    work: Callable[[Engine], None] = lambda _: None,
+    **more: Any,
+) -> set[Key]:
     """What is compiled after the start."""
     settings = {"dtype": "bfloat16", "overlap": "none", "mask_deadline_ms": None, **TIERS[tier]}
+    settings |= more
     with noted_kernels() as keys, test_overlap.build(tiny, **settings) as engine:
         before = set(keys)
         assert len(before) > 10
         serve(engine, batches)
+        work(engine)
         return keys - before
 
 
 @pytest.mark.parametrize("tier", ["chain", "tree"])
 def test_serving_compiles_nothing_that_the_start_did_not(tiny: dict[str, str], tier: str) -> None:
     assert late(tiny, tier, range(300, 302)) == set()
+
+
+@pytest.mark.parametrize(
+    ("steps", "largest"), [(5, None), (7, 1), pytest.param(7, None, marks=pytest.mark.slow)]
+)
+def test_tiers_are_warm_at_the_sizes_that_take_them(
+    tiny: dict[str, str], steps: int, largest: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains of 7 up to batches of 7, but where they are what a fault leaves; and limits that are
+    too low are seen."""
+    if largest is not None:
+        monkeypatch.setattr(SlotPolicy, "largest_batch", lambda *_: largest)
+    warmed: set[tuple[int, int]] = set()
+    find = test_replay.HeldGraphs.find
+
+    def noted(graphs: Any, tier: Any, size: int) -> Any:
+        warmed.add((tier.steps, size))
+        return find(graphs, tier, size)
+
+    monkeypatch.setattr(test_replay.HeldGraphs, "find", noted)
+    after = late(tiny, "several", range(0), serve_many, max_running_requests=12, num_steps=steps)
+    assert bool(after) is (largest is not None)
+    sizes = {size for taken, size in warmed if taken == 7}
+    assert max(sizes) == (7 if steps == 5 else 12)
 
 
 @pytest.mark.slow

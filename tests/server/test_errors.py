@@ -161,6 +161,12 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     ),
     (
         CHAT,
+        {"structured_outputs": {"regex": "a", "formats": "annotation"}},
+        "structured_outputs.formats",
+        "goes with json",
+    ),
+    (
+        CHAT,
         {"structured_outputs": {"json": {"required": list("abcdefghij")}, "key_order": "any"}},
         "structured_outputs.json",
         "10 properties",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from overlap_spec.errors import ConfigError
+from overlap_spec.speculation.fallback import FallbackPolicy
 from overlap_spec.speculation.policy import LengthPolicy
 from overlap_spec.speculation.presets import POLICY_NAMES, PRESETS, load_policy, read_config
 from overlap_spec.speculation.static import StaticPolicy, static_tier
@@ -62,6 +63,28 @@ def test_starts_at_launch_steps_or_the_middle_with_a_neutral_ema() -> None:
     elsewhere = EmaSlot(SlotSettings((7, 1, 3, 3)), 5)
     assert (elsewhere.candidates, elsewhere.steps, elsewhere.ema) == ((1, 3, 7), 3, 2.0)
     assert EmaSlot(SlotSettings((1, 3, 5, 7)), 2).steps == 5
+
+
+@pytest.mark.parametrize("name", ["default", "aggressive", "with_off", "auto"])
+def test_no_batch_takes_a_tier_beyond_its_limit(name: str) -> None:
+    """Nor is a limit higher than it need be."""
+    policy = load_policy(name, 5, 1, None)
+    limits = {tier: policy.largest_batch(tier) for tier in policy.tiers}
+    seen: dict[Tier, int] = {}
+    for batch in (1, 2, 7, 8, 20, 31, 32, 63, 64, 127, 128, 200):
+        for accepted in (0, 7):
+            for _ in range(60):
+                tier = policy.choose(view(batch)).tier
+                policy.observe(told(batch, tier, [min(accepted, tier.steps)] * batch))
+                seen[tier] = max(batch, seen.get(tier, 0))
+    for tier, most in seen.items():
+        assert most <= (limits[tier] or 200)
+    if name != "auto":
+        assert {t: limit or 200 for t, limit in limits.items()} == seen
+    fixed = StaticPolicy(policy.tiers[0])
+    fallen = FallbackPolicy(policy, fixed)
+    assert fallen.largest_batch(policy.tiers[0]) is None
+    assert fallen.largest_batch(policy.tiers[-1]) == limits[policy.tiers[-1]]
 
 
 def test_ema_is_of_the_batch_mean() -> None:

@@ -41,9 +41,13 @@ class FaultyBackend(Backend):
     """`hang`, `eat`, `abort` and the like do that; `slow 0.3` takes that many seconds."""
 
     name = "faulty"
+    warmed_in = 0
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
+
+    def warm(self) -> None:
+        self.warmed_in = os.getpid()
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         what, _, rest = grammar.source.partition(" ")
@@ -69,6 +73,8 @@ class FaultyBackend(Backend):
                 print("noise", flush=True)
             case "slow":
                 time.sleep(float(rest.split()[0]))
+            case "warmed":
+                return Text(str(self.warmed_in), os.getpid())
             case "swell":
                 return Text("x" * int(rest), os.getpid())
         return Text(grammar.source, os.getpid())

@@ -7,6 +7,7 @@ Triton's interpreter, in a process of its own, and on a GPU where there is one.
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -30,6 +31,7 @@ __all__ = [
     "enter_interpreter",
     "run_canary",
     "run_case",
+    "run_flash",
     "run_planted",
 ]
 
@@ -47,6 +49,16 @@ def run_planted(size: int, step: int, back: int, past: int, slack: bool) -> None
 def run_canary(early: int) -> None:
     """Attention, with canaries that begin ``early`` slots before the end of what it reads."""
     kernel_cases_layers.guarded_attention(early)
+
+
+def run_flash(name: str, examples: int, fault: str | None = None) -> dict[str, int]:
+    """:func:`run_case` on FlashAttention-3's stand-in; how often that was called."""
+    from tests.support import flash_attention, kernel_harness
+
+    flash_attention.CALLS.update(trees=0, chunks=0)
+    with flash_attention.installed(fault), patch.object(kernel_harness, "KERNELS", "flash"):
+        run_case(name, examples, "cpu")
+    return flash_attention.CALLS
 
 
 def run_case(name: str, examples: int, device: str) -> None:

@@ -21,6 +21,8 @@ CASES: dict[str, Case] = {}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Relative error in the Euclidean norm, of arithmetic in float32 with operands of each type.
 CLOSE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+# What :func:`triton` runs kernels as.
+KERNELS = "triton"
 SMALL = {"block": 32, "num_warps": 1}
 
 
@@ -77,7 +79,7 @@ def poisoned() -> Iterator[None]:
 
 
 def triton(operation: Callable[..., Any], *args: Any) -> Any:
-    with use("triton"), poisoned():
+    with use(KERNELS), poisoned():
         return operation(*args)
 
 

@@ -50,9 +50,13 @@ class Launched:
         self._exempt: dict[int, Any] = {}
 
     def exempt(self, tensor: torch.Tensor) -> None:
-        """Let programs write what they like to these elements, of memory that stays."""
+        """Let programs write what they like to these elements, until :meth:`forget`."""
         first = tensor.untyped_storage().data_ptr()
         self._exempt[first] = self._exempt.get(first, False) | elements(tensor)
+
+    def forget(self) -> None:
+        """Exempt nothing: memory is given back, and will be others'."""
+        self._exempt.clear()
 
     def begin(self, arguments: Any) -> None:
         together: dict[int, list[torch.Tensor]] = {}

@@ -66,6 +66,7 @@ def answers(
             )
         engine = stack.enter_context(Engine(**{**SETTINGS, "graphs": held, **settings}))
         exempt(engine)
+        stack.callback(LAUNCHED.forget)
         asked = ASKED[:requests]
         samplings = [{**sampling, "max_tokens": max_tokens} for _, sampling in asked]
         outputs = engine.generate(PROMPTS[:requests], [g for g, _ in asked], samplings)

@@ -43,6 +43,7 @@ from overlap_spec.training.optim import orthogonalise, schedule
 from overlap_spec.training.target import (
     TargetRecipe,
     TargetTrainer,
+    deepened,
     embedded_config,
     initialise,
     scored,
@@ -406,6 +407,27 @@ def test_training_goes_on_from_given_weights(tokenizer, tiny_config, tmp_path):
     assert texts[0] == texts[1]
     saved = torch.load(tmp_path / "work" / "target.pt", weights_only=False)
     assert saved["tokens"] >= 4000
+
+
+def test_a_deeper_model_begins_as_the_same_function(tokenizer, tiny_config):
+    first = Decoder(tiny_config)
+    initialise(first, 3)
+    deeper = deepened(first, tiny_config.num_layers + 1)
+    tokens, positions = torch.randint(7, 500, (12,)), torch.arange(12)
+    logits = [
+        model.logits(model(tokens, positions, CausalRows(1, 12))[0]) for model in (first, deeper)
+    ]
+    assert torch.equal(*logits)
+    with pytest.raises(ValueError, match="can grow to"):
+        deepened(first, tiny_config.num_layers - 1)
+    # The new layer learns: its projections leave zero with the first step.
+    stream = BatchStream(tokenizer, GSM8K, 4, tokens_per_batch=512, max_length=224, chunk=32)
+    recipe = TargetRecipe(compile=False, warm_up_share=0.0)
+    trainer = TargetTrainer(deeper.config, stream, recipe, Budget(steps=2), deeper)
+    trainer.run()
+    added = [layer for layer in deeper.layers if not layer.mlp.down_proj.weight.any()]
+    assert len(added) == 1
+    assert all(layer.mlp.down_proj.weight.any() for layer in trainer.model.layers)
 
 
 def test_a_head_goes_on_from_given_weights(tokenizer, tiny_config):

@@ -65,6 +65,31 @@ def equal(oracle: Engine, engine: Engine, asks: list[Ask]) -> None:
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
+def rank_1_is_in_the_timeline(engine: Engine) -> None:
+    """Each step that rank 0 decided was verified there, and accepted once it had been told."""
+    assert not any(span.lane.startswith("rank") for span in engine.timeline.spans())
+    engine.gather_spans()
+    spans = {
+        (span.lane, span.name, span.step): span
+        for span in engine.timeline.spans()
+        if span.name in ("verify", "decision", "accept")
+    }
+    told = {step: span for (lane, _, step), span in spans.items() if lane == "tell"}
+    assert len(told) > 10
+    for step, sent in told.items():
+        taken = spans["rank 1 told", "decision", step]
+        assert sent.start_ns < taken.end_ns
+        accepted = spans.get(("rank 1 compute", "accept", step))
+        if accepted is not None:
+            assert spans["rank 1 compute", "verify", step].end_ns <= accepted.start_ns
+            assert taken.end_ns <= accepted.start_ns
+    assert sum(name == "accept" and lane[:4] == "rank" for lane, name, _ in spans) > 10
+    # Those that were taken are not taken again.
+    count = len(engine.timeline.spans())
+    engine.gather_spans()
+    assert all(span.lane == "tell" for span in engine.timeline.spans()[count:])
+
+
 def test_text_of_two_ranks_is_that_of_one(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +105,7 @@ def test_text_of_two_ranks_is_that_of_one(
         equal(oracle, engine, mixed())
         assert engine.core.scheduler.preemptions > 0
         assert engine.core.worker.runner.graphs.count > 0
+        rank_1_is_in_the_timeline(engine)
     assert ended([other])
     assert set(threading.enumerate()) <= before
 

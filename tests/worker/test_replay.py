@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -67,6 +68,9 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             tables.forced[:batch] = -1
             tables.forced[1:batch:3, :1], tables.forced[2:batch:3, :7] = 40, 41
             tables.temperature[:batch] = torch.arange(batch, device=device) % 3 * 0.6
+            # Of every third one it tells two tokens of one byte with which the text can go on.
+            tables.cuts[:batch], tables.cut_at[:batch] = -1, 0
+            tables.cuts[:batch:3, :, :2] = torch.tensor([50, 51], device=device).int() << 5 | 1
             size = padded_size(batch)
             rows = torch.cat([rows, rows.new_full((size - batch,), tables.padding_row)])
             pages = tables.pages[rows, :columns]
@@ -75,14 +79,16 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             tables.committed[:batch] = torch.arange(batch, device=device) + 7
             assert graphs.draft is not None
 
-            for sampled in (True, False):
-                # A kernel sees for itself which rows have noise: one recording does for both.
-                noisy = sampled or device == "cuda"
-                want = tuple(x.clone() for x in runner.draft_trees(own, noisy, rows, pages))
-                recorded = runner.graphs.find_draft(own, size, sampled)
+            for sampled, cut in product((True, False), repeat=2):
+                # A kernel sees for itself which rows have these: one recording does for all.
+                told = (True, True) if device == "cuda" else (sampled, cut)
+                want = tuple(x.clone() for x in runner.draft_trees(own, *told, rows, pages))
+                recorded = runner.graphs.find_draft(own, size, sampled, cut)
                 assert recorded is not None
-                assert sampled or recorded is graphs.draft
+                assert sampled or cut or recorded is graphs.draft
                 got = recorded(rows, pages)
+                drafted = set(got[4][0, 1:].tolist())
+                assert own.steps == 0 or (50 in drafted) == told[1]
                 close([x[:batch] for x in got[4:]], [x[:batch] for x in want[4:]])
             # As a step does: a CUDA graph takes the one before's outputs where they are.
             _, positions, _, _, *tensors = got

@@ -13,10 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError, ConfigError
-from overlap_spec.models.decoder import Decoder
+from overlap_spec.models import weights
+from overlap_spec.models.config import read_config
+from overlap_spec.models.decoder import Decoder, Heads
 from overlap_spec.models.quantization import has_int8, quantize
 from overlap_spec.models.shard import Shard
-from overlap_spec.models.weights import load_decoder
+from overlap_spec.models.weights import load_decoder, load_eagle3
+from tests.support import checkpoints
 from tests.worker import test_models
 from tests.worker.test_models import CASES, Cache, reference
 
@@ -108,6 +111,47 @@ def test_parts_compute_what_the_whole_does(
     torch.testing.assert_close(found[0], want, atol=2e-4, rtol=1e-4)
     for other in found[1:]:
         assert torch.equal(other, found[0])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_parts_of_a_draft_head_compute_what_the_whole_does(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large head's; its 77 rows of a vocabulary of its own are cut unevenly."""
+    write("llama", tmp_path / "target", monkeypatch)
+    hidden = read_config(tmp_path / "target").hidden_size
+    checkpoints.write_head(
+        tmp_path / "head", vocab_size=131, hidden_size=hidden, draft_vocab_size=77, **SIZES
+    )
+    generator = torch.Generator().manual_seed(6)
+    embeds, feature = torch.randn(2, 9, hidden, generator=generator)
+
+    def logits(own: Rank | None) -> Tensor:
+        with torch.inference_mode():
+            target = load_decoder(tmp_path / "target", torch.float32, CPU, 64, own)
+            head = load_eagle3(tmp_path / "head", target, torch.float32)
+            is_split = own is not None and weights.SPLIT_HEAD_BYTES == 0
+            assert head.config.layer.own_heads == (6 // size if is_split else 6)
+            before = 0 if own is None else own.sums
+            found = head.logits(head(embeds, feature, torch.arange(9), own_queries))
+            assert own is None or own.sums - before == (2 if is_split else 0)
+            return found
+
+    want = logits(None)
+    # Too small to be worth its sums.
+    assert torch.equal(logits(Threads(size).rank(1)), want)
+    monkeypatch.setattr(weights, "SPLIT_HEAD_BYTES", 0)
+    threads = Threads(size)
+    with ThreadPoolExecutor(size) as pool:
+        found = list(pool.map(lambda rank: logits(threads.rank(rank)), range(size)))
+    torch.testing.assert_close(found[0], want, atol=2e-4, rtol=1e-4)
+    for other in found[1:]:
+        assert torch.equal(other, found[0])
+
+
+def own_queries(_: int, heads: Heads) -> Tensor:
+    """Attention over nothing but each row itself."""
+    return heads.rotated()[0].flatten(1)
 
 
 @pytest.mark.parametrize(("size", "kv_heads"), [(2, 1), (6, 2), (6, 3)])

@@ -131,6 +131,9 @@ class StructuredOutputs(Strict):
     key_order: Literal["schema", "any"] | None = Field(
         None, description="With json: the order of an object's members; `schema` by default."
     )
+    formats: Literal["assertion", "annotation"] | None = Field(
+        None, description="With json: whether `format` is held; `assertion`, it is, by default."
+    )
     probabilities: bool | None = Field(
         None, description="With choice: the probability of each text, in `choice_probabilities`."
     )
