@@ -76,6 +76,16 @@ JUNK: tuple[Any, ...] = (
     {"type": "object", "properties": {"a": {"$ref": "#"}}}, {"enum": list(range(300))},
     {"pattern": "(a*)*b"}, {"maxLength": 10**9}, {"minItems": 10**9},
 )  # fmt: skip
+# Field of each route that bounds an answer, the most that a changed body may ask for, and what it
+# asks for in place of more.
+LIMITS = {
+    CHAT: "max_tokens",
+    TEXT: "max_tokens",
+    "/generate": "max_new_tokens",
+    "/v1/responses": "max_output_tokens",
+    "/v1/messages": "max_tokens",
+}
+MOST_TOKENS, FEW_TOKENS = 64, 4
 # One in so many is padded to sizes up to the limit of a body.
 LARGE_EVERY, LARGEST = 50, 8 * 2**20
 
@@ -87,6 +97,7 @@ def mutations(rng: Random, count: int) -> Iterator[tuple[str, bytes]]:
         body = copy.deepcopy(valid)
         for _ in range(rng.choice((1, 1, 2, 4))):
             _change(rng, body)
+        _keep_short(path, body)
         content = json.dumps(body).encode()
         if rng.random() < 0.15:
             at = rng.randrange(len(content))
@@ -94,6 +105,22 @@ def mutations(rng: Random, count: int) -> Iterator[tuple[str, bytes]]:
         if number % LARGE_EVERY == LARGE_EVERY - 1:
             content = _padded(rng, path, body)
         yield path, content
+
+
+def _keep_short(path: str, body: dict[str, Any]) -> None:
+    """Where a change left a valid body that asks for thousands of tokens, ask for few: long answers
+    are a load like other users', which ``bench.attack`` measures by itself."""
+    place: Any = body
+    if path == "/generate":
+        if body.get("sampling_params") is None:
+            body["sampling_params"] = {}
+        place = body["sampling_params"]
+    key = LIMITS.get(path)
+    if key is None or not isinstance(place, dict):
+        return
+    asked = place.get(key)
+    if asked is None or (isinstance(asked, int) and asked > MOST_TOKENS):
+        place[key] = FEW_TOKENS
 
 
 def _change(rng: Random, body: Any) -> None:

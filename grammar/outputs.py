@@ -28,9 +28,11 @@ def schema_of(source: Any) -> Any:
     except PydanticInvalidForJsonSchema as error:
         raise GrammarError(f"{_name(source)} has no JSON schema: {error}", "schema") from error
     except (PydanticSchemaGenerationError, PydanticUserError) as error:
+        # What follows its first line is for those who write pydantic's own types.
+        reason = str(error).partition("\n")[0]
         raise GrammarError(
             f"{_name(source)} is not a schema: give a dict, JSON text, or a type such as a "
-            f"pydantic model, a dataclass or list[int] ({error})",
+            f"pydantic model, a dataclass or list[int] ({reason})",
             "schema",
         ) from error
 

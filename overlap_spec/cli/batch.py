@@ -145,7 +145,7 @@ def read_line(number: int, text: str) -> BatchLine:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadLine(f"line {number}: {error}", None) from None
+        raise BadLine(f"line {number}: not JSON: {error}", None) from None
     if not isinstance(data, dict):
         raise BadLine(f"line {number}: an object is expected", None)
     name = data.get("custom_id")

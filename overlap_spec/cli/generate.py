@@ -56,8 +56,7 @@ def generate(
     ] = None,
     **flags: Any,
 ) -> None:
-    """Generate for one prompt; only the text goes to standard output, piece by piece if that is a
-    terminal."""
+    """Generate for one prompt; only the text goes to standard output, on a terminal in pieces."""
     from overlap_spec.doctor import check_files
 
     constraint, sampling = take(ConstraintFlags, flags), take(SamplingFlags, flags)

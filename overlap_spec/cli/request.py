@@ -123,7 +123,7 @@ class ConstraintFlags:
         try:
             found = json.loads(read_text("--tools", self.tools))
         except ValueError as error:
-            raise InvalidRequest(f"--tools {self.tools}: {error}") from None
+            raise InvalidRequest(f"--tools {self.tools}: the file is not JSON: {error}") from None
         if not isinstance(found, list):
             raise InvalidRequest(f"--tools {self.tools}: a JSON list of tools is expected")
         return found

@@ -277,6 +277,8 @@ class EngineCore:
             "output_tokens": self._ended_tokens + sum(len(s.output_ids) for s in self._open()),
             "pages_in_use": allocator.in_use,
             "pages": allocator.total,
+            "kv_bytes": allocator.total * self.worker.page_bytes,
+            "kv_touched_bytes": allocator.touched * self.worker.page_bytes,
             "matchers": len(self.grammar.matchers),
             "graph_bytes": self.worker.graph_bytes,
             "rank_pids": list(self.worker.rank_pids),

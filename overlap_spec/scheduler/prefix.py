@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 # The tokens of a page, behind the salt of a path's first.
@@ -127,10 +127,8 @@ class PrefixTree:
                 freed.append(node.page)
         return freed
 
-    def _full_pages(self, tokens: Sequence[int], salt: str) -> list[Tokens]:
+    def _full_pages(self, tokens: Sequence[int], salt: str) -> Iterator[Tokens]:
         size = self.page_size
-        full = len(tokens) - len(tokens) % size
-        pages: list[Tokens] = [tuple(tokens[i : i + size]) for i in range(0, full, size)]
-        if salt and pages:
-            pages[0] = (salt, *pages[0])
-        return pages
+        for start in range(0, len(tokens) - size + 1, size):
+            page = tuple(tokens[start : start + size])
+            yield (salt, *page) if salt and start == 0 else page

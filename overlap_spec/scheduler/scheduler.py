@@ -89,15 +89,16 @@ class Scheduler:
                     return None
         self._admit()
         chunks: list[tuple[Sequence, Chunk]] = []
-        budget = self.chunk_tokens
         live = self._live()
-        for sequence in [s for s in live if s.prefilling]:
-            if budget and sequence.row >= 0:
+        prefilling = [s for s in live if s.prefilling]
+        for sequence, share in zip(prefilling, self._shares(prefilling), strict=True):
+            if share and sequence.row >= 0:
                 self._reuse(sequence)
-                chunk = self._chunk(sequence, budget)
-                if chunk is None or not self._grow(sequence, _end(chunk)):
+                chunk = self._chunk(sequence, share)
+                if chunk is None:
+                    continue
+                if not self._grow(sequence, _end(chunk)):
                     break
-                budget -= len(chunk.tokens)
                 chunks.append((sequence, chunk))
         # One that was preempted for these pages is not among them any more.
         trees = [s for s in live if not s.prefilling and s.row >= 0]
@@ -115,7 +116,7 @@ class Scheduler:
         grants, self._grants = tuple(self._grants), []
         return StepPlan(
             index=self._steps,
-            budget=choose(trees, self._steps, self.chunk_tokens - budget),
+            budget=choose(trees, self._steps, sum(len(c.tokens) for _, c in chunks)),
             decode_rows=tuple(s.row for s in trees),
             chunks=tuple(c for _, c in chunks),
             request_ids=tuple(s.request.id for s in members),
@@ -123,6 +124,36 @@ class Scheduler:
             max_keys=max((s.key_tokens for s in trees), default=0) + self.reserve_tokens,
             pages=grants,
         )
+
+    def _shares(self, prefilling: list[Sequence]) -> list[int]:
+        """Prompt tokens of a step for each, in their order: the one with the least left goes first.
+
+        Half of the step is for the one admitted first as long as it needs it, so that short
+        prompts, which would wait for a long one, neither do so nor keep it from its end.
+        """
+        left = self.chunk_tokens
+        needed = [s.prefill_tokens - s.planned_tokens for s in prefilling]
+        if sum(needed) <= left:
+            return needed
+        needed = [n - self._cached(s) for s, n in zip(prefilling, needed, strict=True)]
+        kept = min(needed[0], max(left // 2, self.page_size))
+        shares = [0] * len(needed)
+        for index in sorted(range(len(needed)), key=needed.__getitem__):
+            if index == 0:
+                kept = 0
+            share = min(needed[index], left - kept)
+            if share < needed[index]:
+                share -= share % self.page_size
+            shares[index] = share
+            left -= share
+        return shares
+
+    def _cached(self, sequence: Sequence) -> int:
+        """Tokens that a sequence which has not begun will find computed."""
+        if not self.reuse or sequence.planned_tokens:
+            return 0
+        known = sequence.tokens(0, sequence.reusable_tokens)
+        return len(self.tree.find(known, sequence.request.cache_salt)) * self.page_size
 
     def commit(self, result: StepResult) -> list[tuple[Sequence, tuple[int, ...]]]:
         """Enter a step's results; the kept tokens of each sequence that got any.

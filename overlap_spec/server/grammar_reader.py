@@ -27,6 +27,8 @@ MOST_WAITING = 64
 MOST_IDLE = 2
 MEMORY_BYTES = 2**30
 LENGTH = struct.Struct("<Q")
+# Behind the engine and the loop from the first import on, which takes most of a second.
+MAIN = f"import os; os.nice(5); from {__name__} import main; main()"
 READY = b"!"
 
 
@@ -113,7 +115,7 @@ async def _start() -> asyncio.subprocess.Process:
     needed = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
     environment = {name: os.environ[name] for name in needed if name in os.environ}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", __name__),
+        *(sys.executable, "-P", "-c", MAIN),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -171,12 +173,7 @@ def _frames(stream: BinaryIO, out: BinaryIO) -> None:
 
 def main() -> None:
     """Answer calls from standard input until it closes."""
-    os.nice(5)
     limit_self(resource.RLIMIT_AS, MEMORY_BYTES)
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     _frames(sys.stdin.buffer, sys.stdout.buffer)
-
-
-if __name__ == "__main__":
-    main()

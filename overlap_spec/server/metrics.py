@@ -149,6 +149,11 @@ class EngineCollector(Collector):
             "num_requests_compiling": ("compiling", "Requests whose grammar is being compiled."),
             "kv_pages_in_use": ("pages_in_use", "Pages of the KV cache in use."),
             "kv_pages": ("pages", "Pages of the KV cache."),
+            "kv_bytes": ("kv_bytes", "Memory of the KV cache."),
+            "kv_touched_bytes": (
+                "kv_touched_bytes",
+                "Memory of the pages that were in use so far: on a CPU, what the cache has taken.",
+            ),
             "engine_resident_bytes": ("rss_bytes", "Resident memory of the engine's process."),
         }
         for name, (key, about) in gauges.items():

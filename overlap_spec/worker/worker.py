@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from overlap_spec.worker import choices, prompt_logprobs
 from overlap_spec.worker.batch import Batch, PlanUpload
 from overlap_spec.worker.draft_trees import draft_tree
 from overlap_spec.worker.in_flight import Buffers, InFlightStep, TierState
+from overlap_spec.worker.kv_pool import KVPool
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.origins import token_origins
 from overlap_spec.worker.pass_times import PassTimes, Point, measure_passes
@@ -133,6 +134,12 @@ class Worker:
     def pages(self) -> int:
         """Pages of the caches, page 0 included."""
         return self.runner.pool.k.shape[1]
+
+    @property
+    def page_bytes(self) -> int:
+        """What a page takes in all caches of this rank together."""
+        drafts = (cast(KVPool, cache) for cache in self.runner.draft_pools)
+        return sum(cache.page_bytes for cache in (self.runner.pool, *drafts))
 
     @property
     def graph_bytes(self) -> int:

@@ -122,6 +122,7 @@ def test_generate_streams_to_a_terminal(model: str, monkeypatch: pytest.MonkeyPa
         ("generate go --ebnf {tmp}/bad.json {model}", "--ebnf {tmp}/bad.json: EBNF line 1"),
         ("generate go --schema {tmp}/behind.json {model}", "{tmp}/behind.json: regex '(?<=a)b'"),
         ("generate go --tools {tmp}/bad.json", "--tools {tmp}/bad.json: a JSON list"),
+        ("generate go --tools {tmp}/half.json", "--tools {tmp}/half.json: the file is not JSON: "),
         ("generate go --tools {tmp}/tools.json {model}", "name it with --tool-call-parser"),
         ("generate go --output {tmp}/no/out.txt", "--output {tmp}/no/out.txt: no such file"),
         ("generate go --top-p 2", "top_p must be a number in"),
@@ -140,6 +141,7 @@ def test_faults_of_the_command_line_are_one_line(
     (tmp_path / "bad.json").write_text('{"type":"array","items":{"type":"integr"}}')
     (tmp_path / "behind.json").write_text('{"type":"string","pattern":"(?<=a)b"}')
     (tmp_path / "tools.json").write_text("[]")
+    (tmp_path / "half.json").write_text('[{"type":')
     fill = {"{tmp}": str(tmp_path), "{model}": model}
     for name, value in fill.items():
         command, words = command.replace(name, value), words.replace(name, value)

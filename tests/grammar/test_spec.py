@@ -139,6 +139,7 @@ def test_equal_texts_are_equal_values() -> None:
         (lambda: Grammar.json_schema({"const": float("nan")}), "not JSON"),
         (lambda: Grammar.json_schema(object()), "not a schema"),
         (lambda: Grammar.json_schema(None), "None is not a schema"),
+        (lambda: Grammar.json_schema(3), r"^3 is not a schema: [^\n]*$"),
         (lambda: Grammar.json_schema(subprocess.Popen), "Popen is not a schema"),
         (lambda: Grammar.json_schema(type(len)), "no JSON schema|not a schema"),
         (lambda: Grammar.json_schema("[" * 100000), "too deep"),

@@ -254,3 +254,65 @@ def test_a_step_is_not_planned_for_what_the_step_under_way_ends() -> None:
         flights = [flight for flight in flights if flight is not None]
     assert verified == [[0, 1], [1], [1]]
     assert scheduler.idle
+
+
+def prefills(prompts: list[tuple[int, int]], steps: int) -> list[dict[int, int]]:
+    """Prompt tokens that each request has in each step of 64, in pages of 4.
+
+    Args:
+        prompts: First token and length of each: equal first tokens are equal prompts.
+    """
+    scheduler = Scheduler(500, 4, 8, 64, RESERVE, lambda _: None)
+    for number, (first, length) in enumerate(prompts):
+        new = sequence(number, length, 2)
+        ids = (first, *new.request.prompt_ids[1:])
+        new.request = replace(new.request, prompt_ids=ids)
+        scheduler.add(new)
+    found = []
+    for _ in range(steps):
+        plan = scheduler.plan(lambda *_: BUDGET)
+        assert plan is not None
+        ids = plan.request_ids[len(plan.decode_rows) :]
+        found.append({i: len(c.tokens) for i, c in zip(ids, plan.chunks, strict=True)})
+        scheduler.commit(StepResult(plan, tuple(RowResult((1,), 0, 0) for _ in plan.verified)))
+        scheduler.retire()
+    return found
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    assert prefills([(1, 200), (2, 11)], 2) == [{0: 52, 1: 11}, {0: 64}]
+
+
+def test_short_prompts_leave_half_of_a_step_to_the_first() -> None:
+    first, second, *_ = prefills([(1, 200), (2, 30), (3, 31), (4, 32)], 2)
+    assert first == {0: 32, 1: 30}
+    assert second == {0: 32, 2: 31}
+
+
+def test_equal_prompts_are_computed_once() -> None:
+    found = prefills([(1, 130), (1, 130), (1, 130)], 3)
+    assert found[:2] == [{0: 64}, {0: 64}]
+    assert found[2] == {0: 2, 1: 2, 2: 2}
+
+
+def test_a_long_prompt_that_is_cached_counts_as_short() -> None:
+    scheduler = Scheduler(500, 4, 8, 64, RESERVE, lambda _: None)
+    plans = []
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            plan = scheduler.plan(lambda *_: BUDGET)
+            assert plan is not None
+            sizes = (len(chunk.tokens) for chunk in plan.chunks)
+            plans.append(dict(zip(plan.request_ids, sizes, strict=True)))
+            scheduler.commit(StepResult(plan, tuple(RowResult((1,), 0, 0) for _ in plan.verified)))
+            scheduler.retire()
+
+    scheduler.add(sequence(0, 150, 1))
+    steps(3)
+    other = sequence(1, 120, 1)
+    other.request = replace(other.request, prompt_ids=(77,) * 120)
+    scheduler.add(other)
+    scheduler.add(sequence(2, 150, 1))
+    steps(1)
+    assert plans[-1] == {1: 60, 2: 2}

@@ -282,6 +282,7 @@ def test_unread_output_is_bounded() -> None:
 def test_a_stopped_engine_is_seen(server: Server) -> None:
     pid = server.state()["pid"]
     assert server.get("/health").status_code == 200
+    assert server.post(CHAT, {"messages": HI, "max_tokens": 1}).status_code == 200
     time.sleep(2)
     assert metric(server, "engine_silence_seconds") < 5
     os.kill(pid, signal.SIGSTOP)
@@ -294,6 +295,7 @@ def test_a_stopped_engine_is_seen(server: Server) -> None:
         start = time.monotonic()
         assert metric(server, "engine_up") == 0
         assert metric(server, "kv_pages") > 0
+        assert 0 < metric(server, "kv_touched_bytes") <= metric(server, "kv_bytes")
         assert server.get("/server_info").json()["state"] is None
         assert time.monotonic() - start < 1
     finally:
