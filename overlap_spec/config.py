@@ -104,12 +104,12 @@ class EngineConfig:
     adaptive: Annotated[
         str,
         Help(
-            "Length policy: auto (depth and width by survival and measured cost), guarded, "
+            "Length policy: guarded, auto (depth and width by survival and measured cost), "
             "adaspec, static (always num_steps), off, threshold, specinfer, a published preset "
             "(default, aggressive, with-off), or a JSON config file.",
             ("--adaptive", "--speculative-adaptive-config"),
         ),
-    ] = "auto"
+    ] = "guarded"
     tpot_slo_ms: Annotated[
         float | None,
         Help(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.engine.cost_model import STARTUP_S, cost_model
+from overlap_spec.engine.cost_model import cost_model
 from overlap_spec.engine.drafter_guard import DrafterGuard
 from overlap_spec.engine.grammar_manager import GrammarManager, StepFigures
 from overlap_spec.engine.rooms import Rooms
@@ -50,9 +50,6 @@ class StepOutputs(NamedTuple):
 # Prompt tokens of a step, if nobody says: running requests wait for them. A CPU computes longer
 # chunks no faster, token by token.
 GPU_CHUNK_TOKENS, CPU_CHUNK_TOKENS = 1024, 256
-# The fit at start-up takes at most this share of the time that loading took: what loads in a moment
-# should answer in one.
-LOAD_SHARE = 0.25
 
 
 class EngineCore:
@@ -75,9 +72,7 @@ class EngineCore:
         reserve = reserve_tokens(max(tier.window_tokens for tier in tiers))
         wide = [wide_tier(tier).window_tokens for tier in tiers if tier.steps]
         wider = max(reserve, reserve_tokens(max(wide, default=0)))
-        start = time.perf_counter()
         self.worker = build_worker(config, wider, build_streams(config, record), record)
-        load_s = time.perf_counter() - start
         usual = GPU_CHUNK_TOKENS if self.worker.on_gpu else CPU_CHUNK_TOKENS
         chunk_tokens = config.chunked_prefill_size or max(usual, config.page_size)
         slots = self.worker.pages * config.page_size
@@ -110,26 +105,14 @@ class EngineCore:
         limits = {tier: self.policy.largest_batch(tier) for tier in tiers}
         wider_ones = [t for t in tiers if self.widens and t.steps and not t.parents]
         self.worker.warm_up(limits | {wide_tier(t): limits[t] for t in wider_ones}, chunk_tokens)
-        self._unmeasured = self.policy.weighs_cost
         if self.policy.weighs_cost:
-            self._calibrate(LOAD_SHARE * load_s)
+            self.policy.calibrate(*cost_model(config, self.worker, self.policy.tiers))
         self.worker.prepare(self.policy.choose(StepView((RequestView(0, 1),))).tier)
 
     def prepare_next(self) -> bool:
-        """Before the first request: record what one tier lacks, lest its first step wait for that
-        (0.1 s and more), and when all have all, measure what they cost where the policy weighs
-        it; False where nothing is left to do."""
-        if self.worker.prepare_next(self.policy.tiers):
-            return True
-        unmeasured, self._unmeasured = self._unmeasured, False
-        if unmeasured:
-            self._calibrate(STARTUP_S)
-        return unmeasured
-
-    def _calibrate(self, seconds: float) -> None:
-        """Tell the policy what is known of costs, after measuring for at most ``seconds``."""
-        seconds = min(seconds, STARTUP_S)
-        self.policy.calibrate(*cost_model(self.config, self.worker, self.policy.tiers, seconds))
+        """Between requests: record what one tier lacks, lest its first step wait for that (0.1 s
+        and more); False where nothing is left to record. No request may be running."""
+        return self.worker.prepare_next(self.policy.tiers)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""

@@ -29,8 +29,7 @@ from overlap_spec.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
-# The longest fit at start-up, and the shortest that measures enough.
-STARTUP_S, SHORTEST_S = 2.0, 0.25
+STARTUP_S = 2.0
 ENOUGH_POINTS = 4
 # What a profile measures; as far as the engine's limits go.
 PROFILE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -38,23 +37,16 @@ PROFILE_CONTEXTS = (0, 1024, 4096)
 
 
 def cost_model(
-    config: EngineConfig, worker: Worker, tiers: Sequence[Tier], seconds: float
+    config: EngineConfig, worker: Worker, tiers: Sequence[Tier]
 ) -> tuple[CostModel, float]:
-    """The cost model to start with, and the standard deviation of its coefficients' logarithms.
-
-    Args:
-        seconds: That a measurement may take; under :data:`SHORTEST_S` costs are assumed, and the
-            steps themselves tell.
-    """
+    """The cost model to start with, and the standard deviation of its coefficients' logarithms."""
     known = load_profile(machine_key(config))
     if known is not None:
         return known, max(PROFILE_SPREAD, known.error or 0.0)
-    if seconds < SHORTEST_S:
-        return ASSUMED, ASSUMED_SPREAD
     try:
         points = startup_points(tiers, config.max_running_requests)
         # Again: what a machine does besides lasts, and should slow no point more than another.
-        times = _least(worker.measure(points * 2, seconds))
+        times = _least(worker.measure(points * 2, STARTUP_S))
         return startup_fit(times)
     except Exception as error:  # the drafter's own, or no room for it
         log.warning("no start-up fit, costs are assumed: %s", error, exc_info=error)

@@ -80,8 +80,9 @@ class AutoPolicy(LengthPolicy):
     - Move: to the tier of the best rate, where its gain is over a margin and its standard error.
       Each move widens the margin until the world changes: near ties end in one of them.
     - Probe: of the tier that promises most, when the hold is over and the time that probes have
-      cost stays under :data:`PROBE_SHARE`; at once where the tier was never active and should gain
-      :data:`EXPECTED`. It ends early where it is clearly worse, and then triples the hold.
+      cost stays under :data:`PROBE_SHARE`, or the tier should gain; at once where it was never
+      active and should gain :data:`EXPECTED`. It ends early where it is clearly worse, and then
+      triples the hold.
     - Places: one for each range of batch sizes, a power of two. Survival is shared by all.
     - Target: among the tiers whose step keeps the strictest TPOT target, if there are any.
 
@@ -285,7 +286,8 @@ class AutoPolicy(LengthPolicy):
             return
         gain = gains[hopeful][0]
         costs = max(0.0, -gain) * probe * self._step_ms(view, hopeful)
-        if self._probes_ms + costs <= PROBE_SHARE * self._all_ms:
+        # One that should gain costs nothing, as far as is known.
+        if not costs or self._probes_ms + costs <= PROBE_SHARE * self._all_ms:
             before = place.tier
             self._move(place, hopeful, f"probe: may gain up to {hopes[hopeful]:.1%}")
             place.from_tier = before
