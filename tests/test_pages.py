@@ -37,7 +37,7 @@ ALL_FLAGS = set().union(*FLAGS.values()) | {
 }
 # Of other programs that the pages speak of.
 OTHERS = {
-    "deployment.md": {"--build-arg", "--gpus", "--pids-limit", "--rm", "--no-deps"},
+    "deployment.md": {"--build-arg", "--dry-run", "--gpus", "--pids-limit", "--rm", "--no-deps"},
     "tuning.md": {"--model", "--before"},
     "cli.md": {"--format"},
     "errors.md": set(),
