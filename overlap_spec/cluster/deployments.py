@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -25,6 +26,8 @@ from overlap_spec.errors import EngineUnavailable, QueueFull
 from overlap_spec.server.app import create_app
 from overlap_spec.server.launch import ServerPlan
 from overlap_spec.server.service import Service
+
+log = logging.getLogger(__name__)
 
 ENGINES, FRONT = "engines", "front"
 # How often Ray Serve looks whether a replica lives, and whether one that drains is done, in s.
@@ -122,6 +125,9 @@ class RayReplicas:
             raise EngineUnavailable(f"a replica gave no answer in {timeout_s:g} s") from None
         except RayServeException as error:
             raise EngineUnavailable(str(error)) from error
+        for fault in found:
+            if not isinstance(fault, Answer):
+                log.warning("an answer to %s is left out: %r", call.scope["path"], fault)
         answers = sorted((a for a in found if isinstance(a, Answer)), key=lambda a: a.replica)
         if not answers:
             raise EngineUnavailable("no replica answers")

@@ -205,7 +205,9 @@ def test_a_client_that_leaves_frees_its_engine(server: Server) -> None:
     body |= {"ignore_eos": True, "stream": True}
     with httpx.stream("POST", server.url + CHAT, json=body, timeout=60) as reply:
         assert reply.status_code == 200
-        next(reply.iter_lines())
+        # Held on to: a generator that nobody holds closes the connection.
+        lines = reply.iter_lines()
+        next(lines)
         wait_for(lambda: server.get("/server_info").json()["open_requests"] == 1, 60)
 
     def settled() -> bool:

@@ -171,7 +171,7 @@ def filtered_choice(draw: Draw, device: torch.device) -> None:
 def scarce_choice(draw: Draw, device: torch.device) -> None:
     """Whatever the noise, of two possible tokens one is chosen, over chunks that hold none."""
     i = Inputs(draw, device)
-    count, vocab = 60, 200
+    count, vocab = 24, 200
     logits, keys = i.normal(count, vocab), _keys(i, count)
     allowed = i.distinct(2, 160).sort().values + 40
     words = torch.zeros(count, 7 * 32, dtype=torch.int64, device=device)
