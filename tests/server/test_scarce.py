@@ -155,7 +155,7 @@ def test_an_engine_past_its_memory_answers_or_starts_again() -> None:
         room = pages * os.sysconf("SC_PAGE_SIZE") + 2**20
         resource.prlimit(pid, resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
         logprobs = {"return_logprob": True, "top_logprobs_num": 20}
-        body: dict[str, Any] = {"text": "hello " * 1500, "sampling_params": LONG | {"n": 8}}
+        body: dict[str, Any] = {"text": "hello " * 1100, "sampling_params": LONG | {"n": 8}}
 
         def ask(number: int) -> int:
             own = body | logprobs | {"text": f"{number} {body['text']}"}
