@@ -117,7 +117,7 @@ class Clocked:
     """
 
     def __init__(self, runs: ForcedRuns) -> None:
-        self._runs, self.cuts = runs, runs.cuts
+        self._runs, self.weighed, self.read = runs, runs.weighed, runs.read
         self.took_us: tuple[list[float], list[float]] = [], []
 
     def fill(self, *given: Any) -> Openings:
@@ -202,7 +202,7 @@ def run_all(
     """Run everything and keep the samples; what differs between sides, in words."""
     total = sum(len(groups) for groups in work.values()) * len(engines)
     tokenizer = next(iter(engines.values())).tokenizer
-    weighs = {name: engine.core.worker.weighs_cuts for name, engine in engines.items()}
+    weighs = {name: engine.core.worker.reads_states for name, engine in engines.items()}
     with run.progress() as progress:
         task = progress.add_task("groups", total=total)
         for workload, groups in work.items():
@@ -230,7 +230,7 @@ def run_all(
                             clocked = Clocked(runs) if side == "on" else None
                             engine.core.grammar.pool.forced = cast("ForcedRuns | None", clocked)
                             engine.core.widens = side == "on"
-                            engine.core.worker.runner.weighs_cuts = side == "on" and weighs[name]
+                            engine.core.worker.runner.reads_states = side == "on" and weighs[name]
                             if isinstance(runs, LostDrafts):
                                 runs.start(engine.config.num_steps)
                             result = measure(engine, *asked(asks, side, said))

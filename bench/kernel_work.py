@@ -227,6 +227,13 @@ def _tree(d: Draw, batch: int) -> Iterator[Work]:
         # Scores of 0: what is added to in place must not grow from call to call.
         return torch.zeros(batch, TOP_K, device=d.device), added, tokens, mask
 
+    def states() -> tuple[Any, ...]:
+        count, width = 1000, 260
+        moves = (d.integers(0, count, count * width) * width).int()
+        here = (d.integers(0, count, batch * TOP_K**2) * width).int()
+        texts = d.integers(0, 256, VOCAB, 16).int()
+        return moves, here, texts, d.integers(0, VOCAB, batch * TOP_K**2)
+
     def nodes() -> tuple[Any, ...]:
         below = torch.arange(1, NODES, device=d.device)
         parents = d.integers(0, NODES, batch, NODES - 1) % below
@@ -261,6 +268,7 @@ def _tree(d: Draw, batch: int) -> Iterator[Work]:
     yield Work(f"build_tree/{batch}", kernels.build_tree, nodes, 64 * batch * NODES + square)
     yield Work(f"select_nodes/{batch}", kernels.select_nodes, select, 12 * batch * NODES)
     yield Work(f"accept_path/{batch}", kernels.accept_path, accept, 40 * batch * NODES)
+    yield Work(f"after_tokens/{batch}", kernels.after_tokens, states, 144 * batch * TOP_K**2)
     yield Work(f"pack_mask/{batch}", kernels.pack_mask, mask, square + 8 * batch * NODES)
 
 

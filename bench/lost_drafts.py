@@ -96,7 +96,7 @@ class LostDrafts(ForcedRuns):
         for token in chosen[:-1]:
             path.append(tree.children[path[-1]][int(token)])
         last, bonus = path[-1], int(chosen[-1])
-        weighed = self.cuts is not None and tree.texts.get(last, b"").startswith(self._text[bonus])
+        weighed = self.weighed and tree.texts.get(last, b"").startswith(self._text[bonus])
         told = "cut" if weighed or tree.runs[last] == bonus else "recut"
         self._root[guesses] = told if last in tree.texts else "opened"
         # A prefill drafts nothing, and a verify that was cut off lost nothing.

@@ -24,6 +24,7 @@ from overlap_spec.grammar.isolation.executor import Executor, InProcess
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.grammar.isolation.pool import Pool
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.state_table import StateTable
 
 Key = tuple[Grammar, str, str]
 Waiter = Future[CompiledGrammar]
@@ -44,6 +45,13 @@ class _PendingCompile:
     start_ns: int
     waiters: list[Waiter] = field(default_factory=list)
     inner: Future[CompiledGrammar] | None = None
+    states: Future[StateTable] | None = None
+
+    def cancel(self) -> None:
+        """Stop the work."""
+        for future in (self.inner, self.states):
+            if future is not None:
+                future.cancel()
 
 
 class GrammarCompiler:
@@ -60,6 +68,9 @@ class GrammarCompiler:
         isolated: Whether to compile in worker processes; None means if the system can (Linux).
         limits: Resource limits of a compile, and how many run and wait.
 
+    Attributes:
+        makes_states: Whether each grammar gets a table of its states, where it has one.
+
     Raises:
         ConfigError: isolation is requested but not available on this system.
     """
@@ -74,6 +85,7 @@ class GrammarCompiler:
     ) -> None:
         self.backend = backend
         self.cache_bytes = cache_bytes
+        self.makes_states = False
         self._lock = threading.RLock()
         self._done: OrderedDict[Key, CompiledGrammar] = OrderedDict()
         self._failed: OrderedDict[Key, tuple[float, GrammarError]] = OrderedDict()
@@ -152,8 +164,7 @@ class GrammarCompiler:
             closed: Future[CompiledGrammar] = Future()
             closed.set_exception(CompileFailure("the engine was closed", "closed"))
             self._land(pending, closed)
-            if pending.inner is not None:
-                pending.inner.cancel()
+            pending.cancel()
         with self._lock:
             self._done.clear()
             self._used_bytes = 0
@@ -228,6 +239,8 @@ class GrammarCompiler:
             self._counts["compiles"] += 1
             pending = self._pending[key] = _PendingCompile(key, time.perf_counter_ns(), [waiter])
             apart = replace(key[0], apart=key[0].kind == "json_schema")
+            if self.makes_states:
+                pending.states = self._executor.states(apart)
             pending.inner = self._executor.submit(apart)
             pending.inner.add_done_callback(lambda inner: self._land(pending, inner))
         waiter.add_done_callback(lambda done: self._leave(pending, done))
@@ -242,17 +255,23 @@ class GrammarCompiler:
                 return
             del self._pending[pending.key]
             self._counts["cancelled"] += 1
-        if pending.inner is not None:
-            pending.inner.cancel()
+        pending.cancel()
 
     def _land(self, pending: _PendingCompile, inner: Future[CompiledGrammar]) -> None:
         if inner.cancelled():
             return
         error = inner.exception()
+        states = pending.states
+        if error is None and states is not None and not states.done():
+            # Drafts may not depend on which of the two is ready first.
+            states.add_done_callback(lambda _: self._land(pending, inner))
+            return
         if error is None:
             compiled = inner.result()
             try:
                 compiled = distinct_matcher.wrap(compiled, compiled.plan)
+                if states is not None and not states.cancelled() and not states.exception():
+                    compiled.states = states.result()
             except GrammarError as refusal:
                 error = refusal
         with self._lock:
@@ -283,14 +302,19 @@ class GrammarCompiler:
             self._failed.popitem(last=False)
 
     def _keep(self, key: Key, compiled: CompiledGrammar) -> None:
-        size = compiled.memory_bytes
+        size = _size(compiled)
         if size > self.cache_bytes or key in self._done:
             return
         while self._used_bytes + size > self.cache_bytes:
             _, oldest = self._done.popitem(last=False)
-            self._used_bytes -= oldest.memory_bytes
+            self._used_bytes -= _size(oldest)
         self._done[key] = compiled
         self._used_bytes += size
+
+
+def _size(compiled: CompiledGrammar) -> int:
+    table = compiled.states
+    return compiled.memory_bytes + (sum(part.nbytes for part in table) if table else 0)
 
 
 def _executor(backend: Backend, isolated: bool | None, limits: CompileLimits) -> Executor:

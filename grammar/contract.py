@@ -37,6 +37,7 @@ import numpy.typing as npt
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.state_table import StateTable
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 Row = npt.NDArray[np.int32]
@@ -131,11 +132,13 @@ class CompiledGrammar(ABC):
         backend: Name of the backend that compiled it.
         reason: Why that backend was picked; empty if there was no choice.
         plan: What its grammar leaves to `distinct_matcher`; empty if nothing.
+        states: Its table of states by bytes, for drafts; None: it has none, or nobody asked.
     """
 
     backend: str = ""
     reason: str = ""
     plan: bytes = b""
+    states: StateTable | None = None
 
     @property
     @abstractmethod

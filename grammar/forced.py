@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.grammar.contract import Links, Matcher, Row
-from overlap_spec.grammar.cuts import Cuts
 from overlap_spec.grammar.guesses import Guesses
 from overlap_spec.grammar.text_tokens import TextTokens
 from overlap_spec.grammar.vocabulary import Vocabulary
@@ -54,7 +53,7 @@ class ForcedRuns:
         vocabulary: Of the matchers.
         encode: Text → tokens, without special ones.
         tokens: Most tokens of a run that are of interest.
-        weighed: Whether the drafter weighs cuts by itself, and so is to be told them.
+        weighed: Whether the drafter keeps to what is forced by itself.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class ForcedRuns:
         tokens: int,
         weighed: bool = False,
     ) -> None:
-        self.cuts = Cuts(vocabulary) if weighed else None
+        self.weighed = weighed
         self._text, self._encoded, self._tokens = (
             vocabulary.text,
             TextTokens(vocabulary, encode),
@@ -101,8 +100,8 @@ class ForcedRuns:
 
         Args:
             matcher: As it was when it filled ``rows``, by `Matcher.fill_tree` with this tree.
-            runs: int32 ``(nodes, tokens)``, completely overwritten; -1 behind a run's end. Where
-                the drafter weighs cuts, ``(nodes, TOLD)``: the runs, then the cuts.
+            runs: int32 ``(nodes, TOLD)``, completely overwritten: a run, -1 behind its end, then
+                the node's state, -1 where nothing is known.
             guesses: The request's.
         """
         runs.fill(-1)
@@ -118,6 +117,8 @@ class ForcedRuns:
         children = children_of(drafted, child, sibling)
         linked = sum(token not in ends for own in children.values() for token in own)
         refused = max(0, linked + 1 - sum(map(bool, reached)))
+        if guesses.standing.table is not None:
+            self._tell_states(children, reached, runs, guesses)
         forced = [node for node, count in enumerate(ahead) if count <= 1 and reached[node]]
         if not forced:
             return Openings(refused, {}, {}, {})
@@ -128,9 +129,25 @@ class ForcedRuns:
             if run and run[0] not in children.get(node, ()):
                 runs[node, : len(run)] = run
                 told[node] = run
-            if self.cuts is not None:
-                runs[node, self._tokens :] = self.cuts.of(text)
         return Openings(refused, texts, children, told)
+
+    def _tell_states(
+        self,
+        children: Mapping[int, Mapping[int, int]],
+        reached: Sequence[int],
+        runs: Row,
+        guesses: Guesses,
+    ) -> None:
+        standing = guesses.standing
+        states = {0: standing.state}
+        # A node comes before its children.
+        for node, own in children.items():
+            if node in states:
+                for token, child in own.items():
+                    if reached[child]:
+                        states[child] = standing.after(states[node], self._text[token])
+        nodes = list(states)
+        runs[nodes, self._tokens] = [standing.number(states[node]) for node in nodes]
 
     def learn(self, openings: Openings, chosen: Sequence[int], guesses: Guesses) -> None:
         """Note what a request's model chose where text was forced.
@@ -156,6 +173,11 @@ class ForcedRuns:
                 return
             told = told if told[depth : depth + 1] == [token] else []
             node = children[token]
+
+    def read(self, chosen: Sequence[int], guesses: Guesses) -> None:
+        """Follow a request's tokens in its grammar's table."""
+        for token in chosen:
+            guesses.standing.read(self._text[token])
 
     def tokens(self, text: bytes, guesses: Guesses) -> list[int]:
         """The likely tokens of forced bytes, at most as many as are of interest.

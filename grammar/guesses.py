@@ -5,6 +5,8 @@ Of the request alone: so drafts depend on nobody else's text, and on no order in
 
 from __future__ import annotations
 
+from overlap_spec.grammar.state_table import TableStanding
+
 # Kinds of guesses: 0: the tokenizer's cut of a text that has not come yet; 1: what was chosen where
 # it came last; 2: what was chosen the last two times.
 KINDS = 3
@@ -21,10 +23,11 @@ class Guesses:
     """What a request's model chose before, and shares of right guesses, its drafter's included.
 
     Args:
-        weighed: Whether the drafter weighs cuts of forced text by itself.
+        weighed: Whether the drafter keeps to what is forced by itself.
 
     Attributes:
         told: The run behind the root of the request's next tree.
+        standing: Where its text stands in its grammar's table.
     """
 
     def __init__(self, weighed: bool = False) -> None:
@@ -32,6 +35,7 @@ class Guesses:
         self._right = [HOPE] * KINDS
         self._own = HOPE if weighed else BLIND
         self.told: list[int] = []
+        self.standing = TableStanding()
 
     def find(self, text: bytes) -> tuple[int, int]:
         """The token that was chosen before a forced text, and the kind of guess that it is."""

@@ -220,10 +220,10 @@ class MatcherPool:
         """
         if self.forced is not None:
             for item in items:
-                filled = self._latest.get(item.request_id)
+                filled, guesses = self._latest.get(item.request_id), self.guesses(item.request_id)
                 if filled is not None and filled.returned and not filled.abandoned:
-                    guesses = self.guesses(item.request_id)
                     self.forced.learn(filled.openings, item.tokens, guesses)
+                self.forced.read(item.tokens, guesses)
         return self._run([_AcceptCall(item, self._latest.get(item.request_id)) for item in items])
 
     def fill_batch(self, items: Sequence[FillItem]) -> list[PoolResult]:
@@ -247,7 +247,7 @@ class MatcherPool:
         """How well a request's forced text is guessed."""
         found = self._guesses.get(request_id)
         if found is None:
-            weighed = self.forced is not None and self.forced.cuts is not None
+            weighed = self.forced is not None and self.forced.weighed
             found = self._guesses[request_id] = Guesses(weighed)
         return found
 

@@ -87,6 +87,13 @@ class Vocabulary:
         return found
 
     @cached_property
+    def by_text(self) -> tuple[list[bytes], list[int]]:
+        """The texts of tokens in ascending order, each once, and a token of each."""
+        tokens = {text: token for token, text in reversed(list(enumerate(self.text))) if text}
+        ordered = sorted(tokens)
+        return ordered, [tokens[text] for text in ordered]
+
+    @cached_property
     def fingerprint(self) -> str:
         """Hexadecimal sha256 of everything that affects masks."""
         digest = hashlib.sha256(f"{self.size};{sorted(set(self.stop_ids))};".encode())

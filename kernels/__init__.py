@@ -39,6 +39,7 @@ from overlap_spec.kernels.sampling import (
     sampled_probs,
     top_candidates,
 )
+from overlap_spec.kernels.states import after_tokens
 from overlap_spec.kernels.tree import (
     Accepted,
     Grown,
@@ -66,6 +67,7 @@ __all__ = [
     "accept_by_threshold",
     "accept_path",
     "add_rms_norm",
+    "after_tokens",
     "apply_bitmask",
     "apply_penalties",
     "apply_rope",

@@ -20,10 +20,16 @@ from overlap_spec.stats import RequestStats
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 # Tokens of a run that a grammar forces, as far as it is drafted; the first is what was chosen last.
 RUN_TOKENS = 16
-# Bytes of forced text of whose cuts into tokens the drafter is told, and tokens from each byte on.
-CUT_BYTES, CUT_TOKENS = 32, 8
-# Numbers that the lane tells behind a node: a run, then the cuts.
-TOLD = RUN_TOKENS + CUT_BYTES * CUT_TOKENS
+# Numbers that the lane tells of a node: the run behind it, and the state of its grammar's table.
+TOLD = RUN_TOKENS + 1
+# States by bytes (`grammar/byte_states.py`) on the device: a state is the number at which its moves
+# begin. Steps from it: by each of 256 bytes; by none; by what is no text; by a stop token; by the
+# rest of a long token. States of every table: nothing is known; nothing can come; all is over.
+STATE_WIDTH = 260
+BY_NONE, BY_OTHER, BY_STOP, BY_REST = 256, 257, 258, 259
+LOST, DEAD, DONE = 0, STATE_WIDTH, 2 * STATE_WIDTH
+# Steps of a token, and tokens that are listed of a state in which few can come.
+TOKEN_STEPS, FEW_TOKENS = 16, 8
 # Nodes of a trie that is drafted from, the prompt's end included.
 TRIE_NODES = 512
 # Drafts of one request that are told of a step.
@@ -33,6 +39,22 @@ Fate = Literal["accepted", "masked", "rejected", "late", "cut"]
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Floats = NDArray[np.float32]
+
+
+class GrammarTable(NamedTuple):
+    """A grammar's states by bytes: it allows all that the grammar does, and little more.
+
+    States 0, 1 and 2 are of every table: nothing is known; nothing can come; the grammar has ended.
+    Its own are 3 and on, the start first.
+
+    ``moves`` uint16 ``(S, 256)``: of state ``3 + s``, the state after each byte. ``final`` bool
+    ``(S,)``: whether the grammar may end there. ``few`` int32 ``(S, FEW_TOKENS + 1)``: tokens with
+    which a text can go on, -1 behind their end, and last 1 where no other can.
+    """
+
+    moves: NDArray[np.uint16]
+    final: NDArray[np.bool_]
+    few: NDArray[np.int32]
 
 
 @dataclass(frozen=True)

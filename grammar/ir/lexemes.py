@@ -224,7 +224,7 @@ def conflict(lexemes: Lexemes) -> dict[str, int]:
         split before that part. Empty if and only if the lexer is proved to read the grammar
         exactly.
     """
-    network = Network(loops=True)
+    network = Network(most_count=1)
     flat = _Flat(lexemes.lexed)
     starts: dict[str, int] = {}
     ends: dict[int, list[str]] = {}

@@ -27,12 +27,12 @@ class Network:
 
     Args:
         most_nodes: Limit on nodes.
-        loops: Treat a counted repetition as unbounded: allows more, and is much smaller.
+        most_count: Counts above it are treated as unbounded: allows more, and is much smaller.
     """
 
-    def __init__(self, most_nodes: int = 200_000, loops: bool = False) -> None:
+    def __init__(self, most_nodes: int = 200_000, most_count: int | None = None) -> None:
         self.most_nodes = most_nodes
-        self.loops = loops
+        self.most_count = most_count
         self.bytes: list[list[ByteEdge]] = []
         self.steps: list[list[int]] = []
         self.calls: list[list[tuple[str, int]]] = []
@@ -79,8 +79,9 @@ class Network:
 
     def _repeat(self, repeat: Repetition, start: int) -> int:
         least, most = repeat.least, repeat.most
-        if self.loops and (most is None or most > 1):
-            least, most = min(least, 1), None
+        counted = self.most_count
+        if counted is not None and (most is None or most > counted):
+            least, most = min(least, counted), None
         for _ in range(least):
             start = self.add(repeat.body, start)
         end = self.node()

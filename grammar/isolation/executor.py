@@ -8,11 +8,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from overlap_spec.grammar.byte_states import byte_states
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
 from overlap_spec.grammar.isolation.check import violation_elsewhere
 from overlap_spec.grammar.isolation.limits import CompileFailure
 from overlap_spec.grammar.lowering import to_plan
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.state_table import StateTable
 
 Result = TypeVar("Result")
 
@@ -46,6 +48,13 @@ class Executor(ABC):
         """
 
     @abstractmethod
+    def states(self, grammar: Grammar) -> Future[StateTable]:
+        """Start to make a grammar's table of states by bytes, for drafts.
+
+        The future raises GrammarError, as that of :meth:`submit`.
+        """
+
+    @abstractmethod
     def warm(self) -> None:
         """Start in advance what the first compile needs; returns at once."""
 
@@ -76,6 +85,9 @@ class InProcess(Executor):
 
     def check(self, grammar: Grammar, text: str) -> Future[str | None]:
         return self._run(violation_elsewhere, grammar, text, self._check_s)
+
+    def states(self, grammar: Grammar) -> Future[StateTable]:
+        return self._run(byte_states, grammar, self._backend.vocabulary)
 
     def _run(self, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
         try:

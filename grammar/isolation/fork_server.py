@@ -179,6 +179,8 @@ def build(setup: Setup, light: bool) -> Backend:
     module = import_light(setup.module) if light else importlib.import_module(setup.module)
     backend = getattr(module, setup.name)(setup.vocabulary)
     backend.warm()
+    # What tables of states look tokens up in.
+    _ = backend.vocabulary.by_text
     # Computed before the fork, so that workers share them.
     _ = setup.vocabulary.text_row, setup.vocabulary.stop_row
     threads = len(os.listdir("/proc/self/task"))

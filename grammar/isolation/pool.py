@@ -16,6 +16,7 @@ from overlap_spec.grammar.isolation.limits import CompileLimits
 from overlap_spec.grammar.isolation.supervisor import Supervisor
 from overlap_spec.grammar.isolation.work_items import WorkItem
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.state_table import StateTable
 
 
 class Crew:
@@ -92,6 +93,9 @@ class Pool(Executor):
 
     def check(self, grammar: Grammar, text: str) -> Future[str | None]:
         return self._enqueue(WorkItem(grammar, Future(), text))
+
+    def states(self, grammar: Grammar) -> Future[StateTable]:
+        return self._enqueue(WorkItem(grammar, Future(), states=True))
 
     def _enqueue(self, item: WorkItem) -> Future[Any]:
         if not self._start():

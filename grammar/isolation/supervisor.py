@@ -27,6 +27,7 @@ from overlap_spec.grammar.isolation.fork_server_link import ForkServerLink
 from overlap_spec.grammar.isolation.limits import CompileLimits
 from overlap_spec.grammar.isolation.work_items import CompileWorker, WorkItem, is_stopped
 from overlap_spec.grammar.isolation.worker import means_out_of_memory
+from overlap_spec.grammar.state_table import StateTable
 
 # After so long, a fork server that is not ready is given up, and, with a ready one, a worker that
 # has not started on its item.
@@ -165,7 +166,7 @@ class Supervisor:
     def _send(self, worker: CompileWorker, queue: deque[WorkItem], is_long: bool) -> bool:
         grammar = dataclasses.replace(queue[0].grammar, output=None)
         try:
-            channel.send_body(worker.end, pickle.dumps((grammar, queue[0].text)))
+            channel.send_body(worker.end, pickle.dumps((grammar, queue[0].text, queue[0].states)))
         except OSError:
             # The worker died while idle; the grammar goes to another one.
             self._kill(worker)
@@ -329,7 +330,7 @@ class Supervisor:
         if not message.header["goes_on"] or worker.is_slow:
             # Niceness cannot be lowered again: discard the worker, which ends with its channel.
             self._forget(worker)
-        if answer in ("compiled", "rebuild"):
+        if answer in ("compiled", "rebuild", "states"):
             try:
                 self.loaders.submit(self._load, item, message)
             except RuntimeError:
@@ -356,6 +357,9 @@ class Supervisor:
     def _load(self, item: WorkItem, message: Message) -> None:
         """Deserialise a worker's result; on a loader thread."""
         try:
+            if message.header["answer"] == "states":
+                item.gives(StateTable.from_bytes(channel.read_body(message)))
+                return
             if message.header["answer"] == "rebuild":
                 compiled = self.backend.rebuild(item.grammar)
             else:

@@ -16,15 +16,18 @@ from overlap_spec.grammar.spec import Grammar
 class WorkItem:
     """A grammar to compile or, if there is a text, an output of it to check.
 
-    The future gets one result: the compiled grammar, or what `check.violation` returns.
+    The future gets one result: the compiled grammar, or what `check.violation` returns, or its
+    `StateTable`.
 
     Attributes:
+        states: Whether the grammar's table of states is asked for.
         lost_by: Process id of the fork server under which a worker was lost with the item.
     """
 
     grammar: Grammar
     future: Future[Any]
     text: str | None = None
+    states: bool = False
     lost_by: int | None = None
 
     def fail(self, kind: FailureKind, reason: str) -> None:

@@ -16,6 +16,7 @@ import socket
 from pathlib import Path
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.byte_states import byte_states
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation.channel import read_body, receive, send, send_body
 from overlap_spec.grammar.isolation.check import violation
@@ -77,7 +78,12 @@ def serve(end: socket.socket, backend: Backend, memory_bytes: int, result_bytes:
 def _work(end: socket.socket, backend: Backend, item: bytes, most_bytes: float) -> bool:
     """Compile or check, and send the result; False if this process has to be replaced."""
     try:
-        grammar, text = pickle.loads(item)
+        grammar, text, states = pickle.loads(item)
+        if states:
+            table = byte_states(grammar, backend.vocabulary).to_bytes()
+            goes_on = private_bytes() < most_bytes
+            send_body(end, table, answer="states", goes_on=goes_on)
+            return goes_on
         if text is not None:
             found = violation(grammar, text)
             goes_on = private_bytes() < most_bytes

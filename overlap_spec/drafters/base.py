@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap_spec.config import EngineConfig
+from overlap_spec.drafters.states import GrammarStanding
 from overlap_spec.kernels import Noise, Odds, noise_keys
 from overlap_spec.kernels.sampling import CHOICE, DRAFT
 from overlap_spec.models.config import ModelConfig
@@ -75,10 +76,8 @@ class Roots(NamedTuple):
     them :meth:`noise` is that of the target's choices. None where all rows are greedy. ``support``:
     over 0, drafts are draws of their own from so many tokens each, whose odds are told.
 
-    ``cuts`` int32 ``(B, CUT_BYTES, CUT_TOKENS)``: the tokens with which forced text can go on from
-    each of its bytes on, as :mod:`overlap_spec.drafters.cuts` reads them; ``cut_at`` int64
-    ``(B,)``: the byte behind the root, or CUT_BYTES where nothing is known. None: no row has a
-    grammar, or the drafter does not weigh them.
+    ``standing``: where each root stands in its grammar's table; None: no row has a grammar, or the
+    drafter does not read them.
     """
 
     rows: Tensor
@@ -89,8 +88,7 @@ class Roots(NamedTuple):
     temperature: Tensor | None = None
     seeds: Tensor | None = None
     support: int = 0
-    cuts: Tensor | None = None
-    cut_at: Tensor | None = None
+    standing: GrammarStanding | None = None
 
     def noise(self, depth: int, branches: int) -> Noise | None:
         """The noise of the tokens at ``depth``, the root's children being at 1: of the children of

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from overlap_spec.drafters.base import Committed, Draft, DraftCache, Drafter, Roots
-from overlap_spec.drafters.cuts import Cuts, Known
 from overlap_spec.drafters.fixed_tree import Shape, shape_of
 from overlap_spec.drafters.grafts import Grafts
-from overlap_spec.kernels import Noise, Odds, candidates_among, grow, rerank, top_candidates
+from overlap_spec.drafters.states import GrammarStanding, legal_candidates
+from overlap_spec.kernels import Noise, Odds, grow, rerank, top_candidates
 from overlap_spec.models.decoder import Attend
 from overlap_spec.types import Tier
 
@@ -72,23 +72,19 @@ class TreeDrafter(Drafter):
         states: Tensor,
         k: int,
         noise: Noise | None = None,
-        known: Known | None = None,
+        standing: GrammarStanding | None = None,
     ) -> tuple[Tensor, ...]:
         """Log-probabilities and target ids of the k best next tokens, descending:
         ``(T, H)`` → ``(T, k)``, as :func:`overlap_spec.kernels.top_candidates` makes them.
 
         Args:
-            known: Of the ``T`` rows: where one has any tokens that the drafter has too, the
-                candidates are among these, and -inf where there are no more.
+            standing: Where the ``T`` rows stand: the candidates are those of
+                :func:`overlap_spec.drafters.states.legal_candidates`; not where drafts are drawn.
         """
         logits = self.logits(states)
-        score, token, *odds = top_candidates(logits, k, self.offsets, noise)
-        if known is None or odds:
-            return score, token, *odds
-        fewer, tokens = candidates_among(logits, k, *known[:3], noise)
-        # Of no token at all there are no numbers.
-        there = fewer[:, :1] == fewer[:, :1]
-        return torch.where(there, fewer, score), torch.where(there, tokens, token)
+        if standing is None or (noise is not None and noise.support):
+            return top_candidates(logits, k, self.offsets, noise)
+        return legal_candidates(logits, k, standing, self.offsets, self.draft_ids, noise)
 
     def states_before(self, features: Tensor | None) -> Tensor | None:
         """What stands for the states before committed tokens: the target's features ``(T, F)``."""
@@ -113,20 +109,17 @@ class TreeDrafter(Drafter):
 
     def _chain(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
         before, grafts = state[:, None], Grafts(roots, tier.nodes - 1)
-        cuts = Cuts(roots, self.draft_ids)
-        known = cuts.at(cuts.start)
-        score, token, *odds = self.candidates(state, 1, roots.noise(1, 1), known)
+        standing = roots.standing
+        score, token, *odds = self.candidates(state, 1, roots.noise(1, 1), standing)
         score, token = grafts.first(score, token, 0)
-        place = cuts.after(known, token)
         scores, tokens, every = [score], [token], [odds]
         for step in range(1, tier.nodes - 1):
             # Everything before is an ancestor: plain causal attention.
             before = self._advance(roots, token, before, step, None)
-            known = cuts.at(place)
+            standing = standing and standing.along(token)
             noise = roots.noise(step + 1, 1)
-            score, token, *odds = self.candidates(before.flatten(0, 1), 1, noise, known)
+            score, token, *odds = self.candidates(before.flatten(0, 1), 1, noise, standing)
             score, token = grafts.first(score, token, step)
-            place = cuts.after(known, token)
             scores.append(score)
             tokens.append(token)
             every.append(odds)
@@ -140,11 +133,10 @@ class TreeDrafter(Drafter):
     def _tree(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
         batch, k, device = roots.rows.shape[0], tier.top_k, roots.rows.device
         grafts = Grafts(roots, tier.steps)
-        cuts = Cuts(roots, self.draft_ids)
-        known = cuts.at(cuts.start)
-        score, token, *odds = self.candidates(state, k, roots.noise(1, 1), known)
+        standing = roots.standing
+        score, token, *odds = self.candidates(state, k, roots.noise(1, 1), standing)
         score, token = grafts.first(score, token, 0)
-        place = cuts.after(known, token)
+        standing = standing and standing.along(token)
         scores, tokens, draws = [score], [token], [odds]
         parents = [torch.full_like(token, -1)]
         number = torch.arange(k, device=device).expand(batch, k)
@@ -153,14 +145,12 @@ class TreeDrafter(Drafter):
         mask = torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k)
         for step in range(1, tier.steps):
             out = self._advance(roots, token, before, step, mask)
-            known = cuts.at(place)
             noise = roots.noise(step + 1, k)
-            added, choices, *odds = self.candidates(out.flatten(0, 1), k, noise, known)
+            added, choices, *odds = self.candidates(out.flatten(0, 1), k, noise, standing)
             # A run goes on in the first branch: nothing outranks its score, nor comes before it.
             added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0] = grafts.first(
                 added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0], step
             )
-            behind = cuts.after(known, choices)
             draws.append(odds)
             drawn_at.append(number)
             grown = grow(score, added, choices, mask)
@@ -168,7 +158,7 @@ class TreeDrafter(Drafter):
             scores.append(added.view(batch, k * k))
             tokens.append(choices.view(batch, k * k))
             score, token = grown.score, grown.token
-            place = None if behind is None else behind.view(batch, k * k).gather(1, grown.best)
+            standing = standing and standing.along(token, grown.branch)
             number = grown.best + (k + (step - 1) * k * k)
             before = out.gather(1, grown.branch[:, :, None].expand_as(out))
             assert grown.mask is not None
@@ -186,19 +176,21 @@ class TreeDrafter(Drafter):
         """The tree whose nodes are the best children of theirs, level by level."""
         batch, out, token = roots.rows.shape[0], state[:, None], roots.tokens[:, None]
         score = out.new_zeros(batch, 1, dtype=torch.float32)
-        scores, tokens, draws, grown = [], [], [], 1
+        scores, tokens, draws, grown, standing = [], [], [], 1, roots.standing
         for step, level in enumerate(shape.levels):
             if step:
                 token, before = token[:, level.nodes], out[:, level.above]
                 score, mask = score[:, level.nodes], level.seen.expand(batch, -1, -1)
                 out = self._advance(roots, token, before, step, mask, grown)
                 grown += len(level.nodes)
+                standing = standing and standing.among(batch, level.nodes)
             noise = roots.noise(step + 1, out.shape[1])
-            added, choices, *odds = self.candidates(out.flatten(0, 1), level.most, noise)
+            added, choices, *odds = self.candidates(out.flatten(0, 1), level.most, noise, standing)
             draws.append(odds)
             place = level.owner * level.most + level.rank
             token = choices.view(batch, -1)[:, place]
             score = score[:, level.owner] + added.view(batch, -1)[:, place]
+            standing = standing and standing.along(token, level.owner.expand_as(token))
             scores.append(score)
             tokens.append(token)
         every = None

@@ -12,6 +12,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.engine.cost_model import cost_model
 from overlap_spec.engine.drafter_guard import DrafterGuard
 from overlap_spec.engine.grammar_manager import GrammarManager, StepFigures
+from overlap_spec.engine.grammar_tables import GrammarTables
 from overlap_spec.engine.rooms import Rooms
 from overlap_spec.errors import NumericFault
 from overlap_spec.grammar.matcher_pool import MatcherPool
@@ -81,6 +82,8 @@ class EngineCore:
         self.widens = tries and self.grafts and fits
         reserve = wider if self.widens else reserve
         self.grammar = GrammarManager(MatcherPool(config.lanes, config.mask_deadline_ms), record)
+        reads = self.grafts and self.worker.reads_states
+        self.tables = GrammarTables(self.worker, self.grammar.pool) if reads else None
         self.drafter = DrafterGuard(self.worker, config.drafter)
         self.scheduler = Scheduler(
             pages=self.worker.pages,
@@ -88,7 +91,7 @@ class EngineCore:
             max_rows=config.max_running_requests,
             chunk_tokens=chunk_tokens,
             reserve_tokens=reserve,
-            assign=lambda s: self.worker.assign(s.row, s.request, s.output_ids, s.trie),
+            assign=self._assign,
             reuse=config.prefix_cache,
         )
         # Also for an engine never closed: a thread inside torch aborts a process that exits.
@@ -123,6 +126,16 @@ class EngineCore:
         if sequence.matcher is not None:
             self.grammar.matchers[sequence.request.id] = sequence.matcher
         self.scheduler.add(sequence)
+
+    def tell_tokens(self, texts: tuple[bytes, ...], stop_ids: tuple[int, ...]) -> None:
+        """Tell drafts what tokens are to tables of grammars' states; before the first request."""
+        if self.tables is not None:
+            self.tables.tell_tokens(texts, stop_ids)
+
+    def _assign(self, sequence: Sequence) -> None:
+        if self.tables is not None:
+            self.tables.enter(sequence)
+        self.worker.assign(sequence.row, sequence.request, sequence.output_ids, sequence.trie)
 
     def abort(self, request_id: int) -> None:
         """End a request now; tokens that are still computed for it are dropped."""
@@ -205,6 +218,8 @@ class EngineCore:
             target = _target(sequence, self.config.tpot_slo_ms)
             self._observed.add_request(sequence.stats.tpot_ms, target)
             self.grammar.drop(sequence.request.id)
+            if self.tables is not None:
+                self.tables.leave(sequence.request.id)
             self.worker.forget(sequence.history)
             self._ended_tokens += len(sequence.output_ids)
         return StepOutputs([(s, run) for s, run in runs if run and s.finish_reason is None], fresh)

@@ -66,7 +66,7 @@ class Engine:
                 self.tokenizer.vocabulary,
                 self.tokenizer.encode,
                 RUN_TOKENS,
-                weighed=self.core.worker.weighs_cuts,
+                weighed=self.core.worker.reads_states,
             )
         self._choice_tokens = ChoiceTokens(self.tokenizer.vocabulary, self.tokenizer.encode)
         limits = Limits(self.context_length, self.core.longest)
@@ -81,6 +81,9 @@ class Engine:
                 memory_bytes=self.config.grammar_compile_memory_bytes,
             ),
         )
+        vocabulary = self.tokenizer.vocabulary
+        self.core.tell_tokens(vocabulary.text, vocabulary.stop_ids)
+        self.compiler.makes_states = self.core.tables is not None
         self._ids = itertools.count()
         self.output_processor = OutputProcessor(self.compiler.check)
         self._lock = threading.RLock()
@@ -340,6 +343,7 @@ class Engine:
         request = replace(request, id=next(self._ids))
         buffer = TextBuffer(self.tokenizer.detokenizer(), tuple(request.sampling.stop))
         sequence = SequenceState(request, buffer, compiled.matcher() if compiled else None)
+        sequence.states = compiled.states if compiled else None
         sequence.choices = self._choices(request)
         if request.grammar is not None and self.core.widens:
             sequence.trie = self._choice_tokens.trie(request.grammar)

@@ -38,8 +38,9 @@ class Sequence:
     under way. ``path``: nodes of the prefix tree that it holds. ``row`` is -1 while the sequence
     waits; ``last_step`` is the last that it is part of. ``choices``: what is to be weighed behind
     its prompt; ``choice_logprobs``: the result. ``trie``: of the texts that its whole
-    output can be. ``prompt_logprobs``: one entry a prompt token, as far as results are known, where
-    they are asked for; ``scored_tokens``: prompt tokens whose rows have been asked for them.
+    output can be. ``states``: its grammar's table, where it has one. ``prompt_logprobs``: one entry
+    a prompt token, as far as results are known, where they are asked for; ``scored_tokens``: prompt
+    tokens whose rows have been asked for them.
     """
 
     request: Request
@@ -63,6 +64,7 @@ class Sequence:
     error: Exception | None = None
     stats: RequestStats = field(default_factory=RequestStats)
     trie: TokenTrie | None = None
+    states: Any = None
     choices: WeighedChoices | None = None
     choice_logprobs: tuple[float, ...] = ()
     prompt_logprobs: list[PromptLogprobs | None] = field(default_factory=list)

@@ -28,7 +28,7 @@ class Recordable(Protocol):
     draft_pools: Iterable[Any]
     no_run: Tensor
     extends: bool
-    weighs_cuts: bool
+    reads_states: bool
 
     draft_trees: Callable[..., Tensors]
     dead_trees: Callable[..., Tensors]
@@ -39,8 +39,9 @@ class Recordable(Protocol):
 
 
 class TierGraphs(NamedTuple):
-    """One tier's passes. ``draft``, a trace without noise and cuts, is None where trees are drafted
-    without a recording, ``extend`` where the drafter is not recorded, or there is none."""
+    """One tier's passes. ``draft``, a trace without noise and grammars' states, is None where trees
+    are drafted without a recording, ``extend`` where the drafter is not recorded, or there is
+    none."""
 
     draft: Recorded | None
     verify: Recorded
@@ -95,9 +96,9 @@ class GraphRunner:
                 found = self._tiers[key] = self._make_tier(tier, rows)
         return found
 
-    def find_draft(self, tier: Tier, rows: int, sampled: bool, cut: bool) -> Recorded | None:
+    def find_draft(self, tier: Tier, rows: int, sampled: bool, told: bool) -> Recorded | None:
         """The drafts of ``rows`` trees, with noise where any of their rows is ``sampled``, and with
-        the cuts of forced text if the drafter is to be told them.
+        the states of their grammars if the drafter is to be told them.
 
         A trace computes these for all rows or for none; a kernel sees for itself.
         """
@@ -105,10 +106,9 @@ class GraphRunner:
         drafter = self._passes.drafter
         if self._cuda or plain is None or drafter is None or tier.steps == 0:
             return plain
-        # Trees of a fixed shape have no grafts.
-        key = tier, sampled, cut and tier.parents is None
-        if not any(key[1:]):
+        if not (sampled or told):
             return plain
+        key = tier, sampled, told
         if key not in self._drafts:
             with self._record():
                 self._drafts[key] = self._make_draft(*key, 2, 3)
@@ -129,9 +129,9 @@ class GraphRunner:
         if self._cuda or not self.enabled:
             return False
         for tier in tiers:
-            for sampled, cut in product((False, True), (False, self._passes.weighs_cuts)):
+            for sampled, told in product((False, True), (False, self._passes.reads_states)):
                 before = self.count
-                self.find_draft(tier, 1, sampled, cut)
+                self.find_draft(tier, 1, sampled, told)
                 if self.count > before:
                     return True
         return False
@@ -150,8 +150,8 @@ class GraphRunner:
         recorded = drafter is not None and drafter.recorded and passes.fault is None
         draft = extend = None
         if drafter is None or tier.steps == 0 or (recorded and not drafter.host):
-            told = self._cuda, self._cuda and passes.weighs_cuts
-            draft = self._make_draft(tier, *told, len(padding), len(others[0]))
+            all_told = self._cuda, self._cuda and passes.reads_states
+            draft = self._make_draft(tier, *all_told, len(padding), len(others[0]))
         drafted = draft or Eager(partial(passes.dead_trees, tier))
         _, positions, _, _, *tensors = drafted(padding, pages)
         tree = Tree(*tensors[: len(Tree._fields)])
@@ -184,9 +184,9 @@ class GraphRunner:
         return TierGraphs(draft, verify_graph, commit_graph, extend)
 
     def _make_draft(
-        self, tier: Tier, sampled: bool, cut: bool, rows: int, others: int
+        self, tier: Tier, sampled: bool, told: bool, rows: int, others: int
     ) -> Recorded | None:
-        work = partial(self._passes.draft_trees, tier, sampled, cut)
+        work = partial(self._passes.draft_trees, tier, sampled, told)
         return self._guarded(work, self._padding(rows), self._padding(others))
 
     def _make_packed(self, tier: Tier, rows: int, count: int) -> Recorded:

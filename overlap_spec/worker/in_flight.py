@@ -49,8 +49,8 @@ class Buffers:
         masks, limits: int32 ``(nodes, words)`` mask rows and int64 ``(requests,)`` depth limits
             on the host; ``device_masks``, ``device_limits`` their copies on the device, which on
             the CPU are the same memory.
-        runs: int32 ``(nodes, TOLD)``: what the grammar forces behind each node, a run and the
-            cuts of its text; ``device_runs`` likewise.
+        runs: int32 ``(nodes, TOLD)``: what the grammar forces behind each node, a run, and
+            the node's state; ``device_runs`` likewise.
         results: int64, room for what :class:`overlap_spec.worker.passes.AcceptResult` packs.
         events: Recorded anew by each step that uses the buffers; ``events.free`` after its last
             use.

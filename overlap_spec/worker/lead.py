@@ -13,6 +13,7 @@ from overlap_spec.errors import EngineUnavailable
 from overlap_spec.parallel.group import Group
 from overlap_spec.parallel.processes import Processes
 from overlap_spec.types import (
+    GrammarTable,
     HostTrees,
     Int32s,
     Int64s,
@@ -128,6 +129,14 @@ class LeadWorker(Worker):
         bare = replace(request, grammar=None)
         self._calls.append(("assign", (row, bare, list(output_ids), trie)))
         super().assign(row, request, output_ids, trie)
+
+    def write_texts(self, steps: Int32s) -> None:
+        self._tell(("write_texts", (steps,)))
+        super().write_texts(steps)
+
+    def write_table(self, base: int, table: GrammarTable) -> None:
+        self._calls.append(("write_table", (base, GrammarTable(*table))))
+        super().write_table(base, table)
 
     def upload(self, plan: StepPlan) -> InFlightStep:
         self._sender.step = plan.index

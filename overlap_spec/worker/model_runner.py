@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from overlap_spec.drafters.base import Draft, Drafter, Roots
-from overlap_spec.drafters.cuts import cuts_after
 from overlap_spec.drafters.grafts import lengthen
 from overlap_spec.drafters.sound import sound
+from overlap_spec.drafters.states import GrammarStanding
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.kernels import (
     KeySpan,
@@ -27,10 +27,11 @@ from overlap_spec.kernels import (
     select_nodes,
 )
 from overlap_spec.models.decoder import Decoder
-from overlap_spec.types import CUT_BYTES, RUN_TOKENS, TOLD, StepPlan, Tier
+from overlap_spec.types import RUN_TOKENS, TOLD, StepPlan, Tier
 from overlap_spec.worker.acceptance import AcceptanceRule
 from overlap_spec.worker.batch import Batch, Chunks
 from overlap_spec.worker.choices import ChoiceScorer
+from overlap_spec.worker.grammar_states import STATES, GrammarStates
 from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.graphs import Tensors, padded, padded_size
 from overlap_spec.worker.kv_pool import KVPool, PagedAttend, lazy_zeros
@@ -83,7 +84,8 @@ class ModelRunner(nn.Module):
         extends: Whether the drafter takes in what was committed.
         fault: What the drafter raised, while it is not used for that.
         refused: int64 ``()``: drafted nodes that broke the contract; a built drafter has none.
-        weighs_cuts: Whether the drafter chooses among the cuts of forced text by itself.
+        reads_states: Whether the drafter keeps to what grammars' tables allow.
+        states: These tables, and the rows' states.
     """
 
     page_features: Tensor
@@ -108,7 +110,10 @@ class ModelRunner(nn.Module):
         self.device = tables.device
         self.last_position = target.config.max_position - 1
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
-        self.weighs_cuts = isinstance(drafter, TreeDrafter)
+        self.reads_states = isinstance(drafter, TreeDrafter)
+        room = STATES if self.reads_states else 0
+        count = tables.padding_row + 1
+        self.states = GrammarStates(count, tables.vocab_size, room, self.device)
         self.extends = drafter is not None and type(drafter).extend is not Drafter.extend
         self.fault: Exception | None = None
         built = drafter is None or type(drafter).__module__.startswith("overlap_spec.drafters.")
@@ -162,16 +167,16 @@ class ModelRunner(nn.Module):
         if not batch.trees:
             return None
         pages = tables.pages[rows, : self._visible(plan)]
-        # What nobody has a grammar for is not asked for: to choose among cuts takes its time.
-        cut = self.weighs_cuts and any(plan.grammar[: batch.trees])
-        recorded = self.graphs.find_draft(plan.tier, len(rows), sampled, cut)
+        # Where nobody has a grammar, none is asked: it takes its time.
+        told = self.reads_states and any(plan.grammar[: batch.trees])
+        recorded = self.graphs.find_draft(plan.tier, len(rows), sampled, told)
         outputs: Tensors | None = None
         if proposed is None and recorded is not None and self.fault is None:
             with self.guard_drafter():
                 outputs = recorded(rows, pages)
                 rows, pages = recorded.kept(rows, pages)
         if outputs is None:
-            outputs = self.draft_trees(plan.tier, sampled, cut, rows, pages, proposed)
+            outputs = self.draft_trees(plan.tier, sampled, told, rows, pages, proposed)
         tokens, positions, forced, links, *rest = outputs
         tree, odds = Tree(*rest[: len(Tree._fields)]), rest[len(Tree._fields) :]
         roots = Roots(rows, pages, tokens, positions, forced)
@@ -182,7 +187,7 @@ class ModelRunner(nn.Module):
         self,
         tier: Tier,
         sampled: bool,
-        cut: bool,
+        told: bool,
         rows: Tensor,
         pages: Tensor,
         proposed: Draft | None = None,
@@ -191,14 +196,18 @@ class ModelRunner(nn.Module):
 
         Args:
             sampled, proposed: As in :meth:`draft`.
-            cut: Whether the drafter is told the cuts of forced text.
+            told: Whether the drafter is told where its roots stand in their grammars.
         """
         tables, roots = self.tables, self._roots(rows, pages)
-        if cut:
-            roots = roots._replace(cuts=tables.cuts[rows], cut_at=tables.cut_at[rows])
+        if told:
+            standing = GrammarStanding(self.states.tables, self.states.state[rows])
+            roots = roots._replace(standing=standing)
         if sampled and self.rule.coupled:
-            noise = {"temperature": tables.temperature[rows], "seeds": tables.seed[rows]}
-            roots = roots._replace(**noise, support=self.rule.support)
+            roots = roots._replace(
+                temperature=tables.temperature[rows],
+                seeds=tables.seed[rows],
+                support=self.rule.support,
+            )
         own = tier.own
         if self.drafter is None or own.steps == 0:
             draft = _no_draft(roots, 0)
@@ -450,13 +459,14 @@ class ModelRunner(nn.Module):
         behind = runs[(self._count(rows.shape[0]) * tier.nodes)[:, None] + last].squeeze(1)
         forced = _after(behind, accepted.bonus)
         tables.forced[rows] = forced
-        tables.cuts[rows], tables.cut_at[rows] = cuts_after(behind[:, RUN_TOKENS:], accepted.bonus)
+        if self.reads_states:
+            self.states.state[rows] = self.states.after(behind[:, RUN_TOKENS], accepted.bonus)
         if tier.base is not None:
             before, reached = tables.place[rows], last[:, 0]
             place = follow(tables.tries, rows, before, tier, reached, accepted.bonus)
             tables.place[rows] = place
         # Else the padding row would grow out of its pages, and follow what nobody wrote.
-        tables.committed[-1:], tables.forced[-1:], tables.cut_at[-1:] = 0, -1, CUT_BYTES
+        tables.committed[-1:], tables.forced[-1:] = 0, -1
         refused = torch.where(tree.parents == last, tree.scores, -torch.inf).amax(1, keepdim=True)
         scores = torch.cat([tree.scores.gather(1, path), refused], 1)
         living = (tree.scores > -torch.inf).sum(1, keepdim=True) - 1
@@ -487,8 +497,8 @@ class ModelRunner(nn.Module):
         tokens = self.sampler.choose(logits, place, features, allowed)
         self.tables.roots[rows] = tokens.clamp(min=0)
         self.tables.forced[rows] = forced = _after(runs, tokens)
-        found = cuts_after(runs[:, RUN_TOKENS:], tokens)
-        self.tables.cuts[rows], self.tables.cut_at[rows] = found
+        if self.reads_states:
+            self.states.state[rows] = self.states.after(runs[:, RUN_TOKENS], tokens)
         if features.tries:
             before = self.tables.place[rows]
             self.tables.place[rows] = child(self.tables.tries, rows, before, tokens)

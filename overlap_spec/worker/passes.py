@@ -90,7 +90,7 @@ class GrammarRows(NamedTuple):
 
     ``masks``: what each node may choose. ``limits`` int64 ``(S,)``: depth down to which each
     tree's rows are good. ``runs`` int32 ``(nodes, TOLD)``: what the grammar forces behind each
-    node, a run, -1 behind its end, and the cuts of its text.
+    node, a run, -1 behind its end; and the node's state, -1 where nothing is known.
     """
 
     masks: Masks

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from overlap_spec.types import (
-    CUT_BYTES,
-    CUT_TOKENS,
     RUN_TOKENS,
     TRIE_NODES,
     Int64s,
@@ -48,13 +46,11 @@ class RowTables(nn.Module):
 
     ``committed`` int64 ``(R,)``: tokens whose target keys are cached, which is the root's position.
     ``roots`` int64 ``(R,)``: last committed tokens. ``forced`` int64 ``(R, L)``: tokens that the
-    grammar forces behind them, -1 behind their end. ``cuts`` int32 ``(R, CUT_BYTES, CUT_TOKENS)``
-    and ``cut_at`` int64 ``(R,)``: as in :class:`overlap_spec.drafters.base.Roots`. ``pages`` int64
-    ``(R, P)``. ``tries`` int64 ``(R, 4, TRIE_NODES)``: of the texts that a request's whole output
-    can be, its trie as
+    grammar forces behind them, -1 behind their end. ``pages`` int64 ``(R, P)``. ``tries`` int64
+    ``(R, 4, TRIE_NODES)``: of the texts that a request's whole output can be, its trie as
     :mod:`overlap_spec.worker.tries` has it; ``place`` int64 ``(R,)``: its node at the root, -1
-    where there is none. What only some
-    requests need over the whole vocabulary (counts, bias, stop masks) is allocated on first use.
+    where there is none. What only some requests need over the whole vocabulary (counts, bias, stop
+    masks) is allocated on first use.
 
     R is ``max_rows + 1``: the last, :attr:`padding_row`, belongs to no request, and its pages are
     page 0. It fills batches up to a size that is recorded.
@@ -63,8 +59,6 @@ class RowTables(nn.Module):
     committed: Tensor
     roots: Tensor
     forced: Tensor
-    cuts: Tensor
-    cut_at: Tensor
     pages: Tensor
     tries: Tensor
     place: Tensor
@@ -81,8 +75,6 @@ class RowTables(nn.Module):
         self.register_buffer("committed", table(torch.int64))
         self.register_buffer("roots", table(torch.int64))
         self.register_buffer("forced", table(torch.int64, RUN_TOKENS - 1).fill_(-1))
-        self.register_buffer("cuts", table(torch.int32, CUT_BYTES, CUT_TOKENS).fill_(-1))
-        self.register_buffer("cut_at", table(torch.int64).fill_(CUT_BYTES))
         self.register_buffer("tries", table(torch.int64, 4, TRIE_NODES))
         self.register_buffer("place", table(torch.int64).fill_(-1))
         self.register_buffer("pages", table(torch.int64, max_pages))

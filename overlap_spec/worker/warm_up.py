@@ -15,7 +15,7 @@ import torch
 
 from overlap_spec.kernels import apply_bitmask, noise_keys
 from overlap_spec.kernels.sampling import PURPOSES
-from overlap_spec.types import CUT_BYTES, Budget, Chunk, StepPlan, Tier
+from overlap_spec.types import LOST, Budget, Chunk, StepPlan, Tier
 from overlap_spec.worker.batch import PlanUpload, Staging
 from overlap_spec.worker.graphs import padded_size
 from overlap_spec.worker.model_runner import ModelRunner
@@ -124,6 +124,6 @@ def forget(runner: ModelRunner) -> None:
     """Leave the padding row and page 0 as they were."""
     tables = runner.tables
     tables.committed[-1:], tables.roots[-1:], tables.forced[-1:] = 0, 0, -1
-    tables.cut_at[-1:] = CUT_BYTES
+    runner.states.state[-1:] = LOST
     for cache in (runner.pool, *runner.draft_pools):
         cache.clear((0,))

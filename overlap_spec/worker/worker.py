@@ -22,6 +22,7 @@ from overlap_spec.types import (
     Chunk,
     DraftTree,
     Floats,
+    GrammarTable,
     History,
     HostTrees,
     Int32s,
@@ -183,9 +184,19 @@ class Worker:
         return self.runner.drafter is not None and self.runner.drafter.host
 
     @property
-    def weighs_cuts(self) -> bool:
-        """Whether the drafter chooses among the cuts of forced text by itself."""
-        return self.runner.weighs_cuts
+    def reads_states(self) -> bool:
+        """Whether the drafter keeps to what grammars' tables allow."""
+        return self.runner.reads_states
+
+    @torch.inference_mode()
+    def write_texts(self, steps: Int32s) -> None:
+        """Tell what tokens are to grammars' tables, as :func:`token_steps` makes it."""
+        self.streams.compute.run("texts", self.runner.states.write_texts, steps)
+
+    @torch.inference_mode()
+    def write_table(self, base: int, table: GrammarTable) -> None:
+        """Queue a grammar's table on its way to the device, to number ``base``."""
+        self.streams.compute.run("table", self.runner.states.write, base, table)
 
     @property
     def verifies_ahead(self) -> bool:
@@ -368,7 +379,7 @@ class Worker:
         Returns:
             The trees in the order of ``plan.verified``; int32 ``(nodes, words)``, a mask row for
             each node; int64 ``(requests,)``, to be lowered to the depth down to which a request's
-            rows are good; int32 ``(nodes, TOLD)``, the run behind each node, and its cuts.
+            rows are good; int32 ``(nodes, TOLD)``, the run behind each node, and its state.
         """
         step.events.tree_on_host.synchronize()
         trees = step.host_trees()

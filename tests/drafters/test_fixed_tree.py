@@ -165,8 +165,11 @@ def test_a_dynamic_tree_may_be_as_large(tiny: dict[str, Any]) -> None:
     settings = {"num_steps": 4, "eagle_topk": 10, "num_draft_tokens": 64}
     outputs = answer(tiny, algorithm="draft_model", draft=tiny["model"], **settings)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
-    for output in outputs:
-        assert output.stats.drafted_tokens == 63 * output.stats.verifies
+    # What the grammar forbids is not drafted; the other requests' trees are full.
+    for output, grammar in zip(outputs, GRAMMARS, strict=True):
+        full = 63 * output.stats.verifies
+        assert output.stats.drafted_tokens == full or grammar is not None
+        assert output.stats.drafted_tokens > full / 2 or grammar is not None
 
 
 def test_a_head_drafts_it(tiny: dict[str, Any], tmp_path: Path) -> None:

@@ -348,3 +348,22 @@ def accept_path(draw: Draw, device: torch.device) -> None:
     assert ((got.path >= 0) & (got.path < nodes)).all()
     for mine, theirs, length in zip(got.path, want.path, want.lengths.tolist(), strict=True):
         equal(mine[: length + 1], theirs[: length + 1])
+
+
+@case
+def after_tokens(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    states, width, length, tokens, count = (
+        i.size(1, 9),
+        i.size(1, 12),
+        i.size(1, 6),
+        7,
+        i.size(1, 70),
+    )
+    moves = (i.integers(0, states, states * width) * width).int()
+    here = (i.integers(0, states, count) * width).int()
+    texts = i.integers(0, width, tokens, length).int()
+    # A part of a wider tensor, as drafts hand it over.
+    chosen = i.integers(0, tokens, count, 2)[:, 1]
+    given = moves, here, texts, chosen
+    equal(triton(kernels.after_tokens, *given), reference(kernels.after_tokens, *given))

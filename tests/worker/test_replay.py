@@ -13,7 +13,7 @@ from torch import Tensor
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import Tree
-from overlap_spec.types import TOLD, Tier
+from overlap_spec.types import BY_NONE, DEAD, FEW_TOKENS, LOST, STATE_WIDTH, TOLD, Tier
 from overlap_spec.worker import model_runner as runner_module
 from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.graphs import Recorded, Tensors, padded, padded_size
@@ -68,9 +68,14 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             tables.forced[:batch] = -1
             tables.forced[1:batch:3, :1], tables.forced[2:batch:3, :7] = 40, 41
             tables.temperature[:batch] = torch.arange(batch, device=device) % 3 * 0.6
-            # Of every third one it tells two tokens of one byte with which the text can go on.
-            tables.cuts[:batch], tables.cut_at[:batch] = -1, 0
-            tables.cuts[:batch:3, :, :2] = torch.tensor([50, 51], device=device).int() << 5 | 1
+            # Of every third one two tokens alone can come, again and again.
+            states, here = runner.states, 5 * STATE_WIDTH
+            states.state[:batch] = LOST
+            states.state[:batch:3] = here
+            states.texts[50:52, 0] = torch.tensor([7, 8], device=device)
+            states.moves[here : here + STATE_WIDTH] = DEAD
+            states.moves[here + 7 : here + 9], states.moves[here + BY_NONE] = here, here
+            states.few[5] = torch.tensor([50, 51, *[-1] * (FEW_TOKENS - 2), 1], device=device)
             size = padded_size(batch)
             rows = torch.cat([rows, rows.new_full((size - batch,), tables.padding_row)])
             pages = tables.pages[rows, :columns]
@@ -79,13 +84,13 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             tables.committed[:batch] = torch.arange(batch, device=device) + 7
             assert graphs.draft is not None
 
-            for sampled, cut in product((True, False), repeat=2):
+            for sampled, known in product((True, False), repeat=2):
                 # A kernel sees for itself which rows have these: one recording does for all.
-                told = (True, True) if device == "cuda" else (sampled, cut)
+                told = (True, True) if device == "cuda" else (sampled, known)
                 want = tuple(x.clone() for x in runner.draft_trees(own, *told, rows, pages))
-                recorded = runner.graphs.find_draft(own, size, sampled, cut)
+                recorded = runner.graphs.find_draft(own, size, sampled, known)
                 assert recorded is not None
-                assert sampled or cut or recorded is graphs.draft
+                assert sampled or known or recorded is graphs.draft
                 got = recorded(rows, pages)
                 drafted = set(got[4][0, 1:].tolist())
                 assert own.steps == 0 or (50 in drafted) == told[1]

@@ -1,0 +1,249 @@
+"""A grammar's states by bytes, for drafts: what may come next, without a matcher and on any device.
+
+The rules are unrolled into a table of moves, breadth first by how deep rules stand in each other,
+until a limit: what lies behind is :data:`LOST`, where everything may come. High counts are loops,
+and texts that a token leaves out are in it. So a table allows all that its grammar allows, and more:
+what it forbids need not be drafted, and what it forces is forced. Masks decide, as ever.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.ir.network import Bytes, Closures, Network
+from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
+from overlap_spec.grammar.lowering import lower
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.state_table import DEAD, FIRST, LOST, StateTable
+from overlap_spec.grammar.vocabulary import Vocabulary
+from overlap_spec.types import FEW_TOKENS
+
+MOST_STATES, MOST_NODES = 2048, 20_000
+# A count above it is a loop.
+MOST_COUNT = 4
+# Rules within rules, and places in rules at once, beyond which a state is LOST.
+DEEPEST, MOST_PLACES = 32, 256
+# Bytes that may come next in a state that has few tokens.
+MOST_WAYS = 8
+# Behind all texts that begin as one before it.
+HIGHEST = b"\xff" * 64
+
+# A node of the network, and the number of a stack of those to which its rules return.
+Place = tuple[int, int]
+State = frozenset[Place]
+
+
+def byte_states(grammar: Grammar, vocabulary: Vocabulary) -> StateTable:
+    """The table of a grammar.
+
+    Raises:
+        GrammarError: it has no rules, or rules that are too large.
+    """
+    with bounded_depth():
+        return _Unrolled(lower(grammar).loops).table(vocabulary)
+
+
+class _Unrolled:
+    """Sets of places in rules, each with the places to which its rules return."""
+
+    def __init__(self, syntax: Syntax) -> None:
+        self.network = network = Network(MOST_NODES, MOST_COUNT)
+        self.starts = {name: network.node() for name in syntax.rules}
+        self.ends = {network.add(syntax.rules[name], node) for name, node in self.starts.items()}
+        self._closures = Closures(network)
+        # By number: where a rule returns to, the stack below, and the depth.
+        self._stacks: list[tuple[int, int, int]] = [(-1, -1, 0)]
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._known: dict[Place, State | None] = {}
+        self._ending: dict[int, bool] = {}
+
+    def table(self, vocabulary: Vocabulary) -> StateTable:
+        """Number the states, the least deep first, as many as the limits allow."""
+        start = self._closed(frozenset(((self.starts["root"], 0),)))
+        numbers: dict[State | None, int] = {None: LOST}
+        order: list[State] = []
+        waiting: list[tuple[int, int, State]] = []
+
+        def number(state: State | None) -> int:
+            if state is not None and state not in numbers:
+                if len(order) >= MOST_STATES:
+                    return LOST
+                numbers[state] = FIRST + len(order)
+                order.append(state)
+                depth = max((self._stacks[stack][2] for _, stack in state), default=0)
+                heapq.heappush(waiting, (depth, len(order), state))
+            return numbers[state]
+
+        if number(start) == LOST:
+            raise GrammarError("its rules are too deep or too many for a table of states")
+        moves = np.full((MOST_STATES, 256), DEAD, np.uint16)
+        while waiting:
+            _, count, state = heapq.heappop(waiting)
+            row = moves[count - 1]
+            for members, targets in self._moves(state):
+                row[_bytes_of(members)] = number(self._closed(targets))
+        count = len(order)
+        moves = moves[:count].copy()
+        final = np.array([self._is_final(state) for state in order], bool)
+        return StateTable(moves, final, _few(moves, vocabulary))
+
+    def _is_final(self, state: State) -> bool:
+        return any(node in self.ends and stack == 0 for node, stack in state)
+
+    def _moves(self, state: State) -> list[tuple[Bytes, State]]:
+        """Disjoint sets of bytes, each with its target places."""
+        by_stack: dict[int, list[int]] = {}
+        for node, stack in state:
+            by_stack.setdefault(stack, []).append(node)
+        found: list[tuple[Bytes, State]] = []
+        for stack, nodes in by_stack.items():
+            own = self._closures.moves(frozenset(nodes))
+            mine = [(members, frozenset((n, stack) for n in targets)) for members, targets in own]
+            found = _merged(found, mine) if found else mine
+        return found
+
+    def _closed(self, places: State) -> State | None:
+        """The places with bytes, or ends of the grammar, that are reached without a byte; None
+        where they are too many or too deep."""
+        found: set[Place] = set()
+        for place in places:
+            own = self._reached(place)
+            if own is None:
+                return None
+            found |= own
+        return frozenset(found) if len(found) <= MOST_PLACES else None
+
+    def _reached(self, place: Place) -> State | None:
+        if place in self._known:
+            return self._known[place]
+        network, seen, pending = self.network, {place}, [place]
+        kept: set[Place] = set()
+        lost = False
+        while pending:
+            node, stack = pending.pop()
+            if network.bytes[node]:
+                kept.add((node, stack))
+            further = [(target, stack) for target in network.steps[node]]
+            for rule, back in network.calls[node]:
+                own = stack if self._ends(back) else self._push(back, stack)
+                lost |= own < 0
+                further.append((self.starts[rule], own))
+            if node in self.ends:
+                if stack == 0:
+                    kept.add((node, 0))
+                else:
+                    back, below, _ = self._stacks[stack]
+                    further.append((back, below))
+            if lost or len(seen) > 8 * MOST_PLACES:
+                lost = True
+                break
+            for other in further:
+                if other not in seen:
+                    seen.add(other)
+                    pending.append(other)
+        self._known[place] = None if lost else frozenset(kept)
+        return self._known[place]
+
+    def _ends(self, node: int) -> bool:
+        """Whether a rule can do nothing but end at a node: then who called it need not return."""
+        found = self._ending.get(node)
+        if found is None:
+            network = self.network
+            self._ending[node] = False
+            steps = network.steps[node]
+            found = not network.bytes[node] and not network.calls[node]
+            found = found and (all(map(self._ends, steps)) if steps else node in self.ends)
+            self._ending[node] = found
+        return found
+
+    def _push(self, back: int, below: int) -> int:
+        """The stack with one more place to return to; -1 where it is too deep."""
+        known = self._numbers.get((back, below))
+        if known is None:
+            depth = self._stacks[below][2] + 1
+            known = len(self._stacks) if depth <= DEEPEST else -1
+            if known >= 0:
+                self._stacks.append((back, below, depth))
+            self._numbers[back, below] = known
+        return known
+
+
+def _merged(
+    some: list[tuple[Bytes, State]], others: list[tuple[Bytes, State]]
+) -> list[tuple[Bytes, State]]:
+    """Both lists of disjoint sets as one, with the places of both where they overlap."""
+    found = []
+    for members, places in some:
+        left = members
+        for theirs, targets in others:
+            if both := left & theirs:
+                found.append((both, places | targets))
+                left &= ~theirs
+        if left:
+            found.append((left, places))
+    every = 0
+    for members, _ in some:
+        every |= members
+    return found + [(rest, targets) for theirs, targets in others if (rest := theirs & ~every)]
+
+
+def _bytes_of(members: Bytes) -> npt.NDArray[np.intp]:
+    bits = np.unpackbits(np.frombuffer(members.to_bytes(32, "little"), np.uint8), bitorder="little")
+    return np.flatnonzero(bits)
+
+
+def _few(moves: npt.NDArray[np.uint16], vocabulary: Vocabulary) -> npt.NDArray[np.int32]:
+    """Of each state the tokens with which a text can go on, where these are few."""
+    found = np.full((len(moves), FEW_TOKENS + 1), -1, np.int32)
+    found[:, -1] = 0
+    there = moves != DEAD
+    # Of states with few ways alone: each byte, and where it leads.
+    ways: list[list[tuple[int, int]] | None] = [None] * len(moves)
+    for state in np.flatnonzero(there.sum(1) <= MOST_WAYS).tolist():
+        (members,) = np.nonzero(there[state])
+        ways[state] = list(zip(members.tolist(), moves[state, members].tolist(), strict=True))
+    for state, own in enumerate(ways):
+        if own:
+            tokens, closed = _tokens_of(ways, state, vocabulary)
+            if len(tokens) > FEW_TOKENS:
+                half = FEW_TOKENS // 2
+                tokens = tokens[:half] + tokens[-half:]
+            found[state, : len(tokens)], found[state, -1] = tokens, closed
+    return found
+
+
+def _tokens_of(
+    ways: Sequence[list[tuple[int, int]] | None], start: int, vocabulary: Vocabulary
+) -> tuple[list[int], bool]:
+    """Tokens that can come in a state, and whether these are all."""
+    texts, tokens = vocabulary.by_text
+    found: list[int] = []
+    closed = True
+    pending = [(start, b"", 0, len(texts))]
+    while pending:
+        state, text, low, high = pending.pop()
+        # The tokens of this range begin with the text: its own is the first.
+        if text and texts[low] == text:
+            found.append(tokens[low])
+            low += 1
+        own = ways[state]
+        if low == high:
+            continue
+        if own is None or len(found) + len(pending) > 4 * FEW_TOKENS:
+            closed = False
+            continue
+        for byte, target in own:
+            longer = text + bytes((byte,))
+            first = bisect_left(texts, longer, low, high)
+            last = bisect_left(texts, longer + HIGHEST, first, high)
+            if first < last and target < FIRST:
+                closed = False
+            elif first < last:
+                pending.append((target - FIRST, longer, first, last))
+    return found, closed

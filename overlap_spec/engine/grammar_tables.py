@@ -1,0 +1,42 @@
+"""Brings grammars' tables of states to the device, for the requests that run."""
+
+from __future__ import annotations
+
+from overlap_spec.grammar.matcher_pool import MatcherPool
+from overlap_spec.scheduler.sequence import Sequence
+from overlap_spec.worker.grammar_states import StateRooms, token_steps
+from overlap_spec.worker.worker import Worker
+
+
+class GrammarTables:
+    """Which requests read which table.
+
+    Args:
+        pool: Follows the requests' texts in their tables.
+    """
+
+    def __init__(self, worker: Worker, pool: MatcherPool) -> None:
+        self._worker, self._pool, self._rooms = worker, pool, StateRooms()
+
+    def tell_tokens(self, texts: tuple[bytes, ...], stop_ids: tuple[int, ...]) -> None:
+        """Tell the device what tokens are to tables."""
+        self._worker.write_texts(token_steps(texts, stop_ids))
+
+    def enter(self, sequence: Sequence) -> None:
+        """Take a request's table in before its prefill; where there is no room it has none."""
+        table, request_id = sequence.states, sequence.request.id
+        if table is None:
+            return
+        standing = self._pool.guesses(request_id).standing
+        if standing.table is not None:
+            return
+        part = self._rooms.enter(request_id, table)
+        if part is not None:
+            base, new = part
+            if new:
+                self._worker.write_table(base, table)
+            standing.enter(table, base)
+
+    def leave(self, request_id: int) -> None:
+        """A request has ended; steps under way may still read its table."""
+        self._rooms.leave(request_id)

@@ -1,0 +1,371 @@
+"""Tables of grammars' states: what they allow, and what a drafter makes of them."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from overlap_spec.drafters.states import GrammarStanding, StateTables, legal_candidates
+from overlap_spec.drafters.tree_drafter import TreeDrafter
+from overlap_spec.engine import Engine
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar import byte_states as unrolling
+from overlap_spec.grammar.backends import load
+from overlap_spec.grammar.byte_states import byte_states
+from overlap_spec.grammar.forced import ForcedRuns
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.state_table import DEAD, FIRST, LOST, StateTable, TableStanding
+from overlap_spec.grammar.vocabulary import Vocabulary
+from overlap_spec.kernels import Noise, candidates_among, noise_keys, top_candidates
+from overlap_spec.kernels.sampling import CHOICE
+from overlap_spec.types import FEW_TOKENS, STATE_WIDTH, TOKEN_STEPS, GrammarTable
+from overlap_spec.worker.grammar_states import COMMON, GrammarStates, StateRooms, token_steps
+from tests.drafters.test_grafts import PERSON, PROMPTS, SAMPLING, SHAPES, key, lengths
+
+CPU = torch.device("cpu")
+WORDS = [b"na", b"name", b'":', b'":"', b'"}', b"tr", b"rue", b"12", b", ", b'{"', b"x" * 20]
+TEXTS = [*(bytes([b]) for b in range(256)), b"", *WORDS, b"na", "é".encode(), b""]
+STOP, SPECIAL = 256, len(TEXTS) - 1
+VOCABULARY = Vocabulary(tuple(TEXTS), len(TEXTS), (STOP,), frozenset((SPECIAL,)))
+GRAMMARS = {
+    "object": Grammar.json_schema(
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "age": {"type": "integer", "minimum": 0, "maximum": 150},
+                "kind": {"enum": ["red", "reddish", "blue"]},
+                "is": {"type": "boolean"},
+                "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 3},
+            },
+            "required": ["name", "kind"],
+            "additionalProperties": False,
+        }
+    ),
+    "pattern": Grammar.regex(r"[A-Z][a-z]+é?(-[0-9]{2,4})*"),
+    "choice": Grammar.choice(["yes", "yesterday", "no"]),
+    "free keys": Grammar.json_schema(
+        {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": True}
+    ),
+    "recursive": Grammar.ebnf('root ::= "x" | "(" root ")" | "[" root "]"'),
+    "left recursive": Grammar.ebnf('root ::= root "+" root | "1"'),
+    "right recursive": Grammar.ebnf('root ::= "a" root | "b"'),
+}
+
+
+def walks(grammar: Grammar, table: StateTable) -> tuple[int, int]:
+    """Random texts under a grammar, beside its table: illegal tokens that were met, and those of
+    them that the table forbids. What is legal it must allow."""
+    compiled, rng = load("reference")(VOCABULARY).compile(grammar), random.Random(1)
+    illegal = forbidden = 0
+    for _ in range(8):
+        matcher, state = compiled.matcher(), FIRST
+        row = np.zeros(VOCABULARY.words, np.int32)
+        for _ in range(40):
+            matcher.fill(row)
+            flags = np.unpackbits(row.view(np.uint8), bitorder="little")[: VOCABULARY.size]
+            legal = set(np.flatnonzero(flags).tolist()) - {STOP}
+            if state != LOST:
+                after = {t: table.after(state, text) for t, text in enumerate(VOCABULARY.text)}
+                assert all(after[token] != DEAD for token in legal)
+                assert table.final[state - FIRST] or not matcher.is_complete
+                wrong = [t for t, text in enumerate(VOCABULARY.text) if text and t not in legal]
+                illegal += len(wrong)
+                forbidden += sum(after[token] == DEAD for token in wrong)
+                *few, closed = table.few[state - FIRST].tolist()
+                listed = {VOCABULARY.text[t] for t in few if t >= 0}
+                texts = {VOCABULARY.text[t] for t in legal}
+                assert listed <= texts
+                assert not closed or len(listed) == FEW_TOKENS or listed == texts
+            if not legal:
+                break
+            token = rng.choice(sorted(legal))
+            assert matcher.accept(token)
+            state = table.after(state, VOCABULARY.text[token])
+    return illegal, forbidden
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_table_allows_what_its_grammar_does_and_little_more(name: str) -> None:
+    if name == "left recursive":
+        with pytest.raises(GrammarError, match="too deep"):
+            byte_states(GRAMMARS[name], VOCABULARY)
+        return
+    table = byte_states(GRAMMARS[name], VOCABULARY)
+    illegal, forbidden = walks(GRAMMARS[name], table)
+    if name not in ("recursive", "free keys"):
+        assert illegal == forbidden > 500
+    else:
+        # Behind the last state everything may come.
+        assert 0.95 * illegal < forbidden <= illegal
+
+
+def test_what_lies_behind_the_limit_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unrolling, "MOST_STATES", 12)
+    table = byte_states(GRAMMARS["recursive"], VOCABULARY)
+    assert len(table.moves) == 12
+    assert (table.moves == LOST).any()
+    walks(GRAMMARS["recursive"], table)
+    # The least deep come first: the text is told as long as it is not deep.
+    assert table.after(FIRST, b"(x)") >= FIRST
+    assert table.after(FIRST, b"(" * 40) == LOST == table.after(FIRST, b"(" * 40 + b"}")
+    monkeypatch.setattr(unrolling, "MOST_NODES", 3)
+    with pytest.raises(GrammarError):
+        byte_states(GRAMMARS["object"], VOCABULARY)
+
+
+def test_a_table_survives_its_way_between_processes() -> None:
+    table = byte_states(GRAMMARS["object"], VOCABULARY)
+    again = StateTable.from_bytes(table.to_bytes())
+    assert isinstance(again, StateTable)
+    for part, same in zip(table, again, strict=True):
+        assert part.dtype == same.dtype
+        np.testing.assert_array_equal(part, same)
+
+
+def test_few_tokens_are_listed_and_too_many_are_cut() -> None:
+    table = byte_states(Grammar.regex("a{30}b"), VOCABULARY)
+    # High counts are loops.
+    assert len(table.moves) < 25
+    assert table.after(FIRST, b"a" * 20 + b"b") != DEAD == table.after(FIRST, b"aab")
+    assert table.few[0].tolist() == [ord("a"), *[-1] * (FEW_TOKENS - 1), 1]
+    long = Vocabulary((*(b"x" * n for n in range(12)), b"y"), 13, (0,), frozenset())
+    table = byte_states(Grammar.ebnf(f'root ::= "{"x" * 11}y" [a-z]*'), long)
+    assert table.few[0].tolist() == [1, 2, 3, 4, 8, 9, 10, 11, 1]
+    # One byte more, and a token could go on behind what is forced.
+    table = byte_states(Grammar.ebnf('root ::= "xxx" [a-z]*'), long)
+    assert table.few[0].tolist()[:4] == [1, 2, 3, -1]
+    assert table.few[0, -1] == 0
+
+
+def device_states(table: GrammarTable, base: int) -> GrammarStates:
+    states = GrammarStates(4, VOCABULARY.size, 2200, CPU)
+    states.write_texts(token_steps(VOCABULARY.text, VOCABULARY.stop_ids))
+    states.write(base, table)
+    return states
+
+
+@pytest.mark.parametrize("name", ["object", "recursive"])
+def test_the_device_knows_what_the_host_does(name: str) -> None:
+    table = byte_states(GRAMMARS[name], VOCABULARY)
+    base = COMMON + 17
+    states, standing = device_states(table, base), TableStanding()
+    for text in (b"(", b"["):
+        standing.read(text)
+    standing.enter(table, base)
+    assert standing.state == table.after(FIRST, b"([")
+    for state in (LOST, DEAD, *range(FIRST, FIRST + min(60, len(table.moves)))):
+        told = torch.full((VOCABULARY.size,), standing.number(state), dtype=torch.int32)
+        after = states.after(told, torch.arange(VOCABULARY.size)).tolist()
+        for token, text in enumerate(VOCABULARY.text):
+            want = standing.number(table.after(state, text))
+            if token == STOP:
+                ends = state >= FIRST and table.final[state - FIRST]
+                want = 2 * STATE_WIDTH if ends else standing.number(min(state, DEAD))
+            elif not text:
+                want = standing.number(min(state, DEAD))
+            elif len(text) > TOKEN_STEPS and want != STATE_WIDTH:
+                want = LOST
+            assert after[token] == want, (state, token)
+    # Of a node whose state was not told, and of no token at all, nothing is known.
+    unknown = states.after(torch.tensor([-1, 0]).int(), torch.tensor([5, -1]))
+    assert unknown.tolist() == [LOST, LOST]
+
+
+def test_tables_share_the_room_and_give_way_when_nobody_reads_them() -> None:
+    def table(count: int) -> GrammarTable:
+        moves, few = np.zeros((count, 256), np.uint16), np.zeros((count, FEW_TOKENS + 1), np.int32)
+        return GrammarTable(moves, np.zeros(count, bool), few)
+
+    rooms, a, b, c = StateRooms(10), table(4), table(4), table(6)
+    assert rooms.enter(1, a) == (COMMON, True)
+    assert rooms.enter(2, a) == (COMMON, False)
+    assert rooms.enter(3, b) == (COMMON + 4, True)
+    assert rooms.enter(4, c) is None
+    rooms.leave(1)
+    assert rooms.enter(4, c) is None
+    # A table that is read no more stays until its room is needed, the oldest going first.
+    rooms.leave(3)
+    assert rooms.enter(3, b) == (COMMON + 4, False)
+    rooms.leave(3)
+    rooms.leave(2)
+    assert rooms.enter(4, c) == (COMMON, True) or rooms.enter(4, c) == (COMMON + 4, True)
+    assert rooms.enter(5, table(11)) is None
+    rooms.leave(4)
+    assert rooms.enter(6, table(10)) == (COMMON, True)
+
+
+def standing_in(rows: list[tuple[list[int], list[int], bool]], size: int) -> GrammarStanding:
+    """Branches, each in a state of its own: legal tokens, those that are listed, and whether these
+    are all. A token is moved by one step, its own."""
+    count = COMMON + len(rows)
+    moves = torch.full((count, STATE_WIDTH), STATE_WIDTH, dtype=torch.int32)
+    moves[0] = LOST
+    few = torch.full((count, FEW_TOKENS + 1), -1, dtype=torch.int32)
+    few[:, -1] = 0
+    for row, (legal, listed, closed) in enumerate(rows, COMMON):
+        moves[row, legal] = row * STATE_WIDTH
+        few[row, : len(listed)] = torch.tensor(listed).int()
+        few[row, -1] = closed
+    texts = torch.arange(size, dtype=torch.int32)[:, None]
+    tables = StateTables(moves.flatten(), texts, few)
+    return GrammarStanding(tables, (torch.arange(COMMON, count) * STATE_WIDTH).int())
+
+
+def test_legal_candidates_are_the_best_of_what_is_allowed() -> None:
+    generator, size = torch.Generator().manual_seed(3), 50
+    logits = torch.randn(5, size, generator=generator)
+    best = logits.argsort(1, descending=True).tolist()
+    every = list(range(size))
+    standing = standing_in(
+        [
+            (every, [], False),
+            ([t for t in every if t not in best[1][:6:2]], [], False),
+            # None of the best: what is listed, though it is not all.
+            (best[2][20:], best[2][20:23], False),
+            # These alone, one of them among the best.
+            ([best[3][0], best[3][30]], [best[3][0], best[3][30]], True),
+            # Nothing.
+            ([], [], False),
+        ],
+        size,
+    )
+    scores, tokens = legal_candidates(logits, 3, standing, None, None, None)
+    assert tokens[:2].tolist() == [best[0][:3], best[1][1:6:2]]
+    assert tokens[2].tolist() == best[2][20:23]
+    assert tokens[3, :2].tolist() == [best[3][0], best[3][30]]
+    dead = scores == -torch.inf
+    assert dead.sum(1).tolist() == [0, 0, 0, 1, 3]
+    plain = logits.log_softmax(1)
+    torch.testing.assert_close(scores[0], plain[0, best[0][:3]])
+    left = 1 - plain[1, best[1][:6:2]].exp().sum()
+    torch.testing.assert_close(scores[1], plain[1, best[1][1:6:2]] - left.log())
+    torch.testing.assert_close(scores[2], logits[2, best[2][20:23]].log_softmax(0))
+    torch.testing.assert_close(scores[3, :2].exp().sum(), torch.tensor(1.0))
+    assert (scores <= 0).all()
+
+
+def test_branches_go_on_behind_their_tokens() -> None:
+    standing = standing_in([([1], [], False), ([2], [], False)], 5)
+    here = standing.states.tolist()
+    children = standing.along(torch.tensor([[1, 2], [1, 2]]))
+    assert children.states.tolist() == [here[0], STATE_WIDTH, STATE_WIDTH, here[1]]
+    branch = torch.tensor([[1, 0], [0, 1]])
+    further = children.along(torch.tensor([[1, 1], [2, 2]]), branch)
+    assert further.states.tolist() == [STATE_WIDTH, here[0], STATE_WIDTH, here[1]]
+    assert children.among(2, torch.tensor([1])).states.tolist() == [STATE_WIDTH, here[1]]
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_candidates_among_few_are_those_of_masked_logits(noisy: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, 50, generator=generator)
+    own = torch.stack([torch.randperm(50, generator=generator)[:5] for _ in range(6)])
+    own[2, 1:], own[3, 3] = -1, -1
+    noise = None
+    if noisy:
+        heat = torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0, 1.0])
+        noise = Noise(heat, noise_keys(torch.arange(6), torch.arange(6) + 9, CHOICE))
+    bias = torch.where(own >= 0, 0.0, -torch.inf)
+    given = own.clamp(min=0), own, bias, noise
+    scores, tokens = candidates_among(logits, 3, *given)
+    masked = torch.full_like(logits, -torch.inf)
+    for row, ids in enumerate(own.tolist()):
+        for token in (t for t in ids if t >= 0):
+            masked[row, token] = logits[row, token]
+    want, best = top_candidates(masked, 3, None, noise)
+    assert torch.allclose(scores, want, atol=1e-5)
+    alive = want > -torch.inf
+    assert torch.equal(tokens[alive], best[alive])
+    assert alive.sum(1).tolist() == [3, 3, 1, 3, 3, 3]
+    # More candidates than tokens.
+    assert (candidates_among(logits, 8, *given)[0][:, 5:] == -torch.inf).all()
+
+
+class Fixed(TreeDrafter):
+    """Logits that are given."""
+
+    def __init__(self, logits: Tensor, offsets: Tensor | None) -> None:
+        cache: Any = None
+        super().__init__(cache, torch.zeros(1, 1), 0, offsets)
+        self.given = logits
+
+    @classmethod
+    def build(cls, *_: Any) -> Fixed:
+        raise NotImplementedError
+
+    def advance(self, tokens: Tensor, before: Any, positions: Tensor, attend: Any) -> Tensor:
+        raise NotImplementedError
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.given.expand(len(states), -1)
+
+
+def test_tokens_that_a_drafter_lacks_are_no_candidates() -> None:
+    """Draft ids 0 to 3 are the targets' 5, 2, 9 and 4."""
+    drafter = Fixed(torch.tensor([[0.0, 3.0, 1.0, 2.0]]), torch.tensor([5, 1, 7, 1]))
+    rows = [([9, 5, 8], [9, 5, 8], True), ([3, 30], [3, 30], True), ([4, 3], [4, 3], True)]
+    scores, tokens = drafter.candidates(torch.zeros(3, 1), 2, None, standing_in(rows, 40))
+    assert tokens[0].tolist() == [9, 5]
+    # It knows none of those that can come: nothing is drafted.
+    assert (scores[1] == -torch.inf).all()
+    assert tokens[2, 0] == 4
+    assert scores[2].tolist() == [0.0, -np.inf]
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "draft_model"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_only_what_the_grammar_allows_is_drafted(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, algorithm: str, shape: str
+) -> None:
+    """Without any run: tables alone make random drafters right where text is forced."""
+    settings = {**tiny, "adaptive": "static", "mask_deadline_ms": None, "context_length": 256}
+    monkeypatch.setattr(ForcedRuns, "tokens", lambda *_: [])
+    asked = [SAMPLING, {**SAMPLING, "temperature": 1.0, "seed": 4}]
+    with Engine(**settings, algorithm="none", overlap="none") as engine:
+        plain = [engine.generate(PROMPTS, PERSON, one) for one in asked]
+    settings |= {"algorithm": algorithm, **SHAPES[shape]}
+    if algorithm == "draft_model":
+        settings["draft"] = tiny["model"]
+    found = []
+    for overlap in ("none", "double-sync", "once-sync"):
+        with Engine(**settings, overlap=overlap) as engine:
+            outputs = [engine.generate(PROMPTS, PERSON, one) for one in asked]
+            assert [key(one) for one in outputs] == [key(one) for one in plain]
+            assert engine.snapshot()["drafter"]["faults"] == 0
+            found.append([lengths(one) for one in outputs])
+            if overlap == "once-sync":
+                engine.core.grammar.pool.forced = None
+                without = [engine.generate(PROMPTS, PERSON, one) for one in asked]
+    assert found[0] == found[1] == found[2]
+    for on, off in zip(chain(*outputs), chain(*without), strict=True):
+        assert on.stats.grafted_tokens == 0
+        # High counts are loops, and long tokens are not looked at to their end.
+        assert on.stats.illegal_drafts < on.stats.drafted_tokens / 8
+        assert on.stats.accepted_drafts > 30
+        assert on.stats.verifies < off.stats.verifies
+
+
+def test_wrong_tables_change_no_text(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {**tiny, "adaptive": "static", "mask_deadline_ms": None, "context_length": 256}
+    with Engine(**settings, algorithm="none", overlap="none") as engine:
+        plain = engine.generate(PROMPTS, PERSON, SAMPLING)
+    rng = np.random.default_rng(0)
+
+    def wrong(_: type[StateTable], __: bytes) -> StateTable:
+        count = 40
+        few = rng.integers(-1, 200, (count, FEW_TOKENS + 1)).astype(np.int32)
+        moves = rng.integers(0, FIRST + count, (count, 256)).astype(np.uint16)
+        return StateTable(moves, rng.random(count) < 0.5, few)
+
+    monkeypatch.setattr(StateTable, "from_bytes", classmethod(wrong))
+    settings |= {**SHAPES["tree"], "grammar_isolated": True}
+    with Engine(**settings) as engine:
+        assert key(engine.generate(PROMPTS, PERSON, SAMPLING)) == key(plain)
+        assert engine.core.tables is not None
