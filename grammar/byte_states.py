@@ -2,7 +2,7 @@
 
 The rules are unrolled into a table of moves, breadth first by how deep rules stand in each other,
 until a limit: what lies behind is :data:`LOST`, where everything may come. High counts are loops,
-and texts that a token leaves out are in it. So a table allows all that its grammar allows, and more:
+and texts that a token leaves out are in it. So a table allows all that its grammar does, and more:
 what it forbids need not be drafted, and what it forces is forced. Masks decide, as ever.
 """
 

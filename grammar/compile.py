@@ -239,10 +239,10 @@ class GrammarCompiler:
             self._counts["compiles"] += 1
             pending = self._pending[key] = _PendingCompile(key, time.perf_counter_ns(), [waiter])
             apart = replace(key[0], apart=key[0].kind == "json_schema")
+            inner = pending.inner = self._executor.submit(apart)
             if self.makes_states:
                 pending.states = self._executor.states(apart)
-            pending.inner = self._executor.submit(apart)
-            pending.inner.add_done_callback(lambda inner: self._land(pending, inner))
+            inner.add_done_callback(lambda done: self._land(pending, done))
         waiter.add_done_callback(lambda done: self._leave(pending, done))
 
     def _leave(self, pending: _PendingCompile, waiter: Waiter) -> None:

@@ -313,15 +313,10 @@ def drawn_candidates(
     return probs[:, :count].log(), tokens, ids, probs
 
 
-def candidates_among(
-    logits: Tensor,
-    count: int,
-    own: Tensor,
-    ids: Tensor,
-    bias: Tensor,
-    noise: Noise | None = None,
-) -> tuple[Tensor, Tensor]:
-    """:func:`top_candidates` where a row's next token is one of few.
+def log_probs_among(
+    logits: Tensor, own: Tensor, ids: Tensor, bias: Tensor, noise: Noise | None = None
+) -> Tensor:
+    """The log-probabilities that :func:`top_candidates` has where a row's next token is one of few.
 
     Args:
         logits: ``(T, V)`` over the draft vocabulary.
@@ -331,8 +326,7 @@ def candidates_among(
         noise: Without support.
 
     Returns:
-        As there, ``(T, count)``: log-probabilities among these tokens, -inf where there are no
-        more; all NaN where there is none.
+        float32 ``(T, K)``, as told there; all NaN where there is no token.
     """
     known = logits.gather(1, own.clamp(max=logits.shape[1] - 1)).float() + bias
     if noise is not None:
@@ -340,10 +334,7 @@ def candidates_among(
         exponential = negative_exponentials(noise.keys, ids.to(torch.int32)).neg_()
         weights = _weights(known, known.amax(-1), noise.temperature)
         known = (weights / torch.where(warm, exponential, 1.0)).log()
-    best, place = known.log_softmax(-1).topk(min(count, ids.shape[1]))
-    missing = 0, count - best.shape[1]
-    tokens = ids.gather(1, place).clamp(min=0)
-    return F.pad(best, missing, value=-torch.inf), F.pad(tokens, missing)
+    return known.log_softmax(-1)
 
 
 def _noisy_candidates(

@@ -130,7 +130,9 @@ class Supervisor:
     def _take_mail(self) -> None:
         while self.inbox:
             item = self.inbox.popleft()
-            if len(self.fast) < self.limits.fast_waiting:
+            # A table that waits takes no grammar's place.
+            waiting = sum(other.states == item.states for other in self.fast)
+            if waiting < self.limits.fast_waiting:
                 self.fast.append(item)
             else:
                 item.fail("busy", "too many grammars are waiting; try again later")

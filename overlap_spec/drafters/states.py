@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from overlap_spec.kernels import Noise, after_tokens, candidates_among, top_candidates
-from overlap_spec.types import DEAD, FEW_TOKENS, STATE_WIDTH
+from overlap_spec.kernels import Noise, after_tokens, log_probs_among, top_candidates
+from overlap_spec.types import DEAD, FEW_TOKENS, LOST, STATE_WIDTH
 
 
 class StateTables(NamedTuple):
@@ -36,29 +36,35 @@ class GrammarStanding(NamedTuple):
     tables: StateTables
     states: Tensor
 
-    def after(self, tokens: Tensor) -> Tensor:
-        """The states of children by their tokens: int64 ``(T, c)`` → int32 ``(T, c)``."""
-        return self._after(self.states[:, None].expand_as(tokens), tokens)
+    def among(self, batch: int, branches: Tensor) -> GrammarStanding:
+        """Some of the ``T / batch`` branches of each root: int64 ``(c,)``."""
+        return GrammarStanding(self.tables, self.states.view(batch, -1)[:, branches].flatten())
+
+
+class Options(NamedTuple):
+    """The tokens ``(T, C)`` that were looked at behind ``T`` branches, and the states int32
+    ``(T, C)`` behind them."""
+
+    tables: StateTables
+    tokens: Tensor
+    states: Tensor
 
     def along(self, tokens: Tensor, branch: Tensor | None = None) -> GrammarStanding:
-        """The branches' next ones.
+        """The branches' next ones; behind a token that was not looked at nothing is known.
 
         Args:
             tokens: int64 ``(B, c)``.
             branch: int64 ``(B, c)``: of ``T / B`` branches, that to which each is added; None:
                 there is one.
         """
-        states = self.states.view(tokens.shape[0], -1)
-        states = states.expand_as(tokens) if branch is None else states.gather(1, branch)
-        return GrammarStanding(self.tables, self._after(states, tokens).flatten())
-
-    def among(self, batch: int, branches: Tensor) -> GrammarStanding:
-        """Some of the ``T / batch`` branches of each root: int64 ``(c,)``."""
-        return GrammarStanding(self.tables, self.states.view(batch, -1)[:, branches].flatten())
-
-    def _after(self, states: Tensor, tokens: Tensor) -> Tensor:
-        moves, texts, _ = self.tables
-        return after_tokens(moves, states.flatten(), texts, tokens.flatten()).view(tokens.shape)
+        seen, states = self.tokens[:, None], self.states[:, None]
+        if branch is not None:
+            width = seen.shape[2]
+            place = branch[:, :, None].expand(-1, -1, width)
+            shape = tokens.shape[0], -1, width
+            seen, states = (x.view(shape).gather(1, place) for x in (seen, states))
+        found = torch.where(seen == tokens[:, :, None], states, LOST).amax(-1)
+        return GrammarStanding(self.tables, found.flatten())
 
 
 def legal_candidates(
@@ -68,7 +74,7 @@ def legal_candidates(
     offsets: Tensor | None,
     draft_ids: Tensor | None,
     noise: Noise | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Options]:
     """The ``k`` best next tokens among those that the grammar may allow, best first.
 
     They are sought among the drafter's best, and among the few that can come at all where that is
@@ -81,28 +87,32 @@ def legal_candidates(
 
     Returns:
         Log-probabilities float32 ``(T, k)`` among what is allowed, as far as it was looked at;
-        -inf where there are no more. Target ids, int64 ``(T, k)``.
+        -inf where there are no more. Target ids, int64 ``(T, k)``. All that was looked at.
     """
-    wide = min(max(k, FEW_TOKENS), logits.shape[1])
-    score, token = top_candidates(logits, wide, offsets, noise)
-    row = torch.div(standing.states, STATE_WIDTH, rounding_mode="trunc")
-    few = standing.tables.few.index_select(0, row)
+    tables, states = standing
+    score, token = top_candidates(logits, min(max(k, FEW_TOKENS), logits.shape[1]), offsets, noise)
+    row = torch.div(states, STATE_WIDTH, rounding_mode="trunc")
+    few = tables.few.index_select(0, row)
     listed = few[:, :FEW_TOKENS].long()
     own = listed if draft_ids is None else _draft_ids(listed, draft_ids)
     bias = torch.where(own >= 0, 0.0, -torch.inf)
-    fewer, others = candidates_among(logits, wide, own.clamp(min=0), listed, bias, noise)
-    dead = standing.after(token) == DEAD
+    listed = listed.clamp(min=0)
+    fewer = log_probs_among(logits, own.clamp(min=0), listed, bias, noise)
+    looked_at = torch.cat([token, listed], 1)
+    here = states[:, None].expand_as(looked_at).flatten()
+    behind = after_tokens(tables.moves, here, tables.texts, looked_at.flatten())
+    behind = behind.view(looked_at.shape)
+    dead = behind[:, : token.shape[1]] == DEAD
     # Of no token at all there are no numbers.
     alone = ((few[:, FEW_TOKENS:] > 0) | dead.all(1, keepdim=True)) & (fewer == fewer)[:, :1]
-    forbidden = score.exp().masked_fill(~dead, 0.0).sum(1, keepdim=True).clamp(max=1 - 1e-6)
+    forbidden = (score.exp() * dead).sum(1, keepdim=True).clamp(max=1 - 1e-6)
     score = (score - torch.log1p(-forbidden)).clamp(max=0.0).masked_fill(dead, -torch.inf)
-    score, token = torch.where(alone, fewer, score), torch.where(alone, others, token)
-    # Those that are allowed come first, in the order in which they are.
-    last = (score == -torch.inf).to(torch.uint8)
-    order = last.sort(dim=1, stable=True).indices[:, :k]
-    score, token = score.gather(1, order), token.gather(1, order)
-    missing = 0, k - score.shape[1]
-    return F.pad(score, missing, value=-torch.inf), F.pad(token, missing)
+    missing = 0, token.shape[1] - FEW_TOKENS
+    if missing != (0, 0):
+        fewer, listed = F.pad(fewer, missing, value=-torch.inf), F.pad(listed, missing)
+    score, place = torch.where(alone, fewer, score).topk(k)
+    token = torch.where(alone, listed, token).gather(1, place)
+    return score, token, Options(tables, looked_at, behind)
 
 
 def _draft_ids(ids: Tensor, draft_ids: Tensor) -> Tensor:

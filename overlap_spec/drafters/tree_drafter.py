@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from overlap_spec.drafters.base import Committed, Draft, DraftCache, Drafter, Roots
 from overlap_spec.drafters.fixed_tree import Shape, shape_of
 from overlap_spec.drafters.grafts import Grafts
-from overlap_spec.drafters.states import GrammarStanding, legal_candidates
+from overlap_spec.drafters.states import GrammarStanding, Options, legal_candidates
 from overlap_spec.kernels import Noise, Odds, grow, rerank, top_candidates
 from overlap_spec.models.decoder import Attend
 from overlap_spec.types import Tier
@@ -73,9 +73,10 @@ class TreeDrafter(Drafter):
         k: int,
         noise: Noise | None = None,
         standing: GrammarStanding | None = None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor, list[Tensor], Options | None]:
         """Log-probabilities and target ids of the k best next tokens, descending:
-        ``(T, H)`` → ``(T, k)``, as :func:`overlap_spec.kernels.top_candidates` makes them.
+        ``(T, H)`` → ``(T, k)``, as :func:`overlap_spec.kernels.top_candidates` makes them; their
+        odds, where they are drawn; and, of ``standing``, what the grammars allow.
 
         Args:
             standing: Where the ``T`` rows stand: the candidates are those of
@@ -83,8 +84,12 @@ class TreeDrafter(Drafter):
         """
         logits = self.logits(states)
         if standing is None or (noise is not None and noise.support):
-            return top_candidates(logits, k, self.offsets, noise)
-        return legal_candidates(logits, k, standing, self.offsets, self.draft_ids, noise)
+            score, token, *odds = top_candidates(logits, k, self.offsets, noise)
+            return score, token, odds, None
+        score, token, options = legal_candidates(
+            logits, k, standing, self.offsets, self.draft_ids, noise
+        )
+        return score, token, [], options
 
     def states_before(self, features: Tensor | None) -> Tensor | None:
         """What stands for the states before committed tokens: the target's features ``(T, F)``."""
@@ -110,15 +115,15 @@ class TreeDrafter(Drafter):
     def _chain(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
         before, grafts = state[:, None], Grafts(roots, tier.nodes - 1)
         standing = roots.standing
-        score, token, *odds = self.candidates(state, 1, roots.noise(1, 1), standing)
+        score, token, odds, options = self.candidates(state, 1, roots.noise(1, 1), standing)
         score, token = grafts.first(score, token, 0)
         scores, tokens, every = [score], [token], [odds]
         for step in range(1, tier.nodes - 1):
             # Everything before is an ancestor: plain causal attention.
             before = self._advance(roots, token, before, step, None)
-            standing = standing and standing.along(token)
+            standing = options and options.along(token)
             noise = roots.noise(step + 1, 1)
-            score, token, *odds = self.candidates(before.flatten(0, 1), 1, noise, standing)
+            score, token, odds, options = self.candidates(before.flatten(0, 1), 1, noise, standing)
             score, token = grafts.first(score, token, step)
             scores.append(score)
             tokens.append(token)
@@ -134,9 +139,9 @@ class TreeDrafter(Drafter):
         batch, k, device = roots.rows.shape[0], tier.top_k, roots.rows.device
         grafts = Grafts(roots, tier.steps)
         standing = roots.standing
-        score, token, *odds = self.candidates(state, k, roots.noise(1, 1), standing)
+        score, token, odds, options = self.candidates(state, k, roots.noise(1, 1), standing)
         score, token = grafts.first(score, token, 0)
-        standing = standing and standing.along(token)
+        standing = options and options.along(token)
         scores, tokens, draws = [score], [token], [odds]
         parents = [torch.full_like(token, -1)]
         number = torch.arange(k, device=device).expand(batch, k)
@@ -146,7 +151,7 @@ class TreeDrafter(Drafter):
         for step in range(1, tier.steps):
             out = self._advance(roots, token, before, step, mask)
             noise = roots.noise(step + 1, k)
-            added, choices, *odds = self.candidates(out.flatten(0, 1), k, noise, standing)
+            added, choices, odds, options = self.candidates(out.flatten(0, 1), k, noise, standing)
             # A run goes on in the first branch: nothing outranks its score, nor comes before it.
             added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0] = grafts.first(
                 added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0], step
@@ -158,7 +163,7 @@ class TreeDrafter(Drafter):
             scores.append(added.view(batch, k * k))
             tokens.append(choices.view(batch, k * k))
             score, token = grown.score, grown.token
-            standing = standing and standing.along(token, grown.branch)
+            standing = options and options.along(token, grown.branch)
             number = grown.best + (k + (step - 1) * k * k)
             before = out.gather(1, grown.branch[:, :, None].expand_as(out))
             assert grown.mask is not None
@@ -185,12 +190,14 @@ class TreeDrafter(Drafter):
                 grown += len(level.nodes)
                 standing = standing and standing.among(batch, level.nodes)
             noise = roots.noise(step + 1, out.shape[1])
-            added, choices, *odds = self.candidates(out.flatten(0, 1), level.most, noise, standing)
+            added, choices, odds, options = self.candidates(
+                out.flatten(0, 1), level.most, noise, standing
+            )
             draws.append(odds)
             place = level.owner * level.most + level.rank
             token = choices.view(batch, -1)[:, place]
             score = score[:, level.owner] + added.view(batch, -1)[:, place]
-            standing = standing and standing.along(token, level.owner.expand_as(token))
+            standing = options and options.along(token, level.owner.expand_as(token))
             scores.append(score)
             tokens.append(token)
         every = None

@@ -106,14 +106,15 @@ def table_rows(base: int, table: GrammarTable) -> tuple[Int32s, Int32s]:
 def token_steps(texts: Sequence[bytes], stop_ids: Sequence[int]) -> Int32s:
     """int32 ``(V, TOKEN_STEPS)``: the steps of each token; of a long one its first bytes, behind
     which nothing is known."""
+    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+    every = np.frombuffer(b"".join(texts), np.uint8)
+    starts = np.cumsum(lengths) - lengths
     steps = np.full((len(texts), TOKEN_STEPS), BY_NONE, np.int32)
-    for token, text in enumerate(texts):
-        if not text:
-            steps[token, 0] = BY_OTHER
-        elif len(text) <= TOKEN_STEPS:
-            steps[token, : len(text)] = list(text)
-        else:
-            steps[token] = [*text[: TOKEN_STEPS - 1], BY_REST]
+    for place in range(TOKEN_STEPS):
+        there = lengths > place
+        steps[there, place] = every[starts[there] + place]
+    steps[lengths > TOKEN_STEPS, -1] = BY_REST
+    steps[lengths == 0, 0] = BY_OTHER
     steps[list(stop_ids), 0] = BY_STOP
     return steps
 

@@ -22,7 +22,7 @@ from overlap_spec.grammar.forced import ForcedRuns
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.state_table import DEAD, FIRST, LOST, StateTable, TableStanding
 from overlap_spec.grammar.vocabulary import Vocabulary
-from overlap_spec.kernels import Noise, candidates_among, noise_keys, top_candidates
+from overlap_spec.kernels import Noise, log_probs_among, noise_keys, top_candidates
 from overlap_spec.kernels.sampling import CHOICE
 from overlap_spec.types import FEW_TOKENS, STATE_WIDTH, TOKEN_STEPS, GrammarTable
 from overlap_spec.worker.grammar_states import COMMON, GrammarStates, StateRooms, token_steps
@@ -59,10 +59,18 @@ GRAMMARS = {
 }
 
 
+def follower(table: StateTable) -> TableStanding:
+    """A text's start in a table."""
+    standing = TableStanding()
+    standing.enter(table, COMMON)
+    return standing
+
+
 def walks(grammar: Grammar, table: StateTable) -> tuple[int, int]:
     """Random texts under a grammar, beside its table: illegal tokens that were met, and those of
     them that the table forbids. What is legal it must allow."""
     compiled, rng = load("reference")(VOCABULARY).compile(grammar), random.Random(1)
+    standing = follower(table)
     illegal = forbidden = 0
     for _ in range(8):
         matcher, state = compiled.matcher(), FIRST
@@ -72,7 +80,7 @@ def walks(grammar: Grammar, table: StateTable) -> tuple[int, int]:
             flags = np.unpackbits(row.view(np.uint8), bitorder="little")[: VOCABULARY.size]
             legal = set(np.flatnonzero(flags).tolist()) - {STOP}
             if state != LOST:
-                after = {t: table.after(state, text) for t, text in enumerate(VOCABULARY.text)}
+                after = {t: standing.after(state, text) for t, text in enumerate(VOCABULARY.text)}
                 assert all(after[token] != DEAD for token in legal)
                 assert table.final[state - FIRST] or not matcher.is_complete
                 wrong = [t for t, text in enumerate(VOCABULARY.text) if text and t not in legal]
@@ -87,7 +95,7 @@ def walks(grammar: Grammar, table: StateTable) -> tuple[int, int]:
                 break
             token = rng.choice(sorted(legal))
             assert matcher.accept(token)
-            state = table.after(state, VOCABULARY.text[token])
+            state = standing.after(state, VOCABULARY.text[token])
     return illegal, forbidden
 
 
@@ -113,8 +121,9 @@ def test_what_lies_behind_the_limit_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
     assert (table.moves == LOST).any()
     walks(GRAMMARS["recursive"], table)
     # The least deep come first: the text is told as long as it is not deep.
-    assert table.after(FIRST, b"(x)") >= FIRST
-    assert table.after(FIRST, b"(" * 40) == LOST == table.after(FIRST, b"(" * 40 + b"}")
+    standing = follower(table)
+    assert standing.after(FIRST, b"(x)") >= FIRST
+    assert standing.after(FIRST, b"(" * 40) == LOST == standing.after(FIRST, b"(" * 40 + b"}")
     monkeypatch.setattr(unrolling, "MOST_NODES", 3)
     with pytest.raises(GrammarError):
         byte_states(GRAMMARS["object"], VOCABULARY)
@@ -133,7 +142,8 @@ def test_few_tokens_are_listed_and_too_many_are_cut() -> None:
     table = byte_states(Grammar.regex("a{30}b"), VOCABULARY)
     # High counts are loops.
     assert len(table.moves) < 25
-    assert table.after(FIRST, b"a" * 20 + b"b") != DEAD == table.after(FIRST, b"aab")
+    standing = follower(table)
+    assert standing.after(FIRST, b"a" * 20 + b"b") != DEAD == standing.after(FIRST, b"aab")
     assert table.few[0].tolist() == [ord("a"), *[-1] * (FEW_TOKENS - 1), 1]
     long = Vocabulary((*(b"x" * n for n in range(12)), b"y"), 13, (0,), frozenset())
     table = byte_states(Grammar.ebnf(f'root ::= "{"x" * 11}y" [a-z]*'), long)
@@ -159,12 +169,12 @@ def test_the_device_knows_what_the_host_does(name: str) -> None:
     for text in (b"(", b"["):
         standing.read(text)
     standing.enter(table, base)
-    assert standing.state == table.after(FIRST, b"([")
+    assert standing.state == follower(table).after(FIRST, b"([")
     for state in (LOST, DEAD, *range(FIRST, FIRST + min(60, len(table.moves)))):
         told = torch.full((VOCABULARY.size,), standing.number(state), dtype=torch.int32)
         after = states.after(told, torch.arange(VOCABULARY.size)).tolist()
         for token, text in enumerate(VOCABULARY.text):
-            want = standing.number(table.after(state, text))
+            want = standing.number(standing.after(state, text))
             if token == STOP:
                 ends = state >= FIRST and table.final[state - FIRST]
                 want = 2 * STATE_WIDTH if ends else standing.number(min(state, DEAD))
@@ -236,7 +246,7 @@ def test_legal_candidates_are_the_best_of_what_is_allowed() -> None:
         ],
         size,
     )
-    scores, tokens = legal_candidates(logits, 3, standing, None, None, None)
+    scores, tokens, _ = legal_candidates(logits, 3, standing, None, None, None)
     assert tokens[:2].tolist() == [best[0][:3], best[1][1:6:2]]
     assert tokens[2].tolist() == best[2][20:23]
     assert tokens[3, :2].tolist() == [best[3][0], best[3][30]]
@@ -252,18 +262,22 @@ def test_legal_candidates_are_the_best_of_what_is_allowed() -> None:
 
 
 def test_branches_go_on_behind_their_tokens() -> None:
-    standing = standing_in([([1], [], False), ([2], [], False)], 5)
+    rows: list[tuple[list[int], list[int], bool]] = [([1], [], False), ([2], [], False)]
+    standing = standing_in(rows, 9)
     here = standing.states.tolist()
-    children = standing.along(torch.tensor([[1, 2], [1, 2]]))
-    assert children.states.tolist() == [here[0], STATE_WIDTH, STATE_WIDTH, here[1]]
-    branch = torch.tensor([[1, 0], [0, 1]])
-    further = children.along(torch.tensor([[1, 1], [2, 2]]), branch)
-    assert further.states.tolist() == [STATE_WIDTH, here[0], STATE_WIDTH, here[1]]
+    logits = torch.tensor([[0.0, 5, 4, 3, 2, -1, -2, -3, -9]] * 2)
+    *_, options = legal_candidates(logits, 2, standing, None, None, None)
+    children = options.along(torch.tensor([[1, 2, 8], [1, 2, 8]]))
+    # Behind a token that was not looked at nothing is known.
+    assert children.states.tolist() == [here[0], STATE_WIDTH, LOST, STATE_WIDTH, here[1], LOST]
     assert children.among(2, torch.tensor([1])).states.tolist() == [STATE_WIDTH, here[1]]
+    branch = torch.tensor([[1, 0, 1]])
+    further = options.along(torch.tensor([[1, 1, 2]]), branch)
+    assert further.states.tolist() == [STATE_WIDTH, here[0], here[1]]
 
 
 @pytest.mark.parametrize("noisy", [False, True])
-def test_candidates_among_few_are_those_of_masked_logits(noisy: bool) -> None:
+def test_odds_among_few_are_those_of_masked_logits(noisy: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(6, 50, generator=generator)
     own = torch.stack([torch.randperm(50, generator=generator)[:5] for _ in range(6)])
@@ -273,19 +287,17 @@ def test_candidates_among_few_are_those_of_masked_logits(noisy: bool) -> None:
         heat = torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0, 1.0])
         noise = Noise(heat, noise_keys(torch.arange(6), torch.arange(6) + 9, CHOICE))
     bias = torch.where(own >= 0, 0.0, -torch.inf)
-    given = own.clamp(min=0), own, bias, noise
-    scores, tokens = candidates_among(logits, 3, *given)
+    scores = log_probs_among(logits, own.clamp(min=0), own, bias, noise)
     masked = torch.full_like(logits, -torch.inf)
     for row, ids in enumerate(own.tolist()):
         for token in (t for t in ids if t >= 0):
             masked[row, token] = logits[row, token]
-    want, best = top_candidates(masked, 3, None, noise)
-    assert torch.allclose(scores, want, atol=1e-5)
-    alive = want > -torch.inf
-    assert torch.equal(tokens[alive], best[alive])
-    assert alive.sum(1).tolist() == [3, 3, 1, 3, 3, 3]
-    # More candidates than tokens.
-    assert (candidates_among(logits, 8, *given)[0][:, 5:] == -torch.inf).all()
+    want, best = top_candidates(masked, 5, None, noise)
+    for row in range(6):
+        for score, token in zip(want[row].tolist(), best[row].tolist(), strict=True):
+            if score > -torch.inf:
+                assert scores[row][own[row] == token].item() == pytest.approx(score, abs=1e-5)
+    assert ((scores > -torch.inf).sum(1) == (own >= 0).sum(1)).all()
 
 
 class Fixed(TreeDrafter):
@@ -311,7 +323,7 @@ def test_tokens_that_a_drafter_lacks_are_no_candidates() -> None:
     """Draft ids 0 to 3 are the targets' 5, 2, 9 and 4."""
     drafter = Fixed(torch.tensor([[0.0, 3.0, 1.0, 2.0]]), torch.tensor([5, 1, 7, 1]))
     rows = [([9, 5, 8], [9, 5, 8], True), ([3, 30], [3, 30], True), ([4, 3], [4, 3], True)]
-    scores, tokens = drafter.candidates(torch.zeros(3, 1), 2, None, standing_in(rows, 40))
+    scores, tokens, *_ = drafter.candidates(torch.zeros(3, 1), 2, None, standing_in(rows, 40))
     assert tokens[0].tolist() == [9, 5]
     # It knows none of those that can come: nothing is drafted.
     assert (scores[1] == -torch.inf).all()
@@ -347,7 +359,7 @@ def test_only_what_the_grammar_allows_is_drafted(
     for on, off in zip(chain(*outputs), chain(*without), strict=True):
         assert on.stats.grafted_tokens == 0
         # High counts are loops, and long tokens are not looked at to their end.
-        assert on.stats.illegal_drafts < on.stats.drafted_tokens / 8
+        assert on.stats.illegal_drafts < on.stats.drafted_tokens / 6
         assert on.stats.accepted_drafts > 30
         assert on.stats.verifies < off.stats.verifies
 
