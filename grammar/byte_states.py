@@ -11,12 +11,13 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.ir.network import Bytes, Closures, Network
+from overlap_spec.grammar.ir.network import Bytes, Closures, Network, Nodes
 from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
 from overlap_spec.grammar.lowering import lower
 from overlap_spec.grammar.spec import Grammar
@@ -62,6 +63,7 @@ class _Unrolled:
         self._numbers: dict[tuple[int, int], int] = {}
         self._known: dict[Place, State | None] = {}
         self._ending: dict[int, bool] = {}
+        self._known_moves: dict[Nodes, list[tuple[Bytes, Nodes]]] = {}
 
     def table(self, vocabulary: Vocabulary) -> StateTable:
         """Number the states, the least deep first, as many as the limits allow."""
@@ -103,9 +105,17 @@ class _Unrolled:
             by_stack.setdefault(stack, []).append(node)
         found: list[tuple[Bytes, State]] = []
         for stack, nodes in by_stack.items():
-            own = self._closures.moves(frozenset(nodes))
-            mine = [(members, frozenset((n, stack) for n in targets)) for members, targets in own]
+            mine = [
+                (members, frozenset((n, stack) for n in targets))
+                for members, targets in self._moves_of(frozenset(nodes))
+            ]
             found = _merged(found, mine) if found else mine
+        return found
+
+    def _moves_of(self, nodes: Nodes) -> list[tuple[Bytes, Nodes]]:
+        found = self._known_moves.get(nodes)
+        if found is None:
+            found = self._known_moves[nodes] = self._closures.moves(nodes)
         return found
 
     def _closed(self, places: State) -> State | None:
@@ -193,6 +203,7 @@ def _merged(
     return found + [(rest, targets) for theirs, targets in others if (rest := theirs & ~every)]
 
 
+@lru_cache(4096)
 def _bytes_of(members: Bytes) -> npt.NDArray[np.intp]:
     bits = np.unpackbits(np.frombuffer(members.to_bytes(32, "little"), np.uint8), bitorder="little")
     return np.flatnonzero(bits)
