@@ -107,7 +107,9 @@ def test_a_request_without_speculation_costs_one_node(
     tiny: dict[str, Any], plain: list[Output], results: list[StepResult], overlap: str
 ) -> None:
     sampling = [{**s, "speculate": n % 3 == 0} for n, s in enumerate(SAMPLING * 4)]
-    with Engine(**tiny, **TREE, context_length=256, overlap=overlap) as engine:
+    # All prompts in one step, so that all requests decode together once.
+    own = {**TREE, "context_length": 256, "chunked_prefill_size": 512}
+    with Engine(**tiny, **own, overlap=overlap) as engine:
         outputs = answer(engine, sampling)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
     for output, asked in zip(outputs, sampling, strict=True):
