@@ -137,7 +137,8 @@ def test_unknown_settings_are_named_with_what_was_meant() -> None:
 
 def test_the_async_engine_takes_the_same(tiny: dict[str, str]) -> None:
     async def work() -> tuple[Any, Any, str]:
-        async with AsyncEngine(**tiny, num_steps=3, mask_deadline_ms=5000.0) as engine:
+        settings = {"num_steps": 3, "adaptive": "static", "mask_deadline_ms": 5000.0}
+        async with AsyncEngine(**tiny, **settings) as engine:
             one = await engine.generate("go", Point, temperature=0.0)
             many = await engine.generate(["go", "on"], [Pair, None], max_tokens=16)
             with pytest.raises(InvalidRequest, match="did you mean 'max_tokens'"):
