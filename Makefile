@@ -2,31 +2,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Ray is large: the tests need it, the demo does not.
+TESTED := $(VENV)/.installed-cluster
 
 .PHONY: demo test test-slow test-cluster lint bench check soak picture docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-test: $(STAMP) lint
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+# In the order of their names: files with few tests are the longest, and would be left to the end.
+test: $(TESTED) lint
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
-test-slow: $(STAMP)
+test-slow: $(TESTED)
 	$(BIN)/python -m pytest -m slow
 
-# Ray is large: its tests have an environment of their own, beside the one of `make test`.
-CLUSTER := .venv-cluster
-SERVER_TESTS := $(addprefix tests/server/test_,openai.py responses.py messages.py)
-
-test-cluster: $(CLUSTER)/.installed
-	$(CLUSTER)/bin/python -m pytest tests/cluster
-	OVERLAP_SPEC_TEST_FLAGS="--replicas 2 --cpus-per-replica 0.5" \
-		$(CLUSTER)/bin/python -m pytest $(SERVER_TESTS)
-
-$(CLUSTER)/.installed: pyproject.toml
-	test -x $(CLUSTER)/bin/python || $(PYTHON) -m venv $(CLUSTER)
-	$(CLUSTER)/bin/python -m pip install -q --disable-pip-version-check -e ".[dev,cluster]"
-	touch $@
+test-cluster: $(TESTED)
+	$(BIN)/python -m pytest tests/cluster
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.all
@@ -48,7 +40,7 @@ docs: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p overlap_spec -p bench
+	$(BIN)/mypy -p overlap_spec -p bench -m tests.support.typed_arguments
 
 $(STAMP): pyproject.toml
 	@echo "installing into $(VENV): some minutes the first time, with nothing printed until it is done"
@@ -56,5 +48,9 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev]"
 	touch $@
 
+$(TESTED): $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev,cluster]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(CLUSTER) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -409,7 +409,7 @@ class EngineConfig:
 def drafter_names() -> tuple[str, ...]:
     """The drafters that have a file."""
     support = {"__init__", "base", "fixed_tree", "grafts", "registry", "sound", "states"}
-    support |= {"text_pool", "tree_drafter"}
+    support |= {"head_drafter", "text_pool", "tree_drafter"}
     return tuple(sorted(f.stem for f in DRAFTERS.glob("*.py") if f.stem not in support))
 
 

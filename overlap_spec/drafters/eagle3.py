@@ -6,28 +6,22 @@ from torch import Tensor
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import DraftCache, MakeCache, Tables
-from overlap_spec.drafters.tree_drafter import TreeDrafter
+from overlap_spec.drafters.head_drafter import HeadDrafter
 from overlap_spec.errors import ConfigError
-from overlap_spec.models.decoder import Attend, Decoder
+from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.eagle3 import Eagle3Head, feature_layers
 from overlap_spec.models.weights import load_eagle3
 
 
-class Eagle3Drafter(TreeDrafter):
-    """A head over features of the target; its state is what a draft step hands to the next.
+class Eagle3Drafter(HeadDrafter):
+    """A head over features of the target; its state is what a draft step hands to the next."""
 
-    Slot i of its cache holds (feature of position i - 1, token i), so that slot 0 does not exist.
-    """
+    head: Eagle3Head
 
     def __init__(self, head: Eagle3Head, target: Decoder, cache: DraftCache, rows: int) -> None:
-        embed_tokens = getattr(head, "embed_tokens", target.embed_tokens)
-        state = embed_tokens.weight.new_zeros(rows, head.fc.out_features)
         offsets = head.d2t if hasattr(head, "lm_head") else None
-        super().__init__(cache, state, target.config.max_position - 1, offsets)
+        super().__init__(head, target, cache, rows, head.fc.out_features, offsets)
         self.feature_layers = feature_layers(head.config, target.config)
-        self.head, self.embed_tokens = head, embed_tokens
-        # No module of this one: the target's weights are packed once.
-        self._target_logits = target.logits
 
     @classmethod
     def build(
@@ -42,17 +36,7 @@ class Eagle3Drafter(TreeDrafter):
         assert features is not None
         return self.head.fuse(features)
 
-    def advance(
-        self, tokens: Tensor, before: Tensor | None, positions: Tensor, attend: Attend
-    ) -> Tensor:
-        assert before is not None
-        state: Tensor = self.head(self.embed_tokens(tokens), before, positions, attend)
-        return state
-
     def logits(self, states: Tensor) -> Tensor:
-        found: Tensor
         if hasattr(self.head, "lm_head"):
-            found = self.head.logits(states)
-        else:
-            found = self._target_logits(self.head.normed(states))
-        return found
+            return self.head.logits(states)
+        return self._target_logits(self.head.normed(states))

@@ -100,7 +100,12 @@ class CaseMaker:
     def extraction(self) -> Case:
         """A document of one domain and the JSON object of some of its fields."""
         domain = self.rng.choice(self.domains)
-        document, facts, identity = self._document(domain)
+        return self._asked(domain, *self._document(domain))
+
+    def _asked(
+        self, domain: Domain, document: str, facts: dict[str, Filler], identity: str
+    ) -> Case:
+        """Some of a document's fields, asked for as a JSON object."""
         chosen = self._choose(domain, list(facts))
         answer, schema, keys = self._answer(domain, chosen, facts)
         return Case(self._frame(domain, document, keys), schema, answer, identity)

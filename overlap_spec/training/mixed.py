@@ -63,13 +63,9 @@ class WideCases(CaseMaker):
         if self.rng.random() > ANYTHING_SHARE:
             return super().extraction()
         made = self.anything.make()
-        name = made.domain.name
         text, facts, _ = self._render(made.domain, self.composer.compose(made))
         document = self.distracted(made.domain, with_articles(text))
-        answer, schema, keys = self._answer(
-            made.domain, self._choose(made.domain, list(facts)), facts
-        )
-        return Case(self._frame(made.domain, document, keys), schema, answer, f"anything:{name}")
+        return self._asked(made.domain, document, facts, f"anything:{made.domain.name}")
 
     def composed(self, domain: Domain) -> tuple[str, dict[str, Filler], str]:
         """A grammar-made text of ``domain``, the facts it states and its id."""

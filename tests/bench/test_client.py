@@ -70,7 +70,7 @@ def scripted() -> Iterator[str]:
     """URL of a scripted server."""
     Script.asked = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Script)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}/v1"
     server.shutdown()

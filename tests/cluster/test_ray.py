@@ -8,10 +8,13 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -42,6 +45,10 @@ PERSON = {
     "additionalProperties": False,
 }
 PEOPLE = ("Maria Lopez", "Tom Baker", "Ada Brandt", "Umar Rogers", "Linda Hansen", "Eli Weber")
+ROOT = Path(__file__).parents[2]
+CLIENTS = [f"tests/server/test_{name}.py" for name in ("openai", "responses", "messages")]
+# Those of them that start servers of their own.
+ELSEWHERE = ("context_that_is_full", "key_is_taken_from_either_header", "stream_that_fails")
 SERVES = re.compile(r"^ray::Serve|^ray::Proxy|overlap_spec")
 ENGINE = re.compile(r"^ray::ServeReplica:\S+:engines")
 
@@ -198,6 +205,19 @@ def test_both_replicas_answer_and_are_one_server(server: Server, expected: list[
         f"{server.url}/flush_cache", headers={"Authorization": "Bearer root"}, timeout=60
     )
     assert flushed.json()["flushed_pages"] > 0
+
+
+def test_clients_get_what_one_engine_gives_them(server: Server) -> None:
+    """The server's own tests, through OpenAI's and Anthropic's clients and others."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *CLIENTS, "-k", f"not ({' or '.join(ELSEWHERE)})"],
+        cwd=ROOT,
+        env={**os.environ, "OVERLAP_SPEC_TEST_URL": server.url},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    print(done.stdout)
 
 
 def test_a_client_that_leaves_frees_its_engine(server: Server) -> None:

@@ -173,8 +173,8 @@ def test_a_published_layout_computes_what_it_should(tmp_path: Path, layout: str)
         state = drafter.root_state[row : row + 1].clone()
         scores, drafted = drafter.candidates(state, 4)
         shared = names.copies != "own"
-        assert hasattr(drafter.module, "embed_tokens") == (not shared)
-        assert hasattr(drafter.module, "head") == (not shared)
+        assert hasattr(drafter.head, "embed_tokens") == (not shared)
+        assert hasattr(drafter.head, "head") == (not shared)
 
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     tokens = torch.tensor([*prompt, *output.token_ids])

@@ -43,8 +43,10 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def engine(tiny: dict[str, str], runner: asyncio.Runner) -> Iterator[AsyncEngine]:
+    # One draft length has little to record, at each start of its process.
     made = AsyncEngine(
-        **tiny, context_length=200, num_steps=3, max_running_requests=4, max_queued_requests=4,
+        **tiny, context_length=200, num_steps=3, adaptive="static",
+        max_running_requests=4, max_queued_requests=4,
         mask_deadline_ms=5000.0,
     )  # fmt: skip
     runner.run(made.start())
@@ -265,7 +267,7 @@ def test_a_connection_without_unix_sockets(
     monkeypatch.setattr(process, "LONGEST_PATH", 0)
 
     async def work() -> None:
-        async with AsyncEngine(**tiny, context_length=200) as engine:
+        async with AsyncEngine(**tiny, context_length=200, adaptive="static") as engine:
             assert (await engine.generate("when", DATE)).finish_reason == "stop"
             connection = engine.client._process
             assert connection is not None

@@ -181,7 +181,8 @@ def test_a_generator_gives_no_value_that_is_not_valid(engine: Engine) -> None:
 
 def test_an_async_engine_gives_the_same(tiny: dict[str, str]) -> None:
     async def work() -> tuple[Any, Any]:
-        async with AsyncEngine(**tiny, num_steps=3, mask_deadline_ms=5000.0) as engine:
+        settings = {"num_steps": 3, "adaptive": "static", "mask_deadline_ms": 5000.0}
+        async with AsyncEngine(**tiny, **settings) as engine:
             output = await engine.generate("x", loose(WRONG))
             return output, [delta async for delta in engine.stream("x", loose(RIGHT))]
 

@@ -201,7 +201,7 @@ def test_batch(
         "",
     ]
     asked.write_text("\n".join(lines))
-    command = f"batch {asked} {told} {model} --max-running-requests 2"
+    command = f"batch {asked} {told} {model} --max-running-requests 2 --adaptive static"
     assert run(monkeypatch, command) == 1
     assert "13 answered, 9 failed" in capsys.readouterr().out
     found = results(told)

@@ -61,7 +61,8 @@ def test_outputs_carry_the_warnings(tiny: dict[str, str]) -> None:
 
 def test_they_cross_to_another_process(tiny: dict[str, str]) -> None:
     async def work() -> Any:
-        async with AsyncEngine(**tiny, num_steps=3, mask_deadline_ms=5000.0) as engine:
+        settings = {"num_steps": 3, "adaptive": "static", "mask_deadline_ms": 5000.0}
+        async with AsyncEngine(**tiny, **settings) as engine:
             return await engine.generate("x", Grammar.json_schema(SCHEMA))
 
     assert asyncio.run(work()).warnings == TOLD

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from overlap_spec.engine import core as core_module
 from overlap_spec.kernels import attention
 from overlap_spec.worker import build as build_module
 from overlap_spec.worker import model_runner as runner_module
-from overlap_spec.worker.batch import Staging
+from overlap_spec.worker.batch import Chunks, Staging
 from overlap_spec.worker.in_flight import Buffers, Events, InFlightStep
 from overlap_spec.worker.worker import Worker
 from tests.support.race import PLAIN_NUMPY, PLAIN_TOLIST, ClockEvent, ClockStreams, Watch, World
@@ -101,7 +102,8 @@ def watched(
 
 
 def exempt(world: World, worker: Worker) -> None:
-    """Padding's: in page 0, and where features of no page go, any write may win."""
+    """Padding's: in page 0, and where features of no page go, any write may win; the latter are
+    read by nobody."""
     runner = worker.runner
     for pool in (runner.pool, *runner.draft_pools):
         for cache in (pool.k, pool.v):
@@ -112,7 +114,8 @@ def exempt(world: World, worker: Worker) -> None:
     if runner.feature_layers:
         found = world.enter(runner.page_features)
         assert found is not None
-        found.exempt.reshape(len(runner.page_features), -1)[-1] = True
+        for marks in (found.exempt, found.unread):
+            marks.reshape(len(runner.page_features), -1)[-1] = True
 
 
 def races(world: World) -> list[str]:
@@ -184,6 +187,22 @@ def test_a_wait_that_is_left_out_is_found(
                 serve(engine, seed, 1)
     assert world.waited[fault]
     assert races(world)
+
+
+def test_features_that_are_no_pages_are_not_read_unseen(
+    tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that begin with what padding left."""
+    extend = runner_module.ModelRunner._extend_chunks
+
+    def misled(runner: Any, chunks: Chunks, *rest: Any) -> None:
+        padding = torch.full_like(chunks.pages, len(runner.page_features) - 1)
+        extend(runner, replace(chunks, pages=padding), *rest)
+
+    monkeypatch.setattr(runner_module.ModelRunner, "_extend_chunks", misled)
+    with watched(tiny, monkeypatch, num_steps=3, adaptive="static") as (world, engine):
+        serve(engine, 1000, 1)
+    assert {race.kind for race in world.races} == {"read of what holds nothing of"}
 
 
 def test_memory_that_is_let_go_too_early_is_found(

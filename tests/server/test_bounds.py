@@ -32,7 +32,7 @@ from overlap_spec.server.protocol.base import Strict
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Request, SamplingParams, TokenLogprobs
 from tests.server.test_errors import error_of
-from tests.support.serving import Server, wait_for
+from tests.support.serving import FIXED, Server, wait_for
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 JSON = {"content-type": "application/json"}
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    made = Server()
+    made = Server(*FIXED)
     yield made
     made.kill()
 

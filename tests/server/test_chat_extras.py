@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from overlap_spec.config import EMBEDDED
-from tests.support.serving import PAIR, Server, shared_server
+from tests.support.serving import FIXED, PAIR, Server, shared_server
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SAID = "Maria Lopez is 34 years old and lives in Lisbon."
@@ -36,7 +36,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     file = tmp_path_factory.mktemp("template") / "chat.jinja"
     file.write_text(TEMPLATE)
     flags = ("--chat-template", str(file), "--reasoning-parser", "deepseek_r1")
-    server = Server(*flags, "--admin-api-key", "admin")
+    server = Server(*flags, *FIXED, "--admin-api-key", "admin")
     yield server
     server.kill()
 

@@ -16,7 +16,7 @@ import pytest
 from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
 from overlap_spec.server.run import bind
-from tests.support.serving import Server, wait_for
+from tests.support.serving import FIXED, Server, wait_for
 
 LIMIT = 24
 pytestmark = pytest.mark.skipif(
@@ -30,7 +30,7 @@ def server() -> Iterator[Server]:
         "--max-connections": str(LIMIT), "--header-timeout-s": "1", "--body-timeout-s": "1.5",
         "--idle-timeout-s": "1",
     }  # fmt: skip
-    made = Server(*(word for pair in flags.items() for word in pair))
+    made = Server(*FIXED, *(word for pair in flags.items() for word in pair))
     yield made
     made.kill()
 
@@ -195,7 +195,7 @@ def test_the_descriptor_limit_is_raised() -> None:
     old = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        made = Server("--max-connections", "1000")
+        made = Server(*FIXED, "--max-connections", "1000")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, old)
     try:

@@ -19,7 +19,7 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.isolation.environment import without_secrets
 from overlap_spec.server.keys import Keys
 from overlap_spec.server.settings import ServerSettings
-from tests.support.serving import Server, wait_for
+from tests.support.serving import FIXED, Server, wait_for
 
 ANNA, BERT, ROOT = ({"Authorization": f"Bearer {key}"} for key in ("anna", "bert", "root"))
 ENDLESS = {"text": "go", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
@@ -35,9 +35,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "admin").write_text("root\n")
     os.environ["OVERLAP_SPEC_API_KEY"] = "hidden-from-children"
     try:
-        made = Server(
-            "--api-key-file", str(folder / "keys"), "--admin-api-key-file", str(folder / "admin")
-        )
+        files = ("--api-key-file", str(folder / "keys"))
+        made = Server(*FIXED, *files, "--admin-api-key-file", str(folder / "admin"))
     finally:
         del os.environ["OVERLAP_SPEC_API_KEY"]
     made.headers = ROOT

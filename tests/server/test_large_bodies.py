@@ -11,7 +11,7 @@ import pytest
 
 from overlap_spec.config import EMBEDDED
 from overlap_spec.server.body import MOST_VALUES, count_values
-from tests.support.serving import Server
+from tests.support.serving import FIXED, Server
 
 RESPONSES, MESSAGES, CHAT = "/v1/responses", "/v1/messages", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    server = Server()
+    server = Server(*FIXED)
     yield server
     server.kill()
 

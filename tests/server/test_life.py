@@ -28,7 +28,7 @@ from overlap_spec.cli.flags import config_values
 from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
 from overlap_spec.ipc.process import EngineProcess
-from tests.support.serving import Server, wait_for
+from tests.support.serving import FIXED, Server, shared_server, wait_for
 
 CHAT = "/v1/chat/completions"
 KEY = {"Authorization": "Bearer secret"}
@@ -248,7 +248,7 @@ def test_sigterm_lets_what_runs_end(server: Server) -> None:
 
 
 def test_sigterm_ends_long_streams_with_an_error() -> None:
-    made = Server("--drain-timeout-s", "1")
+    made = Server(*FIXED, "--drain-timeout-s", "1")
     body = ENDLESS | {"stream": True}
     replies: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: replies.append(made.post(CHAT, ENDLESS)))
@@ -275,41 +275,35 @@ def test_sigterm_ends_long_streams_with_an_error() -> None:
 
 
 def test_two_servers_want_one_port() -> None:
-    first = Server()
+    first = shared_server()
     port = first.url.rsplit(":")[-1]
+    command = [sys.executable, "-m", "overlap_spec", "serve", "--port", port]
+    start = time.monotonic()
+    second = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert second.returncode == 2
+    (line,) = second.stderr.decode().splitlines()
+    assert line.startswith(f"error: port: cannot listen on 127.0.0.1:{port}: ")
+    assert time.monotonic() - start < 30
+    # Two on one machine do not meet.
+    other = Server(*FIXED)
     try:
-        command = [sys.executable, "-m", "overlap_spec", "serve", "--port", port]
-        start = time.monotonic()
-        second = subprocess.run(command, capture_output=True, timeout=60, check=False)
-        assert second.returncode == 2
-        (line,) = second.stderr.decode().splitlines()
-        assert line.startswith(f"error: port: cannot listen on 127.0.0.1:{port}: ")
-        assert time.monotonic() - start < 30
-        # Two on one machine do not meet.
-        other = Server()
-        try:
-            for server in (first, other, first):
-                assert server.post(CHAT, {"messages": HI, "max_tokens": 2}).status_code == 200
-        finally:
-            assert other.terminate() == 0
-        assert first.get("/health").status_code == 200
+        for server in (first, other, first):
+            assert server.post(CHAT, {"messages": HI, "max_tokens": 2}).status_code == 200
     finally:
-        assert first.terminate() == 0
+        assert other.terminate() == 0
+    assert first.get("/health").status_code == 200
 
 
 def test_a_grammars_own_fault_is_a_400() -> None:
     pattern = "x0" + r"[\s\S\w\W]{0,4000}" * 100
-    made = Server()
-    try:
-        for name in ("/v1/completions", CHAT):
-            prompt = {"messages": HI} if name == CHAT else {"prompt": "hi"}
-            reply = made.post(name, prompt | {"regex": pattern, "max_tokens": 2000})
-            assert reply.status_code == 400, reply.text
-            assert reply.json()["error"]["code"] == "grammar_failed"
-            assert "simplify" in reply.json()["error"]["message"]
-        assert made.post(CHAT, {"messages": HI, "max_tokens": 2}).status_code == 200
-    finally:
-        made.kill()
+    server = shared_server()
+    for name in ("/v1/completions", CHAT):
+        prompt = {"messages": HI} if name == CHAT else {"prompt": "hi"}
+        reply = server.post(name, prompt | {"regex": pattern, "max_tokens": 2000})
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["code"] == "grammar_failed"
+        assert "simplify" in reply.json()["error"]["message"]
+    assert server.post(CHAT, {"messages": HI, "max_tokens": 2}).status_code == 200
 
 
 def test_sigterm_while_the_engine_loads() -> None:

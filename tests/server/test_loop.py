@@ -23,7 +23,7 @@ from overlap_spec.server.protocol.text import GenerateBody
 from overlap_spec.server.sglang import SGLangFormatter
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Delta, Output, Request, SamplingParams, TokenLogprobs
-from tests.support.serving import Server
+from tests.support.serving import FIXED, Server
 
 CHAT = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -168,7 +168,7 @@ def test_outputs_go_in_parts_and_in_order() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    made = Server()
+    made = Server(*FIXED)
     yield made
     made.kill()
 

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from overlap_spec.config import EMBEDDED
-from tests.support.serving import PAIR, Server, shared_server
+from tests.support.serving import FIXED, PAIR, Server, shared_server
 
 TEXT = "Maria Lopez is 34 years old and lives in Lisbon."
 ASKED = [{"role": "user", "content": TEXT}]
@@ -93,7 +93,7 @@ def test_why_a_message_ended(server: Server) -> None:
 
 
 def test_a_context_that_is_full_ends_the_message() -> None:
-    small = Server("--context-length", "96")
+    small = Server(*FIXED, "--context-length", "96")
     try:
         message = ask(small, {"max_tokens": 1000, "ignore_eos": True})
         error = small.post("/v1/messages", {"max_tokens": 9, "messages": ASKED, "min_tokens": 10})
@@ -230,7 +230,7 @@ def test_every_refusal_has_the_shape(server: Server) -> None:
 
 
 def test_a_key_is_taken_from_either_header() -> None:
-    server = Server("--api-key", "secret")
+    server = Server(*FIXED, "--api-key", "secret")
     body = {"max_tokens": 3, "messages": ASKED}
     try:
         error = error_of(server.post("/v1/messages", body), 401)
@@ -250,7 +250,7 @@ def test_a_key_is_taken_from_either_header() -> None:
 
 
 def test_a_stream_that_fails_says_so() -> None:
-    slow = Server("--request-timeout-s", "0.2")
+    slow = Server(*FIXED, "--request-timeout-s", "0.2")
     try:
         *_, last = events_of(slow, {"ignore_eos": True, "max_tokens": 3000})
     finally:

@@ -14,7 +14,7 @@ from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
 from overlap_spec.server.run import check_certificate
 from overlap_spec.server.settings import ServerSettings
-from tests.support.serving import Server, shared_server
+from tests.support.serving import FIXED, Server, shared_server
 
 PAGE = "https://page.example"
 pytestmark = pytest.mark.skipif(
@@ -42,7 +42,7 @@ def test_the_reference_page_needs_nothing_from_elsewhere() -> None:
 
 
 def test_clients_in_pages_may_send_headers_of_their_own() -> None:
-    server = Server("--cors-origin", PAGE, "--api-key", "secret")
+    server = Server(*FIXED, "--cors-origin", PAGE, "--api-key", "secret")
     asked = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
     headers = {
         "origin": PAGE,
@@ -82,7 +82,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_it_speaks_https(certificate: tuple[Path, Path]) -> None:
     chain, key = certificate
-    server = Server("--ssl-certfile", str(chain), "--ssl-keyfile", str(key))
+    server = Server(*FIXED, "--ssl-certfile", str(chain), "--ssl-keyfile", str(key))
     try:
         assert server.url.startswith("https://127.0.0.1:")
         url, body = f"{server.url}/v1/completions", {"prompt": "x", "regex": "abc"}

@@ -63,7 +63,12 @@ class Race(NamedTuple):
 
 
 class Memory:
-    """Who has last written each grain of a storage, and when each actor has read it."""
+    """Who has last written each grain of a storage, and when each actor has read it.
+
+    Attributes:
+        exempt: Grains that may be accessed in any order.
+        unread: Those of them that nobody may read, whatever was written.
+    """
 
     def __init__(self, tensor: Tensor, owner: int, tick: int, label: str) -> None:
         storage = tensor.untyped_storage()
@@ -73,7 +78,7 @@ class Memory:
         self.writer = np.full(grains, owner, np.int8)
         self.written = np.full(grains, tick, np.int32)
         self.read = np.zeros((len(ACTORS), grains), np.int32)
-        self.exempt = np.zeros(grains, bool)
+        self.exempt, self.unread = np.zeros(grains, bool), np.zeros(grains, bool)
 
 
 class World:
@@ -118,6 +123,8 @@ class World:
             return
         self.accesses += 1
         at = _grains(tensor, offsets)
+        if not write and memory.unread[at].any():
+            self._tell("read", "of what holds nothing of", {ACTORS[memory.owner]}, memory)
         if memory.exempt.any():
             at = at[~memory.exempt[at]]
         actor, clock = self.actor, self.clocks[self.actor]
