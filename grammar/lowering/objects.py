@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from overlap_spec.grammar.automata import dfa
 from overlap_spec.grammar.automata.charset import ALL
@@ -47,7 +47,7 @@ from overlap_spec.grammar.lowering.values import Once, Values, language_is_endle
 from overlap_spec.grammar.source import json_path
 
 _MOST_KINDS = 64
-_PLAIN = (None, "", True, [], {})
+_PLAIN: tuple[Any, ...] = (None, "", True, [], {})
 Predicate = str | Expr
 
 
