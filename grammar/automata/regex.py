@@ -33,6 +33,7 @@ from overlap_spec.grammar.automata.regex_ast import (
     Repetition,
     alternate,
     concat,
+    is_nullable,
 )
 
 _parser: Any = importlib.import_module("re._parser")
@@ -228,7 +229,14 @@ class Pattern:
                 items, before = items[1:], EMPTY
             if items and _is_end(items[-1]):
                 items, after = items[:-1], EMPTY
-            ways.append(concat(before, self._sequence(items, escape), after))
+            parts = [self._item(item, escape) for item in items]
+            if before != EMPTY:
+                parts = _absorbed(parts)
+            if after != EMPTY:
+                parts = _absorbed(parts[::-1])[::-1]
+            if not parts and around in (before, after):
+                return around
+            ways.append(concat(before, concat(*parts), after))
         return alternate(*ways)
 
     def _sequence(self, items: Iterable[Any], escape: Escape) -> Node:
@@ -279,6 +287,17 @@ def parse(source: str) -> Node:
         GrammarError: it does not parse, or has a construct that is not supported.
     """
     return Pattern(source, "regex", "both").whole(plain)
+
+
+def _absorbed(parts: list[Node]) -> list[Node]:
+    """The parts of a match behind any text, without what that text may be as well."""
+    at = next((i for i, part in enumerate(parts) if not is_nullable(part)), len(parts))
+    left = parts[at:]
+    head = left[0] if left else EMPTY
+    if isinstance(head, Repetition):
+        least = head.least
+        left[0] = head.body if least == 1 else Repetition(head.body, least, least)
+    return left
 
 
 def _compiled(source: str, dialect: Dialect) -> re.Pattern[str]:

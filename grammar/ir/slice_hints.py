@@ -21,7 +21,6 @@ _LETTERS: Ranges = ((0x41, 0x5A), (0x61, 0x7A))
 _QUOTE: Ranges = ((0x22, 0x22),)
 # Unescaped characters of JSON strings, except the line ends that a dot does not match.
 _TEXT = negate(((0, 0x1F), *_QUOTE, (0x5C, 0x5C), (0x7F, 0x7F), (0x2028, 0x2029)))
-_LATER = 200
 # Rules within rules that are looked into: each is some calls deep.
 _DEEPEST = 60
 
@@ -74,10 +73,10 @@ def _loop_first(head: CharClass, rest: Repetition) -> list[Node] | None:
 
 
 def later(node: Node, rules: dict[str, Node]) -> Node | None:
-    """The texts of `.*x` and the like that have many characters before `x`.
+    """The texts of `.*x` and the like that have a rare character before `x`.
 
-    Inside an `x`, the rest of `.*x` is a choice and no loop; the rest of `.{200,}x` is a loop for
-    200 characters. As a lexeme of its own beside `.*x` it does not change the language.
+    Inside an `x`, the rest of `.*x` is a choice and no loop; the rest of `.*\U0010ffffx` is a loop
+    until that character comes. As a lexeme of its own beside `.*x` it does not change the language.
 
     Args:
         node: The node.
@@ -115,11 +114,15 @@ class _Later:
                 ends = all(
                     isinstance(after, CharClass) and after.members == _QUOTE for after in rest
                 )
-                free = intersect(_members(part.body), _TEXT) == _TEXT
-                if part.most is not None or ends or not free:
+                members = _members(part.body)
+                if part.most is not None or ends or intersect(members, _TEXT) != _TEXT:
                     continue
-                many = Repetition(part.body, max(part.least, _LATER), None)
-                return sequence(*parts[:i], many, *rest)
+                last = members[-1][1]
+                rare = CharClass(((last, last),))
+                if rest[0] == rare:
+                    continue
+                many = Repetition(part.body, max(part.least - 1, 0), None)
+                return sequence(*parts[:i], many, rare, *rest)
             inner = self.of(part, depth)
             if inner is not None:
                 return sequence(*parts[:i], inner, *rest)

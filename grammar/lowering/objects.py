@@ -5,18 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from overlap_spec.grammar.automata import dfa
 from overlap_spec.grammar.automata.charset import ALL
 from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError
 from overlap_spec.grammar.automata.escape import Escape, in_json, once_in_json
 from overlap_spec.grammar.automata.regex import Pattern
-from overlap_spec.grammar.automata.regex_ast import Node
-from overlap_spec.grammar.ir.rules import Rules, choice, sequence
+from overlap_spec.grammar.automata.regex_ast import Node, Repetition
+from overlap_spec.grammar.ir.rules import Rules, choice, literal, sequence
 from overlap_spec.grammar.ir.tokens import Except
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.any_order import Orders
@@ -47,6 +47,7 @@ from overlap_spec.grammar.lowering.values import Once, Values, language_is_endle
 from overlap_spec.grammar.source import json_path
 
 _MOST_KINDS = 64
+_PLAIN: tuple[Any, ...] = (None, "", True, [], {})
 Predicate = str | Expr
 
 
@@ -206,7 +207,29 @@ class ObjectWriter:
             value = self.writer.value(expr, here, self.depth + 1, self.once)
             if value is not None:
                 ways.append(sequence(self._key(members), self.writer.layout.colon(), value))
+        if len(groups) == len(ways) > 1 and len(kinds) == len(self._kinds):
+            ways += self._visible(groups)
         return choice(ways) if ways else None
+
+    def _visible(self, exprs: Iterable[Expr]) -> list[Node]:
+        """Some of the members again, where all keys are free and only their values differ.
+
+        A backend with a lexer has a lexeme for each kind of keys, and none of them may go on with
+        any text. The keys with a character that no name has are a loop of all characters before
+        it; their value is one that all kinds allow. It reads this loop off them.
+        """
+        has = self.writer.resolver.has
+        texts = (json.dumps(v) for v in _PLAIN if all(has(expr, v) for expr in exprs))
+        value = next(texts, None)
+        if value is None:
+            return []
+        used = set("".join(self.names))
+        rare = next(point for point in range(0x10FFFF, 0, -1) if chr(point) not in used)
+        char, last = in_json(KEY_CHARS), in_json(((rare, rare),))
+        assert char is not None
+        assert last is not None
+        key = self.writer.rules.quoted(sequence(Repetition(char, 0, None), last))
+        return [sequence(key, self.writer.layout.colon(), literal(value))]
 
     def _key(self, kinds: list[FreeKeys]) -> Node:
         texts = [kind.texts for kind in kinds if kind.texts is not None]
