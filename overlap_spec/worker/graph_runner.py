@@ -17,7 +17,6 @@ from overlap_spec.types import Tier
 from overlap_spec.worker.graphs import CudaGraph, Eager, Recorded, Tensors, TracedGraph
 from overlap_spec.worker.tables import RowTables
 
-
 # Trees, without and with branches, over which the target's pass is traced: of more than one node,
 # since in a trace sizes of 1 would look alike.
 CHAIN, TREE = Tier(2, 1, 3), Tier(2, 2, 4)
