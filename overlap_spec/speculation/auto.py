@@ -37,8 +37,8 @@ MARGIN, MARGIN_GROWTH = 0.01, 1.4
 PROMISE, HOPE, EXPECTED = 0.02, 1.3, 0.1
 # Share of all time that probes may cost.
 PROBE_SHARE = 0.01
-# Verifies before a probe of a tier that was never active; of one that was: at first, and the factor
-# after a probe that failed and one that did not.
+# Verifies before a probe of a tier that was never active, where there was none yet; before any: at
+# first, and the factor after a probe that failed and one that did not.
 FIRST_HOLD = 12
 HOLD, HOLD_GROWTH, HOLD_KEPT_GROWTH, HOLD_MOST = 50, 3, 2, 4096
 # Runs that a probe, and the dwell in a tier, are good for; and their least verifies.
@@ -293,11 +293,11 @@ class AutoPolicy(LengthPolicy):
             self._move(place, best, f"gains {gain:.1%} over {_name(place.tier)}")
             return
         rested = place.rested >= place.hold
+        first = place.hold == HOLD and place.rested >= FIRST_HOLD
         hopes = {
             tier: gain + HOPE * error
             for tier, (gain, error) in gains.items()
-            if rested
-            or (tier not in place.tried and (gain > EXPECTED or place.rested >= FIRST_HOLD))
+            if rested or (tier not in place.tried and (gain > EXPECTED or first))
         }
         hopeful = max(hopes, key=hopes.__getitem__, default=place.tier)
         if hopes.get(hopeful, 0.0) < PROMISE:
