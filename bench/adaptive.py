@@ -2,14 +2,14 @@
 
 ``python -m bench.adaptive [--quick] [--json PATH] [--seed S] [--batch N] [--busy N] [--policies
 NAME,...] [--model DIR --draft DIR]`` gives each policy an engine of its own, which lives through
-all phases: no drafts, static chains of 1, 3, 5 and 7 steps, a static tree, the published
-``default``, ``guarded``, ``adaspec`` and ``auto``. Text is easy, hard, and easy; then the batch
-grows from N (1) to ``--busy`` (16) and falls back; then the same prompts are answered under their
-schemas and without. Every group of requests goes through all
-engines, each time beginning with another one, before the next group starts: what the machine does
-to one policy it does to all. Easy prompts ask for text that stands in the prompt; hard ones hold
-the output to a form that no draft foresees. Outputs must be the same under every policy: else the
-exit status is 1.
+all phases, and has recorded all its lengths before, as a server has: no drafts, static chains of 1,
+3, 5 and 7 steps, a static tree, the published ``default``, ``guarded``, ``adaspec`` and ``auto``.
+Text is easy, hard, and easy; then the batch grows from N (1) to ``--busy`` (16) and falls back;
+then the same prompts are answered under their schemas and without. Every group of requests goes
+through all engines, each time beginning with another one, before the next group starts: what the
+machine does to one policy it does to all. Easy prompts ask for text that stands in the prompt; hard
+ones hold the output to a form that no draft foresees. Outputs must be the same under every policy:
+else the exit status is 1.
 
 Fields of the last line, beside those of every record (``bench.common``):
     phases: In their order: ``name``, ``best`` (the fixed tier of most tokens per second),
@@ -267,6 +267,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for engine in engines.values():
                 engine.compiler = engines[options.policies[0]].compiler
                 measure(engine, [Ask("Warm up.", None, 8)])
+                # As a server does before it is ready.
+                while engine.prepare_next():
+                    pass
             work = phases(options.seed, size, options.batch, options.busy)
             wrong = list(run_phases(engines, work, run))
             states = {name: e.snapshot()["speculation"] for name, e in engines.items()}

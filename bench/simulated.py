@@ -52,7 +52,7 @@ MACHINES: dict[str, CostModel] = {
     ),
 }  # fmt: skip
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-QUICK_NODES = (1, 4, 6, 16, 24, 64, 96)
+QUICK_BATCHES, QUICK_STEPS = (1, 2, 3, 4, 8, 16), 5
 # Independent children that a tree's four are worth, by depth: the node budget runs out.
 CHILDREN = (2.1, 1.9, 1.7, 1.4, 1.2, 1.1, 1.0)
 
@@ -168,16 +168,16 @@ def profiled(machine: CostModel, seed: int, noise: float = 0.02) -> CostModel:
 
 
 def quick(machine: CostModel, seed: int, noise: float = 0.05) -> CostModel:
-    """What the fit at start-up would find: a few passes over a single request."""
+    """What the fit at start-up would find: a chain at a few batches."""
     rng = np.random.default_rng(seed)
 
     def took(ms: float) -> float:
         return float(ms * np.exp(rng.normal(0.0, noise)))
 
-    verifies = [VerifyTime(n, 0, took(machine.verify_ms(n, 0))) for n in QUICK_NODES]
+    nodes = [b * (QUICK_STEPS + 1) for b in QUICK_BATCHES]
+    verifies = [VerifyTime(n, 0, took(machine.verify_ms(n, 0))) for n in nodes]
     drafts = [
-        DraftTime(b, 0, s, 1, took(machine.draft_ms(b, s, 1, 0)))
-        for b in (1, 4, 16)
-        for s in (1, 5)
+        DraftTime(b, 0, QUICK_STEPS, 1, took(machine.draft_ms(b, QUICK_STEPS, 1, 0)))
+        for b in QUICK_BATCHES
     ]
     return fit(verifies, drafts, "start-up fit")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from overlap_spec.speculation.tree_file import read_tree
 from overlap_spec.speculation.wide import wide_tier, widened
 from overlap_spec.stats import Standing
 from overlap_spec.timeline import Timeline
-from overlap_spec.types import Budget, History, StepPlan, StepResult
+from overlap_spec.types import Budget, History, StepPlan, StepResult, Tier
 from overlap_spec.worker.build import build_streams, build_worker
 from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.worker import Worker
@@ -73,7 +73,9 @@ class EngineCore:
         reserve = reserve_tokens(max(tier.window_tokens for tier in tiers))
         wide = [wide_tier(tier).window_tokens for tier in tiers if tier.steps]
         wider = max(reserve, reserve_tokens(max(wide, default=0)))
+        start = time.perf_counter()
         self.worker = build_worker(config, wider, build_streams(config, record), record)
+        load_s = time.perf_counter() - start
         usual = GPU_CHUNK_TOKENS if self.worker.on_gpu else CPU_CHUNK_TOKENS
         chunk_tokens = config.chunked_prefill_size or max(usual, config.page_size)
         slots = self.worker.pages * config.page_size
@@ -109,7 +111,8 @@ class EngineCore:
         wider_ones = [t for t in tiers if self.widens and t.steps and not t.parents]
         self.worker.warm_up(limits | {wide_tier(t): limits[t] for t in wider_ones}, chunk_tokens)
         if self.policy.weighs_cost:
-            self.policy.calibrate(*cost_model(config, self.worker, self.policy.tiers))
+            launch = nearest_tier(config, tiers)
+            self.policy.calibrate(*cost_model(config, self.worker, launch, load_s))
         self.worker.prepare(self.policy.choose(StepView((RequestView(0, 1),))).tier)
 
     def prepare_next(self) -> bool:
@@ -442,8 +445,13 @@ def _policy(config: EngineConfig) -> LengthPolicy:
     policy = load_policy(config.adaptive, steps, top_k, config.num_draft_tokens, trees)
     if isinstance(policy, StaticPolicy):
         return policy
-    nearest = min(policy.tiers, key=lambda t: (t.top_k != top_k, abs(t.steps - steps)))
+    nearest = nearest_tier(config, policy.tiers)
     return FallbackPolicy(policy, StaticPolicy(nearest, reason="the policy failed"))
+
+
+def nearest_tier(config: EngineConfig, tiers: Iterable[Tier]) -> Tier:
+    """The one that is most like the launch settings."""
+    return min(tiers, key=lambda t: (t.top_k != config.eagle_topk, abs(t.steps - config.num_steps)))
 
 
 def _view(sequence: Sequence, tpot_slo_ms: float | None) -> RequestView:

@@ -17,7 +17,6 @@ from overlap_spec.speculation.cost import (
     DraftTime,
     VerifyTime,
     fit,
-    scaled,
 )
 from overlap_spec.speculation.presets import load_policy
 from overlap_spec.speculation.profiles import load_profile, save_profile
@@ -29,7 +28,11 @@ from overlap_spec.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
-STARTUP_S = 2.0
+# Batches that a fit at start-up measures the launch tier at, since without them a row's cost is not
+# known; and more, as far as a share of the load time goes, in seconds at least and at most. How
+# many points are enough.
+STARTUP_BATCHES, STARTUP_MORE_BATCHES = (1, 4), (2, 3, 8, 16)
+STARTUP_SHARE, STARTUP_LEAST_S, STARTUP_MOST_S = 0.2, 0.1, 2.0
 ENOUGH_POINTS = 4
 # What a profile measures; as far as the engine's limits go.
 PROFILE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -37,17 +40,26 @@ PROFILE_CONTEXTS = (0, 1024, 4096)
 
 
 def cost_model(
-    config: EngineConfig, worker: Worker, tiers: Sequence[Tier]
+    config: EngineConfig, worker: Worker, launch: Tier, load_s: float
 ) -> tuple[CostModel, float]:
-    """The cost model to start with, and the standard deviation of its coefficients' logarithms."""
+    """The cost model to start with, and the standard deviation of its coefficients' logarithms.
+
+    Args:
+        launch: The tier that is measured. On a CPU its recording is good for all batches.
+        load_s: Seconds that the worker took to load.
+    """
     known = load_profile(machine_key(config))
     if known is not None:
         return known, max(PROFILE_SPREAD, known.error or 0.0)
     try:
-        points = startup_points(tiers, config.max_running_requests)
+        rows = config.max_running_requests
+        more = [Point(launch, batch) for batch in STARTUP_MORE_BATCHES if batch <= rows]
+        points = [Point(launch, batch) for batch in STARTUP_BATCHES]
+        times = worker.measure(points, math.inf)
+        limit_s = min(max(STARTUP_SHARE * load_s, STARTUP_LEAST_S), STARTUP_MOST_S)
         # Again: what a machine does besides lasts, and should slow no point more than another.
-        times = _least(worker.measure(points * 2, STARTUP_S))
-        return startup_fit(times)
+        times += worker.measure((points + more) * 2, limit_s)
+        return startup_fit(_least(times))
     except Exception as error:  # the drafter's own, or no room for it
         log.warning("no start-up fit, costs are assumed: %s", error, exc_info=error)
         return ASSUMED, ASSUMED_SPREAD
@@ -57,11 +69,8 @@ def startup_fit(times: Sequence[PassTimes]) -> tuple[CostModel, float]:
     """The cost model of a few points, as :func:`cost_model` returns it.
 
     Of fewer than :data:`ENOUGH_POINTS`, which a busy machine measures in its time, the fit is as
-    uncertain as what is assumed; of passes of one size, only the unit is taken.
+    uncertain as what is assumed.
     """
-    if len({batch * tier.nodes for (tier, batch, _), *_ in times}) < 2:
-        first = times[0].verify_ms / ASSUMED.verify_ms(1, 0)
-        return scaled(ASSUMED, first), ASSUMED_SPREAD
     model = fit_times(times, "start-up fit")
     least = STARTUP_SPREAD if len(times) >= ENOUGH_POINTS else ASSUMED_SPREAD
     return model, max(least, 2 * (model.error or 0.0))
@@ -76,18 +85,6 @@ def _least(times: Sequence[PassTimes]) -> list[PassTimes]:
             point, min(draft_ms, before.draft_ms), min(verify_ms, before.verify_ms)
         )
     return list(found.values())
-
-
-def startup_points(tiers: Sequence[Tier], rows: int) -> list[Point]:
-    """A few points of a few tiers, the least work first: each tier is recorded for them."""
-    off = min(tiers, key=lambda t: t.steps)
-    chain = max((t for t in tiers if t.top_k == 1), key=lambda t: t.steps)
-    trees = [t for t in tiers if t.top_k > 1]
-    points = [Point(off, 1), Point(chain, 1)]
-    points += [Point(max(trees, key=lambda t: t.steps), 1)] if trees else []
-    points += [Point(off, batch) for batch in (4, 16) if batch <= rows]
-    points += [Point(chain, batch) for batch in (2, 4, 12) if batch <= rows]
-    return points
 
 
 def profile_points(tiers: Sequence[Tier], rows: int, longest: int) -> Iterator[Point]:

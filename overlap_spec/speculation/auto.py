@@ -33,12 +33,13 @@ SLOW_KEPT, QUICK_KEPT = 0.995, 0.92
 # of the world adds.
 MARGIN, MARGIN_GROWTH = 0.01, 1.4
 # Gain that a probe must promise at this many standard errors; and what is to be expected of a
-# tier that was never active, to be probed at once.
-PROMISE, HOPE, EXPECTED = 0.02, 1.3, 0.15
+# tier, to be started with in the launch tier's place, or probed at once if it was never active.
+PROMISE, HOPE, EXPECTED = 0.02, 1.3, 0.1
 # Share of all time that probes may cost.
 PROBE_SHARE = 0.01
-# Verifies before a probe of a tier that was active before: at first, and the factor after one that
-# failed and one that did not.
+# Verifies before a probe of a tier that was never active, where there was none yet; before any: at
+# first, and the factor after a probe that failed and one that did not.
+FIRST_HOLD = 12
 HOLD, HOLD_GROWTH, HOLD_KEPT_GROWTH, HOLD_MOST = 50, 3, 2, 4096
 # Runs that a probe, and the dwell in a tier, are good for; and their least verifies.
 PROBE_RUNS, PROBE_LEAST = 24, 6
@@ -84,17 +85,21 @@ class AutoPolicy(LengthPolicy):
       active and should gain :data:`EXPECTED`. It ends early where it is clearly worse, and then
       triples the hold.
     - Places: one for each range of batch sizes, a power of two. Survival is shared by all.
+    - Start: with the launch tier, and at another range of batch sizes with the tier of the nearest
+      one; unless another one should gain even then: :data:`EXPECTED` over the launch tier.
     - Target: among the tiers whose step keeps the strictest TPOT target, if there are any.
 
     Args:
         tiers: Those to choose from; one of them is off.
+        launch: The one of them to start with.
         cost: What is known of their time; None: nothing yet.
     """
 
     weighs_cost = True
 
-    def __init__(self, tiers: Sequence[Tier], cost: OnlineCost | None = None) -> None:
+    def __init__(self, tiers: Sequence[Tier], launch: Tier, cost: OnlineCost | None = None) -> None:
         self.tiers = tuple(sorted(tiers, key=lambda t: (t.steps, t.top_k)))
+        self._launch = launch
         self.cost = cost or OnlineCost(ASSUMED, ASSUMED_SPREAD)
         self._slow = {kind: Memory(tiers, SLOW_KEPT) for kind in (False, True)}
         self._quick = {kind: Memory(tiers, QUICK_KEPT) for kind in (False, True)}
@@ -178,9 +183,21 @@ class AutoPolicy(LengthPolicy):
         bound = 1 << max(0, view.batch.bit_length() - 1)
         place = self._places.get(bound)
         if place is None:
-            best = max(self.tiers, key=lambda tier: self._rate(view, tier))
-            place = self._places[bound] = Place(best, f"best estimate at batch {view.batch}")
+            place = self._places[bound] = self._begin(view, bound)
             place.tried.add(place.tier)
+        return place
+
+    def _begin(self, view: StepView, bound: int) -> Place:
+        """What a range of batch sizes starts with."""
+        near = min(self._places, key=lambda b: abs(log(b / bound)), default=None)
+        if near is None:
+            place = Place(self._launch, "launch")
+        else:
+            place = Place(self._places[near].tier, f"as at batch {near}")
+        best = max(self.tiers, key=lambda tier: self._rate(view, tier))
+        gain = log(self._rate(view, best) / self._rate(view, place.tier))
+        if gain > (EXPECTED if near is None else 0.0):
+            place.tier, place.reason = best, f"best estimate at batch {view.batch}"
         return place
 
     def _shape(self, view: StepView, tier: Tier) -> StepShape:
@@ -276,10 +293,11 @@ class AutoPolicy(LengthPolicy):
             self._move(place, best, f"gains {gain:.1%} over {_name(place.tier)}")
             return
         rested = place.rested >= place.hold
+        first = place.hold == HOLD and place.rested >= FIRST_HOLD
         hopes = {
             tier: gain + HOPE * error
             for tier, (gain, error) in gains.items()
-            if rested or (tier not in place.tried and gain > EXPECTED)
+            if rested or (tier not in place.tried and (gain > EXPECTED or first))
         }
         hopeful = max(hopes, key=hopes.__getitem__, default=place.tier)
         if hopes.get(hopeful, 0.0) < PROMISE:

@@ -7,7 +7,7 @@ pass leaves the memory-bound regime at some batch, so verify has a second slope 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -146,13 +146,6 @@ ASSUMED = CostModel(
 ASSUMED_SPREAD, STARTUP_SPREAD, PROFILE_SPREAD = 0.6, 0.25, 0.1
 
 
-def scaled(model: CostModel, factor: float) -> CostModel:
-    """``model`` on a machine that takes ``factor`` times as long."""
-    names = [f.name for f in fields(model) if f.default is MISSING]
-    names += ["knee_node", "grammar_node", "prefill", "prefill_token"]
-    return replace(model, **{name: factor * getattr(model, name) for name in names})
-
-
 class VerifyTime(NamedTuple):
     """A measured verify pass."""
 
@@ -180,7 +173,7 @@ def fit(verifies: Sequence[VerifyTime], drafts: Sequence[DraftTime], source: str
     """
     wanted = np.array([v.ms for v in verifies])
     # What never varies cannot be fitted: it is taken to be what is assumed of a pass as long.
-    unit = float(np.median(wanted)) / ASSUMED.verify_ms(1, 0)
+    unit = median(v.ms / ASSUMED.verify_ms(v.nodes, v.context_tokens) for v in verifies)
     varies = [len({v[n] for v in verifies}) > 1 for n in (0, 1)]
     lines = np.array(
         [[1.0, v.nodes * varies[0], v.context_tokens * varies[1], 0] for v in verifies]

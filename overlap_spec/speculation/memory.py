@@ -16,9 +16,10 @@ from overlap_spec.speculation.acceptance import (
 )
 from overlap_spec.types import Tier
 
-# Weight that all keep at a verify that drafted nothing, and the families that are not drafted where
-# the world has changed.
-OFF_KEPT, STALE = 0.998, 0.1
+# Weight that all keep at a verify that drafted nothing; the families that are not drafted, at one
+# that did, since what was accepted in other text is a poor comparison; and these where the world
+# has changed.
+OFF_KEPT, IDLE_KEPT, STALE = 0.998, 0.98, 0.1
 # A tree's depth-1 runs that say how many children it is worth.
 LEARNT_RUNS = 12.0
 
@@ -35,8 +36,8 @@ class Memory:
     """Survival of one kind of text (constrained or free) under every family of tiers.
 
     A family is all tiers of one width: a shorter run is a prefix of a longer one. The family with
-    the most runs is the reference, and what it foretells of the others is where these begin. What
-    is known of a family that is not drafted stays, until the world changes.
+    the most runs is the reference, and what it foretells of the others is where these begin, and
+    what they return to while they are not drafted.
     """
 
     def __init__(self, tiers: Sequence[Tier], keep: float) -> None:
@@ -47,6 +48,9 @@ class Memory:
 
     def add(self, tier: Tier, runs: Sequence[int]) -> None:
         """Take in one verify."""
+        for width, other in self._counts.items():
+            if width != tier.top_k:
+                other.scale(IDLE_KEPT)
         counts = self._counts[tier.top_k]
         counts.fade()
         for accepted in runs:

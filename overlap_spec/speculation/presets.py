@@ -81,7 +81,8 @@ def load_policy(
     if name == "auto":
         launch = static_tier(steps, top_k, nodes)
         chains = [static_tier(depth, 1, None) for depth in AUTO_CHAINS]
-        return AutoPolicy(tuple(dict.fromkeys((*chains, *(AUTO_TREES if trees else ()), launch))))
+        tiers = dict.fromkeys((*chains, *(AUTO_TREES if trees else ()), launch))
+        return AutoPolicy(tuple(tiers), launch)
     tier_of = partial(_tier_of, top_k=top_k, nodes=nodes)
     if name == "guarded":
         guarded = {bound: GuardedSlot(slot, steps) for bound, slot in GUARDED.items()}

@@ -17,6 +17,10 @@ from overlap_spec.types import Tier
 from overlap_spec.worker.graphs import CudaGraph, Eager, Recorded, Tensors, TracedGraph
 from overlap_spec.worker.tables import RowTables
 
+# Trees, without and with branches, over which the target's pass is traced: of more than one node,
+# since in a trace sizes of 1 would look alike.
+CHAIN, TREE = Tier(2, 1, 3), Tier(2, 2, 4)
+
 
 class Recordable(Protocol):
     """The passes, as :class:`overlap_spec.worker.model_runner.ModelRunner` has them."""
@@ -52,7 +56,9 @@ class TierGraphs(NamedTuple):
 class GraphRunner:
     """What a worker has recorded.
 
-    A CUDA graph is good for one padded number of rows, a trace for any. Recordings are made over
+    A CUDA graph is good for one padded number of rows, a trace for any; and that of the target's
+    pass over chains, or over trees, for any number of nodes, so no tier but the first waits for the
+    longest of all traces. Recordings are made over
     the row of padding: no request's state is touched.
 
     Args:
@@ -72,6 +78,7 @@ class GraphRunner:
         self._cuda = passes.device.type == "cuda"
         self._pool: Any = None
         self._tiers: dict[tuple[Tier, int], TierGraphs] = {}
+        self._verifies: dict[Tier, tuple[Recorded, Tensors]] = {}
         self._packed: dict[tuple[Tier, int, int], Recorded] = {}
         self._drafts: dict[tuple[Tier, bool, bool], Recorded | None] = {}
 
@@ -83,6 +90,7 @@ class GraphRunner:
     def clear(self) -> None:
         """Forget all recordings."""
         self._tiers.clear()
+        self._verifies.clear()
         self._packed.clear()
         self._drafts.clear()
         self._pool = None
@@ -155,9 +163,7 @@ class GraphRunner:
         drafted = draft or Eager(partial(passes.dead_trees, tier))
         _, positions, _, _, *tensors = drafted(padding, pages)
         tree = Tree(*tensors[: len(Tree._fields)])
-        inputs = pages, positions, tree.tokens, tree.depths, tree.ancestors
-        verify_graph = self._make(partial(passes.verify_trees, tier), *inputs)
-        _, *features = verify_graph(*inputs)
+        verify_graph, features = self._make_verify(tier, pages, positions, tree)
         every = padding.new_full((tree.tokens.numel(),), -1)
         limits = torch.full_like(padding, tier.steps)
         runs = passes.no_run.repeat(len(every), 1)
@@ -175,13 +181,32 @@ class GraphRunner:
             )
             lengths = lengths.new_full((rows,), min(tier.steps, 1))
             positions = torch.zeros_like(others[0])
-            features = [x.new_full((rows * tier.nodes, x.shape[1]), 0.25) for x in features]
+            features = tuple(x.new_full((rows * tier.nodes, x.shape[1]), 0.25) for x in features)
             extend = self._guarded(
                 partial(passes.extend_trees, tier),
                 given,
                 (*others, positions, tokens, path, lengths, *features),
             )
         return TierGraphs(draft, verify_graph, commit_graph, extend)
+
+    def _make_verify(
+        self, tier: Tier, pages: Tensor, roots: Tensor, tree: Tree
+    ) -> tuple[Recorded, Tensors]:
+        """The target's pass, and features such as it gives for these trees."""
+        passes = self._passes
+        if self._cuda:
+            inputs = pages, roots, tree.tokens, tree.depths, tree.ancestors
+            graph = self._make(partial(passes.verify_trees, tier), *inputs)
+            return graph, graph(*inputs)[1:]
+        kind = TREE if tier.top_k > 1 else CHAIN
+        if kind not in self._verifies:
+            shape = Tree(*passes.dead_trees(kind, *self._padding(2))[4:])
+            inputs = pages, roots, shape.tokens, shape.depths, shape.ancestors
+            graph = self._make(partial(passes.verify_trees, kind), *inputs)
+            self._verifies[kind] = graph, graph(*inputs)[1:]
+        graph, features = self._verifies[kind]
+        nodes = tree.tokens.numel()
+        return graph, tuple(x.new_zeros(nodes, x.shape[1]) for x in features)
 
     def _make_draft(
         self, tier: Tier, sampled: bool, told: bool, rows: int, others: int

@@ -5,8 +5,8 @@ than their launches; on the CPU, where the interpreter's time is the compute str
 every operation by itself would give the interpreter lock away and wait to have it back.
 
 A CUDA graph is one tier's and one batch size's; a trace is one tier's, whatever the batch and its
-pages. What is recorded reads and writes the caches and tables in place, and depends on nothing
-else but its inputs.
+pages, and the target's is good for all chains, or for all trees. What is recorded reads and writes
+the caches and tables in place, and depends on nothing else but its inputs.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ class Point(NamedTuple):
 
 
 class PassTimes(NamedTuple):
-    """Milliseconds of a point; ``draft_ms`` is 0 where nothing is drafted on the device."""
+    """Milliseconds of a point; ``draft_ms`` is 0 where nothing is drafted on the device, and
+    ``verify_ms`` holds what the drafter then computes of the verified rows."""
 
     point: Point
     draft_ms: float
@@ -93,7 +94,16 @@ def _times(runner: ModelRunner, tier: Tier, rows: Tensor, pages: Tensor) -> tupl
     draft_ms, (_, positions, _, _, *rest) = _least_ms(draft, rows, together)
     tree = Tree(*rest[: len(Tree._fields)])
     inputs = pages, positions, tree.tokens, tree.depths, tree.ancestors
-    verify_ms, _ = _least_ms(lambda: graphs.verify(*inputs), rows, together)
+    path = rows.new_zeros(len(rows), tier.steps + 1)
+    extend = graphs.extend
+
+    def verify() -> tuple[Tensor, ...]:
+        logits, *features = graphs.verify(*inputs)
+        if extend is not None:
+            extend(rows, pages, positions, path, path, torch.zeros_like(rows), *features)
+        return (logits,)
+
+    verify_ms, _ = _least_ms(verify, rows, together)
     on_device = drafted or (runner.drafter is not None and not runner.drafter.host)
     return draft_ms if on_device and tier.steps else 0.0, verify_ms
 

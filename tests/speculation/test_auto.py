@@ -16,6 +16,7 @@ from overlap_spec.speculation.cost import (
     shape_of,
 )
 from overlap_spec.speculation.fallback import FallbackPolicy
+from overlap_spec.speculation.memory import Memory
 from overlap_spec.speculation.online_cost import OnlineCost
 from overlap_spec.speculation.policy import OFF, RequestView, StepOutcome, StepView
 from overlap_spec.speculation.presets import AUTO_CHAINS, AUTO_TREES, load_policy
@@ -26,11 +27,12 @@ from tests.support.policies import told, view
 TIERS = (*(static_tier(steps, 1, None) for steps in AUTO_CHAINS), *AUTO_TREES)
 RATES = (0.1, 0.3, 0.5, 0.7, 0.85, 0.95)
 BATCHES = (1, 4, 16, 128)
+LAUNCH = static_tier(5, 1, None)
 VERIFIES = 2000
 
 
 def make(machine: CostModel, seed: int = 1) -> AutoPolicy:
-    return AutoPolicy(TIERS, OnlineCost(profiled(machine, seed), PROFILE_SPREAD))
+    return AutoPolicy(TIERS, LAUNCH, OnlineCost(profiled(machine, seed), PROFILE_SPREAD))
 
 
 def shares(name: str, rates: tuple[float, ...], batches: tuple[int, ...]) -> list[float]:
@@ -59,13 +61,53 @@ def test_near_the_best_static_tier_everywhere(name: str) -> None:
     assert sum(found) / len(found) > 0.99
 
 
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_the_first_verifies_after_a_quick_fit(name: str) -> None:
+    """What costs little to find out before the first request is enough to begin well."""
+    machine, found = MACHINES[name], []
+    for acceptance, batch in itertools.product((0.2, 0.5, 0.7, 0.85, 0.95), (1, 8)):
+        policy = AutoPolicy(TIERS, LAUNCH, OnlineCost(quick(machine, 1), STARTUP_SPREAD))
+        ran = run(policy, machine, [(acceptance, batch, 60)], 1)
+        found.append(ran.rate / best_static(TIERS, machine, acceptance, batch)[1])
+    assert min(found) > 0.8
+    assert sum(found) / len(found) > 0.95
+
+
+def test_it_starts_with_the_launch_tier_unless_another_should_gain() -> None:
+    """What a row costs decides: 5 of 50 ms on a processor, next to nothing on a GPU."""
+    dear = CostModel(50.7, 5.0, 2e-3, 6.0, 0.5, 2e-4)
+    for machine, tier in ((dear, LAUNCH), (MACHINES["a100"], Tier(5, 4, 16))):
+        policy = AutoPolicy(TIERS, LAUNCH, OnlineCost(quick(machine, 1), STARTUP_SPREAD))
+        assert policy.choose(view(1)).tier == tier
+
+
+def test_another_batch_starts_from_what_was_learnt() -> None:
+    machine = MACHINES["h100"]
+    policy = make(machine)
+    run(policy, machine, [(0.95, 1, 300)], 1)
+    best = best_static(TIERS, machine, 0.95, 2)[0]
+    assert best not in (LAUNCH, make(machine).choose(view(2)).tier)
+    assert policy.choose(view(2)).tier == best
+
+
+def test_a_family_that_rests_is_known_by_the_other() -> None:
+    """A tree in easy text, then a chain in hard text: the tree would do badly there as well."""
+    chain, tree = Tier(5, 1, 6), Tier(5, 4, 16)
+    memory = Memory((chain, tree), 0.995)
+    for _ in range(30):
+        memory.add(tree, [5])
+    for _ in range(200):
+        memory.add(chain, [0])
+    assert memory.estimate(tree).accepted < 0.5
+
+
 @pytest.mark.parametrize("acceptance", [0.5, 0.8])
 def test_a_tree_at_small_batch_on_a_cpu(acceptance: float) -> None:
     """Of 0.75B-like costs, from the fit at start-up: top-k 4 and 16 nodes beat every chain."""
     machine = MACHINES["cpu"]
     best, rate = best_static(TIERS, machine, acceptance, 1)
     assert best.top_k == 4
-    policy = AutoPolicy(TIERS, OnlineCost(quick(machine, 2), STARTUP_SPREAD))
+    policy = AutoPolicy(TIERS, LAUNCH, OnlineCost(quick(machine, 2), STARTUP_SPREAD))
     ran = run(policy, machine, [(acceptance, 1, 1000)], 5)
     assert ran.rate > 0.95 * rate
     assert sum(tier.top_k == 4 for tier in ran.tiers) > 900

@@ -83,7 +83,7 @@ def test_fit_of_a_single_pass() -> None:
     """What it cannot tell is as assumed, in its unit."""
     found = fit([VerifyTime(4, 0, 8.0)], [], "x")
     assert found.verify_ms(4, 0) == pytest.approx(8.0)
-    unit = 8.0 / ASSUMED.verify_ms(1, 0)
+    unit = 8.0 / ASSUMED.verify_ms(4, 0)
     assert found.verify_node == pytest.approx(unit * ASSUMED.verify_node)
     assert found.verify_context == pytest.approx(unit * ASSUMED.verify_context)
     assert found.draft == pytest.approx(unit * ASSUMED.draft)
