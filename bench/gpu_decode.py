@@ -201,8 +201,9 @@ def alike(engine: Engine, context: Context) -> list[Ask]:
 
 
 def constrained(context: Context) -> Result:
-    """TPOT with a grammar over TPOT without, where both sides emit the same tokens by the same
-    verifies; and ms per step under the file's schemas, where they do not."""
+    """TPOT with a grammar over TPOT without, where both sides emit the same tokens: what the grammar
+    costs less what it saves, as drafts that keep to it are longer. And ms per step under the file's
+    schemas, where they do not."""
     (engine,) = context.engines("chain")
     same, schemas = alike(engine, context), schema_asks(context, engine)
     by: dict[str, float] = {}
@@ -218,13 +219,13 @@ def constrained(context: Context) -> Result:
         steps = [_steps(engine, schemas(batch), n) for n in range(-1, context.size.repetitions)][1:]
         equal = [p for p in pairs if p["equal"]]
         if not equal:
-            raise RuntimeError(f"batch {batch}: accept lengths never were the same on both sides")
+            raise RuntimeError(f"batch {batch}: outputs never were the same on both sides")
         ratios = spread(p["tpot_ms"][0] / p["tpot_ms"][1] for p in equal)
         by[name] = ratios["median"]
         result.details[name] = {
             "ratio_tpot": ratios,
             "unequal_pairs": len(pairs) - len(equal),
-            "accept_length": mean(p["accept_length"][0] for p in equal),
+            "accept_lengths": [mean(p["accept_length"][i] for p in equal) for i in (0, 1)],
             "ratio_step": spread(s["step_ms"][0] / s["step_ms"][1] for s in steps),
             "step_accept_lengths": [mean(s["accept_length"][i] for s in steps) for i in (0, 1)],
             "step_ms": [median(s["step_ms"][i] for s in steps) for i in (0, 1)],
@@ -250,14 +251,13 @@ def _pair(engine: Engine, same: list[Ask], batch: int, number: int) -> dict[str,
     sides: tuple[Measured, Measured] = _in_turn(
         lambda: measure(engine, asks), lambda: measure(engine, free(asks)), number
     )
-    lengths = [[output.stats.accept_length for output in side.outputs] for side in sides]
     return {
         "kind": "tpot",
         "tpot_ms": [side.tpot_ms for side in sides],
         "accept_length": [side.accept_length for side in sides],
         "grammar_ms": sides[0].grammar_ms,
         "exposed_ms": sides[0].exposed_ms,
-        "equal": sides[0].sha256 == sides[1].sha256 and lengths[0] == lengths[1],
+        "equal": sides[0].sha256 == sides[1].sha256,
     }
 
 
