@@ -201,8 +201,8 @@ def alike(engine: Engine, context: Context) -> list[Ask]:
 
 
 def constrained(context: Context) -> Result:
-    """TPOT with a grammar over TPOT without, where both sides emit the same tokens: what the grammar
-    costs less what it saves, as drafts that keep to it are longer. And ms per step under the file's
+    """TPOT with a grammar over TPOT without, where both sides emit the same tokens: what it costs
+    less what it saves, as drafts that keep to it are longer. And ms per step under the file's
     schemas, where they do not."""
     (engine,) = context.engines("chain")
     same, schemas = alike(engine, context), schema_asks(context, engine)
