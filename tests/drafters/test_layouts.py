@@ -319,7 +319,7 @@ def test_a_published_layout_computes_what_it_should(
         assert engine.snapshot()["drafter"]["faults"] == 0
         (row,) = drafter.root_state.abs().sum(1).nonzero().flatten().tolist()
         state = drafter.root_state[row : row + 1]
-        scores, drafted = drafter.candidates(state, 4)
+        scores, drafted, *_ = drafter.candidates(state, 4)
 
     tokens = torch.tensor([*prompt, *output.token_ids])
     kept = reference(tokens[None], output_hidden_states=True)

@@ -171,7 +171,7 @@ def test_a_published_layout_computes_what_it_should(tmp_path: Path, layout: str)
         assert engine.snapshot()["drafter"]["faults"] == 0
         (row,) = drafter.root_state.abs().sum(1).nonzero().flatten().tolist()
         state = drafter.root_state[row : row + 1].clone()
-        scores, drafted = drafter.candidates(state, 4)
+        scores, drafted, *_ = drafter.candidates(state, 4)
         shared = names.copies != "own"
         assert hasattr(drafter.head, "embed_tokens") == (not shared)
         assert hasattr(drafter.head, "head") == (not shared)
