@@ -299,7 +299,7 @@ def test_adaptive_ends_in_its_record(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(adaptive, "QUICK", adaptive.Size(groups=2, tokens=6))
-    names = ["off", "static 7", "static tree", "guarded", "adaspec", "auto"]
+    names = ["off", "static 7", "static tree", "adaspec", "auto"]
     path = tmp_path / "adaptive.json"
     adaptive.main(
         ["--quick", "--model", tiny["model"], "--draft", tiny["draft"], "--batch", "2", "--busy",

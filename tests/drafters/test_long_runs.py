@@ -55,7 +55,10 @@ def plain(still: dict[str, Any]) -> list[Output]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "draft_model", "grammar"])
+@pytest.mark.parametrize(
+    "algorithm",
+    ["eagle3", "ngram", pytest.param("draft_model", marks=pytest.mark.slow), "grammar"],
+)
 def test_a_run_beyond_the_depth_is_one_verify(
     still: dict[str, Any], plain: list[Output], algorithm: str, shape: str
 ) -> None:

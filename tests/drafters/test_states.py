@@ -331,7 +331,9 @@ def test_tokens_that_a_drafter_lacks_are_no_candidates() -> None:
     assert scores[2].tolist() == [0.0, -np.inf]
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "draft_model"])
+@pytest.mark.parametrize(
+    "algorithm", ["eagle3", pytest.param("draft_model", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_only_what_the_grammar_allows_is_drafted(
     tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, algorithm: str, shape: str
