@@ -21,10 +21,10 @@ Fields of the last line, beside those of every record (``bench.common``):
         (of whole groups, prompts included; both paired by group), ``tpot_of_free`` of ``on``,
         ``grafted_tokens``, ``graft_accept_rate``, ``illegal_share`` (of drafted tokens),
         ``lane_us`` (grammar time of a request's step, median of the groups) and ``lane_added_us``
-        (over ``off``'s), ``told_us`` (what runs and cuts take of it in a request's median step,
+        (over ``off``'s), ``told_us`` (what runs and states take of it in a request's median step,
         median of the groups), and with ``--lost`` the verifies by where they ended
-        (``bench.lost_drafts``), and ``winnable_share``: of these, what an automaton on the device
-        could have won at most.
+        (``bench.lost_drafts``), and ``winnable_share``: of these, what a draft
+        that knew the grammar whole could have won at most.
     equal: Outputs are the same on both sides.
     unequal: Groups in which they are not, in words; in bfloat16 the two best tokens may be as
         close as sums in another order are.

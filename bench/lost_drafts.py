@@ -10,9 +10,10 @@ Each verify counts once, by the node at which its accepted path ended:
 - ``cut``: the next bytes were forced, the draft was told them, and the model cut them otherwise;
 - ``free``: the next bytes were not forced.
 
-``, illegal`` is added where the grammar forbids a draft at that place. A drafter that weighs cuts
-is told forced text whatever the bonus was: then there is no ``recut``. What an automaton on the
-device could win is at most ``opened``, ``inside``, ``recut`` and all that is illegal.
+``, illegal`` is added where the grammar forbids a draft at that place. A drafter that keeps to its
+grammar's table knows forced text whatever the bonus was: then there is no ``recut``. What a draft
+that knew the grammar whole could win is at most ``opened``, ``inside``, ``recut`` and all that is
+illegal.
 """
 
 from __future__ import annotations
@@ -117,6 +118,6 @@ class LostDrafts(ForcedRuns):
 
 
 def winnable(counts: Mapping[str, int]) -> float:
-    """The share of verifies that an automaton on the device could have made longer, at most."""
+    """The share of verifies that a draft which knew the whole grammar could lengthen, at most."""
     lost = sum(n for kind, n in counts.items() if kind in UNTOLD or ILLEGAL in kind)
     return lost / max(1, sum(counts.values()))

@@ -9,7 +9,7 @@ import numpy as np
 from overlap_spec.types import FEW_TOKENS, STATE_WIDTH, GrammarTable
 
 # States of every table: nothing is known; nothing can come; the grammar has ended. Then its own.
-LOST, DEAD, DONE = 0, 1, 2
+LOST, DEAD = 0, 1
 FIRST = 3
 
 
@@ -36,10 +36,10 @@ class StateTable(GrammarTable):
 
 
 class TableStanding:
-    """Where a request's text stands in its grammar's table, once there is one.
+    """Where a request's text stands in its grammar's table.
 
     Attributes:
-        table: None: there is none, or not yet.
+        table: None: there is none.
         state: Behind all text so far.
     """
 
@@ -47,21 +47,16 @@ class TableStanding:
         self.table: StateTable | None = None
         self.state = LOST
         self._base, self._moves = 0, memoryview(b"")
-        self._before: list[bytes] = []
 
     def enter(self, table: StateTable, base: int) -> None:
-        """Take a table whose states are numbered from ``base`` on where drafts are made."""
-        self.table, self._base = table, base
+        """Start in a table whose states are numbered from ``base`` on where drafts are made."""
+        self.table, self._base, self.state = table, base, FIRST
         # Of a view, Python reads a number several times faster than of an array.
         self._moves = np.ascontiguousarray(table.moves).reshape(-1).data
-        self.state = self.after(FIRST, b"".join(self._before))
-        self._before.clear()
 
     def read(self, text: bytes) -> None:
         """Go on behind a token that was kept."""
-        if self.table is None:
-            self._before.append(text)
-        else:
+        if self.table is not None:
             self.state = self.after(self.state, text)
 
     def after(self, state: int, text: bytes) -> int:

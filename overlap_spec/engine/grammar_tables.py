@@ -23,19 +23,16 @@ class GrammarTables:
         self._worker.write_texts(token_steps(texts, stop_ids))
 
     def enter(self, sequence: Sequence) -> None:
-        """Take a request's table in before its prefill; where there is no room it has none."""
+        """Take a request's table in before its first token; where there is no room it has none."""
         table, request_id = sequence.states, sequence.request.id
-        if table is None:
-            return
-        standing = self._pool.guesses(request_id).standing
-        if standing.table is not None:
+        if table is None or sequence.output_ids:
             return
         part = self._rooms.enter(request_id, table)
         if part is not None:
             base, new = part
             if new:
                 self._worker.write_table(base, table)
-            standing.enter(table, base)
+            self._pool.guesses(request_id).standing.enter(table, base)
 
     def leave(self, request_id: int) -> None:
         """A request has ended; steps under way may still read its table."""

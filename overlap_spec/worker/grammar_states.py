@@ -134,17 +134,15 @@ class StateRooms:
     def enter(self, user: int, table: GrammarTable) -> tuple[int, bool] | None:
         """The base of a table for a user, and whether it is new; None where there is no room."""
         known = self._parts.pop(id(table), None)
+        new = known is None
         if known is None:
             base = self._take(len(table.final))
             if base is None:
                 return None
             known = base, len(table.final), set(), table
-            self._parts[id(table)] = known
-            known[2].add(user)
-            return base, True
         self._parts[id(table)] = known
         known[2].add(user)
-        return known[0], False
+        return known[0], new
 
     def leave(self, user: int) -> None:
         """A user reads its table no more."""

@@ -166,9 +166,9 @@ def test_the_device_knows_what_the_host_does(name: str) -> None:
     table = byte_states(GRAMMARS[name], VOCABULARY)
     base = COMMON + 17
     states, standing = device_states(table, base), TableStanding()
+    standing.enter(table, base)
     for text in (b"(", b"["):
         standing.read(text)
-    standing.enter(table, base)
     assert standing.state == follower(table).after(FIRST, b"([")
     for state in (LOST, DEAD, *range(FIRST, FIRST + min(60, len(table.moves)))):
         told = torch.full((VOCABULARY.size,), standing.number(state), dtype=torch.int32)
