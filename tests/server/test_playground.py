@@ -329,7 +329,7 @@ def test_on_a_phone_the_answer_comes_into_view(page: Browser) -> None:
     page.call("Emulation.setDeviceMetricsOverride", **size)
     top = "document.getElementById('output').getBoundingClientRect().top"
     page.evaluate("window.scrollTo(0, 0)")
-    assert page.evaluate(top) > 800
+    page.wait(f"{top} > 800")
     run(page)
     assert 0 <= page.evaluate(top) < 400
 

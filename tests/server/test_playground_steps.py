@@ -221,7 +221,8 @@ def test_a_real_answer_is_replayed(page: Browser) -> None:
     assert accepted >= drafted > 0
     size = {"width": 360, "height": 800, "deviceScaleFactor": 1, "mobile": True}
     page.call("Emulation.setDeviceMetricsOverride", **size)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    # The page draws anew after the browser has told it of its size.
+    page.wait("document.documentElement.scrollWidth <= 360")
     assert errors(page) == []
 
 
