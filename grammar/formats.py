@@ -69,9 +69,12 @@ def _reference(other: str, private: str, absolute: bool) -> str:
     free = rf"A-Za-z0-9\-._~{other}"
     name = f"([{free}{_SUB}]|{_ENCODED})*"
     char = f"([{free}{_SUB}:@]|{_ENCODED})"
-    user = f"([{free}{_SUB}:]|{_ENCODED})*@"
+    password = f":([{free}{_SUB}:]|{_ENCODED})*"
     future = rf"[vV]{_HEX}+\.[A-Za-z0-9\-._~{_SUB}:]+"
-    authority = rf"({user})?(\[({_IPV6}|{future})\]|{name})(:[0-9]*)?"
+    literal, port = rf"\[({_IPV6}|{future})\]", "(:[0-9]*)?"
+    # A name may turn out to be a user's: one loop reads either.
+    after_name = f"({port}|({password})?@({name}|{literal}){port})"
+    authority = f"({name}{after_name}|{literal}{port})"
     after = f"(/([{free}{_SUB}:@/]|{_ENCODED})*)?"
     rooted = f"/({char}([{free}{_SUB}:@/]|{_ENCODED})*)?"
     plain = f"([{free}{_SUB}@]|{_ENCODED})+{after}"
@@ -96,7 +99,7 @@ def _label(most: int) -> str:
 
 
 _HOST = rf"({_label(63)}(\.{_label(63)}){{0,2}}|{_label(30)}(\.{_label(30)}){{0,7}})"
-_DOMAIN = r"[A-Za-z0-9]((\-{0,3}|\.)[A-Za-z0-9])*"
+_DOMAIN = r"[A-Za-z0-9]+((\-{1,3}|\.)[A-Za-z0-9]+)*"
 _ATOM_CHARS = r"A-Za-z0-9!#$%&'*+/=?\^_`{|}~\-"
 _LITERAL = rf"\[({_IPV4}|IPv6:{_IPV6})\]"
 
@@ -104,7 +107,7 @@ _LITERAL = rf"\[({_IPV4}|IPv6:{_IPV6})\]"
 def _mailbox(other: str, domain: str) -> str:
     atom = f"[{_ATOM_CHARS}{other}]"
     quoted = rf'"([ !#-\[\]-~{other}]|\\[ -~])*"'
-    return rf"({atom}(\.?{atom})*|{quoted})@({domain}|{_LITERAL})"
+    return rf"({atom}+(\.{atom}+)*|{quoted})@({domain}|{_LITERAL})"
 
 
 _WIDE = "\u0080-\ud7ff\ue000-\U0010ffff"
@@ -181,7 +184,7 @@ _WHOLE = {
     "time": _TIME,
     "duration": _DURATION,
     "email": _mailbox("", _DOMAIN),
-    "idn-email": _mailbox(_WIDE, rf"[A-Za-z0-9{_WIDE}]((\-{{0,3}}|\.)[A-Za-z0-9{_WIDE}])*"),
+    "idn-email": _mailbox(_WIDE, rf"[A-Za-z0-9{_WIDE}]+((\-{{1,3}}|\.)[A-Za-z0-9{_WIDE}]+)*"),
     "hostname": _HOST,
     "idn-hostname": f"{_IDN_LABEL}({_DOTS}{_IDN_LABEL}){{0,7}}",
     "ipv4": _IPV4,

@@ -15,7 +15,7 @@ from overlap_spec.grammar.automata.regex_ast import (
 )
 from overlap_spec.grammar.dialects.rust import to_regex
 from overlap_spec.grammar.ir.lexemes import Lexemes, cut
-from overlap_spec.grammar.ir.slice_hints import later, letters_first
+from overlap_spec.grammar.ir.slice_hints import later, letters_first, straight
 from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
 
 _DEEPEST = 5
@@ -74,13 +74,16 @@ class _LarkWriter:
         self.text = _OPTIONS + "\n".join([f"start: {' | '.join(starts)}", *self.lines]) + "\n"
 
     def _beside(self, lexeme: str) -> None:
-        """Add a second lexeme for some of a lexeme's texts; rules then refer to either."""
-        found = later(self.rules[lexeme], self.rules)
-        if found is not None:
-            own = self.names[lexeme]
-            self.lines.append(f"LATER_{own}: {self._of(f'LATER_{own}', found, 0)}")
-            self.names[lexeme] = f"either_{own.lower()}"
-            self.lines.append(f"{self.names[lexeme]}: {own} | LATER_{own}")
+        """Add lexemes for some of a lexeme's texts; rules then refer to any of them."""
+        names = [self.names[lexeme]]
+        for hint in (later, straight):
+            found = hint(self.rules[lexeme], self.rules)
+            if found is not None:
+                names.append(f"{hint.__name__.upper()}_{names[0]}")
+                self.lines.append(f"{names[-1]}: {self._of(names[-1], found, 0)}")
+        if len(names) > 1:
+            self.names[lexeme] = f"any_{names[0].lower()}"
+            self.lines.append(f"{self.names[lexeme]}: {' | '.join(names)}")
 
     def _but(self, name: str) -> str | None:
         """A lexeme that leaves out some texts, by the library's operator for it; None of others.

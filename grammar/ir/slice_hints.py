@@ -14,6 +14,7 @@ from overlap_spec.grammar.automata.regex_ast import (
     Node,
     Ref,
     Repetition,
+    references,
 )
 from overlap_spec.grammar.ir.rules import sequence
 
@@ -77,6 +78,7 @@ def later(node: Node, rules: dict[str, Node]) -> Node | None:
 
     Inside an `x`, the rest of `.*x` is a choice and no loop; the rest of `.*\U0010ffffx` is a loop
     until that character comes. As a lexeme of its own beside `.*x` it does not change the language.
+    Likewise `a.*` begins with no loop, and `a+\U0010ffff.*` with one, if `a` is most characters.
 
     Args:
         node: The node.
@@ -105,12 +107,16 @@ class _Later:
         if isinstance(node, Alternation):
             found = (self.of(way, depth) for way in node.ways)
             return next((way for way in found if way), None)
+        if isinstance(node, Repetition) and (node.least, node.most) == (0, 1):
+            return self.of(node.body, depth)
         return self._of_chain(node.parts, depth) if isinstance(node, Concat) else None
 
     def _of_chain(self, parts: tuple[Node, ...], depth: int) -> Node | None:
         for i, part in enumerate(parts):
             rest = parts[i + 1 :]
-            if isinstance(part, Repetition):
+            if rest and (found := _head_first(part, rest[0])):
+                return sequence(*parts[:i], found, *rest)
+            if isinstance(part, Repetition) and part.most != 1:
                 ends = all(
                     isinstance(after, CharClass) and after.members == _QUOTE for after in rest
                 )
@@ -127,6 +133,60 @@ class _Later:
             if inner is not None:
                 return sequence(*parts[:i], inner, *rest)
         return None
+
+
+def _head_first(head: Node, loop: Node) -> Node | None:
+    """Some texts of `a.*`: those of `a+\U0010ffff` before the loop."""
+    if not (isinstance(loop, Repetition) and (loop.least, loop.most) == (0, None)):
+        return None
+    inside = _members(loop.body)
+    heads = intersect(_members(head), inside)
+    if intersect(heads, _LETTERS) != _LETTERS or intersect(inside, _TEXT) != _TEXT:
+        return None
+    last = inside[-1][1]
+    return Concat((Repetition(CharClass(heads), 1, None), CharClass(((last, last),))))
+
+
+def straight(node: Node, rules: dict[str, Node]) -> Node | None:
+    """Texts that take, of each choice of a loop of letters or something else, the first loop.
+
+    Before such a choice the rest of `(.*|x)` is no loop, but that of `.*` is. As a lexeme of its
+    own beside the other it does not change the language.
+
+    Args:
+        node: The node.
+        rules: What it refers to; those that refer to others are not looked into.
+
+    Returns:
+        An expression for a subset of the node's language; None if there is no such choice.
+    """
+    found = _straight(node, rules)
+    return None if found is node else found
+
+
+def _straight(node: Node, rules: dict[str, Node]) -> Node:
+    if isinstance(node, Ref):
+        body = rules[node.name]
+        found = body if references(body) else _straight(body, rules)
+        return node if found is body else found
+    if isinstance(node, Concat):
+        parts = [_straight(part, rules) for part in node.parts]
+        same = all(new is old for new, old in zip(parts, node.parts, strict=True))
+        return node if same else sequence(*parts)
+    if isinstance(node, Alternation):
+        ways = (_straight(way, rules) for way in node.ways)
+        return next((way for way in ways if _begins_with_a_loop(way)), node)
+    return node
+
+
+def _begins_with_a_loop(node: Node) -> bool:
+    """Whether all that stands before a loop of letters are fixed characters."""
+    for part in node.parts if isinstance(node, Concat) else (node,):
+        if isinstance(part, Repetition) and part.most is None:
+            return intersect(_members(part.body), _LETTERS) == _LETTERS
+        if not (isinstance(part, CharClass) and part.members[0] == (part.members[-1][1],) * 2):
+            return False
+    return False
 
 
 def _members(node: Node) -> Ranges:

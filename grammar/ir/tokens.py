@@ -32,21 +32,26 @@ class Except:
     Args:
         members: The characters.
         texts: What is left out, unescaped.
+        heads: Those of them that a text may begin with; None means all. If it is some, the last of
+            the members is in no text that is left out: hints rely on it.
     """
 
     members: Ranges
     texts: tuple[str, ...]
+    heads: Ranges | None = None
 
     @classmethod
     def of(cls, dfa: Dfa) -> Except | None:
-        """The texts of an automaton as all of a set of characters but some; None if they are not,
-        or if the set is that of all characters, which have other written forms too."""
+        """The texts of an automaton as all of a set of characters, which may begin with some of
+        it, but some; None if they are not, or if the set is that of all characters, which have
+        other written forms too."""
         free = [
             s for s, moves in enumerate(dfa.moves) if dfa.final[s] and list(dfa.targets(s)) == [s]
         ]
         if len(free) != 1 or free == [0]:
             return None
         members = dfa.targets(free[0])[free[0]]
+        heads = union(((low, high),) for low, high, _ in dfa.moves[0])
         texts: list[str] = []
         pending = [(0, "")]
         for state, text in pending:
@@ -55,7 +60,7 @@ class Except:
             count = len(pending) + sum(high - low + 1 for low, high, _ in ways)
             # In a circle, texts grow beyond the number of states.
             if (
-                union([tuple(spans)]) != members
+                union([tuple(spans)]) != (members if text else heads)
                 or count > _MOST_TEXTS
                 or len(text) > len(dfa.moves)
             ):
@@ -64,7 +69,12 @@ class Except:
                 texts.append(text)
             for low, high, to in ways:
                 pending += [(to, text + chr(point)) for point in range(low, high + 1)]
-        return None if members == ALL else cls(members, tuple(texts))
+        if heads == members:
+            return None if members == ALL else cls(members, tuple(texts))
+        if members == ALL or union((heads, members)) != members:
+            return None
+        last = chr(members[-1][1])
+        return None if last in "".join(texts) else cls(members, tuple(texts), heads)
 
     @property
     def least(self) -> int:
@@ -74,7 +84,10 @@ class Except:
     @property
     def loop(self) -> Repetition:
         """An expression for all texts of at least so many characters, none left out."""
-        return Repetition(_any_one(self.members), self.least, None)
+        if self.heads is None:
+            return Repetition(_any_one(self.members), self.least, None)
+        rest = Repetition(_any_one(self.members), 0, None)
+        return Repetition(concat(_any_one(self.heads), rest), self.least, 1)
 
     @cached_property
     def written(self) -> tuple[Node, ...]:
@@ -94,20 +107,20 @@ class Except:
             for char in name:
                 node = node.setdefault(char, {})
             node[""] = {}
-        return _outside(trie, self.members)
+        return _outside(trie, self.members, self.members if self.heads is None else self.heads)
 
 
-def _outside(node: dict[str, Any], members: Ranges) -> Node:
+def _outside(node: dict[str, Any], members: Ranges, heads: Ranges) -> Node:
     ways: list[Node] = []
     children = {char: child for char, child in node.items() if char}
     points = negate(union(((ord(char), ord(char)),) for char in children))
-    other = in_json(intersect(members, points))
+    other = in_json(intersect(heads, points))
     if other:
         ways.append(concat(other, Repetition(_any_one(members), 0, None)))
     for char, child in children.items():
-        written = in_json(intersect(members, ((ord(char), ord(char)),)))
+        written = in_json(intersect(heads, ((ord(char), ord(char)),)))
         if written:
-            ways.append(concat(written, _outside(child, members)))
+            ways.append(concat(written, _outside(child, members, members)))
     if "" not in node:
         ways.append(EMPTY)
     return alternate(*ways)

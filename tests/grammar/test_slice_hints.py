@@ -16,7 +16,7 @@ from overlap_spec.grammar.automata.regex import Pattern
 from overlap_spec.grammar.automata.regex_ast import Alternation, CharClass, Concat, Node, Ref
 from overlap_spec.grammar.dialects.rust import to_regex
 from overlap_spec.grammar.ir.epsilon import EpsilonFree
-from overlap_spec.grammar.ir.slice_hints import later, letters_first
+from overlap_spec.grammar.ir.slice_hints import later, letters_first, straight
 from overlap_spec.grammar.lowering import lower
 
 Rules = dict[str, Node]
@@ -56,7 +56,10 @@ def test_letters_first_begins_with_a_loop() -> None:
     assert any(re.match(r"\(\?:\[A-Za-z\]\)\+", to_regex(body, str)) for body in changed)
 
 
-@pytest.mark.parametrize(("pattern", "has"), [("ab", True), ("^b.*ba", True), ("^ab*$", False)])
+@pytest.mark.parametrize(
+    ("pattern", "has"),
+    [("ab", True), ("^b.*ba", True), ("^[^_].*$", True), ("^b?.*$", False), ("^ab*$", False)],
+)
 def test_later_is_some_of_the_language(pattern: str, has: bool) -> None:
     rules = rules_of(Grammar.json_schema({"type": "string", "pattern": pattern}))
     found = later(rules["root"], rules)
@@ -65,6 +68,20 @@ def test_later_is_some_of_the_language(pattern: str, has: bool) -> None:
         some = texts_of(found, rules, 'ab"\U0010ffff', 6)
         assert some
         assert some < texts_of(rules["root"], rules, 'ab"\U0010ffff', 6)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "has"),
+    [("(_|[A-Za-z]+)b", True), ("_(-[A-Za-z]+|b)?", False), ("-((b|_)|_[A-Za-z]+-)", True)],
+)
+def test_straight_is_some_of_the_language(pattern: str, has: bool) -> None:
+    rules = rules_of(Grammar.regex(pattern))
+    found = straight(rules["root"], rules)
+    assert (found is not None) == has
+    if found is not None:
+        some = texts_of(found, rules, "ab_-", 5)
+        assert some
+        assert some < texts_of(rules["root"], rules, "ab_-", 5)
 
 
 @pytest.mark.parametrize("pattern", ["ab1", "^http|x$", "[0-9]{3}"])
@@ -94,7 +111,7 @@ def members(schema: dict[str, object], backend: str) -> tuple[list[bool], ...]:
     vocabulary = Vocabulary((*(bytes([byte]) for byte in range(256)), b""), 257, (256,))
     found = backends.load(backend)(vocabulary).compile(Grammar.json_schema(schema))
     values: list[object] = [None, "", 3, {}]
-    keys = ["X-a", "Xa", "name", "n\U0010ffff", "X-\U0010ffff"]
+    keys = ["X-a", "Xa", "name", "n\U0010ffff", "X-\U0010ffff", "X", "X\U0010ffff", "", "nam"]
     let, right = [], []
     for key, value in itertools.product(keys, values):
         text = json.dumps({key: value}, ensure_ascii=False, separators=(",", ":"))
@@ -105,13 +122,14 @@ def members(schema: dict[str, object], backend: str) -> tuple[list[bool], ...]:
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar", "reference"])
+@pytest.mark.parametrize("kind", ["^X-", "^X", "^[^nX]"])
 @pytest.mark.parametrize("free", [{"type": ["integer", "null"]}, {"type": "integer"}, False])
-def test_keys_of_several_kinds(backend: str, free: object) -> None:
+def test_keys_of_several_kinds(backend: str, free: object, kind: str) -> None:
     """A member that stands for all kinds of keys adds none."""
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string"}},
-        "patternProperties": {"^X-": {"type": ["string", "null"]}},
+        "patternProperties": {kind: {"type": ["string", "null"]}},
         "additionalProperties": free,
     }
     let, right = members(schema, backend)
