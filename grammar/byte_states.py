@@ -24,11 +24,13 @@ from overlap_spec.grammar.ir.network import Bytes, Closures, Network, Nodes
 from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
 from overlap_spec.grammar.lowering import lower
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.state_table import DEAD, FIRST, LOST, StateTable
+from overlap_spec.grammar.state_table import StateTable
 from overlap_spec.grammar.vocabulary import Vocabulary
-from overlap_spec.types import FEW_TOKENS
+from overlap_spec.types import COMMON_STATES, FEW_TOKENS
 
 MOST_STATES, MOST_NODES = 2048, 20_000
+# Rows of the states that every table has, before its own.
+LOST, DEAD = 0, 1
 # A count above it is a loop.
 MOST_COUNT = 4
 # Rules within rules, and places in rules at once, beyond which a state is LOST.
@@ -108,7 +110,7 @@ class _Unrolled:
             if state is not None and state not in numbers:
                 if len(order) >= MOST_STATES:
                     return LOST
-                numbers[state] = FIRST + len(order)
+                numbers[state] = COMMON_STATES + len(order)
                 order.append(state)
                 depth = max((self._stacks[stack].depth for _, stack in state), default=0)
                 heapq.heappush(waiting, (depth, len(order), state))
@@ -125,7 +127,7 @@ class _Unrolled:
         count = len(order)
         moves = moves[:count].copy()
         final = np.array([END in state for state in order], bool)
-        return StateTable(moves, final, _few(moves, vocabulary))
+        return StateTable.of(moves, final, _few(moves, vocabulary))
 
     def _moves(self, state: State) -> list[tuple[Bytes, State]]:
         """Disjoint sets of bytes, each with its target places."""
@@ -306,8 +308,8 @@ def _tokens_of(
             longer = text + bytes((byte,))
             first = bisect_left(texts, longer, low, high)
             last = bisect_left(texts, longer + HIGHEST, first, high)
-            if first < last and target < FIRST:
+            if first < last and target < COMMON_STATES:
                 closed = False
             elif first < last:
-                pending.append((target - FIRST, longer, first, last))
+                pending.append((target - COMMON_STATES, longer, first, last))
     return found, closed
