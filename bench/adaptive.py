@@ -131,6 +131,10 @@ def run_phases(
         task = progress.add_task("groups", total=total)
         for phase, groups in work.items():
             for number, asks in enumerate(groups):
+                # Once for all, lest the first policy wait for it.
+                for ask in asks:
+                    if ask.grammar is not None:
+                        engines[names[0]].compile(ask.grammar)
                 turn = number % len(names)
                 said = {}
                 for name in names[turn:] + names[:turn]:
@@ -266,10 +270,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             }
             for engine in engines.values():
                 engine.compiler = engines[options.policies[0]].compiler
-                measure(engine, [Ask("Warm up.", None, 8)])
                 # As a server does before it is ready.
+                engine.compiler.warm()
                 while engine.prepare_next():
                     pass
+                measure(engine, [Ask("Warm up.", None, 8)])
             work = phases(options.seed, size, options.batch, options.busy)
             wrong = list(run_phases(engines, work, run))
             states = {name: e.snapshot()["speculation"] for name, e in engines.items()}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.engine.cost_model import cost_model
+from overlap_spec.engine.cost_model import cost_model, tier_costs
 from overlap_spec.engine.drafter_guard import DrafterGuard
 from overlap_spec.engine.grammar_manager import GrammarManager, StepFigures
 from overlap_spec.engine.grammar_tables import GrammarTables
@@ -113,15 +113,28 @@ class EngineCore:
         if self.policy.weighs_cost:
             launch = nearest_tier(config, tiers)
             self.policy.calibrate(*cost_model(config, self.worker, launch, load_s))
+        # Whether the tiers may still be measured: no page holds what a request computed.
+        self._unmeasured = self.policy.weighs_cost
         self.worker.prepare(self.policy.choose(StepView((RequestView(0, 1),))).tier)
 
     def prepare_next(self) -> bool:
         """Between requests: record what one tier lacks, lest its first step wait for that (0.1 s
-        and more); False where nothing is left to record. No request may be running."""
-        return self.worker.prepare_next(self.policy.tiers)
+        and more), or measure them all before the first request; False where nothing is left to do.
+        No request may be running."""
+        if self.worker.prepare_next(self.policy.tiers):
+            return True
+        if not self._unmeasured:
+            return False
+        self._unmeasured = False
+        tiers = self.policy.tiers
+        found = tier_costs(self.config, self.worker, nearest_tier(self.config, tiers), tiers)
+        if found is not None:
+            self.policy.calibrate(*found)
+        return True
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
+        self._unmeasured = False
         config = self.config
         if config.drafter != "none" and sequence.request.sampling.temperature != 0:
             sequence.stats.acceptance = config.acceptance

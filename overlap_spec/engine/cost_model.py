@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 STARTUP_BATCHES, STARTUP_MORE_BATCHES = (1, 4), (2, 3, 8, 16)
 STARTUP_SHARE, STARTUP_LEAST_S, STARTUP_MOST_S = 0.2, 0.1, 2.0
 ENOUGH_POINTS = 4
+# Batches that all tiers are measured at when they have been recorded, and seconds for it.
+TIER_BATCHES, TIER_S = (1, 4, 8), 2.0
 # What a profile measures; as far as the engine's limits go.
 PROFILE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 PROFILE_CONTEXTS = (0, 1024, 4096)
@@ -63,6 +65,40 @@ def cost_model(
     except Exception as error:  # the drafter's own, or no room for it
         log.warning("no start-up fit, costs are assumed: %s", error, exc_info=error)
         return ASSUMED, ASSUMED_SPREAD
+
+
+def tier_costs(
+    config: EngineConfig, worker: Worker, launch: Tier, tiers: Sequence[Tier]
+) -> tuple[CostModel, float] | None:
+    """As :func:`cost_model`, of the tiers themselves: what wide and deep ones cost is measured.
+
+    None where the user's profile tells more, or too little could be measured.
+
+    Args:
+        tiers: All are recorded; no request may have run.
+    """
+    if load_profile(machine_key(config)) is not None:
+        return None
+    points = list(tier_points(tiers, launch, config.max_running_requests))
+    try:
+        times = worker.measure(points, TIER_S)
+    except Exception as error:  # the drafter's own, or no room for it
+        log.warning("tiers are not measured: %s", error, exc_info=error)
+        return None
+    if len(times) < ENOUGH_POINTS:
+        return None
+    model = fit_times(times, "start-up fit")
+    # The tiers themselves were measured: what a step takes beyond that is the machine's load.
+    return model, max(PROFILE_SPREAD, model.worst_error or 0.0)
+
+
+def tier_points(tiers: Sequence[Tier], launch: Tier, rows: int) -> Iterator[Point]:
+    """What tells most comes first: the launch tier, the one of most nodes, the deepest, none."""
+    widest = max(tiers, key=lambda tier: (tier.nodes, tier.steps))
+    deepest = max(tiers, key=lambda tier: (tier.steps, -tier.nodes))
+    shallowest = min(tiers, key=lambda tier: tier.steps)
+    some = dict.fromkeys((launch, widest, deepest, shallowest))
+    return (Point(tier, batch) for batch in TIER_BATCHES if batch <= rows for tier in some)
 
 
 def startup_fit(times: Sequence[PassTimes]) -> tuple[CostModel, float]:

@@ -103,6 +103,7 @@ class AutoPolicy(LengthPolicy):
         self.cost = cost or OnlineCost(ASSUMED, ASSUMED_SPREAD)
         self._slow = {kind: Memory(tiers, SLOW_KEPT) for kind in (False, True)}
         self._quick = {kind: Memory(tiers, QUICK_KEPT) for kind in (False, True)}
+        self._kinds: set[bool] = set()
         self._budgets = {tier: Budget(tier) for tier in tiers}
         self._places: dict[int, Place] = {}
         self._last = StepView(())
@@ -115,6 +116,11 @@ class AutoPolicy(LengthPolicy):
     def choose(self, view: StepView) -> Budget:
         if not view.batch:
             return self._budgets[self.tiers[0]]
+        for kind, runs in ((False, view.batch - view.constrained), (True, view.constrained)):
+            if runs and kind not in self._kinds:
+                self._kinds.add(kind)
+                for memory in (self._slow, self._quick):
+                    memory[kind].begin_like(memory[not kind])
         place = self._place(view)
         target = view.tpot_slo_ms
         if target is None:

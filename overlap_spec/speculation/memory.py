@@ -20,6 +20,8 @@ from overlap_spec.types import Tier
 # that did, since what was accepted in other text is a poor comparison; and these where the world
 # has changed.
 OFF_KEPT, IDLE_KEPT, STALE = 0.998, 0.98, 0.1
+# Runs that another kind of text is worth where a kind is new.
+FIRST_RUNS = 4.0
 # A tree's depth-1 runs that say how many children it is worth.
 LEARNT_RUNS = 12.0
 
@@ -72,6 +74,14 @@ class Memory:
                 counts.restart(other._counts[width])
             else:
                 counts.scale(STALE)
+
+    def begin_like(self, other: Memory) -> None:
+        """Of text that is new here, expect at first what another kind's drafts came to."""
+        for width, counts in self._counts.items():
+            theirs = other._counts[width]
+            counts.restart(theirs)
+            counts.scale(min(1.0, FIRST_RUNS / max(theirs.tried[0], FIRST_RUNS)))
+        self._children = dict(other._children)
 
     def learn_children(self, width: int) -> None:
         """Compare the trees of a width with the chains drafted beside them."""

@@ -437,6 +437,29 @@ def test_a_profile_is_used_where_there_is_one(
             assert engine.generate("a", None, {"max_tokens": 8}).finish_reason == "length"
 
 
+def test_recorded_tiers_are_measured_before_the_first_request(
+    tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fit at the start knows the launch tier alone, this one the trees as well; what requests
+    computed is not written over."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with Engine(**tiny, adaptive="auto", max_running_requests=4) as engine:
+        nodes = 4 * max(tier.nodes for tier in engine.core.policy.tiers)
+        cost = engine.snapshot()["speculation"]["cost"]
+        assert cost["most_nodes"] < nodes
+        while engine.prepare_next():
+            pass
+        measured = engine.snapshot()["speculation"]["cost"]
+        assert measured["most_nodes"] == nodes
+        assert measured["verify_node"] > 0
+        text = engine.generate("a", None, {"max_tokens": 8}).token_ids
+    with Engine(**tiny, adaptive="auto", max_running_requests=4) as engine:
+        assert engine.generate("a", None, {"max_tokens": 8}).token_ids == text
+        while engine.prepare_next():
+            pass
+        assert engine.snapshot()["speculation"]["cost"]["most_nodes"] == cost["most_nodes"]
+
+
 def test_measuring_leaves_no_trace(tiny: dict[str, str]) -> None:
     """Whoever was measured before its first step says the same, and holds no page."""
     texts = []

@@ -18,7 +18,7 @@ from overlap_spec.speculation.cost import (
 from overlap_spec.speculation.fallback import FallbackPolicy
 from overlap_spec.speculation.memory import Memory
 from overlap_spec.speculation.online_cost import OnlineCost
-from overlap_spec.speculation.policy import OFF, RequestView, StepOutcome, StepView
+from overlap_spec.speculation.policy import OFF, RequestOutcome, RequestView, StepOutcome, StepView
 from overlap_spec.speculation.presets import AUTO_CHAINS, AUTO_TREES, load_policy
 from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.types import Budget, Tier
@@ -164,6 +164,19 @@ def test_a_target_is_kept_where_it_can_be() -> None:
     # None keeps a millisecond: the best of all, then.
     hopeless = StepView((RequestView(0, 100, tpot_slo_ms=1.0),))
     assert policy.choose(hopeless).tier == free.tier
+
+
+def test_a_new_kind_of_text_is_expected_to_be_like_the_other() -> None:
+    """Until its own drafts say otherwise, which takes a few."""
+    chain = LAUNCH
+    policy = AutoPolicy(TIERS, chain)
+    free, constrained = (StepView((RequestView(0, 100, kind),)) for kind in (False, True))
+    for asked, verifies in ((free, 40), (constrained, 1)):
+        for _ in range(verifies):
+            policy.choose(asked)
+            runs = [RequestOutcome(0, 5, 5, asked is constrained)]
+            policy.observe(StepOutcome(asked, Budget(chain), runs))
+    assert policy.snapshot()["active"]["estimated_accept_length"] > 4.5
 
 
 def test_constrained_and_free_text_are_apart() -> None:

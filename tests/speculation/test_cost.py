@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench.simulated import MACHINES, profiled
-from overlap_spec.engine.cost_model import startup_fit
+from overlap_spec.engine.cost_model import startup_fit, tier_points
 from overlap_spec.speculation.cost import (
     ASSUMED,
     ASSUMED_SPREAD,
@@ -211,6 +211,17 @@ def test_a_negative_coefficient_is_no_profile() -> None:
     path = save_profile({}, MODEL)
     path.write_text(path.read_text().replace('"verify": 10.0', '"verify": -1.0'))
     assert load_profile({}) is None
+
+
+def test_what_is_measured_of_recorded_tiers() -> None:
+    """The extremes of all tiers, each once a batch, and no batch that cannot be."""
+    off, launch, long, narrow, wide = (
+        Tier(0, 1, 1), Tier(5, 1, 6), Tier(7, 1, 8), Tier(3, 4, 16), Tier(5, 4, 16)
+    )  # fmt: skip
+    points = list(tier_points((off, launch, long, narrow, wide), launch, 4))
+    assert points == [Point(tier, b) for b in (1, 4) for tier in (launch, wide, long, off)]
+    alone = list(tier_points((launch,), launch, 1))
+    assert alone == [Point(launch, 1)]
 
 
 def test_too_few_points_at_start_tell_the_unit_alone() -> None:
