@@ -62,6 +62,9 @@ class TracedGraph(Recorded):
             if not used[index]:
                 graph.eraseInput(len(inputs) + index)
         self._held = [tensor for tensor, is_used in zip(held, used, strict=True) if is_used]
+        # A tensor whose only owner is its Python object takes the interpreter's lock whenever
+        # another owner comes or goes: in a replay at each use, beside a host that holds it.
+        self._owners = torch._C.ScriptList(self._held)
         self._run = torch._C._create_function_from_graph("recorded", graph)
         self(*inputs)
 
