@@ -395,11 +395,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_tables(record, Console(width=100))
     run.finish(
         size.repetitions(JUDGED),
-        threads=options.threads,
         **rounded(record),
         schemas=[sample.id for sample in samples],
         vocabulary=vocabulary,
         equal=not wrong,
+        threads=options.threads,
     )
     if wrong:
         fail("outputs are not the same in all modes:\n" + "\n".join(wrong[:10]))
