@@ -4,25 +4,28 @@
 FILE]`` runs the same requests in the modes ``none``, ``double-sync`` and ``once-sync`` in turn,
 first four kinds of traffic, then batches of 1 to 32, and prints a table of each. By default the
 target is the embedded model padded to 131,072 tokens (``bench.targets``) and the schemas are drawn
-from JSONSchemaBench where it is available (``bench.workloads``).
+from JSONSchemaBench where it is available (``bench.workloads``). ``--batches 1,4 [--max-tokens N]``
+runs these batches alone, ``--modes`` these modes, ``--repetitions`` as often.
 
 The modes differ in nothing else: one static tier, no deadline for masks, all requests submitted
-before the first step, one thread for torch's own operations, greedy, the same compiled grammars.
-A round of everything goes first and is not counted. Modes are compared pair by pair, each with the
-``none`` that ran just before it. Outputs and accept lengths must be the same in all modes: else the
-difference is printed, and the exit status is 1.
+before the first step, ``--threads`` (default 1) for torch's own operations, greedy, the same
+compiled grammars. A round of everything goes first and is not counted. Modes are compared pair by
+pair, each with the ``none`` of its repetition; which of them begins changes with every repetition.
+Outputs and accept lengths must be the same in all modes: else the difference is printed, and the
+exit status is 1.
 
 Fields of the last line, beside those of every record (``bench.common``):
-    modes: Mode → figures at batch 4, as in ``overlap_spec.types`` and ``bench.measure``: medians
-        over the repetitions. ``grammar_ms``, ``exposed_ms`` and ``step_ms`` are means over steps;
-        ``hidden_fraction`` is over all steps of all repetitions.
-    saving_share: (none.tpot - once.tpot) / (grammar share of none's step * none.tpot), at batch 4:
-        1 means that all grammar time went. None where there is no grammar time.
+    modes: Mode → figures at batch 4 (else at the first batch), as in ``overlap_spec.types`` and
+        ``bench.measure``: medians over the repetitions. ``grammar_ms``, ``exposed_ms`` and
+        ``step_ms`` are means over steps; ``hidden_fraction`` is over all steps of all repetitions.
+    saving_share: (none.tpot - once.tpot) / (grammar share of none's step * none.tpot), there: 1
+        means that all grammar time went. None where there is no grammar time.
     rows: Kind of traffic → ``modes`` as above, and spreads of ``ratio_seconds``, ``ratio_tpot``
         (mode → pair by pair) and ``saving_share``. *JSON union* has costly masks.
     batches: Batch size → the same.
     schemas: Which schemas were drawn.
     equal: Outputs and accept lengths are the same in all modes.
+    threads: Of a pass.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +90,7 @@ class Size:
         long, short: Most tokens of an output.
         batches: Batch size → most tokens of an output.
         repeats: Name of a workload, or ``else`` → repetitions in each mode.
+        kinds: Whether the kinds of traffic are run, too.
     """
 
     schemas: int
@@ -94,10 +98,16 @@ class Size:
     short: int
     batches: dict[int, int]
     repeats: dict[str, int]
+    kinds: bool = True
 
     def repetitions(self, workload: str) -> int:
         """How often a workload is run in each mode."""
         return self.repeats.get(workload, self.repeats["else"])
+
+    @property
+    def most_requests(self) -> int:
+        """At once, in any workload."""
+        return max([8 * self.kinds, *self.batches])
 
 
 FULL = Size(16, 160, 32, {1: 96, 4: 96, 16: 96, 32: 96}, {JUDGED: 9, "JSON union": 9, "else": 5})
@@ -119,16 +129,18 @@ def workloads(samples: Sequence[Sample], size: Size) -> dict[str, list[Ask]]:
         "JSON union": union_asks(4, size.long),
     }
     batches = {f"batch {n}": json_asks(samples, n, most) for n, most in size.batches.items()}
-    return kinds | batches
+    return kinds | batches if size.kinds else batches
 
 
-def open_engines(stack: ExitStack, weights: dict[str, str]) -> dict[str, Engine]:
+def open_engines(
+    stack: ExitStack, weights: dict[str, str], modes: Sequence[str] = MODES, **settings: Any
+) -> dict[str, Engine]:
     """An engine for each mode, with one cache of compiled grammars for all."""
-    engines = {}
-    for mode in MODES:
-        engine = Engine(**weights, overlap=mode, **SETTINGS)
-        engines[mode] = stack.enter_context(engine)
-        engine.compiler = engines[MODES[0]].compiler
+    engines: dict[str, Engine] = {}
+    for mode in modes:
+        engine = stack.enter_context(Engine(**weights, overlap=mode, **SETTINGS | settings))
+        engines[mode] = engine
+        engine.compiler = next(iter(engines.values())).compiler
     return engines
 
 
@@ -144,8 +156,12 @@ def accepts(engine: Engine, grammar: Grammar) -> bool:
 def measure_all(
     engines: dict[str, Engine], work: dict[str, list[Ask]], size: Size, run: Run
 ) -> Results:
-    """Every workload in every mode, in turn, after a round that is not counted."""
-    results: Results = {name: {mode: [] for mode in engines} for name in work}
+    """Every workload in every mode, in turn, after a round that is not counted.
+
+    The mode that begins changes with every repetition.
+    """
+    modes = tuple(engines)
+    results: Results = {name: {mode: [] for mode in modes} for name in work}
     total = (1 + sum(size.repetitions(name) for name in work)) * len(engines)
     with run.progress() as progress:
         task = progress.add_task("warm-up", total=total)
@@ -155,7 +171,9 @@ def measure_all(
             progress.advance(task)
         for name, asks in work.items():
             for repetition in range(size.repetitions(name)):
-                for mode, engine in engines.items():
+                turn = repetition % len(engines)
+                for mode in (*modes[turn:], *modes[:turn]):
+                    engine = engines[mode]
                     progress.update(task, description=f"{name}, {mode}")
                     progress.advance(task)
                     if run.kept(workload=name, mode=mode, repetition=repetition):
@@ -216,13 +234,13 @@ def summary(samples: Samples) -> dict[str, Any]:
     for name, by_mode in group(samples).items():
         shares = saving_shares(by_mode)
         entry = {
-            "modes": {mode: figures(by_mode[mode]) for mode in MODES},
+            "modes": {mode: figures(of_mode) for mode, of_mode in by_mode.items()},
             "ratio_seconds": ratios(by_mode, "seconds"),
             "ratio_tpot": ratios(by_mode, "tpot_ms"),
             "saving_share": spread(shares) if shares else None,
         }
         (batches if name.startswith("batch ") else rows)[name] = entry
-    judged = batches[JUDGED]
+    judged = batches.get(JUDGED) or next(iter(batches.values()))
     saving = judged["saving_share"]
     return {
         "modes": judged["modes"],
@@ -234,9 +252,10 @@ def summary(samples: Samples) -> dict[str, Any]:
 
 def group(samples: Samples) -> dict[str, ByMode]:
     """Workload → mode → its samples in the order of their repetitions."""
+    modes = [mode for mode in MODES if any(sample["mode"] == mode for sample in samples)]
     grouped: dict[str, ByMode] = {}
     for sample in samples:
-        by_mode = grouped.setdefault(sample["workload"], {mode: [] for mode in MODES})
+        by_mode = grouped.setdefault(sample["workload"], {mode: [] for mode in modes})
         by_mode[sample["mode"]].append(sample)
     return grouped
 
@@ -259,15 +278,15 @@ def figures(samples: Samples) -> dict[str, Any]:
 
 def ratios(by_mode: ByMode, name: str) -> dict[str, dict[str, float]]:
     """Mode → spread of a figure's ratio to ``none``, pair by pair."""
-    values = {mode: [s[name] for s in by_mode[mode]] for mode in MODES}
-    return {mode: paired(values[mode], values["none"]) for mode in MODES if mode != "none"}
+    values = {mode: [s[name] for s in of_mode] for mode, of_mode in by_mode.items()}
+    return {mode: paired(values[mode], values["none"]) for mode in values if mode != "none"}
 
 
 def saving_shares(by_mode: ByMode) -> list[float]:
     """Which share of none's grammar time once-sync saved, pair by pair; see the module's text."""
     return [
         (none["tpot_ms"] - once["tpot_ms"]) / (none["grammar_share"] * none["tpot_ms"])
-        for none, once in zip(by_mode["none"], by_mode["once-sync"], strict=True)
+        for none, once in zip(by_mode["none"], by_mode.get("once-sync", ()), strict=False)
         if none["grammar_share"] > 0
     ]
 
@@ -275,13 +294,14 @@ def saving_shares(by_mode: ByMode) -> list[float]:
 def print_tables(record: dict[str, Any], console: Console) -> None:
     """What a reader sees: durations of the kinds of traffic, then every batch size."""
     table = Table(title="Seconds (ratio to none, pair by pair)", title_justify="left")
-    _columns(table, ["", *MODES])
+    _columns(table, ["", *record["modes"]])
     for name, row in record["rows"].items():
         cells = [f"{row['modes']['none']['seconds']:.3f}"]
         for mode, ratio in row["ratio_seconds"].items():
             cells.append(f"{row['modes'][mode]['seconds']:.3f} ({ratio['median']:.3f})")
         table.add_row(name, *cells)
-    console.print(table)
+    if record["rows"]:
+        console.print(table)
     table = Table(title="All JSON; times in ms, the last three a step", title_justify="left")
     _columns(
         table,
@@ -289,7 +309,7 @@ def print_tables(record: dict[str, Any], console: Console) -> None:
     )
     entries = {"union": record["rows"].get("JSON union")} | record["batches"]
     for name, entry in entries.items():
-        for mode in MODES if entry else ():
+        for mode in entry["modes"] if entry else ():
             ratio = entry["ratio_tpot"].get(mode, {"median": 1.0})["median"]
             table.add_row(name, mode, *_cells(entry["modes"][mode], ratio))
         table.add_section()
@@ -313,25 +333,52 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = flags("overlap", "The three overlap modes side by side.", resumable=True)
     add_model_flags(parser, "the padded embedded one")
     parser.add_argument("--data", type=Path, help="schemas, as rows of JSONSchemaBench")
+    parser.add_argument("--threads", type=int, default=1, help="of a pass (default 1)")
+    parser.add_argument("--batches", help="these batch sizes alone, with commas between")
+    parser.add_argument("--max-tokens", type=int, help="of an output, with --batches")
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="these beside none")
+    parser.add_argument("--repetitions", type=int, help="of everything")
     options = parser.parse_args(arguments)
     check_model_flags(parser, options)
+    try:
+        options.batches = [int(size) for size in (options.batches or "").split(",") if size]
+    except ValueError:
+        parser.error(f"--batches must be numbers with commas between: {options.batches}")
+    if options.max_tokens is not None and not options.batches:
+        parser.error("--max-tokens needs --batches")
+    given = (options.threads, options.max_tokens, options.repetitions, *options.batches)
+    if any(number is not None and number < 1 for number in given):
+        parser.error("--threads, --batches, --max-tokens and --repetitions must be at least 1")
     return options
+
+
+def chosen_size(options: argparse.Namespace) -> Size:
+    """How much the command line asks for."""
+    size = QUICK if options.quick else FULL
+    if options.batches:
+        most = options.max_tokens or size.long
+        size = replace(size, batches=dict.fromkeys(options.batches, most), kinds=False)
+    if options.repetitions is not None:
+        size = replace(size, repeats={"else": options.repetitions})
+    return size
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; ends in one JSON line."""
     options = parse(arguments)
-    size = QUICK if options.quick else FULL
+    size = chosen_size(options)
     run = Run("overlap", options, arguments)
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     try:
         weights = model_settings(options, run.console)
         if not weights:
             target, head = padded_target(work_folder(options.work), run.console)
             weights = {"model": str(target), "draft": str(head)}
         with ExitStack() as stack:
-            engines = open_engines(stack, weights)
-            first = engines[MODES[0]]
+            modes = [m for m in MODES if m == "none" or m in (options.modes or MODES)]
+            settings = {"threads": options.threads, "max_running_requests": size.most_requests}
+            engines = open_engines(stack, weights, modes, **settings)
+            first = engines["none"]
             samples = choose_samples(
                 read_samples(options.data),
                 size.schemas,
@@ -352,6 +399,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         schemas=[sample.id for sample in samples],
         vocabulary=vocabulary,
         equal=not wrong,
+        threads=options.threads,
     )
     if wrong:
         fail("outputs are not the same in all modes:\n" + "\n".join(wrong[:10]))

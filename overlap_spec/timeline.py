@@ -60,10 +60,7 @@ class Timeline:
         """Keep one span; ``args`` (JSON values) go into the trace. An end before the start is an
         empty span."""
         number = next(self._numbers)
-        self._ring[number % self.capacity] = (
-            number,
-            Span(lane, name, start_ns, end_ns, step, args),
-        )
+        self._ring[number % self.capacity] = (number, (lane, name, start_ns, end_ns, step, args))
 
     def spans(self) -> list[Span]:
         """The kept spans in the order in which they were recorded."""

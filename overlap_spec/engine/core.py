@@ -321,7 +321,7 @@ class EngineCore:
     def _budget(self, trees: list[Sequence], index: int, chunk_tokens: int) -> Budget:
         """What step ``index`` over ``trees`` may draft and verify."""
         target = self.config.tpot_slo_ms
-        view = StepView(tuple(_view(s, target) for s in trees), chunk_tokens)
+        view = StepView(tuple([_view(s, target) for s in trees]), chunk_tokens)
         self._views[index] = view
         budget = self.policy.choose(view)
         tier = self.drafter.allow(budget.tier)
@@ -330,9 +330,9 @@ class EngineCore:
         if self.widens:
             budget = widened(budget, self._rooms.of(trees, tier))
         tier = budget.tier
-        plain = [not request.speculate for request in view.requests]
-        if tier.nodes == 1 or not any(plain):
+        if tier.nodes == 1 or all(r.speculate for r in view.requests):
             return budget
+        plain = [not request.speculate for request in view.requests]
         most = budget.most or (tier.nodes,) * view.batch
         most = tuple(1 if p else m for p, m in zip(plain, most, strict=True))
         nodes = sum(most) if budget.nodes is None else min(budget.nodes, sum(most))
@@ -394,22 +394,25 @@ class EngineCore:
         self._runs += kept
         self._end_failed()
         for sequence in self.scheduler.running:
+            if sequence.finish_reason is None:
+                continue
             if isinstance(sequence.error, NumericFault):
                 self.scheduler.evict(sequence)
                 self.worker.clear(sequence.pages)
-            if sequence.finish_reason is not None:
-                self.grammar.drop(sequence.request.id)
+            self.grammar.drop(sequence.request.id)
 
     def _account(self, result: StepResult, late_ms: float) -> None:
         shares = self.grammar.account(result.exposed_ms + late_ms, result.idle_ms)
         verified = set(result.plan.verified_ids)
+        idle_ms = result.idle_ms / max(len(verified), 1)
         for sequence in self.scheduler.running:
-            if sequence.request.id in verified:
-                sequence.stats.idle_ms += result.idle_ms / len(verified)
-            if (share := shares.get(sequence.request.id)) is not None:
-                sequence.stats.grammar_ms += share.grammar_ms
-                sequence.stats.exposed_ms += share.exposed_ms
-                sequence.stats.illegal_drafts += share.refused
+            request_id, stats = sequence.request.id, sequence.stats
+            if request_id in verified:
+                stats.idle_ms += idle_ms
+            if (share := shares.get(request_id)) is not None:
+                stats.grammar_ms += share.grammar_ms
+                stats.exposed_ms += share.exposed_ms
+                stats.illegal_drafts += share.refused
 
     def _observe(self, result: StepResult, step: InFlightStep) -> None:
         """Tell the length policy what the step's trees got, and how long they took."""
@@ -469,13 +472,15 @@ def nearest_tier(config: EngineConfig, tiers: Iterable[Tier]) -> Tier:
 
 def _view(sequence: Sequence, tpot_slo_ms: float | None) -> RequestView:
     """What the length policy sees of a request; the target is that of requests without one."""
-    sampling = sequence.request.sampling
+    request = sequence.request
+    sampling = request.sampling
+    own_ms = sampling.tpot_slo_ms
     return RequestView(
-        sequence.request.id,
-        sequence.total_tokens,
+        request.id,
+        len(request.prompt_ids) + len(sequence.output_ids),
         sequence.matcher is not None,
         sampling.speculate,
-        _target(sequence, tpot_slo_ms),
+        tpot_slo_ms if own_ms is None else own_ms,
         sequence.confidences,
     )
 

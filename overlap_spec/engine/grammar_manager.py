@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from overlap_spec.errors import RequestFailed
@@ -84,31 +85,23 @@ class GrammarManager:
             runs: ``(nodes, TOLD)``: what the grammar forces behind each node, -1 where there is
                 no more.
         """
-        items, index_of = [], {}
+        items, matchers = [], self.matchers
         runs.fill(-1)
-        bounds = trees.offsets.tolist()
-        for index, request_id in enumerate(request_ids):
-            span = slice(bounds[index], bounds[index + 1])
-            if request_id not in self.matchers:
+        tokens, child, sibling = trees.tokens, trees.first_child, trees.next_sibling
+        for request_id, (first, end) in zip(
+            request_ids, pairwise(trees.offsets.tolist()), strict=True
+        ):
+            matcher, span = matchers.get(request_id), slice(first, end)
+            if matcher is None:
                 rows[span] = 0
                 continue
-            index_of[request_id] = index
-            items.append(
-                FillItem(
-                    request_id,
-                    self.matchers[request_id],
-                    trees.tokens[span],
-                    trees.first_child[span],
-                    trees.next_sibling[span],
-                    rows[span],
-                    runs[span],
-                )
-            )
+            links = tokens[span], child[span], sibling[span]
+            items.append(FillItem(request_id, matcher, *links, rows[span], runs[span]))
         for result in self._note("fill", self.pool.fill_batch(items)):
             if result.error is not None:
                 self._fail(result.request_id, result.error)
             elif result.root_only:
-                limits[index_of[result.request_id]] = 0
+                limits[request_ids.index(result.request_id)] = 0
 
     def free(self, request_ids: Iterable[int]) -> list[bool]:
         """Whether each request is inside its model's thinking, after what it was last fed."""

@@ -51,7 +51,8 @@ class OutputProcessor:
     def push(self, sequence: SequenceState) -> None:
         """Hand out the newest tokens of a sequence that is still running."""
         handle = self.handles[sequence.request.id]
-        _push_prompt(handle, sequence)
+        if sequence.prompt_logprobs:
+            _push_prompt(handle, sequence)
         handle.push(_delta(sequence, handle.pushed_tokens, finished=False))
 
     def finish(self, sequence: SequenceState) -> None:

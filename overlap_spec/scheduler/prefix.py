@@ -75,9 +75,9 @@ class PrefixTree:
         node = path[-1] if path else self._root
         if node.detached:
             return
-        for index, page in enumerate(self._full_pages(tokens, salt)):
-            if index < len(path):
-                continue
+        # Only what is new: a long prompt is offered again behind each of its chunks.
+        held = len(path)
+        for index, page in enumerate(self._full_pages(tokens, salt, held), held):
             child = node.children.get(page)
             if child is None:
                 child = node.children[page] = Node(node, page, pages[index])
@@ -127,8 +127,8 @@ class PrefixTree:
                 freed.append(node.page)
         return freed
 
-    def _full_pages(self, tokens: Sequence[int], salt: str) -> Iterator[Tokens]:
+    def _full_pages(self, tokens: Sequence[int], salt: str, first: int = 0) -> Iterator[Tokens]:
         size = self.page_size
-        for start in range(0, len(tokens) - size + 1, size):
+        for start in range(first * size, len(tokens) - size + 1, size):
             page = tuple(tokens[start : start + size])
             yield (salt, *page) if salt and start == 0 else page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
@@ -82,15 +83,22 @@ class Scheduler:
             choose: Budget of a step by the sequences that get its trees, its index, and the prompt
                 tokens that it prefills.
         """
-        for sequence in self._live():
-            if sequence.row >= 0 and not sequence.prefilling:
-                grown = self._grow(sequence, sequence.key_tokens)
+        live, moves = self._live(), self._starts + self.preemptions
+        for sequence in live:
+            tokens, prefill = sequence.key_tokens, sequence.prefill_tokens
+            if (
+                tokens + self.reserve_tokens > len(sequence.pages) * self.page_size
+                and sequence.planned_tokens >= prefill
+                and sequence.row >= 0
+            ):
+                grown = self._grow(sequence, tokens)
                 if not grown and sequence.row >= 0:
                     return None
         self._admit()
+        if self._starts + self.preemptions != moves:
+            live = self._live()
         chunks: list[tuple[Sequence, Chunk]] = []
-        live = self._live()
-        prefilling = [s for s in live if s.prefilling]
+        prefilling = [s for s in live if s.planned_tokens < s.prefill_tokens]
         for sequence, share in zip(prefilling, self._shares(prefilling), strict=True):
             if share and sequence.row >= 0:
                 self._reuse(sequence)
@@ -101,7 +109,7 @@ class Scheduler:
                     break
                 chunks.append((sequence, chunk))
         # One that was preempted for these pages is not among them any more.
-        trees = [s for s in live if not s.prefilling and s.row >= 0]
+        trees = [s for s in live if s.planned_tokens >= s.prefill_tokens and s.row >= 0]
         members = [*trees, *(s for s, _ in chunks)]
         if not members:
             return None
@@ -117,11 +125,12 @@ class Scheduler:
         return StepPlan(
             index=self._steps,
             budget=choose(trees, self._steps, sum(len(c.tokens) for _, c in chunks)),
-            decode_rows=tuple(s.row for s in trees),
+            # Of a list a tuple is made sooner than of a generator.
+            decode_rows=tuple([s.row for s in trees]),
             chunks=tuple(c for _, c in chunks),
-            request_ids=tuple(s.request.id for s in members),
-            grammar=tuple(s.matcher is not None for s in members),
-            max_keys=max((s.key_tokens for s in trees), default=0) + self.reserve_tokens,
+            request_ids=tuple([s.request.id for s in members]),
+            grammar=tuple([s.matcher is not None for s in members]),
+            max_keys=max([s.key_tokens for s in trees], default=0) + self.reserve_tokens,
             pages=grants,
         )
 
@@ -166,26 +175,27 @@ class Scheduler:
         trees = set(plan.decode_rows)
         for request_id, told in result.prompts.items():
             by_id[request_id].prompt_logprobs += told
-        kept = []
+        kept, tier, now_ns = [], plan.tier, time.perf_counter_ns()
         for (request_id, row, _), got in zip(plan.verified, result.rows, strict=True):
             sequence = by_id[request_id]
             if sequence.finish_reason is None:
-                sequence.tier, sequence.confidences = plan.tier, got.confidences
-                kept.append((sequence, self._take(sequence, got, verified=row in trees)))
+                sequence.tier, sequence.confidences = tier, got.confidences
+                kept.append((sequence, self._take(sequence, got, row in trees, now_ns)))
         return kept
 
     def may_end_all(self, plan: StepPlan) -> bool:
         """Whether the step under way may end every request of ``plan``, the one after it."""
+        if plan.chunks:
+            return False
         members = set(plan.request_ids)
-        return not plan.chunks and all(
-            self._may_end(s) for s in self.running if s.request.id in members
-        )
-
-    def _may_end(self, sequence: Sequence) -> bool:
-        request = sequence.request
-        if request.stop_ids or request.sampling.stop:
-            return True
-        return len(sequence.output_ids) + self.reserve_tokens > request.max_tokens
+        for sequence in self.running:
+            request = sequence.request
+            if request.stop_ids or request.sampling.stop:
+                continue
+            tokens = len(sequence.output_ids) + self.reserve_tokens
+            if tokens <= request.max_tokens and request.id in members:
+                return False
+        return True
 
     def ended_all(self, plan: StepPlan) -> bool:
         """Whether every request of ``plan`` has ended."""
@@ -196,18 +206,23 @@ class Scheduler:
         """Enter that nothing comes of the last plan: the step before it ended everyone."""
         self._committed = plan.index
 
-    def _take(self, sequence: Sequence, row: RowResult, verified: bool) -> tuple[int, ...]:
+    def _take(
+        self, sequence: Sequence, row: RowResult, verified: bool, now_ns: int
+    ) -> tuple[int, ...]:
         if row.error is not None:
             sequence.fail(row.error)
             return ()
-        sequence.choice_logprobs = row.choice_logprobs or sequence.choice_logprobs
+        if row.choice_logprobs:
+            sequence.choice_logprobs = row.choice_logprobs
         end = cut(sequence.request, len(sequence.output_ids), sequence.buffer, row.tokens)
         tokens = row.tokens[: end.kept]
         sequence.output_ids += tokens
-        sequence.logprobs += row.logprobs[: end.kept]
-        sequence.origins += row.origins[: end.kept]
+        if row.logprobs:
+            sequence.logprobs += row.logprobs[: end.kept]
+        if row.origins:
+            sequence.origins += row.origins[: end.kept]
         sequence.tree = None if row.tree is None else row.tree.cut(end.kept)
-        sequence.record_run(end.kept, row, verified)
+        sequence.record_run(end.kept, row, verified, now_ns)
         sequence.committed_tokens = sequence.total_tokens - 1
         if end.reason is not None:
             sequence.finish_reason, sequence.stop_match = end.reason, end.match
@@ -241,12 +256,16 @@ class Scheduler:
 
     def _live(self) -> list[Sequence]:
         """Running sequences that the step to be planned may compute for."""
-        return [s for s in self.running if s.finish_reason is None and not self._ending(s)]
+        return [
+            s
+            for s in self.running
+            if s.finish_reason is None
+            and (len(s.output_ids) + 1 < s.request.max_tokens or not self._ending(s))
+        ]
 
     def _ending(self, sequence: Sequence) -> bool:
-        """Whether the step under way ends the sequence for certain: it brings at least a token."""
-        if len(sequence.output_ids) + 1 < sequence.request.max_tokens:
-            return False
+        """Whether the step under way ends a sequence that lacks one token: it brings at least
+        that."""
         return sequence.last_step > self._committed and not sequence.prefilling
 
     def _pages_for(self, tokens: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,25 +154,29 @@ class Sequence:
         """End this sequence, and only this one, with an error."""
         self.finish_reason, self.error = "error", error
 
-    def record_run(self, kept: int, row: RowResult, verified: bool) -> None:
-        """Enter ``kept`` new tokens of one step into the statistics."""
-        now, stats = time.perf_counter_ns(), self.stats
+    def record_run(self, kept: int, row: RowResult, verified: bool, now_ns: int) -> None:
+        """Enter ``kept`` new tokens of one step into the statistics, at ``now_ns`` of
+        ``perf_counter_ns``."""
+        stats = self.stats
         stats.output_tokens += kept
         if verified:
             stats.verifies += 1
             stats.verified_tokens += kept
             stats.drafted_tokens += row.drafted
             stats.limited_steps += row.limited
-            drafts = min(row.accepted, kept)
+            drafts = row.accepted if row.accepted < kept else kept
             stats.accepted_drafts += drafts
-            stats.grafted_tokens += row.grafts
-            stats.accepted_grafts += min(row.grafted, kept)
-            stats.accept_histogram += [0] * (drafts + 1 - len(stats.accept_histogram))
-            stats.accept_histogram[drafts] += 1
-        since = (now - self.request.arrival_ns) / 1e6
+            if row.grafts:
+                stats.grafted_tokens += row.grafts
+                stats.accepted_grafts += min(row.grafted, kept)
+            histogram = stats.accept_histogram
+            if drafts >= len(histogram):
+                histogram += [0] * (drafts + 1 - len(histogram))
+            histogram[drafts] += 1
+        since = (now_ns - self.request.arrival_ns) / 1e6
         stats.end_to_end_ms = since
         if stats.output_tokens == kept:
             stats.ttft_ms = since
         else:
-            stats.itl_ms.append((now - self.last_token_ns) / 1e6)
-        self.last_token_ns = now
+            stats.itl_ms.append((now_ns - self.last_token_ns) / 1e6)
+        self.last_token_ns = now_ns

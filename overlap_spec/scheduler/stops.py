@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from overlap_spec.types import FinishReason, Request
 
@@ -16,8 +15,7 @@ class Detokenizer(Protocol):
         """Text that ``tokens`` complete; characters cut between tokens come with the last."""
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """The first ``kept`` tokens of a run belong to the output, which then is finished or not."""
 
     kept: int

@@ -30,11 +30,10 @@ from overlap_spec.worker.kv_pool import KVPool
 from overlap_spec.worker.lead import LeadWorker
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.streams import (
+    CpuStreams,
     InlineStreams,
     RecordSpan,
     Streams,
-    ThreadStream,
-    ThreadStreams,
     torch_threads,
 )
 from overlap_spec.worker.tables import RowTables
@@ -176,7 +175,7 @@ def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:
         return InlineStreams(record, threads)
     # Threads of torch's own already take all cores where they are as many.
     spare = threads < physical_cores()
-    return ThreadStreams(lambda name: ThreadStream(name, record, threads), prefill=spare)
+    return CpuStreams(record, threads, prefill=spare)
 
 
 def count_threads(config: EngineConfig, device: torch.device) -> int:

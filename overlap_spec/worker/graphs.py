@@ -62,13 +62,18 @@ class TracedGraph(Recorded):
             if not used[index]:
                 graph.eraseInput(len(inputs) + index)
         self._held = [tensor for tensor, is_used in zip(held, used, strict=True) if is_used]
+        # What its Python object alone owns takes the interpreter's lock when another owner comes or
+        # goes: in a replay once a tensor, beside a host that holds the lock.
+        self._owners = torch._C.ScriptList(self._held)
         self._run = torch._C._create_function_from_graph("recorded", graph)
         self(*inputs)
 
     def __call__(self, *inputs: Tensor) -> Tensors:
+        owners = torch._C.ScriptList(list(inputs))  # As above.
         # Its optimiser is for graphs that can be fused: here it would cost time and give none.
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             outputs: Tensors = self._run(*inputs, *self._held)
+        del owners
         return outputs
 
 

@@ -265,8 +265,12 @@ class ThreadStream(Stream):
         torch.set_num_threads(before)
 
     def run(self, label: str, work: Callable[..., T], *args: Any) -> Value[T]:
+        return self.run_for(self, label, work, *args)
+
+    def run_for(self, guest: Stream, label: str, work: Callable[..., T], *args: Any) -> Value[T]:
+        """:meth:`Stream.run`; the span is ``guest``'s."""
         value: Value[T] = Value()
-        step = self.step
+        name, step = guest.name, guest.step
 
         def job() -> None:
             if self._error is not None:
@@ -279,7 +283,7 @@ class ThreadStream(Stream):
             end = time.perf_counter_ns()
             self._busy_ns += end - start
             if self._record is not None:
-                self._record(self.name, label, start, end, step)
+                self._record(name, label, start, end, step)
 
         self._put(job)
         return value
@@ -317,6 +321,26 @@ class ThreadStream(Stream):
         """End the thread after what is queued."""
         self._queue.put(None)
         self._thread.join()
+
+
+class GuestStream(Stream):
+    """A stream of short work that a thread stream does in its own order.
+
+    A thread for what takes microseconds costs more than that: to be woken, and to have the
+    interpreter's lock.
+    """
+
+    def __init__(self, name: str, host: ThreadStream) -> None:
+        self.name, self._host = name, host
+
+    def run(self, label: str, work: Callable[..., T], *args: Any) -> Value[T]:
+        return self._host.run_for(self, label, work, *args)
+
+    def record(self, event: Event) -> None:
+        self._host.record(event)
+
+    def wait(self, event: Event) -> None:
+        self._host.wait(event)
 
 
 class ChaosStream(ThreadStream):
@@ -360,20 +384,17 @@ class InlineStreams(Streams):
 
 
 class ThreadStreams(Streams):
-    """One thread a stream.
+    """One thread a stream: with all the chances for races that a GPU has.
 
     Args:
         make: Builds each, by name.
-        prefill: Whether prefill has a thread of its own: where a core is left for it.
     """
 
-    def __init__(self, make: Callable[[str], ThreadStream], prefill: bool = True) -> None:
-        self.compute, self.plan, self.copy = (make(name) for name in ("compute", "plan", "copy"))
-        self._all = [self.compute, self.plan, self.copy]
-        self.prefill = self.compute
-        if prefill:
-            self.prefill = make("prefill")
-            self._all.append(self.prefill)
+    _all: list[ThreadStream]
+
+    def __init__(self, make: Callable[[str], ThreadStream]) -> None:
+        self._all = [make(name) for name in ("compute", "plan", "copy", "prefill")]
+        self.compute, self.plan, self.copy, self.prefill = self._all
 
     def event(self) -> Event:
         return HostEvent()
@@ -384,3 +405,24 @@ class ThreadStreams(Streams):
     def close(self) -> None:
         for stream in self._all:
             stream.close()
+
+
+class CpuStreams(ThreadStreams):
+    """Threads where there is work for them: plans are packed in the host's own, and compute's
+    copies what it has made.
+
+    Args:
+        record, threads: As :class:`ThreadStream`.
+        prefill: Whether prefill has a thread of its own: where a core is left for it.
+    """
+
+    def __init__(
+        self, record: RecordSpan | None = None, threads: int | None = None, prefill: bool = True
+    ) -> None:
+        compute = ThreadStream("compute", record, threads)
+        self._all = [compute]
+        self.compute = self.prefill = compute
+        self.plan, self.copy = InlineStream("plan", record), GuestStream("copy", compute)
+        if prefill:
+            self.prefill = ThreadStream("prefill", record, threads)
+            self._all.append(self.prefill)

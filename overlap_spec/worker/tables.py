@@ -40,6 +40,11 @@ class SamplingFeatures:
         """Whether the choice at a node depends on its row and position."""
         return self.sampled or self.penalised or self.biased or self.min_tokens
 
+    @property
+    def tells(self) -> bool:
+        """Whether more is asked of a result than its tokens."""
+        return self.top_logprobs is not None or self.origins or self.draft_trees
+
 
 class RowTables(nn.Module):
     """Committed lengths, roots, page tables and sampling settings of ``max_rows`` rows.
@@ -132,7 +137,9 @@ class RowTables(nn.Module):
 
     def features(self, rows: Iterable[int]) -> SamplingFeatures:
         """What a step over ``rows`` cannot skip."""
-        each = {id(n): n for n in map(self._features.__getitem__, rows)}.values()
+        each = list({id(n): n for n in map(self._features.__getitem__, rows)}.values())
+        if len(each) == 1:
+            return each[0]
         tops = [n.top_logprobs for n in each if n.top_logprobs is not None]
         return SamplingFeatures(
             sampled=any(n.sampled for n in each),

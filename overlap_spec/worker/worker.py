@@ -7,11 +7,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import NamedTuple, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from overlap_spec.drafters.base import Draft, host_draft
@@ -481,12 +482,9 @@ class Worker:
         rows = []
         if trees:
             numbers = step.results[0][:trees].numpy()
-            scored = slice(3 + plan.tier.steps, 1 - RUN_TOKENS)
-            scores = (numbers[:, scored] / SCORE_UNIT).tolist()
-            rows += [
-                self._tree_result(step, index, *result)
-                for index, result in enumerate(zip(numbers.tolist(), scores, strict=True))
-            ]
+            scores = numbers[:, 3 + plan.tier.steps : 1 - RUN_TOKENS] / SCORE_UNIT
+            each = zip(numbers.tolist(), *_confidences(scores, numbers[:, 0]), strict=True)
+            rows += [self._tree_result(step, index, *one) for index, one in enumerate(each)]
         chosen = step.results[-1].tolist() if plan.final_chunks else ()
         weights = {} if step.scores is None else choices.read(plan, step.scores.numpy())
         for index, (token, *run) in enumerate(chosen):
@@ -530,27 +528,31 @@ class Worker:
         return row._replace(tokens=tokens, origins=told)
 
     def _tree_result(
-        self, step: InFlightStep, index: int, numbers: list[int], scores: list[float]
+        self,
+        step: InFlightStep,
+        index: int,
+        numbers: list[int],
+        accepted: list[float],
+        refused: float | None,
     ) -> RowResult:
-        length, drafted = numbers[:2]
-        row, tier = step.plan.verified[index][1], step.plan.tier
-        limited = bool(step.limits) and step.limits[index] < step.plan.tier.steps
-        # Along the path, the root's 0 first; then the best of what was refused after it.
-        along = [*scores[: length + 1], scores[-1]]
-        confidences = tuple(
-            math.exp(after - before) for before, after in pairwise(along) if after > NO_SCORE
-        )
+        length, drafted = numbers[0], numbers[1]
+        row, tier = step.plan.decode_rows[index], step.plan.tier
+        limited = bool(step.limits) and step.limits[index] < tier.steps
+        confidences = tuple(accepted[:length])
+        if refused is not None:
+            confidences += (refused,)
         tokens = numbers[2 : 3 + length]
         place = self._places[row]
         if tier.base is not None and place is not None and place.left < tier.nodes:
             grafts, grafted = drafted, length
         else:
+            grafts = grafted = 0
             # Grafts come first: their scores are best. A tree of a fixed shape has none.
-            most = 0 if tier.parents is not None else min(drafted, tier.steps)
-            run = self._runs[row][:most]
-            agreed = zip(run, tokens[:length], strict=False)
-            grafts = len(run)
-            grafted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], agreed))
+            if (run := self._runs[row]) and tier.parents is None:
+                run = run[: min(drafted, tier.steps)]
+                agreed = zip(run, tokens[:length], strict=False)
+                grafts = len(run)
+                grafted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], agreed))
         self._set_run(step, index, numbers[1 - RUN_TOKENS :])
         return self._row_result(
             step, index, tokens, length, drafted, limited, confidences, grafts, grafted
@@ -581,6 +583,9 @@ class Worker:
         place = self._places[row]
         if place is not None:
             self._places[row] = place.after(tokens)
+        if not step.features.tells:
+            result = tuple(tokens), drafted, accepted, (), error, limited, (), confidences
+            return RowResult(*result, grafts, grafted)
         asked = self._tables.features_of(row)
         logprobs: tuple[TokenLogprobs, ...] = ()
         if asked.top_logprobs is not None and step.logprobs:
@@ -652,6 +657,30 @@ class Worker:
         self.streams.close()
         self._states.clear()
         self.runner.release()
+
+
+def _confidences(
+    scores: NDArray[np.float64], lengths: Int64s
+) -> tuple[list[list[float]], list[float | None]]:
+    """How sure the drafter was, of each row of a step.
+
+    Args:
+        scores: float64 ``(rows, steps + 2)``: along the path, the root's 0 first; then the best of
+            what was refused after it.
+        lengths: int64 ``(rows,)``: drafts that were accepted.
+
+    Returns:
+        Of each row ``steps`` probabilities, of which the accepted drafts' come first; and the
+        probability of what was refused, None where nothing was.
+    """
+    last = scores[np.arange(len(scores)), lengths]
+    with np.errstate(over="ignore"):
+        # Behind the accepted ones there is no path.
+        accepted = np.exp(np.diff(scores[:, :-1]))
+        refused = np.exp(scores[:, -1] - last)
+    there = (scores[:, -1] > NO_SCORE).tolist()
+    best = zip(there, refused.tolist(), strict=True)
+    return accepted.tolist(), [value if is_there else None for is_there, value in best]
 
 
 def _copy_tree(drafted: Drafted | None, buffers: Buffers) -> None:

@@ -255,6 +255,38 @@ def test_overlap_ends_in_its_record(
     assert {name: record[name] for name in again} == again
 
 
+def test_overlap_runs_batches_and_modes_alone(
+    tiny: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "overlap.json"
+    overlap.main(
+        ["--quick", "--model", tiny["model"], "--draft", tiny["draft"], "--data",
+         str(OWN_SCHEMAS), "--json", str(path), "--threads", "2", "--batches", "1,2",
+         "--max-tokens", "4", "--modes", "once-sync", "--repetitions", "2"]
+    )  # fmt: skip
+    record = last_line(capsys)
+    assert record["rows"] == {}
+    assert (record["threads"], record["repetitions"]) == (2, 2)
+    assert list(record["batches"]) == ["1", "2"]
+    assert record["modes"] == record["batches"]["1"]["modes"]
+    assert list(record["modes"]) == ["none", "once-sync"]
+    for entry in record["batches"].values():
+        assert entry["ratio_tpot"]["once-sync"]["n"] == 2
+        assert all(mode["output_tokens"] <= 8 for mode in entry["modes"].values())
+    raw = [json.loads(line) for line in samples_path(path).read_text().splitlines()]
+    turns = [sample["mode"] for sample in raw if sample["workload"] == "batch 1"]
+    assert turns == ["none", "once-sync", "once-sync", "none"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--batches", "x"], ["--batches", "0"], ["--max-tokens", "4"], ["--threads", "0"]]
+)
+def test_overlap_refuses_sizes_that_mean_nothing(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        overlap.parse(wrong)
+    assert end.value.code == 2
+
+
 def output(tokens: tuple[int, ...], verifies: int = 2) -> Output:
     stats = RequestStats(output_tokens=len(tokens), verifies=verifies, verified_tokens=4)
     return Output("text", tokens, "length", stats)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
@@ -16,7 +17,7 @@ from overlap_spec.kernels import Tree
 from overlap_spec.types import BY_NONE, DEAD, FEW_TOKENS, LOST, STATE_WIDTH, TOLD, Tier
 from overlap_spec.worker import model_runner as runner_module
 from overlap_spec.worker.graph_runner import GraphRunner
-from overlap_spec.worker.graphs import Recorded, Tensors, padded, padded_size
+from overlap_spec.worker.graphs import Recorded, Tensors, TracedGraph, padded, padded_size
 from overlap_spec.worker.model_runner import ModelRunner
 from tests.worker import test_overlap
 
@@ -26,6 +27,31 @@ TIERS: dict[str, dict[str, Any]] = {
     "chain": {"num_steps": 3},
     "tree": {"num_steps": 3, "eagle_topk": 3, "num_draft_tokens": 11},
 }
+
+
+class Scaled(nn.Module):
+    """Work over one tensor of its own."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((3,), 2.0))
+
+    def work(self, x: Tensor) -> Tensors:
+        return (x * self.scale,)
+
+
+def test_a_recording_owns_what_it_touches() -> None:
+    """What Python alone owns takes the interpreter's lock in each replay."""
+    module = Scaled()
+    assert module.scale._use_count() == 1  # type: ignore[attr-defined]
+    graph = TracedGraph(module, module.work, (torch.ones(2, 3),))
+    assert module.scale._use_count() > 1  # type: ignore[attr-defined]
+    assert graph(torch.ones(4, 3))[0].tolist() == [[2.0] * 3] * 4
+    del graph
+    gc.collect()
+    assert module.scale._use_count() == 1  # type: ignore[attr-defined]
 
 
 def state(runner: ModelRunner) -> list[Tensor]:

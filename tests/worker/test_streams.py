@@ -12,6 +12,7 @@ import torch
 from overlap_spec.worker.cuda import CudaStreams
 from overlap_spec.worker.streams import (
     ChaosStream,
+    CpuStreams,
     InlineStreams,
     Streams,
     ThreadStream,
@@ -21,6 +22,7 @@ from overlap_spec.worker.streams import (
 KINDS = [
     "inline",
     "threads",
+    "cpu",
     "chaos",
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
@@ -36,6 +38,8 @@ def streams(request: pytest.FixtureRequest) -> Iterator[Streams]:
         made = InlineStreams()
     elif kind == "threads":
         made = ThreadStreams(ThreadStream)
+    elif kind == "cpu":
+        made = CpuStreams()
     elif kind == "chaos":
         made = ThreadStreams(lambda name: ChaosStream(name, seed=3))
     else:
@@ -163,11 +167,30 @@ def test_close_leaves_no_thread() -> None:
     assert new() == 4
     made.close()
     assert new() == 0
-    made = ThreadStreams(ThreadStream, prefill=False)
-    assert new() == 3
-    assert made.prefill is made.compute
+    for prefill, threads in ((True, 2), (False, 1)):
+        few = CpuStreams(prefill=prefill)
+        assert new() == threads
+        assert (few.prefill is few.compute) is not prefill
+        few.close()
+        assert new() == 0
+
+
+def test_short_work_is_done_where_it_is_handed_over_or_by_compute() -> None:
+    spans: list[tuple[str, str, int]] = []
+    made = CpuStreams(lambda lane, name, *times: spans.append((lane, name, times[-1])))
+    made.begin(7)
+    packed = made.plan.run("upload", threading.get_ident)
+    assert packed.get() == threading.get_ident()
+    first = made.compute.run("draft", threading.get_ident)
+    ready, done = made.event(), made.event()
+    made.compute.record(ready)
+    made.copy.wait(ready)
+    copied = made.copy.run("tree", threading.get_ident)
+    made.copy.record(done)
+    done.synchronize()
     made.close()
-    assert new() == 0
+    assert first.get() == copied.get() != threading.get_ident()
+    assert spans == [("plan", "upload", 7), ("compute", "draft", 7), ("copy", "tree", 7)]
 
 
 def test_a_reset_event_was_never_recorded(streams: Streams) -> None:
