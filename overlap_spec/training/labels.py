@@ -9,6 +9,7 @@ from collections.abc import Callable
 from random import Random
 
 from overlap_spec.training.clauses import Clauses
+from overlap_spec.training.fillers import plain_words
 from overlap_spec.training.templates import Field
 
 # {l} the label, {s} the subject, {v} the value, {w} another value that is wrong.
@@ -67,6 +68,17 @@ BARE = (
     "enum", "flight", "symptom", "species", "model", "book",
 )  # fmt: skip
 
+# Kinds of value that can be told from the value itself, whatever stands around it.
+TELLING = (
+    "person", "email", "phone", "url", "date", "time", "enum", "code", "iban", "version", "flight",
+    "list", "items", "foods",
+)  # fmt: skip
+GLUE = (
+    *("of", "the", "for", "on", "with", "by", "at", "to", "and", "is", "was", "has", "from", "in"),
+    *("about", "that", "as", "this", "still", "new", "old", "a", "will", "not", "but", "it", "we"),
+    *("so", "who", "which", "then", "after", "before", "stays", "his", "her", "their", "our"),
+)
+
 
 def label(rng: Random, about: Field) -> str | None:
     """A noun for a field, from its keys; None where it has none."""
@@ -100,7 +112,7 @@ class Labelled:
         if kind == "bool":
             return self._truth(clauses, slot, name)
         if kind in LISTS:
-            forms = SEVERAL if with_subject else SEVERAL_ITSELF
+            forms: tuple[str, ...] = SEVERAL if with_subject else SEVERAL_ITSELF
         else:
             forms = OF_SUBJECT if with_subject else OF_ITSELF
         form = self.rng.choice(forms)
@@ -136,3 +148,33 @@ class Labelled:
             else:
                 parts.append(f"{name} {value}")
         return self.rng.choice((", ", ", ", ", ", "; ", " - ", " / ", " | ", "\n")).join(parts)
+
+    def loose(self, clauses: Clauses) -> str | None:
+        """Values of different kinds, each to be known by its look, between words without sense."""
+        kinds: dict[str, str] = {}
+        for slot in self.rng.sample(list(clauses.domain.fields), len(clauses.domain.fields)):
+            kind = clauses.domain.fields[slot].kind.partition(":")[0]
+            if kind in TELLING and kind not in kinds:
+                kinds[kind] = slot
+        if not kinds:
+            return None
+        slots = list(kinds.values())[: self.rng.choice((1, 2, 2, 3, 3, 4))]
+        pieces: list[str] = []
+        for slot in slots:
+            value, words = f"{{{slot}}}", self._words()
+            if clauses.domain.fields[slot].kind.partition(":")[0] in LISTS:
+                # Where a list begins and ends must be seen.
+                value, words = f"{value}.", f"{words.rstrip(',;:.')}:" if words else ""
+            pieces += [words, value]
+        if self.rng.random() < 0.6:
+            pieces.append(self._words())
+        return " ".join(piece for piece in pieces if piece)
+
+    def _words(self) -> str:
+        """None to five words, most of them small ones, and perhaps a mark behind them."""
+        words = [
+            self.rng.choice(GLUE) if self.rng.random() < 0.6 else self.rng.choice(plain_words())
+            for _ in range(self.rng.choice((0, 1, 2, 2, 3, 4, 5)))
+        ]
+        mark = self.rng.choice(("", "", "", "", ",", ";", ":", ".")) if words else ""
+        return " ".join(words) + mark

@@ -199,8 +199,11 @@ class VariedCases(WideCases):
         chance = self.rng.random()
         if chance < 0.12:
             return self._telegram(clauses)
+        loose = self.labelled.loose(clauses) if chance < 0.24 else None
+        if loose is not None:
+            return f"{capital(loose)}{self.rng.choice(('.', '.', ''))}"
         used: set[str] = set()
-        parts = self._related(relations, used) if relations and chance < 0.75 else []
+        parts = self._related(relations, used) if relations and chance < 0.8 else []
         if not parts or self.rng.random() < 0.4:
             parts += self._by_labels(clauses, used)
         return self._joined(clauses, parts, used)

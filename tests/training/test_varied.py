@@ -161,6 +161,22 @@ def test_a_wrong_value_beside_the_right_one_is_no_fact():
     assert not any("WRONG" in slot for text in wrong for slot in parse_template("", text).slots)
 
 
+def test_loose_values_are_of_different_kinds():
+    cases = VariedCases(Random(12))
+    words = Counter()
+    for clauses in cases.clauses.values():
+        for _ in range(30):
+            text = cases.labelled.loose(clauses)
+            if text is None:
+                continue
+            made = parse_template("", text)
+            kinds = [clauses.domain.fields[slot].kind.partition(":")[0] for slot in made.slots]
+            assert kinds
+            assert len(set(kinds)) == len(kinds)
+            words.update(re.findall(r"[a-z]+", re.sub(r"{.*?}", "", text)))
+    assert len(words) > 200
+
+
 def test_lists_and_records_hold_every_value():
     fillers = VariedFillers(Random(9))
     shapes = set()
