@@ -1,31 +1,36 @@
 """A grammar's states by bytes, for drafts: what may come next, without a matcher and on any device.
 
 The rules are unrolled into a table of moves, breadth first by how deep rules stand in each other,
-until a limit: what lies behind is :data:`LOST`, where everything may come. High counts are loops,
-and texts that a token leaves out are in it. So a table allows all that its grammar does, and more:
-what it forbids need not be drafted, and what it forces is forced. Masks decide, as ever.
+until a limit: what lies behind is :data:`LOST`, where everything may come. Of rules that call each
+other in a circle it is forgotten how often they did. High counts are loops, and texts that a token
+leaves out are in it. So a table allows all that its grammar does, and more: what it forbids need
+not be drafted, and what it forces is forced. Masks decide, as ever.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.ir.calls import Call, Calls
 from overlap_spec.grammar.ir.network import Bytes, Closures, Network, Nodes
 from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
 from overlap_spec.grammar.lowering import lower
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.state_table import DEAD, FIRST, LOST, StateTable
+from overlap_spec.grammar.state_table import StateTable
 from overlap_spec.grammar.vocabulary import Vocabulary
-from overlap_spec.types import FEW_TOKENS
+from overlap_spec.types import COMMON_STATES, FEW_TOKENS
 
 MOST_STATES, MOST_NODES = 2048, 20_000
+# Rows of the states that every table has, before its own.
+LOST, DEAD = 0, 1
 # A count above it is a loop.
 MOST_COUNT = 4
 # Rules within rules, and places in rules at once, beyond which a state is LOST.
@@ -38,6 +43,9 @@ HIGHEST = b"\xff" * 64
 # A node of the network, and the number of a stack of those to which its rules return.
 Place = tuple[int, int]
 State = frozenset[Place]
+# Of a text that may end; of a place that was not looked at.
+END: Place = -1, 0
+UNKNOWN: State = frozenset(((-2, 0),))
 
 
 def byte_states(grammar: Grammar, vocabulary: Vocabulary) -> StateTable:
@@ -50,19 +58,45 @@ def byte_states(grammar: Grammar, vocabulary: Vocabulary) -> StateTable:
         return _Unrolled(lower(grammar).loops).table(vocabulary)
 
 
+class _Frame(NamedTuple):
+    """A rule that goes on behind a call, the stack below it, and how deep both are.
+
+    With no ``call`` it stands for any number of calls of one circle.
+    """
+
+    call: Call | None
+    below: int
+    depth: int
+    circle: int
+
+
+class _Near(NamedTuple):
+    """Nodes with bytes, calls, and rules that end."""
+
+    bytes: list[int]
+    calls: list[Call]
+    ended: list[str]
+
+
 class _Unrolled:
     """Sets of places in rules, each with the places to which its rules return."""
 
     def __init__(self, syntax: Syntax) -> None:
         self.network = network = Network(MOST_NODES, MOST_COUNT)
         self.starts = {name: network.node() for name in syntax.rules}
-        self.ends = {network.add(syntax.rules[name], node) for name, node in self.starts.items()}
+        # The rule of each node; of its end alone, the rule that ends there.
+        owners = list(syntax.rules)
+        self.ends: dict[int, str] = {}
+        for name, node in self.starts.items():
+            self.ends[network.add(syntax.rules[name], node)] = name
+            owners += [name] * (len(network.calls) - len(owners))
+        self._calls = Calls(network, owners, frozenset(self.ends))
         self._closures = Closures(network)
-        # By number: where a rule returns to, the stack below, and the depth.
-        self._stacks: list[tuple[int, int, int]] = [(-1, -1, 0)]
+        # By number: what a rule returns to.
+        self._stacks = [_Frame(None, -1, 0, -1)]
         self._numbers: dict[tuple[int, int], int] = {}
         self._known: dict[Place, State | None] = {}
-        self._ending: dict[int, bool] = {}
+        self._known_near: dict[int, _Near] = {}
         self._known_moves: dict[Nodes, list[tuple[Bytes, Nodes]]] = {}
 
     def table(self, vocabulary: Vocabulary) -> StateTable:
@@ -76,9 +110,9 @@ class _Unrolled:
             if state is not None and state not in numbers:
                 if len(order) >= MOST_STATES:
                     return LOST
-                numbers[state] = FIRST + len(order)
+                numbers[state] = COMMON_STATES + len(order)
                 order.append(state)
-                depth = max((self._stacks[stack][2] for _, stack in state), default=0)
+                depth = max((self._stacks[stack].depth for _, stack in state), default=0)
                 heapq.heappush(waiting, (depth, len(order), state))
             return numbers[state]
 
@@ -92,17 +126,15 @@ class _Unrolled:
                 row[_bytes_of(members)] = number(self._closed(targets))
         count = len(order)
         moves = moves[:count].copy()
-        final = np.array([self._is_final(state) for state in order], bool)
-        return StateTable(moves, final, _few(moves, vocabulary))
-
-    def _is_final(self, state: State) -> bool:
-        return any(node in self.ends and stack == 0 for node, stack in state)
+        final = np.array([END in state for state in order], bool)
+        return StateTable.of(moves, final, _few(moves, vocabulary))
 
     def _moves(self, state: State) -> list[tuple[Bytes, State]]:
         """Disjoint sets of bytes, each with its target places."""
         by_stack: dict[int, list[int]] = {}
         for node, stack in state:
-            by_stack.setdefault(stack, []).append(node)
+            if node >= 0:
+                by_stack.setdefault(stack, []).append(node)
         found: list[tuple[Bytes, State]] = []
         for stack, nodes in by_stack.items():
             mine = [
@@ -121,67 +153,90 @@ class _Unrolled:
     def _closed(self, places: State) -> State | None:
         """The places with bytes, or ends of the grammar, that are reached without a byte; None
         where they are too many or too deep."""
-        found: set[Place] = set()
+        found: State = frozenset()
         for place in places:
-            own = self._reached(place)
+            own = self._known.get(place, UNKNOWN)
+            if own is UNKNOWN:
+                own = self._known[place] = self._reached(place)
             if own is None:
                 return None
-            found |= own
-        return frozenset(found) if len(found) <= MOST_PLACES else None
+            found = found | own if found else own
+        return found if len(found) <= MOST_PLACES else None
 
     def _reached(self, place: Place) -> State | None:
-        if place in self._known:
-            return self._known[place]
-        network, seen, pending = self.network, {place}, [place]
+        seen, pending = {place}, [place]
         kept: set[Place] = set()
-        lost = False
         while pending:
             node, stack = pending.pop()
-            if network.bytes[node]:
-                kept.add((node, stack))
-            further = [(target, stack) for target in network.steps[node]]
-            for rule, back in network.calls[node]:
-                own = stack if self._ends(back) else self._push(back, stack)
-                lost |= own < 0
-                further.append((self.starts[rule], own))
-            if node in self.ends:
-                if stack == 0:
-                    kept.add((node, 0))
+            near = self._known_near.get(node)
+            if near is None:
+                near = self._known_near[node] = self._near(node)
+            kept.update([(inner, stack) for inner in near.bytes])
+            further: list[Place] = []
+            for call in near.calls:
+                own = self._push(call, stack)
+                if own < 0:
+                    return None
+                further.append((self.starts[call.called], own))
+            for rule in near.ended:
+                if stack:
+                    further += self._returns(rule, stack)
                 else:
-                    back, below, _ = self._stacks[stack]
-                    further.append((back, below))
-            if lost or len(seen) > 8 * MOST_PLACES:
-                lost = True
-                break
+                    kept.add(END)
             for other in further:
                 if other not in seen:
                     seen.add(other)
                     pending.append(other)
-        self._known[place] = None if lost else frozenset(kept)
-        return self._known[place]
+            if len(seen) > 8 * MOST_PLACES:
+                return None
+        return frozenset(kept)
 
-    def _ends(self, node: int) -> bool:
-        """Whether a rule can do nothing but end at a node: then who called it need not return."""
-        found = self._ending.get(node)
-        if found is None:
-            network = self.network
-            self._ending[node] = False
-            steps = network.steps[node]
-            found = not network.bytes[node] and not network.calls[node]
-            found = found and (all(map(self._ends, steps)) if steps else node in self.ends)
-            self._ending[node] = found
-        return found
+    def _near(self, start: int) -> _Near:
+        """What is reached from a node with nothing read and no call to come back from."""
+        network, calls = self.network, self._calls
+        seen, pending = {start}, [start]
+        while pending:
+            node = pending.pop()
+            further = [*network.steps[node], *(self.starts[r] for r in calls.tails.get(node, ()))]
+            for other in further:
+                if other not in seen:
+                    seen.add(other)
+                    pending.append(other)
+        return _Near(
+            [node for node in seen if network.bytes[node]],
+            [call for node in seen for call in calls.at.get(node, ())],
+            [self.ends[node] for node in seen if node in self.ends],
+        )
 
-    def _push(self, back: int, below: int) -> int:
-        """The stack with one more place to return to; -1 where it is too deep."""
-        known = self._numbers.get((back, below))
+    def _push(self, call: Call, below: int) -> int:
+        """The stack with one more call; -1 where it is too deep."""
+        top, circle = self._stacks[below], call.circle
+        if circle >= 0 and circle == top.circle:
+            return below
+        # Of all calls of a circle there is one.
+        key = (call.back if circle < 0 else -1 - circle, below)
+        known = self._numbers.get(key)
         if known is None:
-            depth = self._stacks[below][2] + 1
-            known = len(self._stacks) if depth <= DEEPEST else -1
+            known = len(self._stacks) if top.depth < DEEPEST else -1
             if known >= 0:
-                self._stacks.append((back, below, depth))
-            self._numbers[back, below] = known
+                frame = _Frame(None if circle >= 0 else call, below, top.depth + 1, circle)
+                self._stacks.append(frame)
+            self._numbers[key] = known
         return known
+
+    def _returns(self, rule: str, stack: int) -> Iterator[Place]:
+        """Where a rule may go on that ends with a stack."""
+        call, below, _, circle = self._stacks[stack]
+        if call is not None:
+            yield call.back, below
+            return
+        first = self._stacks[below].call
+        entered = first.called if first is not None else "root" if below == 0 else None
+        for other in self._calls.circles[circle]:
+            if rule in self._calls.same_end(other.called):
+                yield other.back, stack
+                if entered is None or other.caller in self._calls.same_end(entered):
+                    yield other.back, below
 
 
 def _merged(
@@ -253,8 +308,8 @@ def _tokens_of(
             longer = text + bytes((byte,))
             first = bisect_left(texts, longer, low, high)
             last = bisect_left(texts, longer + HIGHEST, first, high)
-            if first < last and target < FIRST:
+            if first < last and target < COMMON_STATES:
                 closed = False
             elif first < last:
-                pending.append((target - FIRST, longer, first, last))
+                pending.append((target - COMMON_STATES, longer, first, last))
     return found, closed

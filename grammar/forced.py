@@ -19,6 +19,7 @@ from overlap_spec.grammar.contract import Links, Matcher, Row
 from overlap_spec.grammar.guesses import Guesses
 from overlap_spec.grammar.text_tokens import TextTokens
 from overlap_spec.grammar.vocabulary import Vocabulary
+from overlap_spec.types import LOST
 
 # Texts whose tokens are kept, and bytes of the longest: some 5 MB.
 CACHED = 16384
@@ -117,13 +118,12 @@ class ForcedRuns:
         children = children_of(drafted, child, sibling)
         linked = sum(token not in ends for own in children.values() for token in own)
         refused = max(0, linked + 1 - sum(map(bool, reached)))
-        if guesses.standing.table is not None:
-            self._tell_states(children, reached, runs, guesses)
+        states = self._tell_states(children, reached, runs, guesses)
         forced = [node for node, count in enumerate(ahead) if count <= 1 and reached[node]]
         if not forced:
             return Openings(refused, {}, {}, {})
         told: dict[int, list[int]] = {}
-        texts = self._texts(matcher, forced, children)
+        texts = self._texts(matcher, forced, children, states, guesses)
         for node, text in texts.items():
             run = self.tokens(text, guesses)
             if run and run[0] not in children.get(node, ()):
@@ -137,8 +137,11 @@ class ForcedRuns:
         reached: Sequence[int],
         runs: Row,
         guesses: Guesses,
-    ) -> None:
+    ) -> dict[int, int]:
+        """Write the states of all nodes that are known, and give them."""
         standing = guesses.standing
+        if standing.table is None:
+            return {}
         states = {0: standing.state}
         # A node comes before its children.
         for node, own in children.items():
@@ -148,6 +151,7 @@ class ForcedRuns:
                         states[child] = standing.after(states[node], self._text[token])
         nodes = list(states)
         runs[nodes, self._tokens] = [standing.number(states[node]) for node in nodes]
+        return states
 
     def learn(self, openings: Openings, chosen: Sequence[int], guesses: Guesses) -> None:
         """Note what a request's model chose where text was forced.
@@ -214,9 +218,14 @@ class ForcedRuns:
         return known
 
     def _texts(
-        self, matcher: Matcher, forced: list[int], children: dict[int, dict[int, int]]
+        self,
+        matcher: Matcher,
+        forced: list[int],
+        children: dict[int, dict[int, int]],
+        states: Mapping[int, int],
+        guesses: Guesses,
     ) -> dict[int, bytes]:
-        """The forced bytes behind nodes that have such, by node."""
+        """The forced bytes behind nodes that have such, by node: the table's, where it has any."""
         above = {
             child: (node, token) for node, own in children.items() for token, child in own.items()
         }
@@ -229,7 +238,8 @@ class ForcedRuns:
             if node and len(outer) > len(own) and outer.startswith(own):
                 texts[node] = outer[len(own) :]
             else:
-                texts[node] = matcher.forced_bytes(_path(node, above))
+                told = guesses.standing.forced(states.get(node, LOST), LONGEST_BYTES + 1)
+                texts[node] = told or matcher.forced_bytes(_path(node, above))
         return texts
 
     def _canonical(self, forced: bytes) -> list[int]:

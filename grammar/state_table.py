@@ -5,22 +5,67 @@ from __future__ import annotations
 import zlib
 
 import numpy as np
+import numpy.typing as npt
 
-from overlap_spec.types import FEW_TOKENS, STATE_WIDTH, GrammarTable
-
-# States of every table: nothing is known; nothing can come; the grammar has ended. Then its own.
-LOST, DEAD = 0, 1
-FIRST = 3
+from overlap_spec.types import (
+    BY_NONE,
+    BY_REST,
+    BY_STOP,
+    COMMON_STATES,
+    DEAD,
+    DONE,
+    FEW_TOKENS,
+    FIRST,
+    LOST,
+    STATE_WIDTH,
+    GrammarTable,
+)
 
 
 class StateTable(GrammarTable):
-    """A grammar's table; state :data:`FIRST` is its start."""
+    """A grammar's table; the state :data:`FIRST` is its start."""
 
     __slots__ = ()
 
+    @classmethod
+    def of(
+        cls, moves: npt.NDArray[np.uint16], final: npt.NDArray[np.bool_], few: npt.NDArray[np.int32]
+    ) -> StateTable:
+        """The table of ``n`` states beside the common ones.
+
+        Args:
+            moves: uint16 ``(n, 256)``: rows of the states after each byte.
+            final: bool ``(n,)``: where the grammar may end.
+            few: int32 ``(n, FEW_TOKENS + 1)``.
+        """
+        count = COMMON_STATES + len(moves)
+        steps = np.full((count, STATE_WIDTH), DEAD, np.int32)
+        steps[0] = LOST
+        np.multiply(moves, STATE_WIDTH, out=steps[COMMON_STATES:, :BY_NONE], dtype=np.int32)
+        steps[1:, BY_NONE] = np.arange(1, count) * STATE_WIDTH
+        steps[COMMON_STATES:, BY_STOP][final] = DONE
+        steps[COMMON_STATES:, BY_REST] = LOST
+        every = np.full((count, FEW_TOKENS + 1), -1, np.int32)
+        every[:COMMON_STATES, -1] = 0
+        every[COMMON_STATES:] = few
+        forced = np.full(count, -1, np.int16)
+        ways = moves != DEAD // STATE_WIDTH
+        single = (ways.sum(1) == 1) & ~final
+        forced[COMMON_STATES:][single] = ways[single].argmax(1)
+        return cls(steps, every, forced)
+
+    @property
+    def final(self) -> npt.NDArray[np.bool_]:
+        """bool ``(S,)``: where the grammar may end."""
+        ends: npt.NDArray[np.bool_] = self.moves[:, BY_STOP] == DONE
+        return ends
+
     def to_bytes(self) -> bytes:
         """What :meth:`from_bytes` reads."""
-        return zlib.compress(b"".join(part.tobytes() for part in self), 1)
+        own = slice(COMMON_STATES, None)
+        moves = (self.moves[own, :BY_NONE] // STATE_WIDTH).astype(np.uint16)
+        parts = moves, self.final[own], self.few[own]
+        return zlib.compress(b"".join(part.tobytes() for part in parts), 1)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> StateTable:
@@ -28,11 +73,15 @@ class StateTable(GrammarTable):
         whole = np.frombuffer(zlib.decompress(data), np.uint8)
         count = len(whole) // (2 * 256 + 1 + 4 * (FEW_TOKENS + 1))
         moves, final, few = np.split(whole, [512 * count, 513 * count])
-        return cls(
+        return cls.of(
             moves.view(np.uint16).reshape(count, 256),
             final.view(np.bool_),
             few.copy().view(np.int32).reshape(count, FEW_TOKENS + 1),
         )
+
+
+# Of the state LOST alone: its moves and what it forces.
+NOTHING_KNOWN = np.zeros(STATE_WIDTH, np.int32).data, np.full(1, -1, np.int16).data
 
 
 class TableStanding:
@@ -46,13 +95,15 @@ class TableStanding:
     def __init__(self) -> None:
         self.table: StateTable | None = None
         self.state = LOST
-        self._base, self._moves = 0, memoryview(b"")
+        self._ahead = 0
+        # Of a view, Python reads a number several times faster than of an array.
+        self._moves, self._forced = NOTHING_KNOWN
 
     def enter(self, table: StateTable, base: int) -> None:
-        """Start in a table whose states are numbered from ``base`` on where drafts are made."""
-        self.table, self._base, self.state = table, base, FIRST
-        # Of a view, Python reads a number several times faster than of an array.
-        self._moves = np.ascontiguousarray(table.moves).reshape(-1).data
+        """Start in a table whose first own state is state number ``base`` where drafts are made."""
+        self.table, self.state = table, FIRST
+        self._ahead = (base - COMMON_STATES) * STATE_WIDTH
+        self._moves, self._forced = table.moves.reshape(-1).data, table.forced.data
 
     def read(self, text: bytes) -> None:
         """Go on behind a token that was kept."""
@@ -63,11 +114,17 @@ class TableStanding:
         """The state after more bytes."""
         moves = self._moves
         for byte in text:
-            if state < FIRST:
-                return state if state == LOST else DEAD
-            state = moves[(state - FIRST) * 256 + byte]
+            state = moves[state + byte]
         return state
+
+    def forced(self, state: int, most: int) -> bytes:
+        """The bytes that must come next, as far as they are told."""
+        moves, forced, found = self._moves, self._forced, bytearray()
+        while (byte := forced[state // STATE_WIDTH]) >= 0 and len(found) < most:
+            found.append(byte)
+            state = moves[state + byte]
+        return bytes(found)
 
     def number(self, state: int) -> int:
         """A state as drafts know it."""
-        return (state if state < FIRST else state - FIRST + self._base) * STATE_WIDTH
+        return state if state < FIRST else state + self._ahead

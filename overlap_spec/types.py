@@ -22,12 +22,12 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 RUN_TOKENS = 16
 # Numbers that the lane tells of a node: the run behind it, and the state of its grammar's table.
 TOLD = RUN_TOKENS + 1
-# States by bytes (`grammar/byte_states.py`) on the device: a state is the number at which its moves
-# begin. Steps from it: by each of 256 bytes; by none; by what is no text; by a stop token; by the
-# rest of a long token. States of every table: nothing is known; nothing can come; all is over.
-STATE_WIDTH = 260
+# States by bytes (`grammar/byte_states.py`): a state is the number at which its moves begin. Steps
+# from it: by each of 256 bytes; by none; by what is no text; by a stop token; by the rest of a long
+# token. States of every table: nothing is known; nothing can come; all is over. Then its own.
+STATE_WIDTH, COMMON_STATES = 260, 3
 BY_NONE, BY_OTHER, BY_STOP, BY_REST = 256, 257, 258, 259
-LOST, DEAD, DONE = 0, STATE_WIDTH, 2 * STATE_WIDTH
+LOST, DEAD, DONE, FIRST = (STATE_WIDTH * state for state in range(COMMON_STATES + 1))
 # Steps of a token, and tokens that are listed of a state in which few can come.
 TOKEN_STEPS, FEW_TOKENS = 16, 8
 # Nodes of a trie that is drafted from, the prompt's end included.
@@ -44,17 +44,15 @@ Floats = NDArray[np.float32]
 class GrammarTable(NamedTuple):
     """A grammar's states by bytes: it allows all that the grammar does, and little more.
 
-    States 0, 1 and 2 are of every table: nothing is known; nothing can come; the grammar has ended.
-    Its own are 3 and on, the start first.
-
-    ``moves`` uint16 ``(S, 256)``: of state ``3 + s``, the state after each byte. ``final`` bool
-    ``(S,)``: whether the grammar may end there. ``few`` int32 ``(S, FEW_TOKENS + 1)``: tokens with
-    which a text can go on, -1 behind their end, and last 1 where no other can.
+    Of ``S`` states, the common ones first and the start behind them. ``moves`` int32
+    ``(S, STATE_WIDTH)``: the state after each step. ``few`` int32 ``(S, FEW_TOKENS + 1)``: tokens
+    with which a text can go on, -1 behind their end, and last 1 where no other can. ``forced``
+    int16 ``(S,)``: the only byte that can come, -1 where there is another, or none, or an end.
     """
 
-    moves: NDArray[np.uint16]
-    final: NDArray[np.bool_]
+    moves: NDArray[np.int32]
     few: NDArray[np.int32]
+    forced: NDArray[np.int16]
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,11 @@ from overlap_spec.types import (
     BY_OTHER,
     BY_REST,
     BY_STOP,
+    COMMON_STATES,
     DEAD,
     DONE,
     FEW_TOKENS,
+    FIRST,
     LOST,
     STATE_WIDTH,
     TOKEN_STEPS,
@@ -28,8 +30,6 @@ from overlap_spec.worker.kv_pool import lazy_zeros
 
 # States that the tables of all grammars have together, some 17 MB.
 STATES = 16_384
-# States that every table has, before its own.
-COMMON = 3
 
 
 class GrammarStates(nn.Module):
@@ -50,7 +50,7 @@ class GrammarStates(nn.Module):
 
     def __init__(self, rows: int, vocab_size: int, states: int, device: torch.device) -> None:
         super().__init__()
-        every = COMMON + states
+        every = COMMON_STATES + states
         moves = lazy_zeros((every * STATE_WIDTH,), torch.int32, device)
         moves[DEAD : DONE + STATE_WIDTH] = DEAD
         moves[DEAD + BY_NONE], moves[DONE + BY_NONE] = DEAD, DONE
@@ -60,7 +60,7 @@ class GrammarStates(nn.Module):
         shape = vocab_size if states else 1, TOKEN_STEPS
         self.register_buffer("texts", torch.full(shape, BY_NONE, dtype=torch.int32, device=device))
         self.register_buffer("few", lazy_zeros((every, FEW_TOKENS + 1), torch.int32, device))
-        self.few[:COMMON, :FEW_TOKENS] = -1
+        self.few[:COMMON_STATES, :FEW_TOKENS] = -1
 
     @property
     def tables(self) -> StateTables:
@@ -82,25 +82,14 @@ class GrammarStates(nn.Module):
 
     def write(self, base: int, table: GrammarTable) -> None:
         """Take in a table whose states are numbered from ``base`` on."""
-        count = len(table.final)
-        moves, few = table_rows(base, table)
+        own = table.moves[COMMON_STATES:]
+        # The common states are the first ones everywhere.
+        ahead = (base - COMMON_STATES) * STATE_WIDTH
+        moves = torch.from_numpy(np.where(own < FIRST, own, own + np.int32(ahead)).reshape(-1))
         first = base * STATE_WIDTH
-        self.moves[first : first + moves.size].copy_(torch.from_numpy(moves), non_blocking=True)
-        self.few[base : base + count].copy_(torch.from_numpy(few), non_blocking=True)
-
-
-def table_rows(base: int, table: GrammarTable) -> tuple[Int32s, Int32s]:
-    """A table's ``moves`` and ``few``, if its states are numbered from ``base`` on."""
-    count = len(table.final)
-    rows = np.empty((count, STATE_WIDTH), np.int32)
-    # The common states are the first ones everywhere.
-    here = table.moves.astype(np.int32)
-    rows[:, :BY_NONE] = np.where(here < COMMON, here, here + (base - COMMON)) * STATE_WIDTH
-    rows[:, BY_NONE] = np.arange(base, base + count) * STATE_WIDTH
-    rows[:, BY_OTHER] = DEAD
-    rows[:, BY_STOP] = np.where(table.final, DONE, DEAD)
-    rows[:, BY_REST] = LOST
-    return rows.reshape(-1), table.few
+        self.moves[first : first + len(moves)].copy_(moves, non_blocking=True)
+        few = torch.from_numpy(table.few[COMMON_STATES:])
+        self.few[base : base + len(few)].copy_(few, non_blocking=True)
 
 
 def token_steps(texts: Sequence[bytes], stop_ids: Sequence[int]) -> Int32s:
@@ -127,7 +116,7 @@ class StateRooms:
     """
 
     def __init__(self, states: int = STATES) -> None:
-        self._free = [(COMMON, states)]
+        self._free = [(COMMON_STATES, states)]
         # By a table's identity: its part, who uses it, the table itself. The newest come last.
         self._parts: dict[int, tuple[int, int, set[int], GrammarTable]] = {}
 
@@ -136,10 +125,11 @@ class StateRooms:
         known = self._parts.pop(id(table), None)
         new = known is None
         if known is None:
-            base = self._take(len(table.final))
+            count = len(table.few) - COMMON_STATES
+            base = self._take(count)
             if base is None:
                 return None
-            known = base, len(table.final), set(), table
+            known = base, count, set(), table
         self._parts[id(table)] = known
         known[2].add(user)
         return known[0], new
