@@ -18,7 +18,7 @@ from overlap_spec.training.mixed import WideCases, with_schema, written
 from overlap_spec.training.questions import Choice, Questions
 from overlap_spec.training.sums import Sums
 from overlap_spec.training.turns import WideTools, result_turn
-from overlap_spec.training.wide import WideFillers
+from overlap_spec.training.varied import VariedCases, VariedFillers
 
 BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 SYSTEM, USER, ASSISTANT, TOOL = "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"
@@ -81,11 +81,11 @@ class DocumentMaker:
     def __init__(self, rng: Random, gsm8k: list[tuple[str, str]]) -> None:
         self.rng = rng
         self.gsm8k_pairs = gsm8k
-        self.cases = WideCases(rng)
+        self.cases = VariedCases(rng)
         self.tools = WideTools(rng)
-        self.questions = Questions(rng)
+        self.questions = Questions(rng, cases=self.cases)
         self.sums = Sums(rng)
-        self.fillers = WideFillers(rng)
+        self.fillers = VariedFillers(rng)
         self.pairs = [tuple(line.split(" => ")) for line in read_lines("chat.txt")]
 
     def make(self, warm_up: bool) -> Document:

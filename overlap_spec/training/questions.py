@@ -74,11 +74,14 @@ class Questions:
     Args:
         rng: Source of all choices.
         held_out_fillers: Fill with values that training never saw.
+        cases: What draws the texts, with the same ``rng``; by default the wide mixture.
     """
 
-    def __init__(self, rng: Random, held_out_fillers: bool = False) -> None:
+    def __init__(
+        self, rng: Random, held_out_fillers: bool = False, cases: WideCases | None = None
+    ) -> None:
         self.rng = rng
-        self.cases = WideCases(rng, held_out_fillers)
+        self.cases = cases or WideCases(rng, held_out_fillers)
         self.world = [self._read_thing(line) for line in read_lines("world.txt")]
 
     @staticmethod
