@@ -472,15 +472,12 @@ def nearest_tier(config: EngineConfig, tiers: Iterable[Tier]) -> Tier:
 
 def _view(sequence: Sequence, tpot_slo_ms: float | None) -> RequestView:
     """What the length policy sees of a request; the target is that of requests without one."""
-    request = sequence.request
-    sampling = request.sampling
-    own_ms = sampling.tpot_slo_ms
     return RequestView(
-        request.id,
-        len(request.prompt_ids) + len(sequence.output_ids),
+        sequence.request.id,
+        sequence.total_tokens,
         sequence.matcher is not None,
-        sampling.speculate,
-        tpot_slo_ms if own_ms is None else own_ms,
+        sequence.request.sampling.speculate,
+        _target(sequence, tpot_slo_ms),
         sequence.confidences,
     )
 

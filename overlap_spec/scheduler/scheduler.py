@@ -85,20 +85,15 @@ class Scheduler:
         """
         live, moves = self._live(), self._starts + self.preemptions
         for sequence in live:
-            tokens, prefill = sequence.key_tokens, sequence.prefill_tokens
-            if (
-                tokens + self.reserve_tokens > len(sequence.pages) * self.page_size
-                and sequence.planned_tokens >= prefill
-                and sequence.row >= 0
-            ):
-                grown = self._grow(sequence, tokens)
+            if sequence.row >= 0 and not sequence.prefilling:
+                grown = self._grow(sequence, sequence.key_tokens)
                 if not grown and sequence.row >= 0:
                     return None
         self._admit()
         if self._starts + self.preemptions != moves:
             live = self._live()
         chunks: list[tuple[Sequence, Chunk]] = []
-        prefilling = [s for s in live if s.planned_tokens < s.prefill_tokens]
+        prefilling = [s for s in live if s.prefilling]
         for sequence, share in zip(prefilling, self._shares(prefilling), strict=True):
             if share and sequence.row >= 0:
                 self._reuse(sequence)
@@ -109,7 +104,7 @@ class Scheduler:
                     break
                 chunks.append((sequence, chunk))
         # One that was preempted for these pages is not among them any more.
-        trees = [s for s in live if s.planned_tokens >= s.prefill_tokens and s.row >= 0]
+        trees = [s for s in live if not s.prefilling and s.row >= 0]
         members = [*trees, *(s for s, _ in chunks)]
         if not members:
             return None
@@ -256,16 +251,12 @@ class Scheduler:
 
     def _live(self) -> list[Sequence]:
         """Running sequences that the step to be planned may compute for."""
-        return [
-            s
-            for s in self.running
-            if s.finish_reason is None
-            and (len(s.output_ids) + 1 < s.request.max_tokens or not self._ending(s))
-        ]
+        return [s for s in self.running if s.finish_reason is None and not self._ending(s)]
 
     def _ending(self, sequence: Sequence) -> bool:
-        """Whether the step under way ends a sequence that lacks one token: it brings at least
-        that."""
+        """Whether the step under way ends the sequence for certain: it brings at least a token."""
+        if len(sequence.output_ids) + 1 < sequence.request.max_tokens:
+            return False
         return sequence.last_step > self._committed and not sequence.prefilling
 
     def _pages_for(self, tokens: int) -> int:

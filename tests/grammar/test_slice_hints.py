@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Callable
 
 import jsonschema
 import pytest
@@ -20,6 +21,7 @@ from overlap_spec.grammar.ir.slice_hints import later, letters_first, straight
 from overlap_spec.grammar.lowering import lower
 
 Rules = dict[str, Node]
+Hint = Callable[[Node, Rules], Node | None]
 
 
 def rules_of(grammar: Grammar) -> Rules:
@@ -56,18 +58,23 @@ def test_letters_first_begins_with_a_loop() -> None:
     assert any(re.match(r"\(\?:\[A-Za-z\]\)\+", to_regex(body, str)) for body in changed)
 
 
+def finds_some(hint: Hint, rules: Rules, has: bool, letters: str, most: int) -> None:
+    """A hint is for some texts of a language and not all, where there is one."""
+    found = hint(rules["root"], rules)
+    assert (found is not None) == has
+    if found is not None:
+        some = texts_of(found, rules, letters, most)
+        assert some
+        assert some < texts_of(rules["root"], rules, letters, most)
+
+
 @pytest.mark.parametrize(
     ("pattern", "has"),
     [("ab", True), ("^b.*ba", True), ("^[^_].*$", True), ("^b?.*$", False), ("^ab*$", False)],
 )
 def test_later_is_some_of_the_language(pattern: str, has: bool) -> None:
     rules = rules_of(Grammar.json_schema({"type": "string", "pattern": pattern}))
-    found = later(rules["root"], rules)
-    assert (found is not None) == has
-    if found is not None:
-        some = texts_of(found, rules, 'ab"\U0010ffff', 6)
-        assert some
-        assert some < texts_of(rules["root"], rules, 'ab"\U0010ffff', 6)
+    finds_some(later, rules, has, 'ab"\U0010ffff', 6)
 
 
 @pytest.mark.parametrize(
@@ -76,12 +83,7 @@ def test_later_is_some_of_the_language(pattern: str, has: bool) -> None:
 )
 def test_straight_is_some_of_the_language(pattern: str, has: bool) -> None:
     rules = rules_of(Grammar.regex(pattern))
-    found = straight(rules["root"], rules)
-    assert (found is not None) == has
-    if found is not None:
-        some = texts_of(found, rules, "ab_-", 5)
-        assert some
-        assert some < texts_of(rules["root"], rules, "ab_-", 5)
+    finds_some(straight, rules, has, "ab_-", 5)
 
 
 @pytest.mark.parametrize("pattern", ["ab1", "^http|x$", "[0-9]{3}"])
