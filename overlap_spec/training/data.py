@@ -14,6 +14,7 @@ from typing import ClassVar, Literal, get_args
 
 from overlap_spec.training.cases import Case, CaseMaker, compact
 from overlap_spec.training.fillers import invented_word, read_lines
+from overlap_spec.training.interviews import Interviews
 from overlap_spec.training.mixed import WideCases, with_schema, written
 from overlap_spec.training.questions import Choice, Questions
 from overlap_spec.training.sums import Sums
@@ -50,6 +51,10 @@ def tools_text(case: Case) -> str:
     return "\n".join(["Tools:", *lines])
 
 
+# Of the answers to yes/no and choice questions: those in a word alone.
+BARE_SHARE = 0.65
+
+
 class DocumentMaker:
     """Draws training documents.
 
@@ -61,14 +66,15 @@ class DocumentMaker:
     # Share of each kind of document, in the copying warm-up and after it.
     WARM_UP: ClassVar = {"random_copy": 0.45, "lookup": 0.4, "extraction": 0.15}
     MAIN: ClassVar = {
-        "extraction": 0.56,
-        "tool_call": 0.12,
-        "choice": 0.09,
-        "short_answer": 0.04,
-        "gsm8k": 0.035,
+        "extraction": 0.53,
+        "tool_call": 0.13,
+        "choice": 0.05,
+        "interview": 0.12,
+        "short_answer": 0.025,
+        "gsm8k": 0.03,
         "few_shot": 0.0015,
-        "word_problem": 0.03,
-        "lookup": 0.03,
+        "word_problem": 0.02,
+        "lookup": 0.02,
         "random_copy": 0.01,
         "repeat": 0.01,
         "tool_result": 0.02,
@@ -84,6 +90,7 @@ class DocumentMaker:
         self.cases = VariedCases(rng)
         self.tools = WideTools(rng)
         self.questions = Questions(rng, cases=self.cases)
+        self.interviews = Interviews(self.cases)
         self.sums = Sums(rng)
         self.fillers = VariedFillers(rng)
         self.pairs = [tuple(line.split(" => ")) for line in read_lines("chat.txt")]
@@ -114,14 +121,26 @@ class DocumentMaker:
         made = self.questions.about_text()
         return chat(made.prompt, self._wrapped(made))
 
+    def interview(self) -> Document:
+        """Several questions about one text, one after the other."""
+        document: Document = []
+        bare = self.rng.random() < BARE_SHARE
+        for number, made in enumerate(self.interviews.several()):
+            (prompt, weight), answer = chat(
+                made.prompt, made.answer if bare else self._in_json(made)
+            )
+            document += [(prompt.removeprefix(BOS) if number else prompt, weight), answer]
+        return document
+
     def plain_fact(self) -> Document:
         """A yes/no question about the world."""
         made = self.questions.about_the_world()
         return chat(made.prompt, self._wrapped(made))
 
     def _wrapped(self, made: Choice) -> str:
-        if self.rng.random() < 0.65:
-            return made.answer
+        return made.answer if self.rng.random() < BARE_SHARE else self._in_json(made)
+
+    def _in_json(self, made: Choice) -> str:
         value: str | bool = made.answer
         if value in ("yes", "no") and self.rng.random() < 0.3:
             value = value == "yes"

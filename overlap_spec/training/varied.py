@@ -61,6 +61,18 @@ RECORDS = (
     "{a} pieces of {w}", "{a}x {w}", "{w} {a} times", "a pack of {a} {w}",
 )  # fmt: skip
 
+# Values of more than one word, of words without sense: {a} and {b}.
+MADE_WORDS = {
+    "symptom": (
+        "does not {a}", "fails to {a}", "never {a}s", "is not {a}", "cannot {a}", "{a}s twice",
+        "has no {a}", "{a}s the {b}", "does {a} but not {b}", "keeps {a}ing", "will not {a}",
+    ),
+    "software": ("{a} {b}", "{a} page", "{a} list", "{a} {b} box"),
+    "food": ("{a} {b}", "{a} oil", "{a} milk", "dried {a}", "{a} and {b}"),
+    "dish": ("{a} {b}", "{a} cake", "{a} rolls"),
+    "noun": ("{a} {b}", "{a} set"),
+}  # fmt: skip
+
 
 @cache
 def truths() -> tuple[tuple[str, str, str], ...]:
@@ -82,6 +94,9 @@ class VariedFillers(WideFillers):
         if kind == "tld" and self.rng.random() < 0.6:
             letters = "abcdefghijklmnopqrstuvwxyz"
             return "".join(self.rng.choice(letters) for _ in range(self.rng.choice((2, 2, 3, 4))))
+        if kind in MADE_WORDS and not self.held_out and self.rng.random() < 0.3:
+            form = self.rng.choice(MADE_WORDS[kind])
+            return form.format(a=self._plain_word(), b=self._plain_word())
         return super().word(kind)
 
     def _joined(self, texts: list[str]) -> str:
@@ -166,11 +181,16 @@ class VariedCases(WideCases):
         if self.rng.random() > ANYTHING_SHARE:
             return CaseMaker.extraction(self)
         made = self.anything.make()
+        document, facts, identity = self.about(made)
+        return self._asked(made.domain, document, facts, identity)
+
+    def about(self, made: Clauses) -> tuple[str, dict[str, Filler], str]:
+        """A text about a subject that was made for it, the facts it states and its id."""
         free = self.rng.random() < 0.4
         template = self.varied(made) if free else self.composer.compose(made)
         text, facts, _ = self._render(made.domain, template)
         document = self.distracted(made.domain, with_articles(text))
-        return self._asked(made.domain, document, facts, f"anything:{made.domain.name}")
+        return document, facts, f"anything:{made.domain.name}"
 
     def _nest(
         self, domain: Domain, values: dict[str, Any], schemas: dict[str, Any]
