@@ -2,10 +2,10 @@
 
 ``python -m bench.embedded [--cases N] [--data GSM8K.jsonl] [--card FILE]`` runs cases through the
 engine, greedily, with fillers that training never saw: extractions and tool calls in phrasings of
-the training families and in held-out ones, extractions of texts made by grammar, and questions
-about a text. Exact: the parsed object is the answer; fields: share of top-level fields that are.
-Accept length: tokens a verify emitted, over verifies. ``--card`` writes the figures into the
-model's card, beside the aims.
+the training families, in held-out ones and in such as were written when training had ended,
+extractions of texts made by grammar, and questions about a text. Exact: the parsed object is the
+answer; fields: share of top-level fields that are. Accept length: tokens a verify emitted, over
+verifies. ``--card`` writes the figures into the model's card, beside the aims.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "tree of 16, top-k 4": {"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 16},
 }
 KINDS: dict[str, tuple[CaseKind, ...]] = {
-    "chain of 5": ("seen", "unseen", "seen_tools", "unseen_tools", "wide"),
+    "chain of 5": ("seen", "unseen", "fresh", "seen_tools", "unseen_tools", "wide"),
     "tree of 16, top-k 4": ("seen", "unseen"),
 }
 SAMPLE_QUESTIONS = [

@@ -9,6 +9,7 @@ BEGIN, END = "<!-- figures: written by bench.embedded -->", "<!-- end of figures
 NAMES = {
     "seen": "extraction, written phrasings",
     "unseen": "extraction, held-out phrasings",
+    "fresh": "extraction, phrasings written afterwards",
     "wide": "extraction, texts by grammar",
     "seen_tools": "tool calls, written phrasings",
     "unseen_tools": "tool calls, held-out phrasings",
@@ -59,15 +60,15 @@ def card_figures(results: dict[str, Any], cases: int, command: str) -> str:
         f"Without a grammar {chain['free']['json']:.3f} of the answers are JSON objects (accept "
         f"length {chain['free']['accept_length']:.2f}).",
         "",
-        "Fields by the shape of the right value, written and held-out phrasings:",
+        "Fields by the shape of the right value:",
         "",
-        "| | written | held out |",
-        "|---|---|---|",
+        "| | written | held out | written afterwards |",
+        "|---|---|---|---|",
     ]
-    seen, unseen = (chain[kind]["shapes"] for kind in ("seen", "unseen"))
-    for shape in sorted({*seen, *unseen}):
-        texts = [f"{part[shape]:.2f}" if shape in part else "" for part in (seen, unseen)]
-        lines.append(f"| {shape} | {texts[0]} | {texts[1]} |")
+    parts = [chain[kind]["shapes"] for kind in ("seen", "unseen", "fresh")]
+    for shape in sorted(set().union(*parts)):
+        texts = [f"{part[shape]:.2f}" if shape in part else "" for part in parts]
+        lines.append(f"| {shape} | {' | '.join(texts)} |")
     lines += ["", "| aim | | reached | |", "|---|---|---|---|"]
     for name, path, least in AIMS:
         value = pick(chain, path)

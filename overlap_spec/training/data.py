@@ -18,6 +18,7 @@ from overlap_spec.training.interviews import Interviews
 from overlap_spec.training.mixed import WideCases, with_schema, written
 from overlap_spec.training.questions import Choice, Questions
 from overlap_spec.training.sums import Sums
+from overlap_spec.training.templates import fresh_library
 from overlap_spec.training.turns import WideTools, result_turn
 from overlap_spec.training.varied import VariedCases, VariedFillers
 
@@ -259,7 +260,7 @@ def read_gsm8k(path: Path) -> list[tuple[str, str]]:
     return [(row["question"], row["answer"]) for row in rows]
 
 
-CaseKind = Literal["seen", "unseen", "seen_tools", "unseen_tools", "wide"]
+CaseKind = Literal["seen", "unseen", "fresh", "seen_tools", "unseen_tools", "wide"]
 
 
 def held_out_cases(seed: int, n: int, kind: CaseKind = "seen") -> list[Case]:
@@ -268,9 +269,10 @@ def held_out_cases(seed: int, n: int, kind: CaseKind = "seen") -> list[Case]:
     Args:
         seed: The same seed gives the same cases.
         n: How many.
-        kind: ``seen`` for written training templates, ``unseen`` for held-out ones; ``_tools`` for
-            tool calls instead of extractions; ``wide`` for what training draws its extractions
-            from: mostly texts made by grammar.
+        kind: ``seen`` for written training templates, ``unseen`` for held-out ones, ``fresh`` for
+            those that were written after training's texts were fixed; ``_tools`` for tool calls
+            instead of extractions; ``wide`` for what training draws its extractions from: mostly
+            texts made by grammar.
     """
     if kind not in get_args(CaseKind):
         raise ValueError(f"kind {kind!r} is not one of {', '.join(get_args(CaseKind))}")
@@ -278,6 +280,9 @@ def held_out_cases(seed: int, n: int, kind: CaseKind = "seen") -> list[Case]:
     if kind == "wide":
         wide = WideCases(rng, held_out_fillers=True)
         return [wide.extraction() for _ in range(n)]
+    if kind == "fresh":
+        fresh = CaseMaker(rng, True, True, fresh_library())
+        return [fresh.extraction() for _ in range(n)]
     maker = CaseMaker(rng, True, kind.startswith("unseen"))
     draw = maker.tool_call if kind.endswith("tools") else maker.extraction
     return [draw() for _ in range(n)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from overlap_spec.training.fillers import read_lines, share_of
@@ -192,6 +192,30 @@ def library() -> Library:
         domain.facts = [t for t in domain.facts if not t.grams() & forbidden]
     kept_frames = [f for f in kept_frames if not f.grams() & forbidden]
     return Library(tuple(domains), tuple(tools), tuple(kept_frames), tuple(held_frames))
+
+
+@cache
+def fresh_library() -> Library:
+    """The library with the phrasings of ``fresh.txt`` for held-out ones; no tools.
+
+    Raises:
+        ValueError: A phrasing names a field that its domain does not declare.
+    """
+    known = {domain.name: domain for domain in library().domains}
+    held: dict[str, list[Template]] = {}
+    name = ""
+    for number, line in enumerate(read_lines("fresh.txt")):
+        if line.startswith("= "):
+            name = line.removeprefix("= ")
+            held[name] = []
+            continue
+        made = parse_template(f"{name}:fresh{number}", line)
+        unknown = set(made.slots) - set(known[name].fields)
+        if unknown:
+            raise ValueError(f"{made.id} names fields that are not declared: {unknown}")
+        held[name].append(made)
+    domains = tuple(replace(known[name], held_out=held[name]) for name in held)
+    return replace(library(), domains=domains, tools=())
 
 
 @cache

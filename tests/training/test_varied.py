@@ -11,12 +11,19 @@ from random import Random
 import jsonschema
 import pytest
 
+from overlap_spec.training.clauses import all_clauses
 from overlap_spec.training.data import DocumentMaker, held_out_cases, held_out_choices
 from overlap_spec.training.fillers import plain_words, read_lines
 from overlap_spec.training.labels import Labelled, label
 from overlap_spec.training.mixed import with_articles
 from overlap_spec.training.relations import all_relations, capital, sentence
-from overlap_spec.training.templates import Field, forbidden_grams, library, parse_template
+from overlap_spec.training.templates import (
+    Field,
+    forbidden_grams,
+    fresh_library,
+    library,
+    parse_template,
+)
 from overlap_spec.training.varied import VariedAnything, VariedCases, VariedFillers, truths
 
 # What the published figures were measured on: digests of prompts and answers.
@@ -56,6 +63,19 @@ def test_varied_texts_share_no_four_words_with_held_out_phrasings():
             made = cases.varied(clauses)
             assert not made.grams() & forbidden_grams(), made.text
             assert set(made.slots) <= set(clauses.domain.fields), made.text
+
+
+def test_fresh_phrasings_share_no_four_words_with_training():
+    trained = set().union(*(t.grams() for t in library().training()))
+    for clauses in all_clauses().values():
+        for part in (*clauses.follow, *clauses.aside, *clauses.front, *clauses.alone):
+            trained |= part.grams()
+    for parts in all_relations().values():
+        for part in (*parts.cores, *parts.tails, *parts.booleans):
+            trained |= part.grams()
+    fresh = [t for domain in fresh_library().domains for t in domain.held_out]
+    assert len(fresh) == 36
+    assert not [t.text for t in fresh if t.grams() & trained]
 
 
 def test_no_boolean_is_worded_as_in_a_held_out_phrasing():
