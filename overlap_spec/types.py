@@ -6,6 +6,7 @@ verifies all trees at once, and returns what each row accepted.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -253,23 +254,49 @@ class Tier:
         return max(self.own.steps * self.own.top_k, self.nodes)
 
 
+class DraftStop(ABC):
+    """When a step has drafted enough; AdaSpec's correction (SoCC 2025, Algorithm 1).
+
+    It goes with the plan: made by the thread that plans, asked between two draft steps by the one
+    that drafts, it reads nothing but its own frozen values and what it is given.
+    """
+
+    @abstractmethod
+    def stops(self, log_probs: Floats) -> bool:
+        """Whether a further draft token of every request would cost more than it brings.
+
+        Args:
+            log_probs: float32 ``(trees, d)``, on the host: the drafter's log-probabilities of the
+                ``d >= 1`` tokens that each chain has, in the order of the plan's decode rows.
+        """
+
+
 @dataclass(frozen=True)
 class Budget:
     """How much a step drafts and verifies.
 
     Attributes:
-        tier: What is drafted.
+        tier: What is drafted; with a ``stop``, at most.
         nodes: Nodes of the whole batch that are verified, roots included: the best by score. None
             verifies every node.
         least, most: Of each request, in the order of the plan's decode rows: its ``least`` best
             nodes are kept before the others compete, and none beyond its ``most`` best. Empty
             where ``nodes`` is None.
+        stop: Ends a chain before its tier does; None: nothing does.
     """
 
     tier: Tier
     nodes: int | None = None
     least: tuple[int, ...] = ()
     most: tuple[int, ...] = ()
+    stop: DraftStop | None = None
+
+    def stopped(self, tier: Tier) -> Budget:
+        """The same of a step whose drafts were stopped at a shorter ``tier``."""
+        if self.nodes is None:
+            return Budget(tier)
+        most = tuple(min(nodes, tier.nodes) for nodes in self.most)
+        return Budget(tier, min(self.nodes, sum(most)), self.least, most)
 
 
 @dataclass(frozen=True)

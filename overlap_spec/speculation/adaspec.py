@@ -1,17 +1,22 @@
 """AdaSpec (SoCC 2025): length by the drafter's own confidence and a fitted cost model.
 
-Algorithm 1 grows the length while the estimated goodput grows: here it predicts alone, since on an
-overlapped step the host plans before the draft's confidences are there. Algorithm 2 then removes
-the drafts of least acceptance from the whole batch while the goodput grows: here it finds how many
-stay, and the device keeps that many, by the scores that it has drafted by then. Algorithm 3 makes a
-plan that takes longer than a TPOT target worth -1. The bonus counts as in Eq. 6 (Algorithm 3 as
-printed forgets it, and could never turn speculation off).
+Algorithm 1 grows the length while the estimated goodput grows: before a step it predicts whether to
+draft at all, and after each draft step it corrects: by what the drafter was sure of, does another
+one pay (:mod:`overlap_spec.speculation.stopping`)? Where a step cannot be stopped, since the host
+plans it before the draft's confidences are there, it predicts the length alone. Algorithm 2 then
+removes the drafts of least acceptance from the whole batch while the goodput grows: here it finds
+how many stay, and the device keeps that many, by the scores that it has drafted by then.
+Algorithm 3 makes a plan that takes longer than a TPOT target worth -1. The bonus counts as in Eq. 6
+(Algorithm 3 as printed forgets it, and could never turn speculation off).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from overlap_spec.speculation.acceptance import PRIOR_RATE, Calibration
 from overlap_spec.speculation.cost import (
@@ -29,6 +34,7 @@ from overlap_spec.speculation.policy import (
     active_snapshot,
     slot_snapshot,
 )
+from overlap_spec.speculation.stopping import GoodputStop, goodput
 from overlap_spec.types import Budget, Tier
 
 # Weight of a request's last verify in what is expected of its next one.
@@ -81,13 +87,6 @@ class Confidences:
             self._requests.get(r.request_id, self._mean[r.constrained]) if r.speculate else 0.0
             for r in view.requests
         ]
-
-
-def goodput(tokens: float, step_ms: float, tpot_slo_ms: float | None) -> float:
-    """Algorithm 3: tokens per millisecond, -1 where the step breaks the target."""
-    if tpot_slo_ms is not None and step_ms > tpot_slo_ms:
-        return -1.0
-    return tokens / step_ms
 
 
 def predicted_steps(
@@ -163,11 +162,16 @@ class AdaSpecPolicy(LengthPolicy):
         self.cost = cost or OnlineCost(ASSUMED, ASSUMED_SPREAD)
         self.verifier = verifier
         self.confidences = Confidences()
+        self._corrects = False
         self._active, self._last = self.tiers[0], StepView(())
         self.count = self.switches = self._off = 0
 
     def calibrate(self, model: CostModel, spread: float) -> None:
         self.cost = OnlineCost(model, spread)
+
+    def let_stop(self) -> bool:
+        self._corrects = True
+        return True
 
     def choose(self, view: StepView) -> Budget:
         if not view.batch:
@@ -177,7 +181,30 @@ class AdaSpecPolicy(LengthPolicy):
         steps = predicted_steps(confidences, costs, target)
         if not steps and self._off >= PROBE_EVERY and goodput(1, costs[self._least], target) > 0:
             # What is not drafted is not seen either.
-            steps = self._least
+            return self._kept(view, confidences, self._least, target)
+        budget = self._kept(view, confidences, steps, target)
+        if not self._corrects or not steps:
+            return budget
+        longest = self.tiers[-1]
+        most = (longest.nodes,) * len(budget.most)
+        return replace(budget, tier=longest, most=most, stop=self._stop(view, confidences, costs))
+
+    def _stop(
+        self, view: StepView, confidences: Sequence[float], costs: Mapping[int, float]
+    ) -> GoodputStop:
+        curves = [self.confidences.calibrations[kind].curve() for kind in (False, True)]
+        return GoodputStop(
+            costs,
+            np.array(confidences),
+            np.array(curves),
+            np.array([request.constrained for request in view.requests]),
+            view.tpot_slo_ms,
+        )
+
+    def _kept(
+        self, view: StepView, confidences: Sequence[float], steps: int, target: float | None
+    ) -> Budget:
+        """What is verified of a step that drafts so many."""
         tier = self._by_steps[steps]
         if not self.verifier or not steps or view.batch == 1:
             return self._budgets[tier]

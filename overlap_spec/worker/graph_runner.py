@@ -15,6 +15,7 @@ from overlap_spec.drafters.base import Drafter
 from overlap_spec.kernels import Tree
 from overlap_spec.types import Tier
 from overlap_spec.worker.graphs import CudaGraph, Eager, Recorded, Tensors, TracedGraph
+from overlap_spec.worker.stepwise import StepGraphs, record_steps
 from overlap_spec.worker.tables import RowTables
 
 # Trees, without and with branches, over which the target's pass is traced: of more than one node,
@@ -68,10 +69,12 @@ class GraphRunner:
     Attributes:
         bytes: Memory that CUDA graphs took.
         recording: Whether a pass is being recorded.
+        stepwise: Whether drafts may be stopped, for which their steps are recorded one by one.
     """
 
     def __init__(self, runner: Any, enabled: bool) -> None:
         self.bytes, self.recording, self.enabled = 0, False, enabled
+        self.stepwise = False
         self._runner = runner
         passes: Recordable = runner
         self._passes = passes
@@ -81,11 +84,13 @@ class GraphRunner:
         self._verifies: dict[Tier, tuple[Recorded, Tensors]] = {}
         self._packed: dict[tuple[Tier, int, int], Recorded] = {}
         self._drafts: dict[tuple[Tier, bool, bool], Recorded | None] = {}
+        self._steps: dict[tuple[bool, bool], StepGraphs | None] = {}
 
     @property
     def count(self) -> int:
         """Sets of passes that have been recorded."""
-        return (len(self._tiers) + len(self._packed) + len(self._drafts)) * self.enabled
+        made = len(self._tiers) + len(self._packed) + len(self._drafts) + len(self._steps)
+        return made * self.enabled
 
     def clear(self) -> None:
         """Forget all recordings."""
@@ -93,6 +98,7 @@ class GraphRunner:
         self._verifies.clear()
         self._packed.clear()
         self._drafts.clear()
+        self._steps.clear()
         self._pool = None
 
     def find(self, tier: Tier, rows: int) -> TierGraphs:
@@ -131,15 +137,26 @@ class GraphRunner:
                 found = self._packed[key] = self._make_packed(tier, rows, count)
         return found
 
+    def find_steps(self, sampled: bool, told: bool) -> StepGraphs | None:
+        """The drafts of chains, step by step; ``sampled`` and ``told`` as in :meth:`find_draft`."""
+        key = sampled, told
+        if key not in self._steps:
+            with self._record():
+                self._steps[key] = record_steps(self._runner, *key)
+        return self._steps[key]
+
     def record_next(self, tiers: Iterable[Tier]) -> bool:
         """Record what one of these tiers may want and no step has asked for; False if it is all
         there. For traces: a GPU's graphs are of a batch size each, and made before serving."""
         if self._cuda or not self.enabled:
             return False
+        kinds = list(product((False, True), (False, self._passes.reads_states)))
         for tier in tiers:
-            for sampled, told in product((False, True), (False, self._passes.reads_states)):
+            for kind in kinds:
                 before = self.count
-                self.find_draft(tier, 1, sampled, told)
+                self.find_draft(tier, 1, *kind)
+                if self.stepwise:
+                    self.find_steps(*kind)
                 if self.count > before:
                     return True
         return False
@@ -152,8 +169,8 @@ class GraphRunner:
             )
             return TierGraphs(None, verify, commit, None)
         # In a trace of a single row, sizes of 1 would look alike.
-        padding, pages = self._padding(size if self._cuda else 2)
-        others = self._padding(size if self._cuda else 3)
+        padding, pages = self.padding(size if self._cuda else 2)
+        others = self.padding(size if self._cuda else 3)
         drafter = passes.drafter
         recorded = drafter is not None and drafter.recorded and passes.fault is None
         draft = extend = None
@@ -182,7 +199,7 @@ class GraphRunner:
             lengths = lengths.new_full((rows,), min(tier.steps, 1))
             positions = torch.zeros_like(others[0])
             features = tuple(x.new_full((rows * tier.nodes, x.shape[1]), 0.25) for x in features)
-            extend = self._guarded(
+            extend = self.guarded(
                 partial(passes.extend_trees, tier),
                 given,
                 (*others, positions, tokens, path, lengths, *features),
@@ -200,7 +217,7 @@ class GraphRunner:
             return graph, graph(*inputs)[1:]
         kind = TREE if tier.top_k > 1 else CHAIN
         if kind not in self._verifies:
-            shape = Tree(*passes.dead_trees(kind, *self._padding(2))[4:])
+            shape = Tree(*passes.dead_trees(kind, *self.padding(2))[4:])
             inputs = pages, roots, shape.tokens, shape.depths, shape.ancestors
             graph = self._make(partial(passes.verify_trees, kind), *inputs)
             self._verifies[kind] = graph, graph(*inputs)[1:]
@@ -212,14 +229,14 @@ class GraphRunner:
         self, tier: Tier, sampled: bool, told: bool, rows: int, others: int
     ) -> Recorded | None:
         work = partial(self._passes.draft_trees, tier, sampled, told)
-        return self._guarded(work, self._padding(rows), self._padding(others))
+        return self.guarded(work, self.padding(rows), self.padding(others))
 
     def _make_packed(self, tier: Tier, rows: int, count: int) -> Recorded:
         passes = self._passes
         if not self.enabled:
             return Eager(passes.verify_packed)
         rows, count = (rows, count) if self._cuda else (2, 3)
-        padding, pages = self._padding(rows)
+        padding, pages = self.padding(rows)
         nodes = max(tier.nodes, 2)
         # The roots, then as many more as are asked for; in ascending order.
         more = [n for n in range(rows * nodes) if n % nodes][: count - rows]
@@ -229,7 +246,7 @@ class GraphRunner:
         inputs = pack, pages, torch.zeros_like(padding), tokens, tokens, seen.contiguous()
         return self._make(passes.verify_packed, *inputs)
 
-    def _padding(self, rows: int) -> tuple[Tensor, Tensor]:
+    def padding(self, rows: int) -> tuple[Tensor, Tensor]:
         tables = self._passes.tables
         padding = torch.full((rows,), tables.padding_row, device=self._passes.device)
         return padding, tables.pages[padding]
@@ -243,7 +260,7 @@ class GraphRunner:
             self.recording = False
             self.bytes += self._reserved() - before
 
-    def _guarded(
+    def guarded(
         self, work: Callable[..., Tensors], inputs: Tensors, others: Tensors
     ) -> Recorded | None:
         """A recording of the drafter's work over ``inputs``, held against the work itself over
