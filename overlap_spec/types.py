@@ -6,7 +6,6 @@ verifies all trees at once, and returns what each row accepted.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -254,21 +253,27 @@ class Tier:
         return max(self.own.steps * self.own.top_k, self.nodes)
 
 
-class DraftStop(ABC):
-    """When a step has drafted enough; AdaSpec's correction (SoCC 2025, Algorithm 1).
+@dataclass(frozen=True, eq=False)
+class DraftStop:
+    """When a step has drafted enough: AdaSpec's correction (SoCC 2025, Algorithm 1).
 
-    It goes with the plan: made by the thread that plans, asked between two draft steps by the one
-    that drafts, it reads nothing but its own frozen values and what it is given.
+    The drafts end at the length from which on the step's goodput, its expected tokens over its
+    time, does not grow. What is drafted counts with what the drafter says of it, what would come
+    next with what is expected of the request. It is asked by the device, between two draft steps.
+
+    Attributes:
+        costs_ms: By draft steps, from 0 on, at most the tier's: what a step takes that drafts and
+            verifies as many. 0 is a length at which the drafts do not end, infinity one at which
+            the step would break a target.
+        expected: float32 ``(trees,)``, in the order of the plan's decode rows: what a request's
+            next draft will be accepted with, given that the one before it was.
+        curves: float32 ``(trees, B)``: how often a draft is accepted to which the drafter gives
+            the probability (n + 0.5) / B; straight in between. Zeros of who takes no drafts.
     """
 
-    @abstractmethod
-    def stops(self, log_probs: Floats) -> bool:
-        """Whether a further draft token of every request would cost more than it brings.
-
-        Args:
-            log_probs: float32 ``(trees, d)``, on the host: the drafter's log-probabilities of the
-                ``d >= 1`` tokens that each chain has, in the order of the plan's decode rows.
-        """
+    costs_ms: tuple[float, ...]
+    expected: Floats
+    curves: Floats
 
 
 @dataclass(frozen=True)

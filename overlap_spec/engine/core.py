@@ -108,7 +108,8 @@ class EngineCore:
         self._observed, self._rooms = Observed(), Rooms()
         # Output tokens of the requests that have ended.
         self._ended_tokens = 0
-        if self.worker.stops_drafts and self.policy.let_stop():
+        # A wide tier's drafts are the grammar's too: its budget has no stop.
+        if self.worker.stops_drafts and not self.widens and self.policy.let_stop():
             self.worker.let_stop()
         limits = {tier: self.policy.largest_batch(tier) for tier in tiers}
         wider_ones = [t for t in tiers if self.widens and t.steps and not t.parents]

@@ -2,7 +2,7 @@
 
 Algorithm 1 grows the length while the estimated goodput grows: before a step it predicts whether to
 draft at all, and after each draft step it corrects: by what the drafter was sure of, does another
-one pay (:mod:`overlap_spec.speculation.stopping`)? Where a step cannot be stopped, since the host
+one pay (:class:`overlap_spec.types.DraftStop`)? Where a step cannot be stopped, since the host
 plans it before the draft's confidences are there, it predicts the length alone. Algorithm 2 then
 removes the drafts of least acceptance from the whole batch while the goodput grows: here it finds
 how many stay, and the device keeps that many, by the scores that it has drafted by then.
@@ -13,12 +13,12 @@ Algorithm 3 makes a plan that takes longer than a TPOT target worth -1. The bonu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from math import inf
 from typing import Any
 
 import numpy as np
 
-from overlap_spec.speculation.acceptance import PRIOR_RATE, Calibration
+from overlap_spec.speculation.acceptance import BINS, PRIOR_RATE, Calibration
 from overlap_spec.speculation.cost import (
     ASSUMED,
     ASSUMED_SPREAD,
@@ -34,8 +34,7 @@ from overlap_spec.speculation.policy import (
     active_snapshot,
     slot_snapshot,
 )
-from overlap_spec.speculation.stopping import GoodputStop, goodput
-from overlap_spec.types import Budget, Tier
+from overlap_spec.types import Budget, DraftStop, Tier
 
 # Weight of a request's last verify in what is expected of its next one.
 ALPHA = 0.2
@@ -87,6 +86,13 @@ class Confidences:
             self._requests.get(r.request_id, self._mean[r.constrained]) if r.speculate else 0.0
             for r in view.requests
         ]
+
+
+def goodput(tokens: float, step_ms: float, tpot_slo_ms: float | None) -> float:
+    """Algorithm 3: tokens per millisecond, -1 where the step breaks the target."""
+    if tpot_slo_ms is not None and step_ms > tpot_slo_ms:
+        return -1.0
+    return tokens / step_ms
 
 
 def predicted_steps(
@@ -183,22 +189,29 @@ class AdaSpecPolicy(LengthPolicy):
             # What is not drafted is not seen either.
             return self._kept(view, confidences, self._least, target)
         budget = self._kept(view, confidences, steps, target)
-        if not self._corrects or not steps:
+        if not self._corrects or not steps or budget.nodes is not None:
+            # Of fewer nodes than are drafted, the length that they were chosen for is the best.
             return budget
-        longest = self.tiers[-1]
-        most = (longest.nodes,) * len(budget.most)
-        return replace(budget, tier=longest, most=most, stop=self._stop(view, confidences, costs))
+        return Budget(self.tiers[-1], stop=self._stop(view, confidences, costs))
 
     def _stop(
         self, view: StepView, confidences: Sequence[float], costs: Mapping[int, float]
-    ) -> GoodputStop:
-        curves = [self.confidences.calibrations[kind].curve() for kind in (False, True)]
-        return GoodputStop(
-            costs,
-            np.array(confidences),
-            np.array(curves),
-            np.array([request.constrained for request in view.requests]),
-            view.tpot_slo_ms,
+    ) -> DraftStop:
+        """Where the step's drafts end; ``confidences`` and ``costs`` as :meth:`choose` has them."""
+        target = view.tpot_slo_ms
+        in_time = [0.0] * (self.tiers[-1].steps + 1)
+        for steps, ms in costs.items():
+            in_time[steps] = ms if target is None or ms <= target else inf
+        curves = {
+            kind: calibration.curve() for kind, calibration in self.confidences.calibrations.items()
+        }
+        return DraftStop(
+            tuple(in_time),
+            np.array(confidences, np.float32),
+            np.array(
+                [curves[r.constrained] if r.speculate else [0.0] * BINS for r in view.requests],
+                np.float32,
+            ),
         )
 
     def _kept(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 from overlap_spec.speculation.cost import CostModel
 from overlap_spec.speculation.policy import LengthPolicy, StepOutcome, StepView
-from overlap_spec.types import Budget, DraftStop, Floats, Tier
+from overlap_spec.types import Budget, Tier
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +25,6 @@ class FallbackPolicy(LengthPolicy):
 
     def __init__(self, policy: LengthPolicy, static: LengthPolicy) -> None:
         self.policy, self._static = policy, static
-        self._stop: _GuardedStop | None = None
         self.error: str | None = None
         self.tiers = tuple(dict.fromkeys((*policy.tiers, *static.tiers)))
 
@@ -47,13 +45,7 @@ class FallbackPolicy(LengthPolicy):
 
     def choose(self, view: StepView) -> Budget:
         try:
-            if self._stop is not None and self._stop.error is not None:
-                raise self._stop.error
-            budget = self.policy.choose(view)
-            if budget.stop is None or self.policy is self._static:
-                return budget
-            self._stop = _GuardedStop(budget.stop)
-            return replace(budget, stop=self._stop)
+            return self.policy.choose(view)
         except Exception as error:  # a policy's fault costs no request
             self._fall_back(error)
             return self.policy.choose(view)
@@ -82,19 +74,4 @@ class FallbackPolicy(LengthPolicy):
             self.error,
             exc_info=error,
         )
-        self.policy, self._stop = self._static, None
-
-
-class _GuardedStop(DraftStop):
-    """A stop that ends the drafts where it raises; the policy hears of it at its next step."""
-
-    def __init__(self, stop: DraftStop) -> None:
-        self._stop = stop
-        self.error: Exception | None = None
-
-    def stops(self, log_probs: Floats) -> bool:
-        try:
-            return self._stop.stops(log_probs)
-        except Exception as error:  # a policy's fault costs no request
-            self.error = error
-            return True
+        self.policy = self._static

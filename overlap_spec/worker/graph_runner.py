@@ -15,7 +15,7 @@ from overlap_spec.drafters.base import Drafter
 from overlap_spec.kernels import Tree
 from overlap_spec.types import Tier
 from overlap_spec.worker.graphs import CudaGraph, Eager, Recorded, Tensors, TracedGraph
-from overlap_spec.worker.stepwise import StepGraphs, record_steps
+from overlap_spec.worker.stepwise import ChainDraft, first_step, link_steps, next_step
 from overlap_spec.worker.tables import RowTables
 
 # Trees, without and with branches, over which the target's pass is traced: of more than one node,
@@ -84,7 +84,7 @@ class GraphRunner:
         self._verifies: dict[Tier, tuple[Recorded, Tensors]] = {}
         self._packed: dict[tuple[Tier, int, int], Recorded] = {}
         self._drafts: dict[tuple[Tier, bool, bool], Recorded | None] = {}
-        self._steps: dict[tuple[bool, bool], StepGraphs | None] = {}
+        self._steps: dict[tuple[bool, bool], ChainDraft] = {}
 
     @property
     def count(self) -> int:
@@ -137,13 +137,15 @@ class GraphRunner:
                 found = self._packed[key] = self._make_packed(tier, rows, count)
         return found
 
-    def find_steps(self, sampled: bool, told: bool) -> StepGraphs | None:
+    def find_steps(self, sampled: bool, told: bool) -> ChainDraft | None:
         """The drafts of chains, step by step; ``sampled`` and ``told`` as in :meth:`find_draft`."""
-        key = sampled, told
-        if key not in self._steps:
+        found = self._steps.get((sampled, told))
+        if found is None:
             with self._record():
-                self._steps[key] = record_steps(self._runner, *key)
-        return self._steps[key]
+                found = self._make_steps(sampled, told)
+            if found is not None:
+                self._steps[sampled, told] = found
+        return found
 
     def record_next(self, tiers: Iterable[Tier]) -> bool:
         """Record what one of these tiers may want and no step has asked for; False if it is all
@@ -169,8 +171,8 @@ class GraphRunner:
             )
             return TierGraphs(None, verify, commit, None)
         # In a trace of a single row, sizes of 1 would look alike.
-        padding, pages = self.padding(size if self._cuda else 2)
-        others = self.padding(size if self._cuda else 3)
+        padding, pages = self._padding(size if self._cuda else 2)
+        others = self._padding(size if self._cuda else 3)
         drafter = passes.drafter
         recorded = drafter is not None and drafter.recorded and passes.fault is None
         draft = extend = None
@@ -199,7 +201,7 @@ class GraphRunner:
             lengths = lengths.new_full((rows,), min(tier.steps, 1))
             positions = torch.zeros_like(others[0])
             features = tuple(x.new_full((rows * tier.nodes, x.shape[1]), 0.25) for x in features)
-            extend = self.guarded(
+            extend = self._guarded(
                 partial(passes.extend_trees, tier),
                 given,
                 (*others, positions, tokens, path, lengths, *features),
@@ -217,7 +219,7 @@ class GraphRunner:
             return graph, graph(*inputs)[1:]
         kind = TREE if tier.top_k > 1 else CHAIN
         if kind not in self._verifies:
-            shape = Tree(*passes.dead_trees(kind, *self.padding(2))[4:])
+            shape = Tree(*passes.dead_trees(kind, *self._padding(2))[4:])
             inputs = pages, roots, shape.tokens, shape.depths, shape.ancestors
             graph = self._make(partial(passes.verify_trees, kind), *inputs)
             self._verifies[kind] = graph, graph(*inputs)[1:]
@@ -229,14 +231,34 @@ class GraphRunner:
         self, tier: Tier, sampled: bool, told: bool, rows: int, others: int
     ) -> Recorded | None:
         work = partial(self._passes.draft_trees, tier, sampled, told)
-        return self.guarded(work, self.padding(rows), self.padding(others))
+        return self._guarded(work, self._padding(rows), self._padding(others))
+
+    def _make_steps(self, sampled: bool, told: bool) -> ChainDraft | None:
+        """For any batch and any number of steps; None where the drafter failed."""
+        first = partial(first_step, self._runner, sampled, told)
+        onward = partial(next_step, self._runner, sampled, told)
+        link = partial(link_steps, self._runner)
+        if not self.enabled:
+            return ChainDraft(Eager(first), Eager(onward), Eager(link), told)
+        with self._runner.guard_drafter():
+            # In a trace sizes of 1 would look alike: two rows with two drafts; the others have one.
+            padding, others = self._padding(2), self._padding(3)
+            root, *at = first(*padding)
+            at = [*onward(*padding, *at)]
+            other_root, *other_at = first(*others)
+            begin = self._guarded(first, padding, others)
+            further = self._guarded(onward, (*padding, *at), (*others, *other_at))
+            linked = self._guarded(link, (root, *at[2:4]), (other_root, *other_at[2:4]))
+            if begin is not None and further is not None and linked is not None:
+                return ChainDraft(begin, further, linked, told)
+        return None
 
     def _make_packed(self, tier: Tier, rows: int, count: int) -> Recorded:
         passes = self._passes
         if not self.enabled:
             return Eager(passes.verify_packed)
         rows, count = (rows, count) if self._cuda else (2, 3)
-        padding, pages = self.padding(rows)
+        padding, pages = self._padding(rows)
         nodes = max(tier.nodes, 2)
         # The roots, then as many more as are asked for; in ascending order.
         more = [n for n in range(rows * nodes) if n % nodes][: count - rows]
@@ -246,7 +268,7 @@ class GraphRunner:
         inputs = pack, pages, torch.zeros_like(padding), tokens, tokens, seen.contiguous()
         return self._make(passes.verify_packed, *inputs)
 
-    def padding(self, rows: int) -> tuple[Tensor, Tensor]:
+    def _padding(self, rows: int) -> tuple[Tensor, Tensor]:
         tables = self._passes.tables
         padding = torch.full((rows,), tables.padding_row, device=self._passes.device)
         return padding, tables.pages[padding]
@@ -260,7 +282,7 @@ class GraphRunner:
             self.recording = False
             self.bytes += self._reserved() - before
 
-    def guarded(
+    def _guarded(
         self, work: Callable[..., Tensors], inputs: Tensors, others: Tensors
     ) -> Recorded | None:
         """A recording of the drafter's work over ``inputs``, held against the work itself over

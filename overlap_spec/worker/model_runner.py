@@ -48,7 +48,6 @@ from overlap_spec.worker.passes import (
 )
 from overlap_spec.worker.prompt_logprobs import score_prompts
 from overlap_spec.worker.sampler import Nodes, Sampler
-from overlap_spec.worker.stepwise import draft_steps
 from overlap_spec.worker.tables import RowTables, SamplingFeatures
 from overlap_spec.worker.tries import child, draft_known, follow
 
@@ -135,6 +134,15 @@ class ModelRunner(nn.Module):
         """Whether the drafter's methods depend on nothing but tensors."""
         return self.drafter is None or self.drafter.recorded
 
+    @property
+    def stops_drafts(self) -> bool:
+        """Whether drafts can be stopped between two steps: of a built drafter's chains, where a
+        step's confidences are read without waiting. What is drawn from the drafter's own odds has
+        noise by its depth, which a step does not know."""
+        built = self.reads_states and self.recorded_drafter and not self.checked
+        drawn = self.rule.coupled and self.rule.support > 0
+        return self.device.type == "cpu" and built and not drawn
+
     def guard_drafter(self) -> DrafterFaults:
         """Keeps what the drafter raises as :attr:`fault`: it costs no request but its drafts."""
         return DrafterFaults(self)
@@ -176,7 +184,7 @@ class ModelRunner(nn.Module):
             with self.guard_drafter():
                 steps = self.graphs.find_steps(sampled, told)
                 if steps is not None:
-                    outputs = draft_steps(steps, rows, pages, stop, batch.trees, tier.steps)
+                    outputs = steps(rows, pages, stop)
                     nodes = outputs[-1].shape[1]
                     tier = Tier(nodes - 1, 1, nodes)
         recorded = None if outputs else self.graphs.find_draft(tier, len(rows), sampled, told)

@@ -54,7 +54,6 @@ from overlap_spec.worker.passes import (
     Prefilled,
 )
 from overlap_spec.worker.sampler import Masks, token_logprobs
-from overlap_spec.worker.stepwise import can_stop
 from overlap_spec.worker.streams import RecordSpan, Streams
 from overlap_spec.worker.warm_up import warm_up
 
@@ -204,7 +203,7 @@ class Worker:
     def stops_drafts(self) -> bool:
         """Whether a plan's drafts can be stopped after each step. Not on a GPU, whose host would
         have to wait for each: there a budget drafts all that its tier says."""
-        return can_stop(self.runner)
+        return self.runner.stops_drafts
 
     def let_stop(self) -> None:
         """Be ready for budgets that stop their drafts."""
