@@ -472,12 +472,14 @@ def nearest_tier(config: EngineConfig, tiers: Iterable[Tier]) -> Tier:
 
 def _view(sequence: Sequence, tpot_slo_ms: float | None) -> RequestView:
     """What the length policy sees of a request; the target is that of requests without one."""
+    request = sequence.request
+    sampling = request.sampling
     return RequestView(
-        sequence.request.id,
-        sequence.total_tokens,
+        request.id,
+        len(request.prompt_ids) + len(sequence.output_ids),
         sequence.matcher is not None,
-        sequence.request.sampling.speculate,
-        _target(sequence, tpot_slo_ms),
+        sampling.speculate,
+        tpot_slo_ms if sampling.tpot_slo_ms is None else sampling.tpot_slo_ms,
         sequence.confidences,
     )
 
