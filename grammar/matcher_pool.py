@@ -109,7 +109,8 @@ class _MatcherCall(ABC):
     @property
     def ready(self) -> bool:
         """Whether the matcher's last call has returned."""
-        return self.after is None or self.after.returned
+        after = self.after  # Its own thread may let go of it meanwhile.
+        return after is None or after.returned
 
     def run(self) -> None:
         self.start_ns = time.perf_counter_ns()
