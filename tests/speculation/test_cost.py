@@ -169,11 +169,11 @@ def test_nothing_known_is_learnt() -> None:
 def test_the_error_of_a_comparison_shrinks_as_it_is_seen() -> None:
     cost = OnlineCost(MODEL, 0.3)
     chain, off = (shape_of(b, 1, 100) for b in (CHAIN, OFF))
-    before = cost.compare(chain, CHAIN, off, OFF)[1]
+    before = cost.compare(off, OFF, [(chain, CHAIN)])[0][1]
     for _ in range(3):
         feed(cost, OFF, MODEL.step_ms(off))
         feed(cost, CHAIN, MODEL.step_ms(chain))
-    gain, after = cost.compare(chain, CHAIN, off, OFF)
+    gain, after = cost.compare(off, OFF, [(chain, CHAIN)])[0]
     assert after < before / 4
     assert gain == pytest.approx(np.log(MODEL.step_ms(chain) / MODEL.step_ms(off)), abs=0.03)
 
@@ -214,12 +214,14 @@ def test_a_negative_coefficient_is_no_profile() -> None:
 
 
 def test_what_is_measured_of_recorded_tiers() -> None:
-    """The extremes of all tiers, each once a batch, and no batch that cannot be."""
+    """The extremes of all tiers at every batch that can be, the others of a single request."""
     off, launch, long, narrow, wide = (
         Tier(0, 1, 1), Tier(5, 1, 6), Tier(7, 1, 8), Tier(3, 4, 16), Tier(5, 4, 16)
     )  # fmt: skip
     points = list(tier_points((off, launch, long, narrow, wide), launch, 4))
-    assert points == [Point(tier, b) for b in (1, 4) for tier in (launch, wide, long, off)]
+    extremes = launch, wide, long, off
+    wanted = [*(Point(tier, 1) for tier in extremes), Point(narrow, 1)]
+    assert points == wanted + [Point(tier, 4) for tier in extremes]
     alone = list(tier_points((launch,), launch, 1))
     assert alone == [Point(launch, 1)]
 
