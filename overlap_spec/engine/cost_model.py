@@ -95,17 +95,18 @@ def tier_costs(
 
 
 def tier_points(tiers: Sequence[Tier], launch: Tier, rows: int) -> Iterator[Point]:
-    """What tells most comes first: the launch tier, the one of most nodes, the deepest, none; then
-    the others of a single request, and larger batches of the first four."""
+    """What tells most comes first: the launch tier, the one of most nodes, the deepest and none, of
+    a single request; the launch tier of most requests; the other tiers; the first four again."""
     widest = max(tiers, key=lambda tier: (tier.nodes, tier.steps))
     deepest = max(tiers, key=lambda tier: (tier.steps, -tier.nodes))
     shallowest = min(tiers, key=lambda tier: tier.steps)
     some = dict.fromkeys((launch, widest, deepest, shallowest))
-    for batch in TIER_BATCHES:
-        if batch <= rows:
-            yield from (Point(tier, batch) for tier in some)
-        if batch == 1:
-            yield from (Point(tier, batch) for tier in tiers if tier not in some)
+    batches = [batch for batch in TIER_BATCHES if batch <= rows]
+    points = [Point(tier, 1) for tier in some]
+    points += [Point(launch, batch) for batch in reversed(batches)]
+    points += [Point(tier, 1) for tier in tiers]
+    points += [Point(tier, batch) for batch in batches for tier in some]
+    return iter(dict.fromkeys(points))
 
 
 def startup_fit(times: Sequence[PassTimes]) -> tuple[CostModel, float]:

@@ -29,9 +29,10 @@ from overlap_spec.types import Budget, Tier
 
 # Weight that a verify keeps at the next one, in what decides and in what sees a change.
 SLOW_KEPT, QUICK_KEPT = 0.995, 0.92
-# Weight that what is known of one kind of text keeps at a verify of the other alone; and loses
-# where all requests of a verify are new, whose text may be another one.
-KIND_KEPT, NEW_LOST = 0.98, 0.5
+# Weight that what is known of one kind of text keeps at a verify of the other alone, while it is
+# worth more than so many runs; and loses where all requests of a verify are new, whose text may be
+# another one.
+KIND_KEPT, KIND_LEAST, NEW_LOST = 0.98, 8.0, 0.5
 # Gain that a move needs beyond so many standard errors, and how much each move since the last
 # change of the world adds. To stay with what seems worse costs more than to have moved in vain.
 MARGIN, MARGIN_GROWTH, SURE = 0.01, 1.4, 0.5
@@ -39,7 +40,7 @@ MARGIN, MARGIN_GROWTH, SURE = 0.01, 1.4, 0.5
 # tier, to be started with in the launch tier's place, or probed at once if it was never active.
 PROMISE, HOPE, EXPECTED = 0.02, 1.3, 0.1
 # Share of all time that probes may cost.
-PROBE_SHARE = 0.01
+PROBE_SHARE = 0.018
 # Verifies before a probe of a tier that was never active, where there was none yet; before any: at
 # first, and the factor after a probe that failed and one that did not.
 FIRST_HOLD = 12
@@ -49,8 +50,8 @@ PROBE_RUNS, PROBE_LEAST = 24, 6
 # Each probe after one that failed is twice as long, up to this factor.
 PROBE_MOST = 8
 DWELL_RUNS, DWELL_LEAST = 8, 2
-# Verifies between decisions, after the dwell.
-DECIDE_EVERY = 2
+# Verifies between two looks for a change of the world, and between decisions, after the dwell.
+LOOK_EVERY, DECIDE_EVERY = 2, 2
 # The same where nothing has changed for so many verifies.
 SETTLED, SETTLED_EVERY = 64, 8
 # Standard deviations by which quick and slow memory differ where the world has changed.
@@ -105,6 +106,7 @@ class AutoPolicy(LengthPolicy):
 
     def __init__(self, tiers: Sequence[Tier], launch: Tier, cost: OnlineCost | None = None) -> None:
         self.tiers = tuple(sorted(tiers, key=lambda t: (t.steps, t.top_k)))
+        self._widths = {tier.top_k for tier in tiers if tier.top_k > 1}
         self._launch = launch
         self.cost = cost or OnlineCost(ASSUMED, ASSUMED_SPREAD)
         self._slow = {kind: Memory(tiers, SLOW_KEPT) for kind in (False, True)}
@@ -136,7 +138,7 @@ class AutoPolicy(LengthPolicy):
         if self._step_ms(view, place.tier) <= target:
             return self._budgets[place.tier]
         fitting = [t for t in self.tiers if self._step_ms(view, t) <= target]
-        best = max(fitting or self.tiers, key=lambda t: self._rate(view, t))
+        best = max(fitting, key=lambda t: self._rate(view, t), default=place.tier)
         return self._budgets[best]
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -162,7 +164,8 @@ class AutoPolicy(LengthPolicy):
                     memory.add(tier, runs)
                 elif runs:
                     memory.rest()
-            if tier.steps and runs and self.count % 2 and self._changed(kind, tier):
+            looks = self.count % LOOK_EVERY == LOOK_EVERY - 1
+            if looks and tier.steps and runs and self._changed(kind, tier):
                 self._slow[kind].restart(tier, self._quick[kind])
                 for other in self._places.values():
                     other.moves, other.hold, other.probes, other.due = 0, HOLD, 1, True
@@ -263,7 +266,9 @@ class AutoPolicy(LengthPolicy):
     def _age(self, kind: bool, ids: set[int]) -> None:
         """Be less sure of a kind whose requests are new, or that is not verified at all."""
         if not ids:
-            self._slow[kind].scale(KIND_KEPT)
+            # In the end it is a guess that is left, and no worse one than that of nothing.
+            if self._slow[kind].most_trials > KIND_LEAST:
+                self._slow[kind].scale(KIND_KEPT)
             return
         new = len(ids - self._ids[kind]) / len(ids)
         if new:
@@ -336,9 +341,6 @@ class AutoPolicy(LengthPolicy):
             place.from_tier, place.behind = before, max(0.0, 1 - exp(gain))
 
     def _end_probe(self, place: Place, best: Tier, gain: float) -> None:
-        for memory in self._slow.values():
-            for width in {tier.top_k for tier in self.tiers if tier.top_k > 1}:
-                memory.learn_children(width)
         before, place.from_tier = place.from_tier, None
         place.rested = 0
         if gain <= 0:
@@ -350,6 +352,9 @@ class AutoPolicy(LengthPolicy):
         self._move(place, best, f"probe of {_name(place.tier)} failed: {gain:.1%} below")
 
     def _move(self, place: Place, tier: Tier, reason: str) -> None:
+        for memory in self._slow.values():
+            for width in self._widths:
+                memory.learn_children(width)
         place.tier, place.reason = tier, reason
         place.tried.add(tier)
         place.since = place.rested = 0

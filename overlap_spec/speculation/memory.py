@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 from overlap_spec.speculation.acceptance import (
     TREE_CHILDREN,
+    TREE_SAVES,
     DepthCounts,
     children,
     expected,
+    narrower,
     slopes,
-    tree_rate,
     variance,
+    wider,
 )
 from overlap_spec.types import Tier
 
@@ -22,8 +24,9 @@ from overlap_spec.types import Tier
 OFF_KEPT, IDLE_KEPT, STALE = 0.998, 0.98, 0.1
 # Runs that another kind of text is worth where a kind is new.
 FIRST_RUNS = 1.0
-# A tree's depth-1 runs that say how many children it is worth.
-LEARNT_RUNS = 12.0
+# Depth-1 runs of a tree and of a chain that say how many children it is worth; and what was
+# thought of it before is worth.
+LEARNT_RUNS, LEAN_RUNS = 6.0, 8.0
 
 
 class Estimate(NamedTuple):
@@ -46,7 +49,9 @@ class Memory:
         depths = max(tier.steps for tier in tiers)
         widths = sorted({tier.top_k for tier in tiers if tier.steps})
         self._counts = {width: DepthCounts(depths, keep) for width in widths}
-        self._children = {width: TREE_CHILDREN if width > 1 else 1.0 for width in widths}
+        self._children = {
+            width: (TREE_CHILDREN, TREE_SAVES) if width > 1 else (1.0, 1.0) for width in widths
+        }
         # Rates and variances of each width by depth, until something more is known.
         self._found: dict[int, tuple[list[float], list[float]]] = {}
         self._depths = depths
@@ -76,6 +81,11 @@ class Memory:
         """Runs that are remembered of a tier's family."""
         return self._counts[tier.top_k].tried[0]
 
+    @property
+    def most_trials(self) -> float:
+        """Runs that are remembered of the family that has most."""
+        return max(counts.tried[0] for counts in self._counts.values())
+
     def restart(self, tier: Tier, other: Memory) -> None:
         """Begin anew from what another saw lately of ``tier``'s family."""
         self._found.clear()
@@ -100,8 +110,10 @@ class Memory:
         if chain is None or min(own.tried[0], chain.tried[0]) < LEARNT_RUNS:
             return
         self._found.clear()
-        rates = ((c.passed[0] + 1) / (c.tried[0] + 2) for c in (own, chain))
-        self._children[width] = children(*rates)
+        best = (chain.passed[0] + 1) / (chain.tried[0] + 2)
+        guess = LEAN_RUNS * wider(best, *self._children[width])
+        tree = (own.passed[0] + guess) / (own.tried[0] + LEAN_RUNS)
+        self._children[width] = children(tree, best), 1.0
 
     def estimate(self, tier: Tier) -> Estimate:
         """What a run of ``tier`` accepts."""
@@ -119,7 +131,7 @@ class Memory:
         lean = None
         if width != reference:
             lean, _ = self._counts[reference].rates(self._depths)
-            factor = self._children[width] / self._children[reference]
-            lean = [tree_rate(rate, factor) for rate in lean]
+            own, other = self._children[width], self._children[reference]
+            lean = [wider(narrower(rate, *other), *own) for rate in lean]
         rates, trials = self._counts[width].rates(self._depths, lean)
         return rates, [variance(r, n) for r, n in zip(rates, trials, strict=True)]

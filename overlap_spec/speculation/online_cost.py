@@ -84,7 +84,8 @@ class OnlineCost:
         self._noise += np.diag([DRIFT_SPREAD**2] * count)
         self._scatter, self._load, self._wanders = 0.0, LOAD_SPREAD, False
         self._block: list[float] = []
-        self._block_key: tuple[Tier, bool, int] | None = None
+        self._block_key: tuple[Tier, bool, int, int] | None = None
+        self._expected = 0.0
         self.blocks = 0
 
     def step_ms(self, shape: StepShape, budget: Budget) -> float:
@@ -110,12 +111,15 @@ class OnlineCost:
 
     def observe(self, shape: StepShape, budget: Budget, step_ms: float) -> None:
         """Take in one step that came right after another."""
-        key = budget.tier, budget.nodes is not None, shape.batch
+        key = budget.tier, budget.nodes is not None, shape.batch, shape.grammar_nodes
         if key != self._block_key:
             # The first step of a kind may have been recorded, and overlaps with another kind's.
             self._block_key, self._block, self._wanders = key, [], False
             return
-        self._block.append(log(step_ms) - self._gradient(shape, budget)[0])
+        if shape.chunk_tokens or not self._block:
+            # Without prefill the steps of a block differ by a few tokens of context alone.
+            self._expected = self._gradient(shape, budget)[0]
+        self._block.append(log(step_ms) - self._expected)
         if len(self._block) == BLOCK_STEPS:
             seen = median(self._block)
             apart = sum(abs(log_ms - seen) for log_ms in self._block) / BLOCK_STEPS
