@@ -218,4 +218,5 @@ class OnlineCost:
             return 0.0
         nearest = min((t.batch for t in family), key=lambda b: abs(log(b / batch)))
         known = sorted((t.steps, log(t.over)) for t in family if t.batch == nearest)
-        return float(np.interp(tier.steps, *zip(*known, strict=True)))
+        depths, logs = [float(steps) for steps, _ in known], [over for _, over in known]
+        return float(np.interp(float(tier.steps), depths, logs))

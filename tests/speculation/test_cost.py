@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bench.simulated import MACHINES, profiled
-from overlap_spec.engine.cost_model import startup_fit, tier_points
+from overlap_spec.engine.cost_model import fit_times, startup_fit, tier_points
 from overlap_spec.speculation.cost import (
     ASSUMED,
     ASSUMED_SPREAD,
     STARTUP_SPREAD,
     CostModel,
     DraftTime,
+    TierTime,
     VerifyTime,
     fit,
     nonnegative,
@@ -120,6 +123,37 @@ def test_a_busier_machine_changes_no_tier_over_another() -> None:
         3 * MODEL.step_ms(shape_of(OFF, 1, 100)), rel=0.15
     )
     assert ratio(cost, CHAIN, OFF) == pytest.approx(before, rel=0.1)
+
+
+def test_what_was_measured_of_a_tier_is_where_it_starts() -> None:
+    """Between the depths that were measured, at the nearest batch, of the same width alone."""
+    over = ((0, 1, 1, 1.0), (3, 1, 1, 1.2), (3, 1, 8, 1.5))
+    cost = OnlineCost(replace(MODEL, tiers=tuple(TierTime(*each) for each in over)), 0.1)
+    for budget, batch, wanted in ((CHAIN, 1, 1.2), (OFF, 1, 1.0), (CHAIN, 4, 1.5), (TREE, 1, 1.0)):
+        shape = shape_of(budget, batch, 100)
+        assert cost.step_ms(shape, budget) == pytest.approx(wanted * MODEL.step_ms(shape), rel=1e-3)
+    two = Budget(Tier(2, 1, 3))
+    shape = shape_of(two, 1, 100)
+    assert 1.1 < cost.step_ms(shape, two) / MODEL.step_ms(shape) < 1.2
+
+
+def test_a_fit_keeps_what_its_lines_do_not_tell() -> None:
+    points = [Point(tier, batch) for tier in (OFF.tier, CHAIN.tier, TREE.tier) for batch in (1, 4)]
+    times = [
+        PassTimes(p, 2.0 * p.tier.steps, (10.0 + p.batch * p.tier.nodes) * (1 + p.tier.steps % 2))
+        for p in points
+    ]
+    model = fit_times(times, "test")
+    for point, draft_ms, verify_ms in times:
+        tier, batch = point.tier, point.batch
+        over = next(t.over for t in model.tiers if t[:3] == (tier.steps, tier.top_k, batch))
+        told = model.verify_ms(batch * tier.nodes, 0) + model.draft_ms(
+            batch, tier.steps, tier.top_k, 0
+        )
+        assert over * told == pytest.approx(draft_ms + verify_ms)
+    assert CostModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model
+    with pytest.raises(ValueError, match="tier's time"):
+        CostModel.from_dict(model.to_dict() | {"tiers": [[3, 1, 1, 0.0]]})
 
 
 def test_a_switch_tells_what_a_tier_costs() -> None:
