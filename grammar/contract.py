@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -161,10 +162,14 @@ class Backend(ABC):
     """Compiles grammars with one library for one vocabulary.
 
     A backend's file in `overlap_spec/grammar/backends/` exports its class as `BACKEND`.
+
+    Attributes:
+        makes_masks: False in processes that only compile: what serves masks alone is left out.
     """
 
     name: str
     vocabulary: Vocabulary
+    makes_masks: ClassVar[bool] = True
 
     @abstractmethod
     def __init__(self, vocabulary: Vocabulary) -> None: ...

@@ -54,7 +54,7 @@ class LLGuidanceBackend(Backend):
             wrapper,
             n_vocab=vocabulary.size,
             eos_token=list(vocabulary.stop_ids),
-            slices=_SLICES,
+            slices=_SLICES if self.makes_masks else [],
         )
 
     def warm(self) -> None:

@@ -199,6 +199,7 @@ def main(arguments: list[str]) -> None:
         setup: Setup = pickle.load(file)
     # Only the project's own backends are known to work with stubs.
     light = len(arguments) == 2 and setup.module.startswith("overlap_spec.")
+    Backend.makes_masks = False
     try:
         backend = build(setup, light)
     except Exception as error:

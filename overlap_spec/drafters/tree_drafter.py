@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,20 @@ from overlap_spec.drafters.states import GrammarStanding, Options, legal_candida
 from overlap_spec.kernels import Noise, Odds, grow, rerank, top_candidates
 from overlap_spec.models.decoder import Attend
 from overlap_spec.types import Tier
+
+
+class ChainLink(NamedTuple):
+    """One more draft of each chain: ``token`` int64 and ``score``, its log-probability, ``(B, 1)``.
+
+    ``state (B, 1, H)``: the one from which it was drafted. ``odds``: from what it was drawn, empty
+    where it was not; ``options``: what the grammars allow beside it, None where none was asked.
+    """
+
+    token: Tensor
+    score: Tensor
+    state: Tensor
+    odds: list[Tensor]
+    options: Options | None
 
 
 class TreeDrafter(Drafter):
@@ -105,34 +120,55 @@ class TreeDrafter(Drafter):
         self.root_state.index_copy_(0, committed.rows, states[committed.last])
 
     def draft(self, roots: Roots, tier: Tier) -> Draft:
+        if tier.parents is None and tier.top_k == 1:
+            return self._chain(roots, tier)
         state = self.root_state[roots.rows]
         if tier.parents is not None:
             return self._fixed(roots, state, shape_of(tier.parents, state.device))
-        return (
-            self._chain(roots, state, tier) if tier.top_k == 1 else self._tree(roots, state, tier)
-        )
+        return self._tree(roots, state, tier)
 
-    def _chain(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
-        before, grafts = state[:, None], Grafts(roots, tier.nodes - 1)
-        standing = roots.standing
-        score, token, odds, options = self.candidates(state, 1, roots.noise(1, 1), standing)
-        score, token = grafts.first(score, token, 0)
-        scores, tokens, every = [score], [token], [odds]
+    def first_link(self, roots: Roots) -> ChainLink:
+        """The first draft of a chain behind each root."""
+        return self._link(roots, self.root_state[roots.rows][:, None], roots.standing, 0)
+
+    def next_link(
+        self,
+        roots: Roots,
+        token: Tensor,
+        state: Tensor,
+        standing: GrammarStanding | None,
+        step: int,
+    ) -> ChainLink:
+        """The draft behind ``token (B, 1)``, the one of depth ``step`` >= 1.
+
+        Args:
+            state: ``(B, 1, H)``, the one from which that token was drafted.
+            standing: Where the grammars stand behind it.
+        """
+        # Everything before is an ancestor: plain causal attention.
+        state = self._advance(roots, token, state, step, None)
+        return self._link(roots, state, standing, step)
+
+    def _link(
+        self, roots: Roots, state: Tensor, standing: GrammarStanding | None, step: int
+    ) -> ChainLink:
+        noise = roots.noise(step + 1, 1)
+        score, token, odds, options = self.candidates(state.flatten(0, 1), 1, noise, standing)
+        score, token = Grafts(roots, step + 1).first(score, token, step)
+        return ChainLink(token, score, state, odds, options)
+
+    def _chain(self, roots: Roots, tier: Tier) -> Draft:
+        links = [self.first_link(roots)]
         for step in range(1, tier.nodes - 1):
-            # Everything before is an ancestor: plain causal attention.
-            before = self._advance(roots, token, before, step, None)
+            token, _, state, _, options = links[-1]
             standing = options and options.along(token)
-            noise = roots.noise(step + 1, 1)
-            score, token, odds, options = self.candidates(before.flatten(0, 1), 1, noise, standing)
-            score, token = grafts.first(score, token, step)
-            scores.append(score)
-            tokens.append(token)
-            every.append(odds)
+            links.append(self.next_link(roots, token, state, standing, step))
+        tokens, scores, _, odds, _ = zip(*links, strict=True)
         return Draft(
             torch.cat(tokens, 1),
             None,
             torch.cat(scores, 1).cumsum(1),
-            _stacked(every, score.shape[0]) if odds else None,
+            _stacked(list(odds), len(tokens[0])) if odds[0] else None,
         )
 
     def _tree(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,6 +108,9 @@ class EngineCore:
         self._observed, self._rooms = Observed(), Rooms()
         # Output tokens of the requests that have ended.
         self._ended_tokens = 0
+        # A wide tier's drafts are the grammar's too: its budget has no stop.
+        if self.worker.stops_drafts and not self.widens and self.policy.let_stop():
+            self.worker.let_stop()
         limits = {tier: self.policy.largest_batch(tier) for tier in tiers}
         wider_ones = [t for t in tiers if self.widens and t.steps and not t.parents]
         self.worker.warm_up(limits | {wide_tier(t): limits[t] for t in wider_ones}, chunk_tokens)
@@ -336,7 +340,8 @@ class EngineCore:
         most = budget.most or (tier.nodes,) * view.batch
         most = tuple(1 if p else m for p, m in zip(plain, most, strict=True))
         nodes = sum(most) if budget.nodes is None else min(budget.nodes, sum(most))
-        return Budget(tier, nodes, budget.least or (1,) * view.batch, most)
+        least = budget.least or (1,) * view.batch
+        return replace(budget, nodes=nodes, least=least, most=most)
 
     def _histories(self, plan: StepPlan) -> list[History] | None:
         """Known tokens of the decode rows, where the drafter works on the host."""

@@ -160,6 +160,10 @@ class Calibration:
         left, right = (self._passed[n] / self._tried[n] for n in (low, low + 1))
         return left + share * (right - left)
 
+    def curve(self) -> list[float]:
+        """:meth:`rate` at the bins' middles, between which it is straight."""
+        return [passed / tried for passed, tried in zip(self._passed, self._tried, strict=True)]
+
     def snapshot(self) -> list[dict[str, Any]]:
         """Each bin that saw drafts: mean ``confidence``, ``accepted`` share, ``trials``."""
         return [

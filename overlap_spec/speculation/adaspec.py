@@ -1,19 +1,24 @@
 """AdaSpec (SoCC 2025): length by the drafter's own confidence and a fitted cost model.
 
-Algorithm 1 grows the length while the estimated goodput grows: here it predicts alone, since on an
-overlapped step the host plans before the draft's confidences are there. Algorithm 2 then removes
-the drafts of least acceptance from the whole batch while the goodput grows: here it finds how many
-stay, and the device keeps that many, by the scores that it has drafted by then. Algorithm 3 makes a
-plan that takes longer than a TPOT target worth -1. The bonus counts as in Eq. 6 (Algorithm 3 as
-printed forgets it, and could never turn speculation off).
+Algorithm 1 grows the length while the estimated goodput grows: before a step it predicts whether to
+draft at all, and after each draft step it corrects: by what the drafter was sure of, does another
+one pay (:class:`overlap_spec.types.DraftStop`)? Where a step cannot be stopped, since the host
+plans it before the draft's confidences are there, it predicts the length alone. Algorithm 2 then
+removes the drafts of least acceptance from the whole batch while the goodput grows: here it finds
+how many stay, and the device keeps that many, by the scores that it has drafted by then.
+Algorithm 3 makes a plan that takes longer than a TPOT target worth -1. The bonus counts as in Eq. 6
+(Algorithm 3 as printed forgets it, and could never turn speculation off).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
-from overlap_spec.speculation.acceptance import PRIOR_RATE, Calibration
+import numpy as np
+
+from overlap_spec.speculation.acceptance import BINS, PRIOR_RATE, Calibration
 from overlap_spec.speculation.cost import (
     ASSUMED,
     ASSUMED_SPREAD,
@@ -29,7 +34,7 @@ from overlap_spec.speculation.policy import (
     active_snapshot,
     slot_snapshot,
 )
-from overlap_spec.types import Budget, Tier
+from overlap_spec.types import Budget, DraftStop, Tier
 
 # Weight of a request's last verify in what is expected of its next one.
 ALPHA = 0.2
@@ -163,11 +168,16 @@ class AdaSpecPolicy(LengthPolicy):
         self.cost = cost or OnlineCost(ASSUMED, ASSUMED_SPREAD)
         self.verifier = verifier
         self.confidences = Confidences()
+        self._corrects = False
         self._active, self._last = self.tiers[0], StepView(())
         self.count = self.switches = self._off = 0
 
     def calibrate(self, model: CostModel, spread: float) -> None:
         self.cost = OnlineCost(model, spread)
+
+    def let_stop(self) -> bool:
+        self._corrects = True
+        return True
 
     def choose(self, view: StepView) -> Budget:
         if not view.batch:
@@ -177,7 +187,37 @@ class AdaSpecPolicy(LengthPolicy):
         steps = predicted_steps(confidences, costs, target)
         if not steps and self._off >= PROBE_EVERY and goodput(1, costs[self._least], target) > 0:
             # What is not drafted is not seen either.
-            steps = self._least
+            return self._kept(view, confidences, self._least, target)
+        budget = self._kept(view, confidences, steps, target)
+        if not self._corrects or not steps or budget.nodes is not None:
+            # Of fewer nodes than are drafted, the length that they were chosen for is the best.
+            return budget
+        return Budget(self.tiers[-1], stop=self._stop(view, confidences, costs))
+
+    def _stop(
+        self, view: StepView, confidences: Sequence[float], costs: Mapping[int, float]
+    ) -> DraftStop:
+        """Where the step's drafts end; ``confidences`` and ``costs`` as :meth:`choose` has them."""
+        target = view.tpot_slo_ms
+        in_time = [0.0] * (self.tiers[-1].steps + 1)
+        for steps, ms in costs.items():
+            in_time[steps] = ms if target is None or ms <= target else inf
+        curves = {
+            kind: calibration.curve() for kind, calibration in self.confidences.calibrations.items()
+        }
+        return DraftStop(
+            tuple(in_time),
+            np.array(confidences, np.float32),
+            np.array(
+                [curves[r.constrained] if r.speculate else [0.0] * BINS for r in view.requests],
+                np.float32,
+            ),
+        )
+
+    def _kept(
+        self, view: StepView, confidences: Sequence[float], steps: int, target: float | None
+    ) -> Budget:
+        """What is verified of a step that drafts so many."""
         tier = self._by_steps[steps]
         if not self.verifier or not steps or view.batch == 1:
             return self._budgets[tier]

@@ -15,6 +15,7 @@ from overlap_spec.drafters.base import Drafter
 from overlap_spec.kernels import Tree
 from overlap_spec.types import Tier
 from overlap_spec.worker.graphs import CudaGraph, Eager, Recorded, Tensors, TracedGraph
+from overlap_spec.worker.stepwise import ChainDraft, first_step, link_steps, next_step
 from overlap_spec.worker.tables import RowTables
 
 # Trees, without and with branches, over which the target's pass is traced: of more than one node,
@@ -68,10 +69,12 @@ class GraphRunner:
     Attributes:
         bytes: Memory that CUDA graphs took.
         recording: Whether a pass is being recorded.
+        stepwise: Whether drafts may be stopped, for which their steps are recorded one by one.
     """
 
     def __init__(self, runner: Any, enabled: bool) -> None:
         self.bytes, self.recording, self.enabled = 0, False, enabled
+        self.stepwise = False
         self._runner = runner
         passes: Recordable = runner
         self._passes = passes
@@ -81,11 +84,13 @@ class GraphRunner:
         self._verifies: dict[Tier, tuple[Recorded, Tensors]] = {}
         self._packed: dict[tuple[Tier, int, int], Recorded] = {}
         self._drafts: dict[tuple[Tier, bool, bool], Recorded | None] = {}
+        self._steps: dict[tuple[bool, bool], ChainDraft] = {}
 
     @property
     def count(self) -> int:
         """Sets of passes that have been recorded."""
-        return (len(self._tiers) + len(self._packed) + len(self._drafts)) * self.enabled
+        made = len(self._tiers) + len(self._packed) + len(self._drafts) + len(self._steps)
+        return made * self.enabled
 
     def clear(self) -> None:
         """Forget all recordings."""
@@ -93,6 +98,7 @@ class GraphRunner:
         self._verifies.clear()
         self._packed.clear()
         self._drafts.clear()
+        self._steps.clear()
         self._pool = None
 
     def find(self, tier: Tier, rows: int) -> TierGraphs:
@@ -131,15 +137,28 @@ class GraphRunner:
                 found = self._packed[key] = self._make_packed(tier, rows, count)
         return found
 
+    def find_steps(self, sampled: bool, told: bool) -> ChainDraft | None:
+        """The drafts of chains, step by step; ``sampled`` and ``told`` as in :meth:`find_draft`."""
+        found = self._steps.get((sampled, told))
+        if found is None:
+            with self._record():
+                found = self._make_steps(sampled, told)
+            if found is not None:
+                self._steps[sampled, told] = found
+        return found
+
     def record_next(self, tiers: Iterable[Tier]) -> bool:
         """Record what one of these tiers may want and no step has asked for; False if it is all
         there. For traces: a GPU's graphs are of a batch size each, and made before serving."""
         if self._cuda or not self.enabled:
             return False
+        kinds = list(product((False, True), (False, self._passes.reads_states)))
         for tier in tiers:
-            for sampled, told in product((False, True), (False, self._passes.reads_states)):
+            for kind in kinds:
                 before = self.count
-                self.find_draft(tier, 1, sampled, told)
+                self.find_draft(tier, 1, *kind)
+                if self.stepwise:
+                    self.find_steps(*kind)
                 if self.count > before:
                     return True
         return False
@@ -213,6 +232,26 @@ class GraphRunner:
     ) -> Recorded | None:
         work = partial(self._passes.draft_trees, tier, sampled, told)
         return self._guarded(work, self._padding(rows), self._padding(others))
+
+    def _make_steps(self, sampled: bool, told: bool) -> ChainDraft | None:
+        """For any batch and any number of steps; None where the drafter failed."""
+        first = partial(first_step, self._runner, sampled, told)
+        onward = partial(next_step, self._runner, sampled, told)
+        link = partial(link_steps, self._runner)
+        if not self.enabled:
+            return ChainDraft(Eager(first), Eager(onward), Eager(link), told)
+        with self._runner.guard_drafter():
+            # In a trace sizes of 1 would look alike: two rows with two drafts; the others have one.
+            padding, others = self._padding(2), self._padding(3)
+            root, *at = first(*padding)
+            at = [*onward(*padding, *at)]
+            other_root, *other_at = first(*others)
+            begin = self._guarded(first, padding, others)
+            further = self._guarded(onward, (*padding, *at), (*others, *other_at))
+            linked = self._guarded(link, (root, *at[2:4]), (other_root, *other_at[2:4]))
+            if begin is not None and further is not None and linked is not None:
+                return ChainDraft(begin, further, linked, told)
+        return None
 
     def _make_packed(self, tier: Tier, rows: int, count: int) -> Recorded:
         passes = self._passes

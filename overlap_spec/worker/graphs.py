@@ -43,6 +43,10 @@ class TracedGraph(Recorded):
     Args:
         owner: Holds every parameter and buffer that ``work`` touches: what is not found there
             would be taken for a constant.
+
+    Attributes:
+        function: The graph, whose inputs are those of ``work`` and ``held``.
+        held, owners: What it touches; and the same as a list of torch's own.
     """
 
     def __init__(self, owner: nn.Module, work: Callable[..., Tensors], inputs: Tensors) -> None:
@@ -61,18 +65,18 @@ class TracedGraph(Recorded):
         for index in reversed(range(len(held))):
             if not used[index]:
                 graph.eraseInput(len(inputs) + index)
-        self._held = [tensor for tensor, is_used in zip(held, used, strict=True) if is_used]
+        self.held = [tensor for tensor, is_used in zip(held, used, strict=True) if is_used]
         # What its Python object alone owns takes the interpreter's lock when another owner comes or
         # goes: in a replay once a tensor, beside a host that holds the lock.
-        self._owners = torch._C.ScriptList(self._held)
-        self._run = torch._C._create_function_from_graph("recorded", graph)
+        self.owners = torch._C.ScriptList(self.held)
+        self.function = torch._C._create_function_from_graph("recorded", graph)
         self(*inputs)
 
     def __call__(self, *inputs: Tensor) -> Tensors:
         owners = torch._C.ScriptList(list(inputs))  # As above.
         # Its optimiser is for graphs that can be fused: here it would cost time and give none.
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-            outputs: Tensors = self._run(*inputs, *self._held)
+            outputs: Tensors = self.function(*inputs, *self.held)
         del owners
         return outputs
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -108,6 +108,7 @@ class InFlightStep:
     """One step between its plan and its results.
 
     Attributes:
+        plan: After :meth:`settle`, with what was drafted for its tier.
         accepted: When its tokens were decided; outlives the buffers, since the next step's idle
             time is measured from it.
         constrained: Whether any of its requests has a grammar.
@@ -138,6 +139,13 @@ class InFlightStep:
     @property
     def events(self) -> Events:
         return self.buffers.events
+
+    def settle(self) -> None:
+        """Enter into the plan what was drafted, where the drafts were stopped before its tier did;
+        once ``drafted`` is known to be there."""
+        drafted = self.drafted.get()
+        if drafted is not None and drafted.tier != self.plan.tier:
+            self.plan = replace(self.plan, budget=self.plan.budget.stopped(drafted.tier))
 
     def host_trees(self) -> HostTrees:
         """The drafted trees, then a node for each final chunk; once ``tree_on_host`` has passed."""

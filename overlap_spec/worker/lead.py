@@ -66,6 +66,11 @@ class LeadWorker(Worker):
         self._sender = ThreadStream("tell", record)
 
     @property
+    def stops_drafts(self) -> bool:
+        """No: the other ranks wait for a decision whose size the plan tells."""
+        return False
+
+    @property
     def verifies_ahead(self) -> bool:
         """Always: draft and verify are told at once."""
         return True

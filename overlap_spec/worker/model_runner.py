@@ -134,6 +134,15 @@ class ModelRunner(nn.Module):
         """Whether the drafter's methods depend on nothing but tensors."""
         return self.drafter is None or self.drafter.recorded
 
+    @property
+    def stops_drafts(self) -> bool:
+        """Whether drafts can be stopped between two steps: of a built drafter's chains, where a
+        step's confidences are read without waiting. What is drawn from the drafter's own odds has
+        noise by its depth, which a step does not know."""
+        built = self.reads_states and self.recorded_drafter and not self.checked
+        drawn = self.rule.coupled and self.rule.support > 0
+        return self.device.type == "cpu" and built and not drawn
+
     def guard_drafter(self) -> DrafterFaults:
         """Keeps what the drafter raises as :attr:`fault`: it costs no request but its drafts."""
         return DrafterFaults(self)
@@ -169,18 +178,26 @@ class ModelRunner(nn.Module):
         pages = tables.pages[rows, : self._visible(plan)]
         # Where nobody has a grammar, none is asked: it takes its time.
         told = self.reads_states and any(plan.grammar[: batch.trees])
-        recorded = self.graphs.find_draft(plan.tier, len(rows), sampled, told)
+        tier, stop = plan.tier, plan.budget.stop
         outputs: Tensors | None = None
+        if stop is not None and self.fault is None:
+            with self.guard_drafter():
+                steps = self.graphs.find_steps(sampled, told)
+                if steps is not None:
+                    outputs = steps(rows, pages, stop)
+                    nodes = outputs[-1].shape[1]
+                    tier = Tier(nodes - 1, 1, nodes)
+        recorded = None if outputs else self.graphs.find_draft(tier, len(rows), sampled, told)
         if proposed is None and recorded is not None and self.fault is None:
             with self.guard_drafter():
                 outputs = recorded(rows, pages)
                 rows, pages = recorded.kept(rows, pages)
         if outputs is None:
-            outputs = self.draft_trees(plan.tier, sampled, told, rows, pages, proposed)
+            outputs = self.draft_trees(tier, sampled, told, rows, pages, proposed)
         tokens, positions, forced, links, *rest = outputs
         tree, odds = Tree(*rest[: len(Tree._fields)]), rest[len(Tree._fields) :]
         roots = Roots(rows, pages, tokens, positions, forced)
-        drafted = Drafted(roots, tree, links, None, Odds(*odds) if odds else None)
+        drafted = Drafted(roots, tree, links, None, Odds(*odds) if odds else None, tier)
         return drafted if plan.budget.nodes is None else self._select(batch, drafted)
 
     def draft_trees(
@@ -198,16 +215,8 @@ class ModelRunner(nn.Module):
             sampled, proposed: As in :meth:`draft`.
             told: Whether the drafter is told where its roots stand in their grammars.
         """
-        tables, roots = self.tables, self._roots(rows, pages)
-        if told:
-            standing = GrammarStanding(self.states.tables, self.states.state[rows])
-            roots = roots._replace(standing=standing)
-        if sampled and self.rule.coupled:
-            roots = roots._replace(
-                temperature=tables.temperature[rows],
-                seeds=tables.seed[rows],
-                support=self.rule.support,
-            )
+        tables = self.tables
+        roots = self.draft_roots(self.known_roots(rows, pages), sampled, told)
         own = tier.own
         if self.drafter is None or own.steps == 0:
             draft = _no_draft(roots, 0)
@@ -229,20 +238,35 @@ class ModelRunner(nn.Module):
             draft = lengthen(draft, roots, tier)
             draft = draft_known(draft, roots, tables.tries, tables.place, tier)
         known = roots.tokens, roots.positions, roots.forced
-        linked = *known, *_link(roots.tokens, draft, tier.steps)
+        linked = *known, *self.link(roots.tokens, draft, tier.steps)
         return linked if draft.odds is None else (*linked, *draft.odds)
 
     def dead_trees(self, tier: Tier, rows: Tensor, pages: Tensor) -> Tensors:
         """As :meth:`draft_trees`, where nothing is drafted: what a recording needs of a tree."""
-        roots = self._roots(rows, pages)
+        roots = self.known_roots(rows, pages)
         draft = _no_draft(roots, tier.nodes - 1)
         known = roots.tokens, roots.positions, roots.forced
-        return *known, *_link(roots.tokens, draft, tier.steps)
+        return *known, *self.link(roots.tokens, draft, tier.steps)
 
-    def _roots(self, rows: Tensor, pages: Tensor) -> Roots:
+    def known_roots(self, rows: Tensor, pages: Tensor) -> Roots:
+        """The rows' roots, as far as the tables tell of them."""
         tables = self.tables
         known = tables.roots[rows], tables.committed[rows], tables.forced[rows]
         return Roots(rows, pages, *known)
+
+    def draft_roots(self, roots: Roots, sampled: bool, told: bool) -> Roots:
+        """Roots as the drafter gets them; ``sampled`` and ``told`` as in :meth:`draft_trees`."""
+        tables, rows = self.tables, roots.rows
+        if told:
+            standing = GrammarStanding(self.states.tables, self.states.state[rows])
+            roots = roots._replace(standing=standing)
+        if sampled and self.rule.coupled:
+            roots = roots._replace(
+                temperature=tables.temperature[rows],
+                seeds=tables.seed[rows],
+                support=self.rule.support,
+            )
+        return roots
 
     def _draft_or_none(self, roots: Roots, tier: Tier) -> Draft:
         """The drafter's draft; dead nodes alone where it raises, or has lately."""
@@ -273,19 +297,27 @@ class ModelRunner(nn.Module):
         selected = select_nodes(tree.scores, count, batch.least, batch.most)
         scores = selected.scores
         draft = Draft(tree.tokens[:, 1:], tree.parents[:, 1:], scores[:, 1:])
-        links, *kept = _link(roots.tokens, draft, batch.plan.tier.steps)
+        links, *kept = self.link(roots.tokens, draft, drafted.tier.steps)
         pack = selected.pack if count < rows * nodes else None
-        return Drafted(roots, Tree(*kept), links, pack, drafted.odds)
+        return drafted._replace(tree=Tree(*kept), links=links, pack=pack)
+
+    def link(self, roots: Tensor, draft: Draft, depth: int) -> Tensors:
+        """The links of drafted nodes ``(3, S, N)``, and the tensors of their trees."""
+        if draft.parents is None:
+            tree = build_chain(roots, draft.tokens, draft.scores)
+        else:
+            tree = build_tree(roots, draft.tokens, draft.parents, draft.scores, depth)
+        return torch.stack([tree.tokens, tree.first_child, tree.next_sibling]), *tree
 
     # Verify
 
-    def verify(self, batch: Batch, drafted: Drafted | None) -> Verified | None:
+    def verify(self, drafted: Drafted | None) -> Verified | None:
         """The target over the trees."""
         if drafted is None:
             return None
         roots, tree, pack = drafted.roots, drafted.tree, drafted.pack
         inputs = (roots.pages, roots.positions, tree.tokens, tree.depths, tree.ancestors)
-        tier = batch.plan.tier
+        tier = drafted.tier
         if pack is None:
             logits, *rest = self.graphs.find(tier, len(roots.rows)).verify(*inputs)
         else:
@@ -379,7 +411,8 @@ class ModelRunner(nn.Module):
         if drafted is not None and verified is not None:
             trees = self._accept_trees(batch, drafted, verified, features, grammar, free)
         if prefilled is not None:
-            chunks = self._accept_chunks(batch, prefilled, features, grammar)
+            nodes = 0 if drafted is None else drafted.tree.tokens.shape[1]
+            chunks = self._accept_chunks(batch, prefilled, features, grammar, batch.trees * nodes)
         return Accepted(trees, chunks)
 
     def _accept_trees(
@@ -414,7 +447,7 @@ class ModelRunner(nn.Module):
             choices = self.rule(choices, logits, place, features, drafted.odds, allowed, free)
         every = choices.new_full((rows * nodes,), -1)
         every = every.index_copy_(0, self._count(count) if pack is None else pack, choices)
-        commit = self.graphs.find(batch.plan.tier, rows).commit
+        commit = self.graphs.find(drafted.tier, rows).commit
         lengths, tokens, path, packed = commit(
             roots.rows, roots.pages, roots.positions, *tree, every, limits, runs
         )
@@ -481,6 +514,7 @@ class ModelRunner(nn.Module):
         prefilled: Prefilled,
         features: SamplingFeatures,
         grammar: GrammarRows | None,
+        first: int,
     ) -> AcceptResult | None:
         chunks, logits = batch.chunks, prefilled.logits
         assert chunks is not None
@@ -490,7 +524,6 @@ class ModelRunner(nn.Module):
         rows, count = chunks.final_rows, len(chunks.final_rows)
         allowed, runs = None, self.no_run.expand(count, -1)
         if grammar is not None:
-            first = batch.trees * batch.plan.tier.nodes
             allowed, runs = grammar.masks.last(count), grammar.runs[first : first + count]
         place = Nodes(rows, chunks.positions[chunks.last] + 1, None, None)
         logits = self.sampler.process(logits, place, features)
@@ -525,21 +558,19 @@ class ModelRunner(nn.Module):
 
     # Extend
 
-    def extend(
-        self, batch: Batch, drafted: Drafted, verified: Verified, accepted: Accepted
-    ) -> None:
+    def extend(self, drafted: Drafted, verified: Verified, accepted: Accepted) -> None:
         """Feed the drafter what the trees committed: each token with the feature before it."""
         if not self.extends or self.fault is not None or accepted.trees is None:
             return
         with self.guard_drafter():
             roots, (lengths, tokens, path, *_) = drafted.roots, accepted.trees
-            graphs = self.graphs.find(batch.plan.tier, len(roots.rows))
+            graphs = self.graphs.find(drafted.tier, len(roots.rows))
             features = () if verified.features is None else (verified.features,)
             inputs = (roots.rows, roots.pages, roots.positions, tokens, path, lengths)
             if graphs.extend is not None:
                 graphs.extend(*inputs, *features)
             else:
-                self.extend_trees(batch.plan.tier, *inputs, *features)
+                self.extend_trees(drafted.tier, *inputs, *features)
 
     def extend_chunks(self, batch: Batch, prefilled: Prefilled, accepted: Accepted) -> None:
         """Feed the drafter what the chunks committed."""
@@ -651,12 +682,3 @@ def _no_draft(roots: Roots, nodes: int) -> Draft:
     """``nodes`` dead nodes after each root."""
     tokens = roots.tokens[:, None].expand(-1, nodes)
     return Draft(tokens, None, torch.full_like(tokens, -torch.inf, dtype=torch.float32))
-
-
-def _link(roots: Tensor, draft: Draft, depth: int) -> Tensors:
-    """The links of drafted nodes ``(3, S, N)``, and the tensors of their trees."""
-    if draft.parents is None:
-        tree = build_chain(roots, draft.tokens, draft.scores)
-    else:
-        tree = build_tree(roots, draft.tokens, draft.parents, draft.scores, depth)
-    return torch.stack([tree.tokens, tree.first_child, tree.next_sibling]), *tree

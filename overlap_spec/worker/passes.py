@@ -10,6 +10,7 @@ from torch import Tensor
 from overlap_spec.drafters.base import Committed, DraftCache, Roots
 from overlap_spec.kernels import KeySpan, Odds, Tree
 from overlap_spec.models.decoder import Attend
+from overlap_spec.types import Tier
 from overlap_spec.worker.kv_pool import KVPool, PagedAttend
 from overlap_spec.worker.sampler import Masks
 
@@ -22,7 +23,8 @@ class Drafted(NamedTuple):
 
     ``links`` int64 ``(3, S, N)``: the trees' tokens, first children and next siblings, for the
     host. ``pack`` int64 ``(T,)``: the flat numbers of the nodes that are verified; None: all.
-    ``odds``: as in :class:`overlap_spec.drafters.base.Draft`.
+    ``odds``: as in :class:`overlap_spec.drafters.base.Draft`. ``tier``: what was drafted: the
+    plan's, or a shorter one where its budget's ``stop`` ended the drafts.
     """
 
     roots: Roots
@@ -30,6 +32,7 @@ class Drafted(NamedTuple):
     links: Tensor
     pack: Tensor | None
     odds: Odds | None
+    tier: Tier
 
 
 class Verified(NamedTuple):

@@ -200,6 +200,16 @@ class Worker:
         self.streams.compute.run("table", self.runner.states.write, base, table)
 
     @property
+    def stops_drafts(self) -> bool:
+        """Whether a plan's drafts can be stopped after each step. Not on a GPU, whose host would
+        have to wait for each: there a budget drafts all that its tier says."""
+        return self.runner.stops_drafts
+
+    def let_stop(self) -> None:
+        """Be ready for budgets that stop their drafts."""
+        self.runner.graphs.stepwise = True
+
+    @property
     def verifies_ahead(self) -> bool:
         """Whether a verify is queued before it is known that anyone wants it.
 
@@ -365,7 +375,7 @@ class Worker:
     def verify(self, step: InFlightStep) -> None:
         """Queue the target's pass over the trees."""
         compute = self.streams.compute
-        step.verified = compute.run("verify", self.runner.verify, step.batch, step.drafted)
+        step.verified = compute.run("verify", self.runner.verify, step.drafted)
         if step.plan.chunks:
             compute.wait(step.events.prefilled)
         compute.record(step.events.verified)
@@ -383,6 +393,7 @@ class Worker:
             rows are good; int32 ``(nodes, TOLD)``, the run behind each node, and its state.
         """
         step.events.tree_on_host.synchronize()
+        step.settle()
         trees = step.host_trees()
         limits = step.buffers.limits.numpy()
         limits.fill(step.plan.tier.steps)
@@ -404,7 +415,7 @@ class Worker:
         events, masks = step.events, None
         if step.constrained:
             step.limits = tuple(step.buffers.limits[: len(step.plan.verified)].tolist())
-            masks = planner.run("masks", _upload_masks, step.batch, step.buffers)
+            masks = planner.run("masks", _upload_masks, step.plan, step.batch, step.buffers)
             planner.record(events.masks_ready)
             if self.overlap == "double-sync":
                 events.masks_ready.synchronize()
@@ -444,7 +455,7 @@ class Worker:
         """Queue the drafter's way to the next root."""
         compute, prefill = self.streams.compute, self.streams.prefill
         if step.plan.decode_rows:
-            passes = step.batch, step.drafted, step.verified, step.decided
+            passes = step.drafted, step.verified, step.decided
             compute.run("extend", self.runner.extend, *passes)
         if step.plan.chunks:
             chunks = step.batch, step.prefilled, step.decided
@@ -476,8 +487,10 @@ class Worker:
             grammar_ms: What the grammar's work for the step took. A longer wait for its masks was
                 one for a core or a lock, and counts as idle time alone.
         """
-        events, plan = step.events, step.plan
+        events = step.events
         events.results_on_host.synchronize()
+        step.settle()
+        plan = step.plan
         trees, exposed_ms, idle_ms = len(plan.decode_rows), 0.0, 0.0
         rows = []
         if trees:
@@ -689,9 +702,8 @@ def _copy_tree(drafted: Drafted | None, buffers: Buffers) -> None:
         buffers.links[: len(links)].copy_(links, non_blocking=True)
 
 
-def _upload_masks(batch: Batch, buffers: Buffers) -> GrammarRows:
-    """What the lane wrote, on the device."""
-    plan = batch.plan
+def _upload_masks(plan: StepPlan, batch: Batch, buffers: Buffers) -> GrammarRows:
+    """What the lane wrote, on the device; the plan is settled."""
     nodes, trees, final = plan.tier.nodes, batch.trees, len(plan.final_chunks)
     count, requests = trees * nodes + final, len(batch.rows)
     rows, limits = buffers.device_masks[:count], buffers.device_limits[:requests]

@@ -135,6 +135,11 @@ def test_what_a_first_grammar_needs_is_built_once_for_all_workers(
     until(lambda: compiler.backend.warmed_in == os.getpid())
 
 
+def test_workers_build_nothing_for_masks(compiler: GrammarCompiler) -> None:
+    assert cast("Text", compiler.compile(job("masks"))).source == "False"
+    assert FaultyBackend.makes_masks
+
+
 def test_types_of_the_caller_stay_here(compiler: GrammarCompiler) -> None:
     class Local:
         pass

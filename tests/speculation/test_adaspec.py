@@ -214,6 +214,53 @@ def test_adaspec_verifies_the_best_of_the_batch() -> None:
     )
 
 
+def test_adaspec_leaves_the_length_to_the_draft_where_it_can_be_stopped() -> None:
+    """Its stop knows each length's time, and what each request's drafts are worth."""
+    policy = AdaSpecPolicy(TIERS, OnlineCost(FLAT, 0.01))
+    assert policy.choose(view(1)).stop is None
+    assert policy.let_stop()
+    asked = StepView((RequestView(0, 10, True),))
+    policy.observe(outcome(1, (0.9, 0.4), constrained=True))
+    curve = policy.confidences.calibrations[True].curve()
+    budget = policy.choose(asked)
+    assert budget.tier == TIERS[-1]
+    stop = budget.stop
+    assert stop is not None
+    # 10 ms a verify, 1 ms a node, 1 ms a draft step.
+    assert stop.costs_ms == pytest.approx([11.0 + 2 * steps for steps in CHAINS], rel=0.01)
+    assert stop.expected == pytest.approx(policy.confidences.of(asked))
+    assert stop.curves[0] == pytest.approx(curve)
+    assert curve[6:] == pytest.approx(
+        [policy.confidences.calibrations[True].rate(c) for c in (0.65, 0.75, 0.85, 0.95)]
+    )
+
+
+def test_adaspec_stops_before_a_target_and_asks_only_who_takes_drafts() -> None:
+    policy = AdaSpecPolicy(TIERS, OnlineCost(FLAT, 0.01), verifier=False)
+    policy.let_stop()
+    both = StepView((RequestView(0, 10, tpot_slo_ms=20.5), RequestView(1, 10, speculate=False)))
+    stop = policy.choose(both).stop
+    assert stop is not None
+    # 12 ms, and 3 for each length.
+    assert [n for n, ms in enumerate(stop.costs_ms) if ms < float("inf")] == [0, 1, 2]
+    assert stop.expected[1] == 0
+    assert not stop.curves[1].any()
+    assert stop.curves[0].all()
+
+
+def test_adaspec_stops_no_step_whose_nodes_are_chosen_or_that_is_off() -> None:
+    policy = AdaSpecPolicy(TIERS, OnlineCost(FLAT, 0.01))
+    policy.let_stop()
+    for _ in range(60):
+        mixed = (RequestOutcome(0, 3, 3, False, (0.9,) * 3), RequestOutcome(1, 0, 3, False, (0.1,)))
+        policy.observe(StepOutcome(view(2), Budget(TIERS[3]), mixed))
+    assert policy.choose(view(2)).nodes is not None
+    assert policy.choose(view(2)).stop is None
+    for _ in range(60):
+        policy.observe(outcome(0, (0.02,)))
+    assert policy.choose(view(1)) == Budget(OFF)
+
+
 def test_adaspec_keeps_the_strictest_target() -> None:
     policy = AdaSpecPolicy(TIERS, OnlineCost(FLAT, 0.01))
     assert policy.choose(view(1)).tier.steps >= 3

@@ -75,6 +75,8 @@ class FaultyBackend(Backend):
                 time.sleep(float(rest.split()[0]))
             case "warmed":
                 return Text(str(self.warmed_in), os.getpid())
+            case "masks":
+                return Text(str(self.makes_masks), os.getpid())
             case "swell":
                 return Text("x" * int(rest), os.getpid())
         return Text(grammar.source, os.getpid())

@@ -1,0 +1,200 @@
+"""A chain drafted step by step, each a recording of its own, so that it can be stopped in between.
+
+On the CPU, where it is known after each step how sure the drafter was. The steps are those of
+:meth:`overlap_spec.drafters.tree_drafter.TreeDrafter.draft`, token for token.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from overlap_spec.drafters.base import Draft, Drafter, Roots
+from overlap_spec.drafters.states import GrammarStanding
+from overlap_spec.drafters.tree_drafter import ChainLink, TreeDrafter
+from overlap_spec.types import DraftStop
+from overlap_spec.worker.grammar_states import GrammarStates
+from overlap_spec.worker.graphs import Recorded, Tensors, TracedGraph
+
+
+class Stepped(Protocol):
+    """What the steps need of :class:`overlap_spec.worker.model_runner.ModelRunner`."""
+
+    drafter: Drafter | None
+    states: GrammarStates
+    known_roots: Callable[[Tensor, Tensor], Roots]
+    draft_roots: Callable[[Roots, bool, bool], Roots]
+    link: Callable[[Tensor, Draft, int], Tensors]
+
+
+def stops(scores: Tensor, expected: Tensor, curves: Tensor, costs_ms: list[float]) -> bool:
+    """Whether chains of ``d`` drafts end there, by :class:`overlap_spec.types.DraftStop`.
+
+    Args:
+        scores: float32 ``(rows, d)``: log-probabilities of the drafts; padding comes last.
+        expected, curves, costs_ms: The stop's.
+    """
+    trees, steps = expected.shape[0], scores.shape[1]
+    if costs_ms[steps] <= 0.0:
+        return False
+    longer = steps + 1
+    while longer < len(costs_ms) and costs_ms[longer] <= 0.0:
+        longer += 1
+    if longer >= len(costs_ms):
+        return True
+    bins = curves.shape[1]
+    at = (scores[:trees].exp() * bins - 0.5).clamp(0.0, bins - 1.0)
+    low = at.floor().clamp(0.0, bins - 2.0).long()
+    left, right = curves.gather(1, low), curves.gather(1, low + 1)
+    shares = (left + (at - low) * (right - left)).cumprod(1)
+    tokens = trees + float(shares.sum())
+    further, share = 0.0, shares[:, -1]
+    for _ in range(longer - steps):
+        share = share * expected
+        further += float(share.sum())
+    return (tokens + further) / costs_ms[longer] <= tokens / costs_ms[steps]
+
+
+@cache
+def _compiled_stops() -> Any:
+    """:func:`stops` for recordings: the process's own, as compiled functions are never freed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(stops)
+
+
+class ChainDraft:
+    """Chains drafted until a stop ends them.
+
+    Args:
+        first, onward, link: :func:`first_step`, :func:`next_step` and :func:`link_steps`, or their
+            recordings: all of them recorded, or none.
+    """
+
+    def __init__(self, first: Recorded, onward: Recorded, link: Recorded, told: bool) -> None:
+        self._steps, self._unit = (first, onward, link), None
+        if not all(isinstance(step, TracedGraph) for step in self._steps):
+            return
+        begin, further, linked = (
+            ", ".join(f"{name}[{n}]" for n in range(len(step.held)))  # type: ignore[attr-defined]
+            for name, step in zip(("a", "b", "c"), self._steps, strict=True)
+        )
+        end = "tokens, scores, state" + ", states" * told
+        steps = {"first": first, "onward": onward, "link": link}
+        functions = {name: step.function for name, step in steps.items()}  # type: ignore[attr-defined]
+        self._unit = _compile(
+            f"""
+def draft(rows: Tensor, pages: Tensor, expected: Tensor, curves: Tensor, costs_ms: List[float],
+          a: List[Tensor], b: List[Tensor], c: List[Tensor]):
+    root, positions, forced, {end} = first(rows, pages, {begin})
+    place, behind = positions, forced
+    for _ in range(len(costs_ms) - 2):
+        if stops(scores, expected, curves, costs_ms):
+            break
+        place, behind, {end} = onward(rows, pages, place, behind, {end}, {further})
+    return (root, positions, forced), link(root, tokens, scores{", " * bool(linked)}{linked})
+""",
+            functions | {"stops": _compiled_stops()},
+        )
+
+    def __call__(self, rows: Tensor, pages: Tensor, stop: DraftStop) -> Tensors:
+        """As :meth:`ModelRunner.draft_trees`, of chains of at most ``len(stop.costs_ms) - 1``."""
+        expected, curves = torch.from_numpy(stop.expected), torch.from_numpy(stop.curves)
+        costs_ms = list(stop.costs_ms)
+        if self._unit is not None:
+            inputs = rows, pages, expected, curves
+            owners = torch._C.ScriptList(list(inputs))  # As in `TracedGraph`.
+            held = (step.owners for step in self._steps)  # type: ignore[attr-defined]
+            with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+                known, linked = self._unit.draft(*inputs, costs_ms, *held)
+            del owners
+            return *known, *linked
+        first, onward, link = self._steps
+        root, positions, forced, *end = first(rows, pages)
+        known, at = (root, positions, forced), (positions, forced, *end)
+        for _ in range(len(costs_ms) - 2):
+            if stops(at[3], expected, curves, costs_ms):
+                break
+            at = onward(rows, pages, *at)
+        return *known, *link(root, *at[2:4])
+
+
+def _compile(source: str, functions: dict[str, Any]) -> Any:
+    """``source`` in TorchScript, with ``functions`` by these names: a loop over recordings needs
+    no interpreter's lock between them, which the host may hold."""
+
+    def resolve(name: str) -> Any:
+        return functions.get(name)
+
+    unit = torch._C.CompilationUnit()
+    unit.define(source, resolve)
+    return unit
+
+
+def first_step(runner: Stepped, sampled: bool, told: bool, rows: Tensor, pages: Tensor) -> Tensors:
+    """The roots' tokens, positions and runs; the first drafts ``(B, 1)`` and their
+    log-probabilities ``(B, 1)``; and from what the next come: the state ``(B, 1, H)``, and where
+    ``told`` the states of the grammars ``(B,)``."""
+    roots = runner.draft_roots(runner.known_roots(rows, pages), sampled, told)
+    drafter = runner.drafter
+    assert isinstance(drafter, TreeDrafter)
+    link = drafter.first_link(roots)
+    known = roots.tokens, roots.positions, roots.forced
+    return *known, link.token, link.score, *_carried(link, told)
+
+
+def next_step(
+    runner: Stepped,
+    sampled: bool,
+    told: bool,
+    rows: Tensor,
+    pages: Tensor,
+    positions: Tensor,
+    forced: Tensor,
+    tokens: Tensor,
+    scores: Tensor,
+    state: Tensor,
+    *states: Tensor,
+) -> Tensors:
+    """A further draft of each chain.
+
+    The token before the last one stands for the root: what a step does does not depend on its
+    number.
+
+    Args:
+        positions, forced: That token's place, and what is forced behind it.
+        tokens, scores: All drafts so far ``(B, d)``, and their log-probabilities.
+
+    Returns:
+        The arguments from ``positions`` on, of the step after it.
+    """
+    drafter = runner.drafter
+    assert isinstance(drafter, TreeDrafter)
+    roots = runner.draft_roots(Roots(rows, pages, tokens[:, 0], positions, forced), sampled, False)
+    standing = GrammarStanding(runner.states.tables, states[0]) if told else None
+    link = drafter.next_link(roots, tokens[:, -1:], state, standing, 1)
+    return (
+        positions + 1,
+        F.pad(forced[:, 1:], (0, 1), value=-1),
+        torch.cat([tokens, link.token], 1),
+        torch.cat([scores, link.score], 1),
+        *_carried(link, told),
+    )
+
+
+def _carried(link: ChainLink, told: bool) -> Tensors:
+    if not told:
+        return (link.state,)
+    assert link.options is not None
+    return link.state, link.options.along(link.token).states
+
+
+def link_steps(runner: Stepped, roots: Tensor, tokens: Tensor, scores: Tensor) -> Tensors:
+    """The links of finished chains, and the tensors of their trees."""
+    return runner.link(roots, Draft(tokens, None, scores.cumsum(1)), 0)
