@@ -1,26 +1,37 @@
 """Adaptive draft lengths against every fixed one, over text and batches that change.
 
-``python -m bench.adaptive [--quick] [--json PATH] [--seed S] [--batch N] [--busy N] [--policies
-NAME,...] [--model DIR --draft DIR]`` gives each policy an engine of its own, which lives through
-all phases, and has recorded all its lengths before, as a server has: no drafts, static chains of 1,
-3, 5 and 7 steps, a static tree, the published ``default``, ``guarded``, ``adaspec`` and ``auto``.
+``python -m bench.adaptive [--quick] [--json PATH] [--seed S] [--batch N] [--busy N] [--groups N]
+[--policies NAME,...] [--model DIR --draft DIR]`` gives each policy the same work: no drafts, static
+chains of 1, 3, 5 and 7 steps, a static tree, the published ``default``, ``guarded``, ``adaspec``
+and ``auto``. All of them live through all phases in one engine, which has recorded all their
+lengths before, as a server has: two engines of the same settings differ by more than policies do.
 Text is easy, hard, and easy; then the batch grows from N (1) to ``--busy`` (16) and falls back;
 then the same prompts are answered under their schemas and without. Every group of requests goes
-through all engines, each time beginning with another one, before the next group starts: what the
-machine does to one policy it does to all. Easy prompts ask for text that stands in the prompt; hard
-ones hold the output to a form that no draft foresees. Outputs must be the same under every policy:
-else the exit status is 1.
+through all policies, in an order drawn anew, before the next group starts: what the machine does to
+one policy it does to all. Easy prompts ask for text that stands in the prompt; hard ones hold the
+output to a form that no draft foresees. Outputs must be the same under every policy: else the exit
+status is 1.
+
+Two clocks. The wall's holds all that the machine did meanwhile. *Equal steps* count each step of a
+shape (draft steps, branches, verified rows, trees, prefill beside them) at the median time that
+steps of its shape took in that phase, whichever policy drafted them, and what is no step at the
+median of the group's: that tells lengths from load. Intervals hold 95% of the ratios of the groups
+drawn again (bootstrap).
 
 Fields of the last line, beside those of every record (``bench.common``):
     phases: In their order: ``name``, ``best`` (the fixed tier of most tokens per second),
-        ``policies`` (name → ``tokens_per_second``, ``tokens_per_cpu_second`` (the process's, on
-        all cores: steadier where other work has the processor), ``accept_length``,
-        ``draft_length``, ``seconds``, ``switches`` so far, ``of_best``, ``of_best_spread``):
-        ``draft_length`` is drafted tokens a verify, ``of_best`` the rate over the best fixed
-        tier's in that phase, and ``of_best_spread`` that of the groups one by one.
-    worst_of_best: Adaptive policy → least ``of_best`` of all phases. The published promise of
-        adaptive drafting is 0.97.
-    whole: Policy → tokens per second of all phases, as many tokens of each.
+        ``best_at_equal_steps``, ``policies`` (name → ``tokens_per_second``,
+        ``tokens_per_second_at_equal_steps``, ``tokens_per_cpu_second`` (the process's, on all
+        cores: steadier where other work has the processor), ``accept_length``, ``draft_length``,
+        ``seconds``, ``switches`` so far, ``of_best``, ``of_best_interval``, ``of_best_spread``,
+        ``of_best_at_equal_steps``, ``of_best_at_equal_steps_interval``): ``draft_length`` is
+        drafted tokens a verify, ``of_best`` the rate over the best fixed tier's in that phase, by
+        either clock, and ``of_best_spread`` that of the groups one by one, by the wall's.
+    worst_of_best, worst_of_best_at_equal_steps: Adaptive policy → least ratio of all phases. The
+        published promise of adaptive drafting is 0.97.
+    whole, whole_at_equal_steps: Policy → tokens per second of all phases, as many tokens of each.
+    whole_over: Adaptive policy → ``over`` (the best of all fixed tiers over the whole), ``ratio``
+        and ``interval`` of the rates of the whole, at equal steps.
     calibration: Policy → ``free`` and ``constrained`` → bins of ``confidence``, ``accepted``
         (share) and ``trials``; of the policies that weigh the drafter's confidence.
     equal: Outputs are the same under all policies.
@@ -32,9 +43,9 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from random import Random
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -43,21 +54,24 @@ from rich.table import Table
 from bench.common import Run, fail, flags, rounded, spread
 from bench.measure import measure
 from bench.targets import add_model_flags, check_model_flags, model_settings
+from bench.turns import Turns, install
 from bench.workloads import Ask
 from overlap_spec.engine import Engine
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.speculation.presets import load_policy
 from overlap_spec.training.data import held_out_cases
 
-STATIC = (1, 3, 5, 7)
-TREE = {"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 16}
-FIXED: dict[str, dict[str, Any]] = {
-    "off": {"adaptive": "off"},
-    **{f"static {n}": {"adaptive": "static", "num_steps": n} for n in STATIC},
-    "static tree": {"adaptive": "static", **TREE},
+# Name → what :func:`load_policy` takes: policy, draft steps, branches, verified rows.
+FIXED: dict[str, tuple[str, int, int, int | None]] = {
+    "off": ("off", 5, 1, None),
+    **{f"static {n}": ("static", n, 1, None) for n in (1, 3, 5, 7)},
+    "static tree": ("static", 5, 4, 16),
 }
 ADAPTIVE = ("default", "guarded", "adaspec", "auto")
-POLICIES = FIXED | {name: {"adaptive": name, "num_steps": 5} for name in ADAPTIVE}
+POLICIES = FIXED | {name: (name, 5, 1, None) for name in ADAPTIVE}
+# Times that the groups are drawn again.
+DRAWS = 1000
 LETTERS = "bcdfghjklmnpqrstvwxz"
 
 
@@ -122,10 +136,10 @@ def phases(seed: int, size: Size, batch: int, busy: int) -> dict[str, list[list[
 
 
 def run_phases(
-    engines: dict[str, Engine], work: dict[str, list[list[Ask]]], run: Run
+    engine: Engine, turns: Turns, names: Sequence[str], work: dict[str, list[list[Ask]]], run: Run
 ) -> Iterator[str]:
     """Run everything and keep the samples; what differs between policies, in words."""
-    names = list(engines)
+    order = Random(run.options.seed)
     total = sum(len(groups) for groups in work.values())
     with run.progress() as progress:
         task = progress.add_task("groups", total=total)
@@ -134,17 +148,17 @@ def run_phases(
                 # Once for all, lest the first policy wait for it.
                 for ask in asks:
                     if ask.grammar is not None:
-                        engines[names[0]].compile(ask.grammar)
-                turn = number % len(names)
+                        engine.compile(ask.grammar)
                 said = {}
-                for name in names[turn:] + names[:turn]:
+                for name in order.sample(names, len(names)):
+                    turns.take(name)
                     cpu_start = time.process_time()
-                    result = measure(engines[name], asks)
+                    result = measure(engine, asks)
                     cpu_seconds = time.process_time() - cpu_start
                     said[name] = [output.token_ids for output in result.outputs]
-                    state = engines[name].snapshot()["speculation"]
-                    raw = result.raw() | {"switches": state["switches"], "cpu_seconds": cpu_seconds}
-                    run.sample(phase=phase, policy=name, group=number, **raw)
+                    switches = turns.snapshot()["switches"]
+                    raw = result.raw() | {"switches": switches, "cpu_seconds": cpu_seconds}
+                    run.sample(phase=phase, policy=name, group=number, **raw, ran=turns.steps)
                 first = names[0]
                 for name in names:
                     if said[name] != said[first]:
@@ -152,46 +166,126 @@ def run_phases(
                 progress.advance(task)
 
 
+def equal_seconds(samples: Sequence[dict[str, Any]]) -> list[float]:
+    """Seconds of each sample of a phase, had every step of a shape taken the same time."""
+    times: dict[tuple[Any, ...], list[float]] = {}
+    others: dict[int, list[float]] = {}
+    for sample in samples:
+        other_ms = sample["seconds"] * 1e3
+        for *shape, _, ms in sample["ran"]:
+            if ms is not None:
+                times.setdefault(tuple(shape), []).append(ms)
+                other_ms -= ms
+        others.setdefault(sample["group"], []).append(other_ms)
+    usual = {shape: median(ms) for shape, ms in times.items()}
+    return [
+        1e-3
+        * (
+            median(others[sample["group"]])
+            + sum(usual[tuple(shape)] for *shape, _, ms in sample["ran"] if ms is not None)
+        )
+        for sample in samples
+    ]
+
+
 def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The record's own fields, made of the samples."""
-    found = []
+    found, draws = [], []
     for phase in dict.fromkeys(sample["phase"] for sample in samples):
+        mine = [sample for sample in samples if sample["phase"] == phase]
         rows: dict[str, list[dict[str, Any]]] = {}
-        for sample in samples:
-            if sample["phase"] == phase:
-                rows.setdefault(sample["policy"], []).append(sample)
+        for sample, seconds in zip(mine, equal_seconds(mine), strict=True):
+            rows.setdefault(sample["policy"], []).append(sample | {"equal_seconds": seconds})
+        rows = {name: rows[name] for name in POLICIES if name in rows}
+        for row in rows.values():
+            row.sort(key=lambda sample: sample["group"])
+        groups = len(next(iter(rows.values())))
+        rng = Random(phase)
+        drawn = [rng.choices(range(groups), k=groups) for _ in range(DRAWS)]
         rates = {name: _rate(row) for name, row in rows.items()}
-        best = max((name for name in rows if name in FIXED), key=rates.__getitem__)
-        policies = {
-            name: {
+        equal = {name: _rate(row, "equal_seconds") for name, row in rows.items()}
+        fixed = [name for name in rows if name in FIXED]
+        best, equal_best = (max(fixed, key=r.__getitem__) for r in (rates, equal))
+        policies = {}
+        for name, row in rows.items():
+            policies[name] = {
                 "tokens_per_second": rates[name],
-                "tokens_per_cpu_second": _rate(row, "cpu_seconds")
-                if "cpu_seconds" in row[0]
-                else None,
+                "tokens_per_second_at_equal_steps": equal[name],
+                "tokens_per_cpu_second": _rate(row, "cpu_seconds"),
                 "accept_length": _per_verify(row, "verified_tokens"),
                 "draft_length": _per_verify(row, "drafted_tokens"),
                 "seconds": sum(s["seconds"] for s in row),
                 "switches": row[-1]["switches"],
                 "of_best": rates[name] / rates[best],
+                "of_best_interval": _interval(row, rows[best], "seconds", drawn),
                 "of_best_spread": spread(
                     _rate([mine]) / _rate([other])
                     for mine, other in zip(row, rows[best], strict=True)
                 ),
+                "of_best_at_equal_steps": equal[name] / equal[equal_best],
+                "of_best_at_equal_steps_interval": _interval(
+                    row, rows[equal_best], "equal_seconds", drawn
+                ),
             }
-            for name, row in rows.items()
-        }
-        found.append({"name": phase, "best": best, "policies": policies})
+        found.append(
+            {"name": phase, "best": best, "best_at_equal_steps": equal_best, "policies": policies}
+        )
+        draws.append(
+            {
+                name: [_rate([row[g] for g in each], "equal_seconds") for each in drawn]
+                for name, row in rows.items()
+            }
+        )
     names = list(found[0]["policies"])
-    worst = {
-        name: min(p["policies"][name]["of_best"] for p in found)
-        for name in names
-        if name not in FIXED
+    adaptive = [name for name in names if name not in FIXED]
+    equal = _whole(found, "tokens_per_second_at_equal_steps")
+    top = max((name for name in names if name in FIXED), key=equal.__getitem__)
+    over = {}
+    for name in adaptive:
+        ratios = [
+            sum(1 / phase[top][n] for phase in draws) / sum(1 / phase[name][n] for phase in draws)
+            for n in range(DRAWS)
+        ]
+        over[name] = {"over": top, "ratio": equal[name] / equal[top], "interval": _middle(ratios)}
+    return {
+        "phases": found,
+        "worst_of_best": _worst(found, adaptive, "of_best"),
+        "worst_of_best_at_equal_steps": _worst(found, adaptive, "of_best_at_equal_steps"),
+        "whole": _whole(found, "tokens_per_second"),
+        "whole_at_equal_steps": equal,
+        "whole_over": over,
     }
-    whole = {
-        name: len(found) / sum(1 / p["policies"][name]["tokens_per_second"] for p in found)
-        for name in names
+
+
+def _whole(phases: Sequence[dict[str, Any]], field: str) -> dict[str, float]:
+    return {
+        name: len(phases) / sum(1 / phase["policies"][name][field] for phase in phases)
+        for name in phases[0]["policies"]
     }
-    return {"phases": found, "worst_of_best": worst, "whole": whole}
+
+
+def _worst(phases: Sequence[dict[str, Any]], names: Sequence[str], field: str) -> dict[str, float]:
+    return {name: min(phase["policies"][name][field] for phase in phases) for name in names}
+
+
+def _interval(
+    row: Sequence[dict[str, Any]],
+    other: Sequence[dict[str, Any]],
+    clock: str,
+    drawn: Sequence[Sequence[int]],
+) -> list[float]:
+    """Of a policy's rate over another's, with the groups drawn again."""
+    return _middle(
+        [_rate([row[g] for g in each], clock) / _rate([other[g] for g in each], clock)
+         for each in drawn]
+    )  # fmt: skip
+
+
+def _middle(ratios: Sequence[float]) -> list[float]:
+    """What 95% of them lie between."""
+    ordered = sorted(ratios)
+    outside = round(0.025 * len(ordered))
+    return [ordered[outside], ordered[-1 - outside]]
 
 
 def _rate(samples: Sequence[dict[str, Any]], clock: str = "seconds") -> float:
@@ -207,8 +301,8 @@ def _per_verify(samples: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def print_table(record: dict[str, Any], console: Console) -> None:
-    """What a reader sees: rate, share of the best static tier and accept length by phase."""
-    title = "Tokens per second (share of the best fixed tier), accept / draft length"
+    """What a reader sees: rates, shares of the best fixed tier and lengths by phase."""
+    title = "Tokens per second (share of the best fixed tier), at equal steps [95%], lengths"
     table = Table(title=title, title_justify="left")
     table.add_column("policy")
     for phase in record["phases"]:
@@ -219,9 +313,12 @@ def print_table(record: dict[str, Any], console: Console) -> None:
         for phase in record["phases"]:
             figures, mark = phase["policies"][name], "*" if phase["best"] == name else ""
             rate, share = figures["tokens_per_second"], figures["of_best"]
+            low, high = figures["of_best_at_equal_steps_interval"]
+            equal = f"{figures['of_best_at_equal_steps']:.3f} [{low:.2f}-{high:.2f}]"
             lengths = f"{figures['accept_length']:.2f} / {figures['draft_length']:.2f}"
-            cells.append(f"{rate:.1f} ({share:.3f}){mark} {lengths}")
-        table.add_row(name, *cells, f"{record['whole'][name]:.1f}")
+            cells.append(f"{rate:.1f} ({share:.3f}){mark} {equal} {lengths}")
+        whole = record["whole"][name], record["whole_at_equal_steps"][name]
+        table.add_row(name, *cells, f"{whole[0]:.1f} {whole[1]:.1f}")
     console.print(table)
 
 
@@ -231,6 +328,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_model_flags(parser)
     parser.add_argument("--batch", type=int, default=1, help="requests at once (default 1)")
     parser.add_argument("--busy", type=int, default=16, help="of the busy phase (default 16)")
+    parser.add_argument("--groups", type=int, help="of requests a phase (default 40, quick 8)")
     parser.add_argument(
         "--policies", default=",".join(POLICIES), help="which, by name, with commas between"
     )
@@ -240,8 +338,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown or not FIXED.keys() & set(options.policies):
         parser.error(f"--policies: of {', '.join(POLICIES)}, and one of the first six at least")
     check_model_flags(parser, options)
-    if min(options.batch, options.busy) < 1:
-        parser.error("--batch and --busy must be at least 1")
+    if min(options.batch, options.busy, options.groups or 1) < 1:
+        parser.error("--batch, --busy and --groups must be at least 1")
     return options
 
 
@@ -249,35 +347,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; ends in one JSON line."""
     options = parse(arguments)
     size = QUICK if options.quick else FULL
+    size = replace(size, groups=options.groups or size.groups)
     run = Run("adaptive", options, arguments)
     settings: dict[str, Any] = {
+        "adaptive": "auto",
+        "num_steps": 5,
+        "max_running_requests": max(options.batch, options.busy),
         "mask_deadline_ms": None,
         "prefix_cache": False,
         "context_length": 1024,
     }
     try:
         settings |= model_settings(options, run.console)
-        with ExitStack() as stack:
-            engines = {
-                name: stack.enter_context(
-                    Engine(
-                        max_running_requests=max(options.batch, options.busy),
-                        **settings,
-                        **POLICIES[name],
-                    )
-                )
-                for name in options.policies
-            }
-            for engine in engines.values():
-                engine.compiler = engines[options.policies[0]].compiler
-                # As a server does before it is ready.
-                engine.compiler.warm()
-                while engine.prepare_next():
-                    pass
-                measure(engine, [Ask("Warm up.", None, 8)])
+        with Engine(**settings) as engine:
+            # As a server does before it is ready.
+            engine.compiler.warm()
+            turns = install(engine, {n: load_policy(*POLICIES[n]) for n in options.policies})
+            measure(engine, [Ask("Warm up.", None, 8)])
             work = phases(options.seed, size, options.batch, options.busy)
-            wrong = list(run_phases(engines, work, run))
-            states = {name: e.snapshot()["speculation"] for name, e in engines.items()}
+            wrong = list(run_phases(engine, turns, options.policies, work, run))
+            states = turns.states()
             calibration = {n: s["calibration"] for n, s in states.items() if "calibration" in s}
     except OverlapSpecError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -15,7 +15,7 @@ from random import Random
 
 import numpy as np
 
-from overlap_spec.speculation.acceptance import expected, tree_rate
+from overlap_spec.speculation.acceptance import expected
 from overlap_spec.speculation.cost import (
     CostModel,
     DraftTime,
@@ -87,7 +87,7 @@ def rates_of(acceptance: float, tier: Tier) -> tuple[float, ...]:
     """Conditional acceptance by depth of a tier."""
     if tier.top_k == 1:
         return (acceptance,) * tier.steps
-    return tuple(tree_rate(acceptance, CHILDREN[d]) for d in range(tier.steps))
+    return tuple(1 - (1 - acceptance) ** CHILDREN[d] for d in range(tier.steps))
 
 
 @cache

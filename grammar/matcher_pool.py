@@ -74,16 +74,29 @@ class PoolResult(NamedTuple):
 
 
 class _MatcherCall(ABC):
-    """The matcher calls of one item."""
+    """The matcher calls of one item.
 
-    def __init__(self, item: AcceptItem | FillItem, after: _MatcherCall | None) -> None:
+    ``after``: the matcher's call before it, until this one has run: a call that kept it would keep
+    all calls of the output.
+    """
+
+    # Of the class until they change: a call is made for each request twice a step.
+    accepted, openings = 0, NO_OPENINGS
+    started = root_ready = returned = abandoned = False
+    error: Exception | None = None
+    runner: threading.Thread | None = None
+    start_cpu_ns = end_ns = 0
+
+    def __init__(
+        self,
+        item: AcceptItem | FillItem,
+        after: _MatcherCall | None,
+        forced: ForcedRuns | None,
+        guesses: Guesses,
+        now_ns: int,
+    ) -> None:
         self.request_id, self.matcher, self.after = item.request_id, item.matcher, after
-        self.accepted, self.openings = 0, NO_OPENINGS
-        self.started = self.root_ready = self.returned = self.abandoned = False
-        self.error: Exception | None = None
-        self.runner: threading.Thread | None = None
-        self.start_ns = time.perf_counter_ns()
-        self.start_cpu_ns = self.end_ns = 0
+        self.forced, self.guesses, self.start_ns = forced, guesses, now_ns
 
     @abstractmethod
     def work(self) -> None:
@@ -96,7 +109,8 @@ class _MatcherCall(ABC):
     @property
     def ready(self) -> bool:
         """Whether the matcher's last call has returned."""
-        return self.after is None or self.after.returned
+        after = self.after  # Its own thread may let go of it meanwhile.
+        return after is None or after.returned
 
     def run(self) -> None:
         self.start_ns = time.perf_counter_ns()
@@ -104,6 +118,7 @@ class _MatcherCall(ABC):
             self.work()
         except Exception as caught:  # one request's error must not end the batch
             self.error = caught
+        self.after = None
 
     def result(self) -> PoolResult:
         return PoolResult(
@@ -118,13 +133,26 @@ class _MatcherCall(ABC):
 
 
 class _AcceptCall(_MatcherCall):
-    def __init__(self, item: AcceptItem, after: _MatcherCall | None) -> None:
-        super().__init__(item, after)
+    def __init__(
+        self,
+        item: AcceptItem,
+        after: _MatcherCall | None,
+        forced: ForcedRuns | None,
+        guesses: Guesses,
+        now_ns: int,
+    ) -> None:
+        super().__init__(item, after, forced, guesses, now_ns)
         self.tokens = item.tokens
 
     def work(self) -> None:
+        forced, filled = self.forced, self.after
+        if forced is not None:
+            if filled is not None and not filled.abandoned:
+                forced.learn(filled.openings, self.tokens, self.guesses)
+            forced.read(self.tokens, self.guesses)
+        accept = self.matcher.accept
         for token in self.tokens:
-            if not self.matcher.accept(int(token)):
+            if not accept(int(token)):
                 break
             self.accepted += 1
 
@@ -139,19 +167,20 @@ class _FillCall(_MatcherCall):
     likewise, its runs.
     """
 
+    runs: Row | None = None
+
     def __init__(
         self,
         item: FillItem,
         after: _MatcherCall | None,
-        scratch: Row,
-        root_first: bool,
         forced: ForcedRuns | None,
         guesses: Guesses,
+        now_ns: int,
+        scratch: Row,
+        root_first: bool,
     ) -> None:
-        super().__init__(item, after)
+        super().__init__(item, after, forced, guesses, now_ns)
         self.item, self.scratch, self.root_first = item, scratch, root_first
-        self.forced, self.guesses = forced, guesses
-        self.runs: Row | None = None
 
     def work(self) -> None:
         item = self.item
@@ -218,30 +247,24 @@ class MatcherPool:
 
         They follow the root of the request's last tree: where text was forced, that is learned.
         """
-        if self.forced is not None:
-            for item in items:
-                filled, guesses = self._latest.get(item.request_id), self.guesses(item.request_id)
-                if filled is not None and filled.returned and not filled.abandoned:
-                    self.forced.learn(filled.openings, item.tokens, guesses)
-                self.forced.read(item.tokens, guesses)
-        return self._run([_AcceptCall(item, self._latest.get(item.request_id)) for item in items])
+        return self._run([_AcceptCall(item, *self._around(item.request_id)) for item in items])
 
     def fill_batch(self, items: Sequence[FillItem]) -> list[PoolResult]:
         """Fill each item's rows; results in the items' order."""
         # A separate root row is worth its time only under a deadline.
         root_first = self.threads > 0 and self._deadline_ns is not None
         calls = [
-            _FillCall(
-                item,
-                self._latest.get(item.request_id),
-                self._rows_for(item),
-                root_first,
-                self.forced,
-                self.guesses(item.request_id),
-            )
+            _FillCall(item, *self._around(item.request_id), self._rows_for(item), root_first)
             for item in items
         ]
         return self._run(calls)
+
+    def _around(
+        self, request_id: int
+    ) -> tuple[_MatcherCall | None, ForcedRuns | None, Guesses, int]:
+        """What a request's call needs beside its item."""
+        guesses = self._guesses.get(request_id) or self.guesses(request_id)
+        return self._latest.get(request_id), self.forced, guesses, time.perf_counter_ns()
 
     def guesses(self, request_id: int) -> Guesses:
         """How well a request's forced text is guessed."""

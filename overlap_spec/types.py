@@ -436,16 +436,16 @@ class StepPlan:
     @cached_property
     def verified(self) -> tuple[tuple[int, int, bool], ...]:
         """(request id, row, has a grammar) of what the step verifies, in the order of its trees."""
+        rows = (*self.decode_rows, *[chunk.row for chunk in self.chunks])
+        everyone = tuple(zip(self.request_ids, rows, self.grammar, strict=True))
         trees = len(self.decode_rows)
-        rows = (*self.decode_rows, *(chunk.row for chunk in self.chunks))
-        final = (True,) * trees + tuple(chunk.final for chunk in self.chunks)
-        everyone = zip(self.request_ids, rows, self.grammar, final, strict=True)
-        return tuple(member[:3] for member in everyone if member[3])
+        behind = zip(everyone[trees:], self.chunks, strict=True)
+        return (*everyone[:trees], *[member for member, chunk in behind if chunk.final])
 
     @cached_property
     def verified_ids(self) -> tuple[int, ...]:
         """The request ids of :attr:`verified`."""
-        return tuple(request_id for request_id, _, _ in self.verified)
+        return tuple([request_id for request_id, _, _ in self.verified])
 
 
 @dataclass(frozen=True)
@@ -588,8 +588,7 @@ class ChoiceProbability:
     probability: float
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """A piece of a streamed output; the last one has a ``finish_reason``.
 
     ``logprobs`` and ``origins``: one entry a token, if asked for. ``tier``: of the step that it

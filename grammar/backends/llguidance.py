@@ -167,7 +167,10 @@ class _LLGuidanceMatcher(Matcher):
             token = drafted[node]
             if not walk.allowed(rows[parent], token) or token in self.vocabulary.stop_ids:
                 continue
-            own = library.deep_copy()
+            # A copy costs as much as there is text. Behind a state's last child it is not needed
+            # any more, unless it is the root's, so a chain takes one.
+            last = sibling[node] == -1 and parent != 0
+            own = library if last else library.deep_copy()
             if own.try_consume_tokens([token]) != 1:
                 raise RuntimeError(f"token {token} is allowed by its mask row but was rejected")
             self._mask(own, rows[node])

@@ -423,13 +423,15 @@ class EngineCore:
         """Tell the length policy what the step's trees got, and how long they took."""
         plan, view = result.plan, self._views[result.plan.index]
         self._views = {i: v for i, v in self._views.items() if i > plan.index}
+        whole = plan.budget.nodes is None
         requests = [
             RequestOutcome(
                 asked.request_id, r.accepted, r.drafted, asked.constrained, r.confidences
             )
             for asked, r in zip(view.requests, result.rows, strict=False)
-            # Drafts of a request that takes none say nothing of acceptance.
-            if r.tokens and (r.drafted or not plan.tier.steps)
+            # Drafts of a request that takes none say nothing of acceptance, nor do those that the
+            # budget left out. A drafter that finds nothing to draft has had nothing accepted.
+            if r.tokens and (r.drafted or not plan.tier.steps or (whole and asked.speculate))
         ]
         before = self._right_before(step)
         step_ms = before.accepted.elapsed_ms(step.accepted) if before is not None else None
@@ -477,12 +479,14 @@ def nearest_tier(config: EngineConfig, tiers: Iterable[Tier]) -> Tier:
 
 def _view(sequence: Sequence, tpot_slo_ms: float | None) -> RequestView:
     """What the length policy sees of a request; the target is that of requests without one."""
+    request = sequence.request
+    sampling = request.sampling
     return RequestView(
-        sequence.request.id,
-        sequence.total_tokens,
+        request.id,
+        len(request.prompt_ids) + len(sequence.output_ids),
         sequence.matcher is not None,
-        sequence.request.sampling.speculate,
-        _target(sequence, tpot_slo_ms),
+        sampling.speculate,
+        tpot_slo_ms if sampling.tpot_slo_ms is None else sampling.tpot_slo_ms,
         sequence.confidences,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from overlap_spec.config import EngineConfig
@@ -15,6 +16,7 @@ from overlap_spec.speculation.cost import (
     STARTUP_SPREAD,
     CostModel,
     DraftTime,
+    TierTime,
     VerifyTime,
     fit,
 )
@@ -89,16 +91,22 @@ def tier_costs(
         return None
     model = fit_times(times, "start-up fit")
     # The tiers themselves were measured: what a step takes beyond that is the machine's load.
-    return model, max(PROFILE_SPREAD, model.worst_error or 0.0)
+    return model, max(PROFILE_SPREAD, model.error or 0.0)
 
 
 def tier_points(tiers: Sequence[Tier], launch: Tier, rows: int) -> Iterator[Point]:
-    """What tells most comes first: the launch tier, the one of most nodes, the deepest, none."""
+    """What tells most comes first: the launch tier, the one of most nodes, the deepest and none, of
+    a single request; the launch tier of most requests; the other tiers; the first four again."""
     widest = max(tiers, key=lambda tier: (tier.nodes, tier.steps))
     deepest = max(tiers, key=lambda tier: (tier.steps, -tier.nodes))
     shallowest = min(tiers, key=lambda tier: tier.steps)
     some = dict.fromkeys((launch, widest, deepest, shallowest))
-    return (Point(tier, batch) for batch in TIER_BATCHES if batch <= rows for tier in some)
+    batches = [batch for batch in TIER_BATCHES if batch <= rows]
+    points = [Point(tier, 1) for tier in some]
+    points += [Point(launch, batch) for batch in reversed(batches)]
+    points += [Point(tier, 1) for tier in tiers]
+    points += [Point(tier, batch) for batch in batches for tier in some]
+    return iter(dict.fromkeys(points))
 
 
 def startup_fit(times: Sequence[PassTimes]) -> tuple[CostModel, float]:
@@ -168,10 +176,19 @@ def profile(
 
 
 def fit_times(times: Sequence[PassTimes], source: str) -> CostModel:
-    """The cost model of measured passes."""
+    """The cost model of measured passes, and what it does not tell of them."""
     verifies, drafts = [], []
     for (tier, batch, context), draft_ms, verify_ms in times:
         verifies.append(VerifyTime(batch * tier.nodes, batch * context, verify_ms))
         if draft_ms:
             drafts.append(DraftTime(batch, batch * context, tier.steps, tier.top_k, draft_ms))
-    return fit(verifies, drafts, source)
+    model = fit(verifies, drafts, source)
+    tiers = []
+    for (tier, batch, context), draft_ms, verify_ms in times:
+        told = model.verify_ms(batch * tier.nodes, batch * context) + (
+            model.draft_ms(batch, tier.steps, tier.top_k, batch * context) if draft_ms else 0.0
+        )
+        if not context and told:
+            over = (draft_ms + verify_ms) / told
+            tiers.append(TierTime(tier.steps, tier.top_k, batch, over))
+    return replace(model, tiers=tuple(tiers))

@@ -36,7 +36,7 @@ class StepFigures:
         return hidden_fraction([self.exposed_ms], [self.grammar_ms])
 
 
-@dataclass
+@dataclass(slots=True)
 class GrammarShare:
     """What one request's grammar did in a step.
 
@@ -146,9 +146,10 @@ class GrammarManager:
                 share = shares[result.request_id] = GrammarShare()
             share.grammar_ms += (result.end_ns - result.start_ns) / 1e6
             share.refused += result.refused
-        total = sum(share.grammar_ms for share in shares.values()) or 1.0
-        for share in shares.values():
-            share.exposed_ms = exposed_ms * share.grammar_ms / total
+        if exposed_ms:
+            total = sum(share.grammar_ms for share in shares.values()) or 1.0
+            for share in shares.values():
+                share.exposed_ms = exposed_ms * share.grammar_ms / total
         return shares
 
     def _fail(self, request_id: int, error: Exception) -> None:
@@ -164,7 +165,8 @@ class GrammarManager:
     def _note(self, name: str, results: list[LaneResult]) -> list[LaneResult]:
         self._results += results
         # One batch ends before the next begins.
-        self._spent_ns += union_ns((r.start_ns, r.end_ns) for r in results)
-        for r in results:
-            self.record("lane", name, r.start_ns, r.end_ns, self.step, request=r.request_id)
+        self._spent_ns += union_ns([(r.start_ns, r.end_ns) for r in results])
+        record, step = self.record, self.step
+        for request_id, _, _, start_ns, end_ns, _, _ in results:
+            record("lane", name, start_ns, end_ns, step, request=request_id)
         return results

@@ -76,7 +76,7 @@ class OutputProcessor:
             prompt_logprobs=tuple(sequence.prompt_logprobs),
         )
         last = _delta(sequence, handle.pushed_tokens, finished=True)
-        last = replace(last, finish_reason=reason, choices=output.choices, warnings=warnings)
+        last = last._replace(finish_reason=reason, choices=output.choices, warnings=warnings)
         validation = None
         if reason == "stop" and grammar is not None:
             validation = self._begin_validation(grammar, output.text)
@@ -98,7 +98,7 @@ class OutputProcessor:
             if validation.done():
                 del self._unvalidated[request_id]
                 verdict = _verdict(validation)
-                handle.push(replace(last, verdict=verdict))
+                handle.push(last._replace(verdict=verdict))
                 handle.end(replace(output, verdict=verdict), None)
 
 
@@ -112,13 +112,12 @@ def _push_prompt(handle: RequestHandle, sequence: SequenceState) -> None:
 
 def _delta(sequence: SequenceState, first: int, finished: bool) -> Delta:
     """A piece: the tokens from ``first`` on, and the text that they complete."""
-    new = slice(first, None)
-    tokens = tuple(sequence.output_ids[new])
+    tokens = tuple(sequence.output_ids[first:])
     return Delta(
-        sequence.buffer.release(finished=finished),
+        sequence.buffer.release(finished),
         tokens,
-        tuple(sequence.logprobs[new]),
-        origins=tuple(sequence.origins[new]),
+        tuple(sequence.logprobs[first:]) if sequence.logprobs else (),
+        origins=tuple(sequence.origins[first:]) if sequence.origins else (),
         tier=sequence.tier,
         tree=sequence.tree if tokens else None,
     )

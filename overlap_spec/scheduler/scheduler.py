@@ -84,9 +84,13 @@ class Scheduler:
                 tokens that it prefills.
         """
         live, moves = self._live(), self._starts + self.preemptions
+        size, reserve = self.page_size, self.reserve_tokens
         for sequence in live:
+            keys = sequence.key_tokens
+            if keys + reserve <= len(sequence.pages) * size:
+                continue  # There is room, as in most steps.
             if sequence.row >= 0 and not sequence.prefilling:
-                grown = self._grow(sequence, sequence.key_tokens)
+                grown = self._grow(sequence, keys)
                 if not grown and sequence.row >= 0:
                     return None
         self._admit()
@@ -209,18 +213,19 @@ class Scheduler:
             return ()
         if row.choice_logprobs:
             sequence.choice_logprobs = row.choice_logprobs
-        end = cut(sequence.request, len(sequence.output_ids), sequence.buffer, row.tokens)
-        tokens = row.tokens[: end.kept]
-        sequence.output_ids += tokens
+        output = sequence.output_ids
+        kept, reason, match = cut(sequence.request, len(output), sequence.buffer, row.tokens)
+        tokens = row.tokens[:kept]
+        output += tokens
         if row.logprobs:
-            sequence.logprobs += row.logprobs[: end.kept]
+            sequence.logprobs += row.logprobs[:kept]
         if row.origins:
-            sequence.origins += row.origins[: end.kept]
-        sequence.tree = None if row.tree is None else row.tree.cut(end.kept)
-        sequence.record_run(end.kept, row, verified, now_ns)
+            sequence.origins += row.origins[:kept]
+        sequence.tree = None if row.tree is None else row.tree.cut(kept)
+        sequence.record_run(kept, row, verified, now_ns)
         sequence.committed_tokens = sequence.total_tokens - 1
-        if end.reason is not None:
-            sequence.finish_reason, sequence.stop_match = end.reason, end.match
+        if reason is not None:
+            sequence.finish_reason, sequence.stop_match = reason, match
         elif len(row.tokens) <= row.accepted:
             sequence.fail(RequestFailed("the grammar allows no token here: a dead end"))
         return tokens

@@ -14,8 +14,10 @@ from typing import Any
 PRIOR_RATE = 0.7
 # Trials that the rate of the depth before is worth, and those of what a chain says of a tree.
 DEPTH_TRIALS, FAMILY_TRIALS = 4.0, 4.0
-# A tree's children are accepted as often as this many independent children would be, until known.
-TREE_CHILDREN = 1.6
+# A tree's children are accepted as often as this many independent children would be, but save at
+# most this share of what a chain is refused, until known: where drafts are good, what fails often
+# fails for all of a node's children.
+TREE_CHILDREN, TREE_SAVES = 1.6, 0.35
 BINS = 10
 BIN_TRIALS = 4.0
 BIN_KEPT = 0.995
@@ -103,13 +105,23 @@ def variance(rate: float, trials: float) -> float:
     return smooth * (1 - smooth) / (trials + 1)
 
 
-def tree_rate(rate: float, children: float) -> float:
+def wider(rate: float, children: float, saves: float = 1.0) -> float:
     """Chance that one of a node's children is accepted, where its best is at ``rate``."""
-    return float(1 - (1 - min(rate, 0.999)) ** children)
+    rate = min(rate, 0.999)
+    return float(rate + (1 - rate) * min(saves, 1 - (1 - rate) ** (children - 1)))
+
+
+def narrower(rate: float, children: float, saves: float = 1.0) -> float:
+    """What :func:`wider` was asked with."""
+    found = 1 - (1 - min(rate, 0.999)) ** (1 / children)
+    if saves < 1:
+        # Above where the share is reached, what is saved is the larger of both.
+        found = max(found, (rate - saves) / (1 - saves))
+    return float(found)
 
 
 def children(tree: float, chain: float) -> float:
-    """What :func:`tree_rate` was asked with, in credible bounds."""
+    """What :func:`wider` was asked with, in credible bounds."""
     most = log(1 - min(max(tree, 0.001), 0.999)) / log(1 - min(max(chain, 0.001), 0.999))
     return min(max(most, 1.0), 3.0)
 

@@ -4,15 +4,15 @@
 
 E comes from observed survival (``memory``), T from the cost model that learns from every step
 (``online_cost``). Both are known to some precision, and a tier's gain over the active one has a
-standard error. A gain that clears it is taken; one that may be there is probed, where a probe costs
-little; what is neither is left alone.
+standard error. A gain that clears half of it is taken; one that may be there is probed, where a
+probe costs little; what is neither is left alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil, log
+from math import ceil, exp, log
 from typing import Any
 
 from overlap_spec.speculation.cost import ASSUMED, ASSUMED_SPREAD, CostModel, StepShape, shape_of
@@ -29,14 +29,18 @@ from overlap_spec.types import Budget, Tier
 
 # Weight that a verify keeps at the next one, in what decides and in what sees a change.
 SLOW_KEPT, QUICK_KEPT = 0.995, 0.92
-# Gain that a move needs beyond its standard error, and how much each move since the last change
-# of the world adds.
-MARGIN, MARGIN_GROWTH = 0.01, 1.4
+# Weight that what is known of one kind of text keeps at a verify of the other alone, while it is
+# worth more than so many runs; and loses where all requests of a verify are new, whose text may be
+# another one.
+KIND_KEPT, KIND_LEAST, NEW_LOST = 0.98, 8.0, 0.5
+# Gain that a move needs beyond so many standard errors, and how much each move since the last
+# change of the world adds. To stay with what seems worse costs more than to have moved in vain.
+MARGIN, MARGIN_GROWTH, SURE = 0.01, 1.4, 0.5
 # Gain that a probe must promise at this many standard errors; and what is to be expected of a
 # tier, to be started with in the launch tier's place, or probed at once if it was never active.
 PROMISE, HOPE, EXPECTED = 0.02, 1.3, 0.1
 # Share of all time that probes may cost.
-PROBE_SHARE = 0.01
+PROBE_SHARE = 0.018
 # Verifies before a probe of a tier that was never active, where there was none yet; before any: at
 # first, and the factor after a probe that failed and one that did not.
 FIRST_HOLD = 12
@@ -46,12 +50,12 @@ PROBE_RUNS, PROBE_LEAST = 24, 6
 # Each probe after one that failed is twice as long, up to this factor.
 PROBE_MOST = 8
 DWELL_RUNS, DWELL_LEAST = 8, 2
-# Verifies between decisions, after the dwell.
-DECIDE_EVERY = 4
+# Verifies between two looks for a change of the world, and between decisions, after the dwell.
+LOOK_EVERY, DECIDE_EVERY = 2, 2
 # The same where nothing has changed for so many verifies.
-SETTLED, SETTLED_EVERY = 64, 16
+SETTLED, SETTLED_EVERY = 64, 8
 # Standard deviations by which quick and slow memory differ where the world has changed.
-CHANGED = 4.0
+CHANGED = 3.0
 
 
 @dataclass
@@ -68,6 +72,8 @@ class Place:
     due: bool = False
     tried: set[Tier] = field(default_factory=set)
     from_tier: Tier | None = None
+    # Share of its time that a probe loses to the tier that seems best.
+    behind: float = 0.0
     count: int = 0
     switches: int = 0
 
@@ -77,8 +83,9 @@ class AutoPolicy(LengthPolicy):
 
     - Memory: two of them for each kind of text. The slow one decides. Where the quick one differs
       from it by :data:`CHANGED` standard deviations, the world has changed, and the slow one
-      begins anew from it.
-    - Move: to the tier of the best rate, where its gain is over a margin and its standard error.
+      begins anew from it. New requests, and text of the other kind, make it less sure.
+    - Move: to the tier of the best rate, where its gain is over a margin and a share of its
+      standard error.
       Each move widens the margin until the world changes: near ties end in one of them.
     - Probe: of the tier that promises most, when the hold is over and the time that probes have
       cost stays under :data:`PROBE_SHARE`, or the tier should gain; at once where it was never
@@ -99,11 +106,14 @@ class AutoPolicy(LengthPolicy):
 
     def __init__(self, tiers: Sequence[Tier], launch: Tier, cost: OnlineCost | None = None) -> None:
         self.tiers = tuple(sorted(tiers, key=lambda t: (t.steps, t.top_k)))
+        self._widths = {tier.top_k for tier in tiers if tier.top_k > 1}
         self._launch = launch
         self.cost = cost or OnlineCost(ASSUMED, ASSUMED_SPREAD)
         self._slow = {kind: Memory(tiers, SLOW_KEPT) for kind in (False, True)}
         self._quick = {kind: Memory(tiers, QUICK_KEPT) for kind in (False, True)}
         self._kinds: set[bool] = set()
+        # Requests of the last verify of each kind.
+        self._ids: dict[bool, set[int]] = {False: set(), True: set()}
         self._budgets = {tier: Budget(tier) for tier in tiers}
         self._places: dict[int, Place] = {}
         self._last = StepView(())
@@ -128,7 +138,7 @@ class AutoPolicy(LengthPolicy):
         if self._step_ms(view, place.tier) <= target:
             return self._budgets[place.tier]
         fitting = [t for t in self.tiers if self._step_ms(view, t) <= target]
-        best = max(fitting or self.tiers, key=lambda t: self._rate(view, t))
+        best = max(fitting, key=lambda t: self._rate(view, t), default=place.tier)
         return self._budgets[best]
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -147,13 +157,15 @@ class AutoPolicy(LengthPolicy):
         place.rested += 1
         place.since += tier == place.tier
         for kind in (False, True):
+            self._age(kind, {r.request_id for r in outcome.requests if r.constrained == kind})
             runs = [r.accepted for r in outcome.requests if r.constrained == kind]
             for memory in (self._slow[kind], self._quick[kind]):
                 if tier.steps and runs:
                     memory.add(tier, runs)
                 elif runs:
                     memory.rest()
-            if tier.steps and runs and self.count % 2 and self._changed(kind, tier):
+            looks = self.count % LOOK_EVERY == LOOK_EVERY - 1
+            if looks and tier.steps and runs and self._changed(kind, tier):
                 self._slow[kind].restart(tier, self._quick[kind])
                 for other in self._places.values():
                     other.moves, other.hold, other.probes, other.due = 0, HOLD, 1, True
@@ -235,21 +247,33 @@ class AutoPolicy(LengthPolicy):
         """Each other tier's gain over the active one, a logarithm, and its standard error."""
         here = self._estimates(view, place.tier)
         tokens = 1 + sum(share * e.accepted for share, e in here)
-        shape, budget = self._shape(view, place.tier), self._budgets[place.tier]
+        tiers = [tier for tier in self.tiers if tier != place.tier]
+        slower = self.cost.compare(
+            self._shape(view, place.tier),
+            self._budgets[place.tier],
+            [(self._shape(view, tier), self._budgets[tier]) for tier in tiers],
+        )
         found = {}
-        for tier in self.tiers:
-            if tier == place.tier:
-                continue
+        for tier, (log_time, spread) in zip(tiers, slower, strict=True):
             there = self._estimates(view, tier)
             others = 1 + sum(share * e.accepted for share, e in there)
-            slower, spread = self.cost.compare(
-                self._shape(view, tier), self._budgets[tier], shape, budget
-            )
             same = tier.top_k == place.tier.top_k
             for (share, mine), (_, its) in zip(here, there, strict=True):
                 spread += _difference(mine, its, share / tokens, share / others, same)
-            found[tier] = log(others / tokens) - slower, spread**0.5
+            found[tier] = log(others / tokens) - log_time, spread**0.5
         return found
+
+    def _age(self, kind: bool, ids: set[int]) -> None:
+        """Be less sure of a kind whose requests are new, or that is not verified at all."""
+        if not ids:
+            # In the end it is a guess that is left, and no worse one than that of nothing.
+            if self._slow[kind].most_trials > KIND_LEAST:
+                self._slow[kind].scale(KIND_KEPT)
+            return
+        new = len(ids - self._ids[kind]) / len(ids)
+        if new:
+            self._slow[kind].scale(1 - NEW_LOST * new)
+        self._ids[kind] = ids
 
     def _changed(self, kind: bool, tier: Tier) -> bool:
         """Whether the quick memory contradicts the slow one."""
@@ -271,8 +295,7 @@ class AutoPolicy(LengthPolicy):
         self.cost.observe(shape, budget, step_ms)
         self._all_ms += step_ms
         if place.from_tier is not None and budget.tier == place.tier:
-            lost = 1 - self._rate(view, place.tier) / self._rate(view, place.from_tier)
-            self._probes_ms += max(0.0, lost) * step_ms
+            self._probes_ms += place.behind * step_ms
 
     def _decide(self, view: StepView, place: Place) -> None:
         """Move, probe, or end a probe; at most every second verify."""
@@ -288,13 +311,14 @@ class AutoPolicy(LengthPolicy):
         best = max(gains, key=lambda tier: gains[tier][0])
         gain, error = gains[best]
         if probing:
+            place.behind = max(0.0, 1 - exp(-gain))
             paid = self._probes_ms > PROBE_SHARE * self._all_ms or place.since >= PROBE_MOST * least
             # While it is neither better nor clearly worse, it goes on.
             if gain > error or (place.since >= probe and (gain <= 0 or paid)):
                 self._end_probe(place, best, gain)
             return
         margin = MARGIN * MARGIN_GROWTH**place.moves
-        if gain > margin + error:
+        if gain > margin + SURE * error:
             place.moves += 1
             self._move(place, best, f"gains {gain:.1%} over {_name(place.tier)}")
             return
@@ -314,12 +338,9 @@ class AutoPolicy(LengthPolicy):
         if not costs or self._probes_ms + costs <= PROBE_SHARE * self._all_ms:
             before = place.tier
             self._move(place, hopeful, f"probe: may gain up to {hopes[hopeful]:.1%}")
-            place.from_tier = before
+            place.from_tier, place.behind = before, max(0.0, 1 - exp(gain))
 
     def _end_probe(self, place: Place, best: Tier, gain: float) -> None:
-        for memory in self._slow.values():
-            for width in {tier.top_k for tier in self.tiers if tier.top_k > 1}:
-                memory.learn_children(width)
         before, place.from_tier = place.from_tier, None
         place.rested = 0
         if gain <= 0:
@@ -331,6 +352,9 @@ class AutoPolicy(LengthPolicy):
         self._move(place, best, f"probe of {_name(place.tier)} failed: {gain:.1%} below")
 
     def _move(self, place: Place, tier: Tier, reason: str) -> None:
+        for memory in self._slow.values():
+            for width in self._widths:
+                memory.learn_children(width)
         place.tier, place.reason = tier, reason
         place.tried.add(tier)
         place.since = place.rested = 0

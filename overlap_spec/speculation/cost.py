@@ -57,6 +57,15 @@ def shape_of(
     )
 
 
+class TierTime(NamedTuple):
+    """A tier whose passes were measured by themselves: ``over`` is their time over the model's."""
+
+    steps: int
+    branches: int
+    batch: int
+    over: float
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Coefficients in milliseconds; a name is what one more of it costs.
@@ -72,6 +81,7 @@ class CostModel:
         source: Where it comes from, in words.
         error: Median relative error of the fit, None where nothing was fitted.
         worst_error: The largest.
+        tiers: What straight lines do not tell of the tiers that were measured.
     """
 
     verify: float
@@ -89,6 +99,7 @@ class CostModel:
     source: str = "assumed"
     error: float | None = None
     worst_error: float | None = None
+    tiers: tuple[TierTime, ...] = ()
 
     def verify_ms(self, nodes: int, context_tokens: int) -> float:
         """A verify pass over ``nodes`` rows."""
@@ -117,15 +128,19 @@ class CostModel:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that :meth:`from_dict` takes."""
-        return asdict(self)
+        return asdict(self) | {"tiers": [list(each) for each in self.tiers]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CostModel:
         """Raises TypeError, ValueError where a coefficient is missing, unknown or no number."""
-        model = cls(**data)
-        numbers = [value for name, value in data.items() if name not in ("source", "error")]
+        tiers = tuple(TierTime(*each) for each in data.get("tiers", ()))
+        model = cls(**{**data, "tiers": tiers})
+        numbers = [value for name, value in data.items() if name not in ("source", "tiers")]
+        numbers += [number for each in tiers for number in each]
         if not all(isinstance(n, int | float) and 0 <= n < 1e12 for n in numbers if n is not None):
             raise ValueError("coefficients must be numbers >= 0")
+        if any(each.over <= 0 for each in tiers):
+            raise ValueError("a tier's time over the model's must be > 0")
         return model
 
 

@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 from overlap_spec.speculation.acceptance import (
     TREE_CHILDREN,
+    TREE_SAVES,
     DepthCounts,
     children,
     expected,
+    narrower,
     slopes,
-    tree_rate,
     variance,
+    wider,
 )
 from overlap_spec.types import Tier
 
@@ -21,9 +23,10 @@ from overlap_spec.types import Tier
 # has changed.
 OFF_KEPT, IDLE_KEPT, STALE = 0.998, 0.98, 0.1
 # Runs that another kind of text is worth where a kind is new.
-FIRST_RUNS = 4.0
-# A tree's depth-1 runs that say how many children it is worth.
-LEARNT_RUNS = 12.0
+FIRST_RUNS = 1.0
+# Depth-1 runs of a tree and of a chain that say how many children it is worth; and what was
+# thought of it before is worth.
+LEARNT_RUNS, LEAN_RUNS = 6.0, 8.0
 
 
 class Estimate(NamedTuple):
@@ -46,10 +49,16 @@ class Memory:
         depths = max(tier.steps for tier in tiers)
         widths = sorted({tier.top_k for tier in tiers if tier.steps})
         self._counts = {width: DepthCounts(depths, keep) for width in widths}
-        self._children = {width: TREE_CHILDREN if width > 1 else 1.0 for width in widths}
+        self._children = {
+            width: (TREE_CHILDREN, TREE_SAVES) if width > 1 else (1.0, 1.0) for width in widths
+        }
+        # Rates and variances of each width by depth, until something more is known.
+        self._found: dict[int, tuple[list[float], list[float]]] = {}
+        self._depths = depths
 
     def add(self, tier: Tier, runs: Sequence[int]) -> None:
         """Take in one verify."""
+        self._found.clear()
         for width, other in self._counts.items():
             if width != tier.top_k:
                 other.scale(IDLE_KEPT)
@@ -58,17 +67,28 @@ class Memory:
         for accepted in runs:
             counts.add(tier.steps, min(accepted, tier.steps))
 
+    def scale(self, weight: float) -> None:
+        """Let all that is known weigh ``weight`` times as much."""
+        self._found.clear()
+        for counts in self._counts.values():
+            counts.scale(weight)
+
     def rest(self) -> None:
         """Take in a verify that drafted nothing: all that is known is a little older."""
-        for counts in self._counts.values():
-            counts.scale(OFF_KEPT)
+        self.scale(OFF_KEPT)
 
     def trials(self, tier: Tier) -> float:
         """Runs that are remembered of a tier's family."""
         return self._counts[tier.top_k].tried[0]
 
+    @property
+    def most_trials(self) -> float:
+        """Runs that are remembered of the family that has most."""
+        return max(counts.tried[0] for counts in self._counts.values())
+
     def restart(self, tier: Tier, other: Memory) -> None:
         """Begin anew from what another saw lately of ``tier``'s family."""
+        self._found.clear()
         for width, counts in self._counts.items():
             if width == tier.top_k:
                 counts.restart(other._counts[width])
@@ -77,6 +97,7 @@ class Memory:
 
     def begin_like(self, other: Memory) -> None:
         """Of text that is new here, expect at first what another kind's drafts came to."""
+        self._found.clear()
         for width, counts in self._counts.items():
             theirs = other._counts[width]
             counts.restart(theirs)
@@ -88,19 +109,29 @@ class Memory:
         own, chain = self._counts[width], self._counts.get(1)
         if chain is None or min(own.tried[0], chain.tried[0]) < LEARNT_RUNS:
             return
-        rates = ((c.passed[0] + 1) / (c.tried[0] + 2) for c in (own, chain))
-        self._children[width] = children(*rates)
+        self._found.clear()
+        best = (chain.passed[0] + 1) / (chain.tried[0] + 2)
+        guess = LEAN_RUNS * wider(best, *self._children[width])
+        tree = (own.passed[0] + guess) / (own.tried[0] + LEAN_RUNS)
+        self._children[width] = children(tree, best), 1.0
 
     def estimate(self, tier: Tier) -> Estimate:
         """What a run of ``tier`` accepts."""
         if not tier.steps:
             return Estimate(0.0, [], [])
+        found = self._found.get(tier.top_k)
+        if found is None:
+            found = self._found[tier.top_k] = self._family(tier.top_k)
+        rates, variances = found[0][: tier.steps], found[1][: tier.steps]
+        return Estimate(expected(rates), slopes(rates), variances)
+
+    def _family(self, width: int) -> tuple[list[float], list[float]]:
+        """Rates of a width by depth, and their variances."""
         reference = max(self._counts, key=lambda width: self._counts[width].tried[0])
         lean = None
-        if tier.top_k != reference:
-            lean, _ = self._counts[reference].rates(tier.steps)
-            factor = self._children[tier.top_k] / self._children[reference]
-            lean = [tree_rate(rate, factor) for rate in lean]
-        rates, trials = self._counts[tier.top_k].rates(tier.steps, lean)
-        variances = [variance(r, n) for r, n in zip(rates, trials, strict=True)]
-        return Estimate(expected(rates), slopes(rates), variances)
+        if width != reference:
+            lean, _ = self._counts[reference].rates(self._depths)
+            own, other = self._children[width], self._children[reference]
+            lean = [wider(narrower(rate, *other), *own) for rate in lean]
+        rates, trials = self._counts[width].rates(self._depths, lean)
+        return rates, [variance(r, n) for r, n in zip(rates, trials, strict=True)]

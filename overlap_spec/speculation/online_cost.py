@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import exp, log
+from collections.abc import Sequence
+from math import exp, hypot, log
 from statistics import median
 
 import numpy as np
@@ -25,7 +26,9 @@ BLOCK_SHARE = 0.6
 SCATTER_ALPHA, TO_STANDARD = 0.1, 1.25
 # A tier's own deviation from the straight lines, as a share of the coefficients' at first, and at
 # most.
-OFFSET_SHARE, OFFSET_MOST = 0.6, 0.15
+OFFSET_SHARE, OFFSET_MOST = 0.3, 0.15
+# Milliseconds by which tiers differ in a step beside what their passes take by themselves.
+BESIDE_MS = 0.3
 # What is added to that by the logarithm of how far a step is beyond all that was measured.
 BEYOND_SPREAD = 0.2
 # An observation more deviations away than this tells mostly of the machine's load.
@@ -81,7 +84,8 @@ class OnlineCost:
         self._noise += np.diag([DRIFT_SPREAD**2] * count)
         self._scatter, self._load, self._wanders = 0.0, LOAD_SPREAD, False
         self._block: list[float] = []
-        self._block_key: tuple[Tier, bool, int] | None = None
+        self._block_key: tuple[Tier, bool, int, int] | None = None
+        self._expected = 0.0
         self.blocks = 0
 
     def step_ms(self, shape: StepShape, budget: Budget) -> float:
@@ -89,24 +93,33 @@ class OnlineCost:
         return float(exp(self._gradient(shape, budget)[0]))
 
     def compare(
-        self, shape: StepShape, budget: Budget, other: StepShape, other_budget: Budget
-    ) -> tuple[float, float]:
-        """The logarithm of a step's time over another's, and its variance."""
-        for known, asked in ((shape, budget), (other, other_budget)):
-            self._offset(known, asked)
-        mine, at = self._gradient(shape, budget)
-        its, other_at = self._gradient(other, other_budget)
-        difference = at - other_at
-        return mine - its, float(difference @ self._spread @ difference)
+        self, shape: StepShape, budget: Budget, others: Sequence[tuple[StepShape, Budget]]
+    ) -> list[tuple[float, float]]:
+        """The logarithms of other steps' times over that of a step, and their variances."""
+        asked = [(shape, budget), *others]
+        offsets = [self._offset(*each) for each in asked]
+        first = self._first_offset
+        parts = np.exp(self._log[:first]) * np.array([self._counts(s) for s, _ in asked])
+        totals = parts.sum(axis=1)
+        at = np.zeros((len(asked), len(self._log)))
+        at[:, :first] = parts / totals[:, None]
+        at[range(len(asked)), offsets] = 1.0
+        logs = np.log(totals) + self._log[offsets]
+        difference = at[1:] - at[0]
+        variances = ((difference @ self._spread) * difference).sum(axis=1)
+        return list(zip((logs[1:] - logs[0]).tolist(), variances.tolist(), strict=True))
 
     def observe(self, shape: StepShape, budget: Budget, step_ms: float) -> None:
         """Take in one step that came right after another."""
-        key = budget.tier, budget.nodes is not None, shape.batch
+        key = budget.tier, budget.nodes is not None, shape.batch, shape.grammar_nodes
         if key != self._block_key:
             # The first step of a kind may have been recorded, and overlaps with another kind's.
             self._block_key, self._block, self._wanders = key, [], False
             return
-        self._block.append(log(step_ms) - self._gradient(shape, budget)[0])
+        if shape.chunk_tokens or not self._block:
+            # Without prefill the steps of a block differ by a few tokens of context alone.
+            self._expected = self._gradient(shape, budget)[0]
+        self._block.append(log(step_ms) - self._expected)
         if len(self._block) == BLOCK_STEPS:
             seen = median(self._block)
             apart = sum(abs(log_ms - seen) for log_ms in self._block) / BLOCK_STEPS
@@ -158,12 +171,21 @@ class OnlineCost:
 
     def _gradient(self, shape: StepShape, budget: Budget) -> tuple[float, Vector]:
         """Logarithm of a step's time, and its derivatives."""
+        first, offset = self._first_offset, self._offset(shape, budget)
+        parts = np.exp(self._log[:first]) * self._counts(shape)
+        total = float(parts.sum())
+        at = np.zeros(len(self._log))
+        at[:first] = parts / total
+        at[offset] = 1.0
+        return log(total) + float(self._log[offset]), at
+
+    def _counts(self, shape: StepShape) -> tuple[float, ...]:
+        """How often a step has what each coefficient is the time of."""
         batch, context, steps, branches, nodes, masks, chunk = shape
-        beyond = max(0, nodes - self._knee) if self._knee else 0
-        counts = (
+        return (
             1.0,
             nodes,
-            beyond,
+            max(0, nodes - self._knee) if self._knee else 0,
             context,
             steps,
             steps * batch * branches,
@@ -172,13 +194,6 @@ class OnlineCost:
             float(chunk > 0),
             chunk,
         )
-        first, offset = self._first_offset, self._offset(shape, budget)
-        parts = np.exp(self._log[:first]) * counts
-        total = float(parts.sum())
-        at = np.zeros(len(self._log))
-        at[:first] = parts / total
-        at[offset] = 1.0
-        return log(total) + float(self._log[offset]), at
 
     def _offset(self, shape: StepShape, budget: Budget) -> int:
         """Where a tier's own deviation stands; it is entered when it is first asked for."""
@@ -186,10 +201,22 @@ class OnlineCost:
         found = self._offsets.get(key)
         if found is None:
             found = self._offsets[key] = len(self._log)
-            self._log = np.append(self._log, 0.0)
+            self._log = np.append(self._log, self._measured(budget.tier, shape.batch))
             self._spread = np.pad(self._spread, (0, 1))
             beyond = max(1.0, shape.nodes / self._most_nodes) if self._most_nodes else 1.0
-            self._spread[-1, -1] = (self._offset_spread + BEYOND_SPREAD * log(beyond)) ** 2
+            beside = BESIDE_MS / max(self.start.step_ms(shape), BESIDE_MS)
+            spread = min(hypot(self._offset_spread, beside), OFFSET_MOST)
+            self._spread[-1, -1] = (spread + BEYOND_SPREAD * log(beyond)) ** 2
             self._noise = np.pad(self._noise, (0, 1))
             self._noise[-1, -1] = OFFSET_DRIFT_SPREAD**2
         return found
+
+    def _measured(self, tier: Tier, batch: int) -> float:
+        """The deviation that was measured at the nearest batch, between the depths that were."""
+        family = [t for t in self.start.tiers if t.branches == tier.top_k]
+        if not family:
+            return 0.0
+        nearest = min((t.batch for t in family), key=lambda b: abs(log(b / batch)))
+        known = sorted((t.steps, log(t.over)) for t in family if t.batch == nearest)
+        depths, logs = [float(steps) for steps, _ in known], [over for _, over in known]
+        return float(np.interp(float(tier.steps), depths, logs))

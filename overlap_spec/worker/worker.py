@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -290,7 +289,7 @@ class Worker:
             buffers=self._states[plan.tier].rotate(),
             accepted=accepted,
             constrained=any(grammar for _, _, grammar in plan.verified),
-            features=self._tables.features(row for _, row, _ in plan.verified),
+            features=self._tables.features([row for _, row, _ in plan.verified]),
         )
         self.streams.begin(plan.index)
         planner = self.streams.plan
@@ -494,14 +493,11 @@ class Worker:
         trees, exposed_ms, idle_ms = len(plan.decode_rows), 0.0, 0.0
         rows = []
         if trees:
-            numbers = step.results[0][:trees].numpy()
-            scores = numbers[:, 3 + plan.tier.steps : 1 - RUN_TOKENS] / SCORE_UNIT
-            each = zip(numbers.tolist(), *_confidences(scores, numbers[:, 0]), strict=True)
-            rows += [self._tree_result(step, index, *one) for index, one in enumerate(each)]
+            rows += self._tree_results(step)
         chosen = step.results[-1].tolist() if plan.final_chunks else ()
         weights = {} if step.scores is None else choices.read(plan, step.scores.numpy())
         for index, (token, *run) in enumerate(chosen):
-            self._set_run(step, trees + index, run)
+            self._runs[plan.final_chunks[index].row] = _run(run)
             row = self._row_result(step, trees + index, [token], 0, 0, False, (), 0, 0)
             if index in weights and row.error is None:
                 row = self._weighed(plan.final_chunks[index], weights[index], row)
@@ -540,40 +536,41 @@ class Worker:
         told = tuple(origins) if request.sampling.origins else ()
         return row._replace(tokens=tokens, origins=told)
 
-    def _tree_result(
-        self,
-        step: InFlightStep,
-        index: int,
-        numbers: list[int],
-        accepted: list[float],
-        refused: float | None,
-    ) -> RowResult:
-        length, drafted = numbers[0], numbers[1]
-        row, tier = step.plan.decode_rows[index], step.plan.tier
-        limited = bool(step.limits) and step.limits[index] < tier.steps
-        confidences = tuple(accepted[:length])
-        if refused is not None:
-            confidences += (refused,)
-        tokens = numbers[2 : 3 + length]
-        place = self._places[row]
-        if tier.base is not None and place is not None and place.left < tier.nodes:
-            grafts, grafted = drafted, length
-        else:
-            grafts = grafted = 0
-            # Grafts come first: their scores are best. A tree of a fixed shape has none.
-            if (run := self._runs[row]) and tier.parents is None:
-                run = run[: min(drafted, tier.steps)]
-                agreed = zip(run, tokens[:length], strict=False)
-                grafts = len(run)
-                grafted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], agreed))
-        self._set_run(step, index, numbers[1 - RUN_TOKENS :])
-        return self._row_result(
-            step, index, tokens, length, drafted, limited, confidences, grafts, grafted
+    def _tree_results(self, step: InFlightStep) -> list[RowResult]:
+        """The trees' results: a row costs one turn of this, and no call that not all need."""
+        plan, tier, limits = step.plan, step.plan.tier, step.limits
+        numbers = step.results[0][: len(plan.decode_rows)].numpy()
+        scores = numbers[:, 3 + tier.steps : 1 - RUN_TOKENS] / SCORE_UNIT
+        each = zip(
+            plan.decode_rows, numbers.tolist(), *_confidences(scores, numbers[:, 0]), strict=True
         )
-
-    def _set_run(self, step: InFlightStep, index: int, run: list[int]) -> None:
-        """Note what is forced behind a row's new root."""
-        self._runs[step.plan.verified[index][1]] = run[: run.index(-1)] if -1 in run else run
+        plain, runs, places = not step.features.tells, self._runs, self._places
+        found = []
+        for index, (row, told, sure, refused) in enumerate(each):
+            length, drafted = told[0], told[1]
+            tokens, grafts, grafted = told[2 : 3 + length], 0, 0
+            limited = bool(limits) and limits[index] < tier.steps
+            confidences = tuple(sure[:length] if refused is None else [*sure[:length], refused])
+            place = places[row]
+            if tier.base is not None and place is not None and place.left < tier.nodes:
+                grafts, grafted = drafted, length
+            elif (run := runs[row]) and tier.parents is None:
+                # Grafts come first: their scores are best. A tree of a fixed shape has none.
+                grafts = min(len(run), drafted, tier.steps)
+                most = min(grafts, length)
+                while grafted < most and run[grafted] == tokens[grafted]:
+                    grafted += 1
+            runs[row] = _run(told[1 - RUN_TOKENS :])
+            if plain and place is None and tokens[-1] >= 0:
+                fields = tuple(tokens), drafted, length, (), None, limited, (), confidences
+                found.append(RowResult(*fields, grafts, grafted))
+                continue
+            found.append(
+                self._row_result(
+                    step, index, tokens, length, drafted, limited, confidences, grafts, grafted
+                )
+            )
+        return found
 
     def _row_result(
         self,
@@ -670,6 +667,11 @@ class Worker:
         self.streams.close()
         self._states.clear()
         self.runner.release()
+
+
+def _run(told: list[int]) -> list[int]:
+    """A run without the -1 behind its end."""
+    return told[: told.index(-1)] if told[-1] == -1 else told
 
 
 def _confidences(

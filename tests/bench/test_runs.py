@@ -27,6 +27,7 @@ from bench.common import (
 from bench.measure import Measured, measure
 from bench.overlap import MODES, summary
 from bench.targets import padded_target
+from bench.turns import Turns
 from bench.workloads import (
     EVENTS,
     OWN_SCHEMAS,
@@ -43,6 +44,8 @@ from overlap_spec.config import EMBEDDED
 from overlap_spec.engine import Engine
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.speculation.policy import RequestOutcome, RequestView, StepOutcome, StepView
+from overlap_spec.speculation.presets import load_policy
 from overlap_spec.types import Output, RequestStats
 from tests.support.checkpoints import write_head, write_target
 
@@ -344,6 +347,7 @@ def test_adaptive_ends_in_its_record(
         assert list(phase["policies"]) == names
         assert phase["policies"][phase["best"]]["of_best"] == 1
         assert phase["policies"]["static 7"]["switches"] == 0
+    assert record["whole_over"].keys() == record["worst_of_best_at_equal_steps"].keys()
     assert record["worst_of_best"].keys() == set(adaptive.ADAPTIVE) & set(names)
     assert list(record["whole"]) == names
     raw = [json.loads(line) for line in samples_path(path).read_text().splitlines()]
@@ -363,7 +367,7 @@ def test_shares_of_the_best_static_tier() -> None:
     def at(policy: str, seconds: float, group: int) -> dict[str, Any]:
         return {"phase": "easy", "policy": policy, "group": group, "seconds": seconds,
                 "cpu_seconds": 2 * seconds, "output_tokens": 60, "verifies": 20,
-                "verified_tokens": 50, "drafted_tokens": 60, "switches": 3}  # fmt: skip
+                "verified_tokens": 50, "drafted_tokens": 60, "switches": 3, "ran": []}  # fmt: skip
 
     times = {"static 1": (3.0, 3.0), "static 3": (2.0, 2.0), "guarded": (1.0, 4.0)}
     rows = [at(name, pair[group], group) for group in (0, 1) for name, pair in times.items()]
@@ -375,9 +379,50 @@ def test_shares_of_the_best_static_tier() -> None:
     assert found["whole"]["guarded"] == pytest.approx(24)
     assert phase["policies"]["guarded"]["of_best"] == pytest.approx(0.8)
     assert phase["policies"]["guarded"]["of_best_spread"]["max"] == pytest.approx(2)
+    # Two groups drawn again are at times the same one twice.
+    assert phase["policies"]["guarded"]["of_best_interval"] == pytest.approx([0.5, 2])
     assert phase["policies"]["guarded"]["accept_length"] == pytest.approx(2.5)
     assert phase["policies"]["guarded"]["draft_length"] == pytest.approx(3)
     assert found["worst_of_best"] == {"guarded": pytest.approx(0.8)}
+
+
+def test_equal_steps_leave_lengths_and_take_load_away() -> None:
+    """Two policies of the same steps are as fast, whatever the machine did; half as many steps of
+    the same time are twice as fast, beside what is no step."""
+    calm, busy = [3, 1, 4, 1, False, [2], 10.0], [3, 1, 4, 1, False, [2], 30.0]
+    first = [3, 1, 4, 1, True, [2], None]
+
+    def at(policy: str, group: int, ran: list[list[Any]]) -> dict[str, Any]:
+        seconds = 0.1 + sum(ms or 0.0 for *_, ms in ran) / 1e3
+        return {"policy": policy, "group": group, "seconds": seconds, "ran": ran}
+
+    rows = [at("a", 0, [first] + [calm] * 8), at("b", 0, [first] + [busy] * 8),
+            at("c", 0, [first] + [calm] * 4)]  # fmt: skip
+    a, b, c = adaptive.equal_seconds(rows)
+    assert a == b == pytest.approx(0.1 + 8 * 0.010)
+    assert c == pytest.approx(0.1 + 4 * 0.010)
+
+
+def test_policies_that_take_turns() -> None:
+    """Each is asked and told of its own steps alone, and the limits hold for all."""
+    one, seven = (load_policy("static", n, 1, None) for n in (1, 7))
+    auto, other = (load_policy("auto", 5, 1, None) for _ in range(2))
+    policies = Turns({"one": one, "seven": seven, "auto": auto, "other": other})
+    assert set(auto.tiers) | set(seven.tiers) == set(policies.tiers)
+    view = StepView((RequestView(1, 10),))
+    policies.take("seven")
+    assert policies.choose(view) == seven.choose(view)
+    policies.take("auto")
+    budget = policies.choose(view)
+    policies.observe(StepOutcome(view, budget, [RequestOutcome(1, 2, 5)], 4.0, budget.tier.nodes))
+    tier = budget.tier
+    assert policies.steps == [[tier.steps, tier.top_k, tier.nodes, 1, False, [2], 4.0]]
+    assert {name: state["count"] for name, state in policies.states().items()} == {
+        "one": 0, "seven": 0, "auto": 1, "other": 0,
+    }  # fmt: skip
+    assert policies.largest_batch(seven.tiers[0]) is None
+    policies.take("one")
+    assert not policies.steps
 
 
 def test_traces_end_in_their_record(

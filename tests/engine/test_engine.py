@@ -460,6 +460,25 @@ def test_recorded_tiers_are_measured_before_the_first_request(
         assert engine.snapshot()["speculation"]["cost"]["most_nodes"] == cost["most_nodes"]
 
 
+def test_a_policy_is_told_where_nothing_was_found_to_draft(
+    tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is a verify of one token, which costs what others cost; not so where a request wants no
+    drafts."""
+    settings = {**tiny, "algorithm": "ngram", "adaptive": "static", "num_steps": 3}
+    with Engine(**settings) as engine:
+        seen = []
+        monkeypatch.setattr(engine.core.policy, "observe", seen.append)
+        engine.generate("abcdefgh", None, {"max_tokens": 12, "ignore_eos": True})
+        told = [request for outcome in seen for request in outcome.requests]
+        assert any(request.drafted == 0 for request in told)
+        assert all(request.accepted <= request.drafted for request in told)
+        seen.clear()
+        engine.generate("abcdefgh", None, {"max_tokens": 4, "speculate": False})
+        assert seen
+        assert not any(outcome.requests for outcome in seen)
+
+
 def test_measuring_leaves_no_trace(tiny: dict[str, str]) -> None:
     """Whoever was measured before its first step says the same, and holds no page."""
     texts = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -159,6 +161,24 @@ def test_a_fault_in_one_request_stays_there(threads: int) -> None:
         assert all(r.start_ns <= r.end_ns for r in results)
     assert buffer[:, 0].tolist() == [0b110, 0, 0b110]
     assert (runs == -1).all()
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_what_a_step_filled_is_not_kept_for_the_whole_output(threads: int) -> None:
+    """A call waits for the one before it: keeping that would keep all calls of the output."""
+    matcher = XGrammarBackend(VOCABULARY).compile(Grammar.regex("ab*")).matcher()
+    one = np.array([0], np.int64), np.array([-1], np.int64), np.array([-1], np.int64)
+    kept: list[weakref.ref[object]] = []
+    with MatcherPool(threads) as pool:
+        for token in (0, 1, 1):
+            assert pool.accept_batch([AcceptItem(7, matcher, [token])])[0].accepted == 1
+            rows, runs = np.zeros((1, 1), np.int32), np.zeros((1, 4), np.int32)
+            assert pool.fill_batch([FillItem(7, matcher, *one, rows, runs)])[0].error is None
+            kept.append(weakref.ref(rows))
+        del rows, runs
+        pool.accept_batch([AcceptItem(7, matcher, [1])])
+        gc.collect()
+        assert [row() is None for row in kept] == [True, True, True]
 
 
 def test_a_gated_grammar_is_its_inner_one_behind_a_gate() -> None:

@@ -9,8 +9,9 @@ from overlap_spec.speculation.acceptance import (
     DepthCounts,
     children,
     expected,
+    narrower,
     slopes,
-    tree_rate,
+    wider,
 )
 from overlap_spec.speculation.adaspec import (
     AdaSpecPolicy,
@@ -178,8 +179,13 @@ def test_depth_counts_by_hand() -> None:
     assert counts.tried == [1.5, 1, 0]
     assert expected([0.5, 0.5]) == 0.75
     assert slopes([0.5, 0.5]) == [1.5, 0.5]
-    assert tree_rate(0.5, 2.0) == 0.75
+    assert wider(0.5, 2.0) == 0.75
     assert children(0.75, 0.5) == pytest.approx(2.0)
+    # At most a quarter of what is refused is saved.
+    assert wider(0.8, 2.0, 0.25) == pytest.approx(0.85)
+    for rate in (0.1, 0.3, 0.6, 0.9):
+        for saves in (0.25, 1.0):
+            assert narrower(wider(rate, 1.6, saves), 1.6, saves) == pytest.approx(rate)
 
 
 # The policy

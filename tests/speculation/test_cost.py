@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bench.simulated import MACHINES, profiled
-from overlap_spec.engine.cost_model import startup_fit, tier_points
+from overlap_spec.engine.cost_model import fit_times, startup_fit, tier_points
 from overlap_spec.speculation.cost import (
     ASSUMED,
     ASSUMED_SPREAD,
     STARTUP_SPREAD,
     CostModel,
     DraftTime,
+    TierTime,
     VerifyTime,
     fit,
     nonnegative,
@@ -122,6 +125,37 @@ def test_a_busier_machine_changes_no_tier_over_another() -> None:
     assert ratio(cost, CHAIN, OFF) == pytest.approx(before, rel=0.1)
 
 
+def test_what_was_measured_of_a_tier_is_where_it_starts() -> None:
+    """Between the depths that were measured, at the nearest batch, of the same width alone."""
+    over = ((0, 1, 1, 1.0), (3, 1, 1, 1.2), (3, 1, 8, 1.5))
+    cost = OnlineCost(replace(MODEL, tiers=tuple(TierTime(*each) for each in over)), 0.1)
+    for budget, batch, wanted in ((CHAIN, 1, 1.2), (OFF, 1, 1.0), (CHAIN, 4, 1.5), (TREE, 1, 1.0)):
+        shape = shape_of(budget, batch, 100)
+        assert cost.step_ms(shape, budget) == pytest.approx(wanted * MODEL.step_ms(shape), rel=1e-3)
+    two = Budget(Tier(2, 1, 3))
+    shape = shape_of(two, 1, 100)
+    assert 1.1 < cost.step_ms(shape, two) / MODEL.step_ms(shape) < 1.2
+
+
+def test_a_fit_keeps_what_its_lines_do_not_tell() -> None:
+    points = [Point(tier, batch) for tier in (OFF.tier, CHAIN.tier, TREE.tier) for batch in (1, 4)]
+    times = [
+        PassTimes(p, 2.0 * p.tier.steps, (10.0 + p.batch * p.tier.nodes) * (1 + p.tier.steps % 2))
+        for p in points
+    ]
+    model = fit_times(times, "test")
+    for point, draft_ms, verify_ms in times:
+        tier, batch = point.tier, point.batch
+        over = next(t.over for t in model.tiers if t[:3] == (tier.steps, tier.top_k, batch))
+        told = model.verify_ms(batch * tier.nodes, 0) + model.draft_ms(
+            batch, tier.steps, tier.top_k, 0
+        )
+        assert over * told == pytest.approx(draft_ms + verify_ms)
+    assert CostModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model
+    with pytest.raises(ValueError, match="tier's time"):
+        CostModel.from_dict(model.to_dict() | {"tiers": [[3, 1, 1, 0.0]]})
+
+
 def test_a_switch_tells_what_a_tier_costs() -> None:
     """Chains take 1.15 times what the fit says of them, the rest what it says."""
     cost = OnlineCost(MODEL, 0.1)
@@ -169,11 +203,11 @@ def test_nothing_known_is_learnt() -> None:
 def test_the_error_of_a_comparison_shrinks_as_it_is_seen() -> None:
     cost = OnlineCost(MODEL, 0.3)
     chain, off = (shape_of(b, 1, 100) for b in (CHAIN, OFF))
-    before = cost.compare(chain, CHAIN, off, OFF)[1]
+    before = cost.compare(off, OFF, [(chain, CHAIN)])[0][1]
     for _ in range(3):
         feed(cost, OFF, MODEL.step_ms(off))
         feed(cost, CHAIN, MODEL.step_ms(chain))
-    gain, after = cost.compare(chain, CHAIN, off, OFF)
+    gain, after = cost.compare(off, OFF, [(chain, CHAIN)])[0]
     assert after < before / 4
     assert gain == pytest.approx(np.log(MODEL.step_ms(chain) / MODEL.step_ms(off)), abs=0.03)
 
@@ -214,12 +248,14 @@ def test_a_negative_coefficient_is_no_profile() -> None:
 
 
 def test_what_is_measured_of_recorded_tiers() -> None:
-    """The extremes of all tiers, each once a batch, and no batch that cannot be."""
+    """The extremes of all tiers and the largest batch first; nothing twice."""
     off, launch, long, narrow, wide = (
         Tier(0, 1, 1), Tier(5, 1, 6), Tier(7, 1, 8), Tier(3, 4, 16), Tier(5, 4, 16)
     )  # fmt: skip
     points = list(tier_points((off, launch, long, narrow, wide), launch, 4))
-    assert points == [Point(tier, b) for b in (1, 4) for tier in (launch, wide, long, off)]
+    extremes = launch, wide, long, off
+    wanted = [*(Point(tier, 1) for tier in extremes), Point(launch, 4), Point(narrow, 1)]
+    assert points == wanted + [Point(tier, 4) for tier in (wide, long, off)]
     alone = list(tier_points((launch,), launch, 1))
     assert alone == [Point(launch, 1)]
 
