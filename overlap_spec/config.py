@@ -104,12 +104,12 @@ class EngineConfig:
     adaptive: Annotated[
         str,
         Help(
-            "Length policy: guarded, auto (depth and width by survival and measured cost), "
+            "Length policy: auto (depth and width by survival and measured cost), guarded, "
             "adaspec, static (always num_steps), off, threshold, specinfer, a published preset "
             "(default, aggressive, with-off), or a JSON config file.",
             ("--adaptive", "--speculative-adaptive-config"),
         ),
-    ] = "guarded"
+    ] = "auto"
     tpot_slo_ms: Annotated[
         float | None,
         Help(

@@ -74,7 +74,7 @@ def test_a_file_that_cannot_be_read_is_named(tiny: dict[str, Any], tmp_path: Pat
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, "adaptive must be 'static' beside it, not 'guarded'"),
+        ({}, "adaptive must be 'static' beside it, not 'auto'"),
         ({"adaptive": "static", "num_steps": 3}, "num_steps: the tree's file says it"),
         ({"adaptive": "static", "eagle_topk": 3}, "eagle_topk: the tree's file says it"),
         ({"adaptive": "static", "num_draft_tokens": 8}, "num_draft_tokens: the tree's file"),

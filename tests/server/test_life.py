@@ -77,7 +77,7 @@ def test_the_active_length_is_told_and_targets_are_counted(server: Server) -> No
     info, metrics = server.get("/server_info").json(), server.get("/metrics").text
     active = info["state"]["speculation"]["active"]
     assert info["speculative_num_steps"] == active["steps"]
-    assert info["speculative_policy"] == "guarded"
+    assert info["speculative_policy"] == "auto"
     assert info["speculative_reason"] == active["reason"]
     assert info["speculative_observed_accept_length"] >= 1
     assert info["speculative_observed_step_ms"] > 0
