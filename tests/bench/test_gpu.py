@@ -146,7 +146,8 @@ def test_every_figure_has_its_target(rehearsal: tuple[dict[str, Any], Path]) -> 
             reached = found["value"] >= found["target"]
             assert found["met"] is (reached if found["goal"] == "at least" else not reached), name
     eagle3 = record["figures"]["eagle3_speedup"]
-    assert 1 < eagle3["bound"] < eagle3["accept_length"]
+    # By measured times, which a busy machine may turn round: whether drafts pay is a figure.
+    assert 0 < eagle3["bound"] < eagle3["accept_length"]
     assert record["parts"]["verify"]["nodes"] == 16
     for side in record["parts"]["transformers"]["workloads"].values():
         assert all(system["same_text"] == 1 for system in side.values())

@@ -162,7 +162,7 @@ def test_the_head_drafts_the_same(sizes: Sizes, tmp_path: Path) -> None:
 def texts(target: Path, draft: Path | None, **settings: Any) -> list[tuple[Any, ...]]:
     with Engine(
         str(target), draft=str(draft) if draft else None, algorithm="eagle3" if draft else "none",
-        dtype="float32", device="cpu", **settings,
+        dtype="float32", device="cpu", adaptive="static", **settings,
     ) as engine:  # fmt: skip
         prompts = ["hello there", "a b c", '{"name":"x"}']
         outputs = engine.generate(

@@ -282,13 +282,13 @@ def place(function: Callable[[pytest.MonkeyPatch, Fault], None]) -> Any:
 
 @place
 def draft(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    roots = ModelRunner._roots
+    roots = ModelRunner.known_roots
 
     def spoilt(runner: ModelRunner, rows: Tensor, pages: Tensor) -> Any:
         fault(rows)
         return roots(runner, rows, pages)
 
-    monkeypatch.setattr(ModelRunner, "_roots", spoilt)
+    monkeypatch.setattr(ModelRunner, "known_roots", spoilt)
 
 
 @place

@@ -39,7 +39,7 @@ def test_origins_of_a_tree_of_one_node() -> None:
 @pytest.mark.parametrize("tree", [{}, {"eagle_topk": 3, "num_draft_tokens": 9}])
 def test_engine_tells_origins(tiny: dict[str, str], tree: dict[str, int]) -> None:
     """A choice leaves nothing open after its first token; each token has one origin."""
-    with Engine(**tiny, **tree, num_steps=3, context_length=160) as engine:
+    with Engine(**tiny, **tree, adaptive="static", num_steps=3, context_length=160) as engine:
         grammar = Grammar.choice(["alpha", "beta"])
         deltas = list(engine.stream("abc", grammar, SamplingParams(origins=True)))
         tokens = [t for d in deltas for t in d.token_ids]
@@ -53,7 +53,7 @@ def test_engine_tells_origins(tiny: dict[str, str], tree: dict[str, int]) -> Non
 
 
 def test_requests_without_speculation_share_a_batch(tiny: dict[str, str]) -> None:
-    with Engine(**tiny, num_steps=3, context_length=160) as engine:
+    with Engine(**tiny, adaptive="static", num_steps=3, context_length=160) as engine:
         on, off = (SamplingParams(max_tokens=30, speculate=on) for on in (True, False))
         outputs = engine.generate(["abcx"] * 2, None, [on, off])
         assert outputs[0].token_ids == outputs[1].token_ids
