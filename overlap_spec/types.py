@@ -243,6 +243,11 @@ class Tier:
     base: Tier | None = None
 
     @property
+    def is_chain(self) -> bool:
+        """Whether its trees are the drafter's chains, and nothing else."""
+        return self.top_k == 1 and self.parents is None and self.base is None
+
+    @property
     def own(self) -> Tier:
         """What the drafter is asked for."""
         return self.base or self

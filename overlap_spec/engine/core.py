@@ -109,8 +109,8 @@ class EngineCore:
         # Output tokens of the requests that have ended.
         self._ended_tokens = 0
         # A wide tier's drafts are the grammar's too: its budget has no stop.
-        if self.worker.stops_drafts and not self.widens and self.policy.let_stop():
-            self.worker.let_stop()
+        if self.worker.stops_drafts and not self.widens:
+            self.policy.let_stop()
         limits = {tier: self.policy.largest_batch(tier) for tier in tiers}
         wider_ones = [t for t in tiers if self.widens and t.steps and not t.parents]
         self.worker.warm_up(limits | {wide_tier(t): limits[t] for t in wider_ones}, chunk_tokens)

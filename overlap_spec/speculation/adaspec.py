@@ -175,9 +175,8 @@ class AdaSpecPolicy(LengthPolicy):
     def calibrate(self, model: CostModel, spread: float) -> None:
         self.cost = OnlineCost(model, spread)
 
-    def let_stop(self) -> bool:
+    def let_stop(self) -> None:
         self._corrects = True
-        return True
 
     def choose(self, view: StepView) -> Budget:
         if not view.batch:

@@ -35,8 +35,8 @@ class FallbackPolicy(LengthPolicy):
     def calibrate(self, model: CostModel, spread: float) -> None:
         self.policy.calibrate(model, spread)
 
-    def let_stop(self) -> bool:
-        return self.policy.let_stop()
+    def let_stop(self) -> None:
+        self.policy.let_stop()
 
     def largest_batch(self, tier: Tier) -> int | None:
         if tier in self._static.tiers:

@@ -125,11 +125,10 @@ class LengthPolicy(ABC):
             spread: Standard deviation of the coefficients' logarithms.
         """
 
-    def let_stop(self) -> bool:
+    def let_stop(self) -> None:  # noqa: B027
         """Called before the first step where budgets may have a :attr:`Budget.stop`, which ends a
-        chain's drafts between two steps; whether they will. A stopped step is observed as one of
-        the shorter tier, so a stop ends drafts where that is one of :attr:`tiers`."""
-        return False
+        chain's drafts between two steps. A stopped step is observed as one of the shorter tier, so
+        a stop ends drafts where that is one of :attr:`tiers`."""
 
     def largest_batch(self, tier: Tier) -> int | None:  # noqa: ARG002
         """Trees of the largest step that may take one of :attr:`tiers`; None: there is no limit."""

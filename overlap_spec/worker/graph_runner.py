@@ -18,8 +18,8 @@ from overlap_spec.worker.graphs import CudaGraph, Eager, Recorded, Tensors, Trac
 from overlap_spec.worker.stepwise import ChainDraft, first_step, link_steps, next_step
 from overlap_spec.worker.tables import RowTables
 
-# Trees, without and with branches, over which the target's pass is traced: of more than one node,
-# since in a trace sizes of 1 would look alike.
+# Trees, without and with branches, over which passes are traced that are good for any size: of more
+# than one node, since in a trace sizes of 1 would look alike.
 CHAIN, TREE = Tier(2, 1, 3), Tier(2, 2, 4)
 
 
@@ -35,6 +35,9 @@ class Recordable(Protocol):
     extends: bool
     reads_states: bool
 
+    @property
+    def stops_drafts(self) -> bool: ...
+
     draft_trees: Callable[..., Tensors]
     dead_trees: Callable[..., Tensors]
     verify_trees: Callable[..., Tensors]
@@ -44,11 +47,9 @@ class Recordable(Protocol):
 
 
 class TierGraphs(NamedTuple):
-    """One tier's passes. ``draft``, a trace without noise and grammars' states, is None where trees
-    are drafted without a recording, ``extend`` where the drafter is not recorded, or there is
-    none."""
+    """One tier's passes behind its drafts. ``extend`` is None where the drafter is not recorded, or
+    takes in nothing."""
 
-    draft: Recorded | None
     verify: Recorded
     commit: Recorded
     extend: Recorded | None
@@ -57,10 +58,10 @@ class TierGraphs(NamedTuple):
 class GraphRunner:
     """What a worker has recorded.
 
-    A CUDA graph is good for one padded number of rows, a trace for any; and that of the target's
-    pass over chains, or over trees, for any number of nodes, so no tier but the first waits for the
-    longest of all traces. Recordings are made over
-    the row of padding: no request's state is touched.
+    A CUDA graph is good for one padded number of rows, a trace for any. A trace is also good for
+    any number of nodes where it can be: drafting, verifying, committing and extending chains,
+    verifying and extending trees. So no chain but the first waits for recordings, and a policy may
+    take any length. Recordings are made over the row of padding: no request's state is touched.
 
     Args:
         runner: Whose passes they are; a module that holds every tensor that they touch.
@@ -68,41 +69,35 @@ class GraphRunner:
 
     Attributes:
         bytes: Memory that CUDA graphs took.
+        count: Passes that have been recorded.
         recording: Whether a pass is being recorded.
-        stepwise: Whether drafts may be stopped, for which their steps are recorded one by one.
     """
 
     def __init__(self, runner: Any, enabled: bool) -> None:
-        self.bytes, self.recording, self.enabled = 0, False, enabled
-        self.stepwise = False
+        self.bytes, self.count, self.recording, self.enabled = 0, 0, False, enabled
         self._runner = runner
         passes: Recordable = runner
         self._passes = passes
         self._cuda = passes.device.type == "cuda"
         self._pool: Any = None
         self._tiers: dict[tuple[Tier, int], TierGraphs] = {}
-        self._verifies: dict[Tier, tuple[Recorded, Tensors]] = {}
+        self._shared: dict[tuple[str, Tier], Any] = {}
         self._packed: dict[tuple[Tier, int, int], Recorded] = {}
-        self._drafts: dict[tuple[Tier, bool, bool], Recorded | None] = {}
+        self._drafts: dict[tuple[Tier, int, bool, bool], Recorded | None] = {}
         self._steps: dict[tuple[bool, bool], ChainDraft] = {}
-
-    @property
-    def count(self) -> int:
-        """Sets of passes that have been recorded."""
-        made = len(self._tiers) + len(self._packed) + len(self._drafts) + len(self._steps)
-        return made * self.enabled
 
     def clear(self) -> None:
         """Forget all recordings."""
         self._tiers.clear()
-        self._verifies.clear()
+        self._shared.clear()
         self._packed.clear()
         self._drafts.clear()
         self._steps.clear()
         self._pool = None
+        self.count = 0
 
     def find(self, tier: Tier, rows: int) -> TierGraphs:
-        """The passes over ``rows`` trees of a tier."""
+        """The passes over ``rows`` drafted trees of a tier."""
         key = tier, rows if self._cuda else 0
         found = self._tiers.get(key)
         if found is None:
@@ -112,21 +107,15 @@ class GraphRunner:
 
     def find_draft(self, tier: Tier, rows: int, sampled: bool, told: bool) -> Recorded | None:
         """The drafts of ``rows`` trees, with noise where any of their rows is ``sampled``, and with
-        the states of their grammars if the drafter is to be told them.
+        the states of their grammars if the drafter is to be told them; None where they are not
+        recorded.
 
         A trace computes these for all rows or for none; a kernel sees for itself.
         """
-        plain = self.find(tier, rows).draft
-        drafter = self._passes.drafter
-        if self._cuda or plain is None or drafter is None or tier.steps == 0:
-            return plain
-        if not (sampled or told):
-            return plain
-        key = tier, sampled, told
-        if key not in self._drafts:
-            with self._record():
-                self._drafts[key] = self._make_draft(*key, 2, 3)
-        return self._drafts[key]
+        if self._cuda:
+            # Before the drafts run: what is recorded behind them runs them too.
+            self.find(tier, rows)
+        return self._draft(tier, rows, sampled, told)
 
     def find_packed(self, tier: Tier, rows: int, count: int) -> Recorded:
         """Verify over ``count`` nodes of ``rows`` trees: see :meth:`ModelRunner.verify_packed`."""
@@ -152,16 +141,30 @@ class GraphRunner:
         there. For traces: a GPU's graphs are of a batch size each, and made before serving."""
         if self._cuda or not self.enabled:
             return False
-        kinds = list(product((False, True), (False, self._passes.reads_states)))
-        for tier in tiers:
-            for kind in kinds:
-                before = self.count
-                self.find_draft(tier, 1, *kind)
-                if self.stepwise:
-                    self.find_steps(*kind)
-                if self.count > before:
-                    return True
-        return False
+        kinds = product(tiers, (False, True), (False, self._passes.reads_states))
+        return any(self.record(*kind) for kind in kinds)
+
+    def record(self, tier: Tier, sampled: bool = False, told: bool = False) -> bool:
+        """Record what a step of a single request may want; whether anything was lacking."""
+        before = self.count
+        self.find_draft(tier, 1, sampled, told)
+        self.find(tier, 1)
+        return self.count > before
+
+    def _draft(self, tier: Tier, rows: int, sampled: bool, told: bool) -> Recorded | None:
+        drafter = self._passes.drafter if tier.steps else None
+        if not self.enabled or (drafter is not None and (drafter.host or not drafter.recorded)):
+            return None
+        if self._cuda:
+            key = tier, rows, True, self._passes.reads_states
+        else:
+            key = tier, 0, sampled and drafter is not None, told and drafter is not None
+        if key not in self._drafts:
+            if drafter is not None and self._passes.fault is not None:
+                return None
+            with self._record():
+                self._drafts[key] = self._make_draft(*key)
+        return self._drafts[key]
 
     def _make_tier(self, tier: Tier, size: int) -> TierGraphs:
         passes = self._passes
@@ -169,69 +172,81 @@ class GraphRunner:
             verify, commit = (
                 Eager(partial(work, tier)) for work in (passes.verify_trees, passes.commit_trees)
             )
-            return TierGraphs(None, verify, commit, None)
-        # In a trace of a single row, sizes of 1 would look alike.
-        padding, pages = self._padding(size if self._cuda else 2)
-        others = self._padding(size if self._cuda else 3)
+            return TierGraphs(verify, commit, None)
         drafter = passes.drafter
         recorded = drafter is not None and drafter.recorded and passes.fault is None
-        draft = extend = None
-        if drafter is None or tier.steps == 0 or (recorded and not drafter.host):
-            all_told = self._cuda, self._cuda and passes.reads_states
-            draft = self._make_draft(tier, *all_told, len(padding), len(others[0]))
-        drafted = draft or Eager(partial(passes.dead_trees, tier))
-        _, positions, _, _, *tensors = drafted(padding, pages)
-        tree = Tree(*tensors[: len(Tree._fields)])
-        verify_graph, features = self._make_verify(tier, pages, positions, tree)
-        every = padding.new_full((tree.tokens.numel(),), -1)
-        limits = torch.full_like(padding, tier.steps)
-        runs = passes.no_run.repeat(len(every), 1)
-        chosen = *tree, every, limits, runs
-        commit_graph = self._make(
-            partial(passes.commit_trees, tier), padding, pages, positions, *chosen
-        )
+        # In a trace of a single row, sizes of 1 would look alike.
+        rows = size if self._cuda else 2
+        draft = self._draft(tier, size, True, True) if self._cuda else None
+        kind = TREE if tier.top_k > 1 else CHAIN
+        verify, features = self._share("verify", tier, kind, self._make_verify, rows, draft)
+        kind = CHAIN if tier.is_chain else tier
+        commit = self._share("commit", tier, kind, self._make_commit, rows, draft)
+        extend = None
         if recorded and passes.extends:
-            path, tokens = (padding.new_zeros(len(padding), tier.steps + 1) for _ in range(2))
-            lengths = torch.zeros_like(padding)
-            given = padding, pages, positions, tokens, path, lengths, *features
-            rows = len(others[0])
-            tokens, path = (
-                x.new_full((rows, tier.steps + 1), n) for x, n in ((tokens, 5), (path, 0))
-            )
-            lengths = lengths.new_full((rows,), min(tier.steps, 1))
-            positions = torch.zeros_like(others[0])
-            features = tuple(x.new_full((rows * tier.nodes, x.shape[1]), 0.25) for x in features)
-            extend = self._guarded(
-                partial(passes.extend_trees, tier),
-                given,
-                (*others, positions, tokens, path, lengths, *features),
-            )
-        return TierGraphs(draft, verify_graph, commit_graph, extend)
+            extend = self._share("extend", tier, CHAIN, self._make_extend, rows, draft, features)
+        return TierGraphs(verify, commit, extend)
+
+    def _share(self, name: str, tier: Tier, kind: Tier, make: Callable[..., Any], *of: Any) -> Any:
+        """What ``make`` gives for the tier; of traces what it gives for ``kind``, made once."""
+        if self._cuda:
+            return make(tier, *of)
+        found = self._shared.get((name, kind))
+        if found is None:
+            found = make(kind, *of)
+            if found is not None:
+                self._shared[name, kind] = found
+        return found
+
+    def _trees(self, tier: Tier, rows: int, draft: Recorded | None) -> tuple[Tensors, Tensors]:
+        """Rows and pages, and trees behind them as ``draft`` gives them: a CUDA graph takes another
+        one's outputs where they are."""
+        given = self._padding(rows)
+        if self._cuda and draft is not None:
+            return given, draft(*given)
+        return given, self._passes.dead_trees(tier, *given)
 
     def _make_verify(
-        self, tier: Tier, pages: Tensor, roots: Tensor, tree: Tree
+        self, tier: Tier, rows: int, draft: Recorded | None
     ) -> tuple[Recorded, Tensors]:
-        """The target's pass, and features such as it gives for these trees."""
-        passes = self._passes
-        if self._cuda:
-            inputs = pages, roots, tree.tokens, tree.depths, tree.ancestors
-            graph = self._make(partial(passes.verify_trees, tier), *inputs)
-            return graph, graph(*inputs)[1:]
-        kind = TREE if tier.top_k > 1 else CHAIN
-        if kind not in self._verifies:
-            shape = Tree(*passes.dead_trees(kind, *self._padding(2))[4:])
-            inputs = pages, roots, shape.tokens, shape.depths, shape.ancestors
-            graph = self._make(partial(passes.verify_trees, kind), *inputs)
-            self._verifies[kind] = graph, graph(*inputs)[1:]
-        graph, features = self._verifies[kind]
-        nodes = tree.tokens.numel()
-        return graph, tuple(x.new_zeros(nodes, x.shape[1]) for x in features)
+        """The target's pass, and the features that it gives for these trees."""
+        (_, pages), (_, roots, _, _, *tensors) = self._trees(tier, rows, draft)
+        tree = Tree(*tensors[: len(Tree._fields)])
+        inputs = pages, roots, tree.tokens, tree.depths, tree.ancestors
+        graph = self._make(partial(self._passes.verify_trees, tier), *inputs)
+        return graph, graph(*inputs)[1:]
 
-    def _make_draft(
-        self, tier: Tier, sampled: bool, told: bool, rows: int, others: int
+    def _make_commit(self, tier: Tier, rows: int, draft: Recorded | None) -> Recorded:
+        passes = self._passes
+        (padding, pages), (_, roots, _, _, *tensors) = self._trees(tier, rows, draft)
+        tree = Tree(*tensors[: len(Tree._fields)])
+        every = padding.new_full((tree.tokens.numel(),), -1)
+        limits = torch.full_like(padding, tier.steps)
+        chosen = *tree, every, limits, passes.no_run.repeat(len(every), 1)
+        return self._make(partial(passes.commit_trees, tier), padding, pages, roots, *chosen)
+
+    def _make_extend(
+        self, tier: Tier, rows: int, draft: Recorded | None, features: Tensors
     ) -> Recorded | None:
+        """The drafter's pass over what trees commit; ``features``: verify's own, or such."""
+        given, (_, roots, *_) = self._trees(tier, rows, draft)
+        path = roots.new_zeros(rows, tier.steps + 1)
+        if not self._cuda:
+            features = tuple(x.new_zeros(rows * tier.nodes, x.shape[1]) for x in features)
+        inputs = *given, roots, path.clone(), path, torch.zeros_like(roots), *features
+        count = rows if self._cuda else 3
+        path = roots.new_zeros(count, tier.steps + 1)
+        lengths = roots.new_full((count,), min(tier.steps, 1))
+        features = tuple(x.new_full((count * tier.nodes, x.shape[1]), 0.25) for x in features)
+        others = torch.zeros_like(lengths), torch.full_like(path, 5), path, lengths, *features
+        return self._guarded(self._passes.extend_trees, inputs, (*self._padding(count), *others))
+
+    def _make_draft(self, tier: Tier, rows: int, sampled: bool, told: bool) -> Recorded | None:
+        if tier.is_chain and tier.steps and self._passes.stops_drafts:
+            steps = self.find_steps(sampled, told)
+            return None if steps is None else steps.of(tier.steps)
         work = partial(self._passes.draft_trees, tier, sampled, told)
-        return self._guarded(work, self._padding(rows), self._padding(others))
+        return self._guarded(work, self._padding(rows or 2), self._padding(rows or 3))
 
     def _make_steps(self, sampled: bool, told: bool) -> ChainDraft | None:
         """For any batch and any number of steps; None where the drafter failed."""
@@ -243,12 +258,13 @@ class GraphRunner:
         with self._runner.guard_drafter():
             # In a trace sizes of 1 would look alike: two rows with two drafts; the others have one.
             padding, others = self._padding(2), self._padding(3)
-            root, *at = first(*padding)
-            at = [*onward(*padding, *at)]
-            other_root, *other_at = first(*others)
+            given, other = (first(*rows) for rows in (padding, others))
             begin = self._guarded(first, padding, others)
+            # Behind a draft, which has no score to read.
+            at, other_at = (x[1:4] + x[5:] for x in (given, other))
             further = self._guarded(onward, (*padding, *at), (*others, *other_at))
-            linked = self._guarded(link, (root, *at[2:4]), (other_root, *other_at[2:4]))
+            chains = given[0], *(x.repeat(1, 2) for x in given[3:5])
+            linked = self._guarded(link, chains, (other[0], *other[3:5]))
             if begin is not None and further is not None and linked is not None:
                 return ChainDraft(begin, further, linked, told)
         return None
@@ -275,6 +291,9 @@ class GraphRunner:
 
     @contextmanager
     def _record(self) -> Any:
+        if self.recording:
+            yield
+            return
         before, self.recording = self._reserved(), self.enabled
         try:
             yield
@@ -336,6 +355,7 @@ class GraphRunner:
         )
 
     def _make(self, work: Callable[..., Tensors], *inputs: Tensor) -> Recorded:
+        self.count += 1
         if not self._cuda:
             return TracedGraph(self._runner, work, inputs)
         self._pool = self._pool or torch.cuda.graph_pool_handle()

@@ -478,7 +478,9 @@ class ModelRunner(nn.Module):
                 limits int64 ``(S,)``, and the runs behind the nodes int32 ``(S * N, TOLD)``.
         """
         tables, tree, (choices, limits, runs) = self.tables, Tree(*rest[:-3]), rest[-3:]
-        width = tier.steps + 1
+        # A chain's is asked of its tensors: one recording is good for all.
+        nodes = tree.tokens.shape[1]
+        width = nodes if tier.is_chain else tier.steps + 1
         choices = choices.view_as(tree.tokens)
         accepted = accept_path(choices, tree, width, limits)
         lengths, path = accepted.lengths, accepted.path
@@ -489,7 +491,7 @@ class ModelRunner(nn.Module):
         tables.committed[rows] = roots + lengths + 1
         tables.roots[rows] = accepted.bonus.clamp(min=0)
         last = path.gather(1, lengths[:, None])
-        behind = runs[(self._count(rows.shape[0]) * tier.nodes)[:, None] + last].squeeze(1)
+        behind = runs[(self._count(rows.shape[0]) * nodes)[:, None] + last].squeeze(1)
         forced = _after(behind, accepted.bonus)
         tables.forced[rows] = forced
         if self.reads_states:
@@ -570,7 +572,7 @@ class ModelRunner(nn.Module):
             if graphs.extend is not None:
                 graphs.extend(*inputs, *features)
             else:
-                self.extend_trees(drafted.tier, *inputs, *features)
+                self.extend_trees(*inputs, *features)
 
     def extend_chunks(self, batch: Batch, prefilled: Prefilled, accepted: Accepted) -> None:
         """Feed the drafter what the chunks committed."""
@@ -582,7 +584,6 @@ class ModelRunner(nn.Module):
 
     def extend_trees(
         self,
-        tier: Tier,
         rows: Tensor,
         pages: Tensor,
         roots: Tensor,
@@ -599,7 +600,8 @@ class ModelRunner(nn.Module):
         each = self._count(batch)[:, None]
         along = None
         if features:
-            along = features[0][(each * tier.nodes + path).flatten()]
+            nodes = features[0].shape[0] // batch
+            along = features[0][(each * nodes + path).flatten()]
             owners = rows[:, None].expand(-1, width).flatten()
             self._keep_features(owners, (slots - 1).flatten(), along)
         committed = CommittedTokens(

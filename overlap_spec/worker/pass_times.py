@@ -81,12 +81,13 @@ def measure_passes(
 
 def _times(runner: ModelRunner, tier: Tier, rows: Tensor, pages: Tensor) -> tuple[float, float]:
     graphs = runner.graphs.find(tier, len(rows))
-    drafted = graphs.draft is not None and tier.steps > 0
+    recorded = runner.graphs.find_draft(tier, len(rows), False, False)
+    drafted = recorded is not None and tier.steps > 0
     together = runner.target.config.shard.size > 1
 
     def draft() -> tuple[Tensor, ...]:
-        if graphs.draft is not None:
-            return graphs.draft(rows, pages)
+        if recorded is not None:
+            return recorded(rows, pages)
         if runner.drafter is not None and runner.drafter.host:
             return runner.dead_trees(tier, rows, pages)
         return runner.draft_trees(tier, False, False, rows, pages)

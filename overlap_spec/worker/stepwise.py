@@ -1,4 +1,5 @@
-"""A chain drafted step by step, each a recording of its own, so that it can be stopped in between.
+"""A chain drafted step by step, each a replay of one recording, so that any length has the same and
+a chain can be stopped in between.
 
 On the CPU, where it is known after each step how sure the drafter was. The steps are those of
 :meth:`overlap_spec.drafters.tree_drafter.TreeDrafter.draft`, token for token.
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -34,15 +36,14 @@ class Stepped(Protocol):
 
 
 def stops(scores: Tensor, expected: Tensor, curves: Tensor, costs_ms: list[float]) -> bool:
-    """Whether chains of ``d`` drafts end there, by :class:`overlap_spec.types.DraftStop`.
+    """Whether chains of ``d`` drafts end there, by :class:`overlap_spec.types.DraftStop`, of whose
+    lengths it is one.
 
     Args:
         scores: float32 ``(rows, d)``: log-probabilities of the drafts; padding comes last.
         expected, curves, costs_ms: The stop's.
     """
     trees, steps = expected.shape[0], scores.shape[1]
-    if costs_ms[steps] <= 0.0:
-        return False
     longer = steps + 1
     while longer < len(costs_ms) and costs_ms[longer] <= 0.0:
         longer += 1
@@ -85,23 +86,32 @@ class ChainDraft:
             ", ".join(f"{name}[{n}]" for n in range(len(step.held)))  # type: ignore[attr-defined]
             for name, step in zip(("a", "b", "c"), self._steps, strict=True)
         )
-        end = "tokens, scores, state" + ", states" * told
+        carried = "state" + ", states" * told
         steps = {"first": first, "onward": onward, "link": link}
         functions = {name: step.function for name, step in steps.items()}  # type: ignore[attr-defined]
         self._unit = _compile(
             f"""
 def draft(rows: Tensor, pages: Tensor, expected: Tensor, curves: Tensor, costs_ms: List[float],
           a: List[Tensor], b: List[Tensor], c: List[Tensor]):
-    root, positions, forced, {end} = first(rows, pages, {begin})
+    root, positions, forced, token, score, {carried} = first(rows, pages, {begin})
     place, behind = positions, forced
-    for _ in range(len(costs_ms) - 2):
-        if stops(scores, expected, curves, costs_ms):
+    tokens, scores = [token], [score]
+    for steps in range(1, len(costs_ms) - 1):
+        if costs_ms[steps] > 0.0 and stops(torch.cat(scores, 1), expected, curves, costs_ms):
             break
-        place, behind, {end} = onward(rows, pages, place, behind, {end}, {further})
-    return (root, positions, forced), link(root, tokens, scores{", " * bool(linked)}{linked})
+        place, behind, token, score, {carried} = onward(
+            rows, pages, place, behind, token, {carried}, {further})
+        tokens.append(token)
+        scores.append(score)
+    every = torch.cat(tokens, 1), torch.cat(scores, 1)
+    return (root, positions, forced), link(root, *every{", " * bool(linked)}{linked})
 """,
-            functions | {"stops": _compiled_stops()},
+            functions | {"stops": _compiled_stops(), "torch": torch},
         )
+
+    def of(self, steps: int) -> FixedChain:
+        """Chains of ``steps`` drafts each."""
+        return FixedChain(self, steps)
 
     def __call__(self, rows: Tensor, pages: Tensor, stop: DraftStop) -> Tensors:
         """As :meth:`ModelRunner.draft_trees`, of chains of at most ``len(stop.costs_ms) - 1``."""
@@ -116,13 +126,31 @@ def draft(rows: Tensor, pages: Tensor, expected: Tensor, curves: Tensor, costs_m
             del owners
             return *known, *linked
         first, onward, link = self._steps
-        root, positions, forced, *end = first(rows, pages)
-        known, at = (root, positions, forced), (positions, forced, *end)
-        for _ in range(len(costs_ms) - 2):
-            if stops(at[3], expected, curves, costs_ms):
+        root, positions, forced, token, score, *carried = first(rows, pages)
+        place, behind = positions, forced
+        tokens, scores = [token], [score]
+        for steps in range(1, len(costs_ms) - 1):
+            ends = costs_ms[steps] > 0.0
+            if ends and stops(torch.cat(scores, 1), expected, curves, costs_ms):
                 break
-            at = onward(rows, pages, *at)
-        return *known, *link(root, *at[2:4])
+            at = onward(rows, pages, place, behind, token, *carried)
+            place, behind, token, score, *carried = at
+            tokens.append(token)
+            scores.append(score)
+        every = torch.cat(tokens, 1), torch.cat(scores, 1)
+        return root, positions, forced, *link(root, *every)
+
+
+class FixedChain(Recorded):
+    """Chains of ``steps`` drafts each, which nothing ends before."""
+
+    def __init__(self, chain: ChainDraft, steps: int) -> None:
+        none = np.zeros((0, 1), np.float32)
+        self._chain, self._stop = chain, DraftStop((0.0,) * (steps + 1), none[:, 0], none)
+
+    def __call__(self, *inputs: Tensor) -> Tensors:
+        rows, pages = inputs
+        return self._chain(rows, pages, self._stop)
 
 
 def _compile(source: str, functions: dict[str, Any]) -> Any:
@@ -157,8 +185,7 @@ def next_step(
     pages: Tensor,
     positions: Tensor,
     forced: Tensor,
-    tokens: Tensor,
-    scores: Tensor,
+    token: Tensor,
     state: Tensor,
     *states: Tensor,
 ) -> Tensors:
@@ -169,21 +196,21 @@ def next_step(
 
     Args:
         positions, forced: That token's place, and what is forced behind it.
-        tokens, scores: All drafts so far ``(B, d)``, and their log-probabilities.
+        token: The last draft ``(B, 1)``.
 
     Returns:
-        The arguments from ``positions`` on, of the step after it.
+        ``positions`` and ``forced`` of the step after it, and the rest as of :func:`first_step`.
     """
     drafter = runner.drafter
     assert isinstance(drafter, TreeDrafter)
-    roots = runner.draft_roots(Roots(rows, pages, tokens[:, 0], positions, forced), sampled, False)
+    roots = runner.draft_roots(Roots(rows, pages, token[:, 0], positions, forced), sampled, False)
     standing = GrammarStanding(runner.states.tables, states[0]) if told else None
-    link = drafter.next_link(roots, tokens[:, -1:], state, standing, 1)
+    link = drafter.next_link(roots, token, state, standing, 1)
     return (
         positions + 1,
         F.pad(forced[:, 1:], (0, 1), value=-1),
-        torch.cat([tokens, link.token], 1),
-        torch.cat([scores, link.score], 1),
+        link.token,
+        link.score,
         *_carried(link, told),
     )
 

@@ -3,83 +3,50 @@
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from overlap_spec.drafters.base import Draft, host_draft
 from overlap_spec.drafters.grafts import graft
-from overlap_spec.errors import NumericFault
 from overlap_spec.types import (
-    RUN_TOKENS,
-    Chunk,
-    DraftTree,
     Floats,
     GrammarTable,
     History,
     HostTrees,
     Int32s,
     Int64s,
-    Origin,
     Request,
-    RowResult,
     StepPlan,
     StepResult,
     Tier,
-    TokenLogprobs,
     TokenTrie,
 )
-from overlap_spec.worker import choices, prompt_logprobs
+from overlap_spec.worker import prompt_logprobs
 from overlap_spec.worker.batch import Batch, PlanUpload
-from overlap_spec.worker.draft_trees import draft_tree
 from overlap_spec.worker.in_flight import Buffers, InFlightStep, TierState
 from overlap_spec.worker.kv_pool import KVPool
 from overlap_spec.worker.model_runner import ModelRunner
-from overlap_spec.worker.origins import token_origins
 from overlap_spec.worker.pass_times import PassTimes, Point, measure_passes
 from overlap_spec.worker.passes import (
-    DEAD_SCORE,
-    SCORE_UNIT,
     Accepted,
     Drafted,
     GrammarRows,
     Prefilled,
 )
-from overlap_spec.worker.sampler import Masks, token_logprobs
+from overlap_spec.worker.results import ResultReader
+from overlap_spec.worker.sampler import Masks
 from overlap_spec.worker.streams import RecordSpan, Streams
 from overlap_spec.worker.warm_up import warm_up
 
 # What a drafter on the host proposed: tokens, parents and scores of all trees.
 Proposal = tuple[Int64s, Int64s, Floats]
-NAN_CHOICE = -2
 # Steps whose accept may still be asked for its time.
 ACCEPTS = 4
-NO_SCORE = DEAD_SCORE / SCORE_UNIT / 2
-
-
-class TriePlace(NamedTuple):
-    """Where a row's output stands in its trie, as far as results have been read; None: outside."""
-
-    trie: TokenTrie
-    node: int | None
-
-    @property
-    def left(self) -> float:
-        """Nodes below the place."""
-        if self.node is None:
-            return math.inf
-        return len(self.trie.tokens) if self.node < 0 else int(self.trie.sizes[self.node])
-
-    def after(self, tokens: Sequence[int]) -> TriePlace:
-        """The place after more tokens."""
-        return TriePlace(self.trie, self.trie.follow(self.node, tokens))
 
 
 class Worker:
@@ -100,10 +67,7 @@ class Worker:
         self.runner, self.streams, self.overlap, self._rows = runner, streams, overlap, rows
         self._record, self._tables, self._device = record, runner.tables, runner.device
         self._states: dict[Tier, TierState] = {}
-        # Behind each row's root, as far as results have been read.
-        self._runs: dict[int, list[int]] = {}
-        self._requests: dict[int, Request] = {}
-        self._places: dict[int, TriePlace | None] = {}
+        self._reader = ResultReader(runner.tables)
         self._accepted = [streams.event() for _ in range(ACCEPTS)]
         columns = self._tables.pages.shape[1]
         self._upload = PlanUpload(
@@ -204,10 +168,6 @@ class Worker:
         have to wait for each: there a budget drafts all that its tier says."""
         return self.runner.stops_drafts
 
-    def let_stop(self) -> None:
-        """Be ready for budgets that stop their drafts."""
-        self.runner.graphs.stepwise = True
-
     @property
     def verifies_ahead(self) -> bool:
         """Whether a verify is queued before it is known that anyone wants it.
@@ -220,7 +180,7 @@ class Worker:
     @torch.inference_mode()
     def prepare(self, tier: Tier) -> None:
         """Queue the recording of a tier's passes for a single request, ahead of its first step."""
-        self.streams.compute.run("record", self.runner.graphs.find, tier, 1)
+        self.streams.compute.run("record", self.runner.graphs.record, tier)
 
     @torch.inference_mode()
     def prepare_next(self, tiers: Sequence[Tier]) -> bool:
@@ -268,8 +228,7 @@ class Worker:
             trie: Of the texts that its whole output can be, where these are few.
         """
         self._tables.assign(row, request, trie)
-        self._places[row] = None if trie is None else TriePlace(trie, trie.follow(-1, output_ids))
-        self._requests[row] = request
+        self._reader.assign(row, request, output_ids, trie)
         self.streams.compute.run(
             "assign", self._tables.write, row, request, tuple(output_ids), trie
         )
@@ -357,7 +316,7 @@ class Worker:
         arrays = None
         with self.runner.guard_drafter():
             known = [
-                replace(history, forced=self._runs[row])
+                replace(history, forced=self._reader.run_behind(row))
                 for history, row in zip(histories, step.plan.decode_rows, strict=True)
             ]
             drafts = zip(drafter.propose(known, tier), known, strict=True)
@@ -490,18 +449,8 @@ class Worker:
         events.results_on_host.synchronize()
         step.settle()
         plan = step.plan
-        trees, exposed_ms, idle_ms = len(plan.decode_rows), 0.0, 0.0
-        rows = []
-        if trees:
-            rows += self._tree_results(step)
-        chosen = step.results[-1].tolist() if plan.final_chunks else ()
-        weights = {} if step.scores is None else choices.read(plan, step.scores.numpy())
-        for index, (token, *run) in enumerate(chosen):
-            self._runs[plan.final_chunks[index].row] = _run(run)
-            row = self._row_result(step, trees + index, [token], 0, 0, False, (), 0, 0)
-            if index in weights and row.error is None:
-                row = self._weighed(plan.final_chunks[index], weights[index], row)
-            rows.append(row)
+        exposed_ms, idle_ms = 0.0, 0.0
+        rows = self._reader.read(step)
         self.streams.note()
         if step.constrained:
             waited_ms = events.verified.elapsed_ms(events.masks_ready)
@@ -516,145 +465,7 @@ class Worker:
         verified = step.verified.get()
         verified_rows = 0 if verified is None else len(verified.logits)
         prompts = prompt_logprobs.read(plan, step.prompts)
-        return StepResult(plan, tuple(rows), exposed_ms, idle_ms, verified_rows, prompts)
-
-    def _weighed(self, chunk: Chunk, weights: choices.Weights, row: RowResult) -> RowResult:
-        """A row whose choices were weighed; where these choose, it has the whole output."""
-        logprobs = weights.logprobs
-        if not np.isfinite(logprobs).all():
-            return row._replace(
-                error=NumericFault("the model's logits are not numbers: numeric fault")
-            )
-        row = row._replace(choice_logprobs=tuple(logprobs.tolist()))
-        assert chunk.choices is not None
-        if not chunk.choices.faithful:
-            return row
-        request = self._requests[chunk.row]
-        tokens = weights.tokens[choices.pick(logprobs, request)]
-        origins: list[Origin] = ["grafted"] * (len(tokens) - 1)
-        origins.append("bonus")
-        told = tuple(origins) if request.sampling.origins else ()
-        return row._replace(tokens=tokens, origins=told)
-
-    def _tree_results(self, step: InFlightStep) -> list[RowResult]:
-        """The trees' results: a row costs one turn of this, and no call that not all need."""
-        plan, tier, limits = step.plan, step.plan.tier, step.limits
-        numbers = step.results[0][: len(plan.decode_rows)].numpy()
-        scores = numbers[:, 3 + tier.steps : 1 - RUN_TOKENS] / SCORE_UNIT
-        each = zip(
-            plan.decode_rows, numbers.tolist(), *_confidences(scores, numbers[:, 0]), strict=True
-        )
-        plain, runs, places = not step.features.tells, self._runs, self._places
-        found = []
-        for index, (row, told, sure, refused) in enumerate(each):
-            length, drafted = told[0], told[1]
-            tokens, grafts, grafted = told[2 : 3 + length], 0, 0
-            limited = bool(limits) and limits[index] < tier.steps
-            confidences = tuple(sure[:length] if refused is None else [*sure[:length], refused])
-            place = places[row]
-            if tier.base is not None and place is not None and place.left < tier.nodes:
-                grafts, grafted = drafted, length
-            elif (run := runs[row]) and tier.parents is None:
-                # Grafts come first: their scores are best. A tree of a fixed shape has none.
-                grafts = min(len(run), drafted, tier.steps)
-                most = min(grafts, length)
-                while grafted < most and run[grafted] == tokens[grafted]:
-                    grafted += 1
-            runs[row] = _run(told[1 - RUN_TOKENS :])
-            if plain and place is None and tokens[-1] >= 0:
-                fields = tuple(tokens), drafted, length, (), None, limited, (), confidences
-                found.append(RowResult(*fields, grafts, grafted))
-                continue
-            found.append(
-                self._row_result(
-                    step, index, tokens, length, drafted, limited, confidences, grafts, grafted
-                )
-            )
-        return found
-
-    def _row_result(
-        self,
-        step: InFlightStep,
-        index: int,
-        tokens: list[int],
-        accepted: int,
-        drafted: int,
-        limited: bool,
-        confidences: tuple[float, ...],
-        grafts: int,
-        grafted: int,
-    ) -> RowResult:
-        _, row, constrained = step.plan.verified[index]
-        error = None
-        if tokens[-1] == NAN_CHOICE:
-            error = NumericFault("the model's logits are not numbers: numeric fault")
-        if tokens[-1] < 0:
-            tokens.pop()
-        place = self._places[row]
-        if place is not None:
-            self._places[row] = place.after(tokens)
-        if not step.features.tells:
-            result = tuple(tokens), drafted, accepted, (), error, limited, (), confidences
-            return RowResult(*result, grafts, grafted)
-        asked = self._tables.features_of(row)
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if asked.top_logprobs is not None and step.logprobs:
-            trees = len(step.plan.decode_rows)
-            parts = step.logprobs[0 if index < trees else -1]
-            at = index if index < trees else index - trees
-            own, best, ids = (part[at, : len(tokens)] for part in parts)
-            logprobs = token_logprobs(own, best, ids, asked.top_logprobs)
-        origins: tuple[Origin, ...] = ()
-        if asked.origins:
-            plain: list[Origin] = ["grafted"] * grafted
-            plain += ["drafted"] * (accepted - grafted)
-            plain += ["bonus"] * (len(tokens) - accepted)
-            origins = self._origins(step, index, tokens, tuple(plain), constrained)
-        tree = None
-        if asked.draft_trees:
-            tree = self._draft_tree(step, index, tokens[:accepted], limited, constrained)
-        return RowResult(
-            tuple(tokens),
-            drafted,
-            accepted,
-            logprobs,
-            error,
-            limited,
-            origins,
-            confidences,
-            grafts,
-            grafted,
-            tree=tree,
-        )
-
-    def _origins(
-        self,
-        step: InFlightStep,
-        index: int,
-        tokens: list[int],
-        plain: tuple[Origin, ...],
-        constrained: bool,
-    ) -> tuple[Origin, ...]:
-        """How each of a request's tokens came: its tree is walked again, along them."""
-        if not constrained:
-            return plain
-        links = step.links[:, index] if index < len(step.plan.decode_rows) else None
-        return token_origins(tokens, plain, links, step.mask_rows(index))
-
-    def _draft_tree(
-        self,
-        step: InFlightStep,
-        index: int,
-        accepted: list[int],
-        limited: bool,
-        constrained: bool,
-    ) -> DraftTree:
-        """What became of a request's drafts; nothing was drafted behind a prompt."""
-        number = step.plan.index
-        if index >= len(step.plan.decode_rows):
-            return DraftTree(number)
-        rows = step.mask_rows(index) if constrained else None
-        return draft_tree(number, step.links[:, index], accepted, rows, limited)
+        return StepResult(plan, rows, exposed_ms, idle_ms, verified_rows, prompts)
 
     @torch.inference_mode()
     def clear(self, pages: list[int]) -> None:
@@ -667,35 +478,6 @@ class Worker:
         self.streams.close()
         self._states.clear()
         self.runner.release()
-
-
-def _run(told: list[int]) -> list[int]:
-    """A run without the -1 behind its end."""
-    return told[: told.index(-1)] if told[-1] == -1 else told
-
-
-def _confidences(
-    scores: NDArray[np.float64], lengths: Int64s
-) -> tuple[list[list[float]], list[float | None]]:
-    """How sure the drafter was, of each row of a step.
-
-    Args:
-        scores: float64 ``(rows, steps + 2)``: along the path, the root's 0 first; then the best of
-            what was refused after it.
-        lengths: int64 ``(rows,)``: drafts that were accepted.
-
-    Returns:
-        Of each row ``steps`` probabilities, of which the accepted drafts' come first; and the
-        probability of what was refused, None where nothing was.
-    """
-    last = scores[np.arange(len(scores)), lengths]
-    with np.errstate(over="ignore"):
-        # Behind the accepted ones there is no path.
-        accepted = np.exp(np.diff(scores[:, :-1]))
-        refused = np.exp(scores[:, -1] - last)
-    there = (scores[:, -1] > NO_SCORE).tolist()
-    best = zip(there, refused.tolist(), strict=True)
-    return accepted.tolist(), [value if is_there else None for is_there, value in best]
 
 
 def _copy_tree(drafted: Drafted | None, buffers: Buffers) -> None:

@@ -121,7 +121,7 @@ def record(graphs: GraphRunner, tiers: tuple[Tier, ...], sizes: tuple[int, ...] 
     count = 0
     for tier in tiers:
         for size in sizes:
-            found = graphs.find(tier, size)
+            found = graphs.find_draft(tier, size, False, False), *graphs.find(tier, size)
             count += sum(part is not None for part in found)
             if tier.nodes > 1:
                 # A node more than the roots, and all but one.

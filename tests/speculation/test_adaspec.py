@@ -218,7 +218,7 @@ def test_adaspec_leaves_the_length_to_the_draft_where_it_can_be_stopped() -> Non
     """Its stop knows each length's time, and what each request's drafts are worth."""
     policy = AdaSpecPolicy(TIERS, OnlineCost(FLAT, 0.01))
     assert policy.choose(view(1)).stop is None
-    assert policy.let_stop()
+    policy.let_stop()
     asked = StepView((RequestView(0, 10, True),))
     policy.observe(outcome(1, (0.9, 0.4), constrained=True))
     curve = policy.confidences.calibrations[True].curve()

@@ -108,15 +108,12 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             graphs = runner.graphs.find(own, size)
             # Recording wrote to the row of padding, and to page 0.
             tables.committed[:batch] = torch.arange(batch, device=device) + 7
-            assert graphs.draft is not None
-
             for sampled, known in product((True, False), repeat=2):
                 # A kernel sees for itself which rows have these: one recording does for all.
                 told = (True, True) if device == "cuda" else (sampled, known)
                 want = tuple(x.clone() for x in runner.draft_trees(own, *told, rows, pages))
                 recorded = runner.graphs.find_draft(own, size, sampled, known)
                 assert recorded is not None
-                assert sampled or known or recorded is graphs.draft
                 got = recorded(rows, pages)
                 drafted = set(got[4][0, 1:].tolist())
                 assert own.steps == 0 or (50 in drafted) == told[1]
@@ -124,7 +121,7 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             # As a step does: a CUDA graph takes the one before's outputs where they are.
             _, positions, _, _, *tensors = got
             tree = Tree(*tensors)
-            rows, pages = graphs.draft.kept(rows, pages)
+            rows, pages = recorded.kept(rows, pages)
             inputs = pages, positions, tree.tokens, tree.depths, tree.ancestors
             want = tuple(x.clone() for x in runner.verify_trees(own, *inputs))
             after = [x.clone() for x in state(runner)]
@@ -152,7 +149,7 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             path = torch.arange(own.steps + 1).expand(batch, -1) % own.nodes
             lengths = torch.arange(batch) % (own.steps + 1)
             more = [padded(x, size).to(device) for x in (chosen, path, lengths)]
-            runner.extend_trees(own, rows, pages, positions, *more, want[1])
+            runner.extend_trees(rows, pages, positions, *more, want[1])
             after = [x[:batch].clone() for x in (runner.drafter.root_state,)]
             runner.drafter.root_state.zero_()
             graphs.extend(rows, pages, positions, *more, want[1])
@@ -193,14 +190,27 @@ def test_nothing_is_recorded_where_it_is_switched_off(tiny: dict[str, Any], over
     assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
 
 
-def test_tiers_are_recorded_when_they_are_needed(tiny: dict[str, Any]) -> None:
-    """At the start that of a single request, later what the policy takes."""
+def test_chains_of_all_lengths_have_the_same_recordings(tiny: dict[str, Any]) -> None:
+    """The first draft, a further one, and their links; verify, commit and extend."""
     with Engine(**tiny, adaptive="default") as engine:
         assert len(engine.core.policy.tiers) == 3
+        graphs = engine.core.worker.runner.graphs
         engine.generate("a", None, {"max_tokens": 2})
-        assert engine.core.worker.runner.graphs.count == 1
+        assert graphs.count == 6
         engine.generate(list("abcdefghi"), None, {"max_tokens": 90})
-        assert 1 < engine.core.worker.runner.graphs.count <= 3
+        assert len({tier for tier, _ in graphs._tiers}) > 1
+        assert graphs.count == 6
+
+
+def test_trees_are_recorded_when_they_are_needed(tiny: dict[str, Any]) -> None:
+    """Their verify and extend are those of other trees; their drafts and commits their own."""
+    with Engine(**tiny, adaptive="static", eagle_topk=2, num_steps=3) as engine:
+        graphs = engine.core.worker.runner.graphs
+        engine.generate("a", None, {"max_tokens": 2})
+        assert graphs.count == 4
+        assert graphs.record(Tier(2, 2, 4))
+        assert not graphs.record(Tier(2, 2, 4))
+        assert graphs.count == 6
 
 
 def test_an_idle_moment_records_what_later_steps_want(tiny: dict[str, Any]) -> None:
