@@ -108,6 +108,7 @@ class EngineCore:
         self._observed, self._rooms = Observed(), Rooms()
         # Output tokens of the requests that have ended.
         self._ended_tokens = 0
+        self.policy.tell_waits(self.worker.wait_ms)
         # A wide tier's drafts are the grammar's too: its budget has no stop.
         if self.worker.stops_drafts and not self.widens:
             self.policy.let_stop()

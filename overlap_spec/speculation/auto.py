@@ -10,7 +10,7 @@ probe costs little; what is neither is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, exp, log
 from typing import Any
@@ -41,6 +41,8 @@ MARGIN, MARGIN_GROWTH, SURE = 0.01, 1.4, 0.5
 PROMISE, HOPE, EXPECTED = 0.02, 1.3, 0.1
 # Share of all time that probes may cost.
 PROBE_SHARE = 0.018
+# Share of all time that recordings for a tier may take.
+RECORD_SHARE = 0.1
 # Verifies before a probe of a tier that was never active, where there was none yet; before any: at
 # first, and the factor after a probe that failed and one that did not.
 FIRST_HOLD = 12
@@ -91,6 +93,8 @@ class AutoPolicy(LengthPolicy):
       cost stays under :data:`PROBE_SHARE`, or the tier should gain; at once where it was never
       active and should gain :data:`EXPECTED`. It ends early where it is clearly worse, and then
       triples the hold.
+    - Recordings: a tier whose passes are not recorded yet is taken or probed when they take no more
+      than :data:`RECORD_SHARE` of all time, or than its gain would have brought since the start.
     - Places: one for each range of batch sizes, a power of two. Survival is shared by all.
     - Start: with the launch tier, and at another range of batch sizes with the tier of the nearest
       one; unless another one should gain even then: :data:`EXPECTED` over the launch tier.
@@ -118,7 +122,11 @@ class AutoPolicy(LengthPolicy):
         self._places: dict[int, Place] = {}
         self._last = StepView(())
         self._all_ms = self._probes_ms = 0.0
+        self._wait_ms: Callable[[Tier], float] = lambda _: 0.0
         self.count = 0
+
+    def tell_waits(self, wait_ms: Callable[[Tier], float]) -> None:
+        self._wait_ms = wait_ms
 
     def calibrate(self, model: CostModel, spread: float) -> None:
         self.cost = OnlineCost(model, spread)
@@ -214,9 +222,14 @@ class AutoPolicy(LengthPolicy):
             place = Place(self._places[near].tier, f"as at batch {near}")
         best = max(self.tiers, key=lambda tier: self._rate(view, tier))
         gain = log(self._rate(view, best) / self._rate(view, place.tier))
-        if gain > (EXPECTED if near is None else 0.0):
+        if gain > (EXPECTED if near is None else 0.0) and self._pays(best, gain):
             place.tier, place.reason = best, f"best estimate at batch {view.batch}"
         return place
+
+    def _pays(self, tier: Tier, gain: float) -> bool:
+        """Whether the tier's recordings are there, or are worth their time: who has come so far is
+        taken to go on as long again."""
+        return self._wait_ms(tier) <= max(gain, RECORD_SHARE) * self._all_ms
 
     def _shape(self, view: StepView, tier: Tier) -> StepShape:
         return shape_of(
@@ -307,9 +320,10 @@ class AutoPolicy(LengthPolicy):
         if place.since < dwell or (place.count % every and not place.due):
             return
         place.due = False
-        gains = self._gains(view, place)
-        best = max(gains, key=lambda tier: gains[tier][0])
-        gain, error = gains[best]
+        found = self._gains(view, place)
+        gains = {tier: each for tier, each in found.items() if self._pays(tier, each[0])}
+        best = max(gains, key=lambda tier: gains[tier][0], default=place.tier)
+        gain, error = gains.get(best, (0.0, 0.0))
         if probing:
             place.behind = max(0.0, 1 - exp(-gain))
             paid = self._probes_ms > PROBE_SHARE * self._all_ms or place.since >= PROBE_MOST * least
@@ -327,7 +341,8 @@ class AutoPolicy(LengthPolicy):
         hopes = {
             tier: gain + HOPE * error
             for tier, (gain, error) in gains.items()
-            if rested or (tier not in place.tried and (gain > EXPECTED or first))
+            if rested
+            or (tier not in place.tried and (gain > EXPECTED or first or self._wait_ms(tier)))
         }
         hopeful = max(hopes, key=hopes.__getitem__, default=place.tier)
         if hopes.get(hopeful, 0.0) < PROMISE:

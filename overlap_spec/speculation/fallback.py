@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from overlap_spec.speculation.cost import CostModel
@@ -34,6 +35,9 @@ class FallbackPolicy(LengthPolicy):
 
     def calibrate(self, model: CostModel, spread: float) -> None:
         self.policy.calibrate(model, spread)
+
+    def tell_waits(self, wait_ms: Callable[[Tier], float]) -> None:
+        self.policy.tell_waits(wait_ms)
 
     def let_stop(self) -> None:
         self.policy.let_stop()

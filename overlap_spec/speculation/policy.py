@@ -7,7 +7,7 @@ the step took. It belongs to the thread that plans steps, and takes no lock.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -124,6 +124,10 @@ class LengthPolicy(ABC):
         Args:
             spread: Standard deviation of the coefficients' logarithms.
         """
+
+    def tell_waits(self, wait_ms: Callable[[Tier], float]) -> None:  # noqa: B027
+        """Called before the first step: ``wait_ms`` is about what a step of a tier would wait in
+        milliseconds for passes that are not recorded yet, 0 once they are."""
 
     def let_stop(self) -> None:  # noqa: B027
         """Called before the first step where budgets may have a :attr:`Budget.stop`, which ends a

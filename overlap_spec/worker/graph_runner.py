@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from functools import partial
@@ -75,6 +76,7 @@ class GraphRunner:
 
     def __init__(self, runner: Any, enabled: bool) -> None:
         self.bytes, self.count, self.recording, self.enabled = 0, 0, False, enabled
+        self._took_ms = 0.0
         self._runner = runner
         passes: Recordable = runner
         self._passes = passes
@@ -143,6 +145,14 @@ class GraphRunner:
             return False
         kinds = product(tiers, (False, True), (False, self._passes.reads_states))
         return any(self.record(*kind) for kind in kinds)
+
+    def wait_ms(self, tier: Tier) -> float:
+        """About what a step of the tier would wait for recordings: as long as those of another one
+        took; 0 where they are there, as those of all chains are from the start on."""
+        made = {made for made, _ in list(self._tiers)}
+        if self._cuda or not self.enabled or tier.is_chain or tier in made:
+            return 0.0
+        return self._took_ms / (1 + len([t for t in made if not t.is_chain]))
 
     def record(self, tier: Tier, sampled: bool = False, told: bool = False) -> bool:
         """Record what a step of a single request may want; whether anything was lacking."""
@@ -295,9 +305,11 @@ class GraphRunner:
             yield
             return
         before, self.recording = self._reserved(), self.enabled
+        start = time.perf_counter()
         try:
             yield
         finally:
+            self._took_ms += (time.perf_counter() - start) * 1e3
             self.recording = False
             self.bytes += self._reserved() - before
 

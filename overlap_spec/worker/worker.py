@@ -177,10 +177,16 @@ class Worker:
         """
         return self._device.type == "cuda"
 
+    def wait_ms(self, tier: Tier) -> float:
+        """About what a step of the tier would wait for recordings, 0 where all are there."""
+        return self.runner.graphs.wait_ms(tier)
+
     @torch.inference_mode()
     def prepare(self, tier: Tier) -> None:
-        """Queue the recording of a tier's passes for a single request, ahead of its first step."""
-        self.streams.compute.run("record", self.runner.graphs.record, tier)
+        """Queue the recording of a tier's passes for a single request, ahead of its first step,
+        with a grammar or without one."""
+        for told in {False, self.reads_states}:
+            self.streams.compute.run("record", self.runner.graphs.record, tier, False, told)
 
     @torch.inference_mode()
     def prepare_next(self, tiers: Sequence[Tier]) -> bool:

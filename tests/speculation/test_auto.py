@@ -152,6 +152,21 @@ def test_probes_cost_little() -> None:
             assert policy.snapshot()["probe_share"] <= 0.02, name
 
 
+@pytest.mark.parametrize("acceptance", [0.65, 0.8])
+def test_a_tier_that_is_not_recorded_waits_until_that_pays(acceptance: float) -> None:
+    """Until its gain, of less than half here, or a tenth of all time makes up for the wait."""
+    machine, wait_ms = MACHINES["cpu"], 2000.0
+    before_ms = []
+    for told_ms in (0.0, wait_ms):
+        policy = AutoPolicy(TIERS, LAUNCH, OnlineCost(quick(machine, 2), STARTUP_SPREAD))
+        policy.tell_waits(lambda tier, ms=told_ms: 0.0 if tier.is_chain else ms)
+        ran = run(policy, machine, [(acceptance, 1, VERIFIES)], 5)
+        first = next((n for n, t in enumerate(ran.tiers) if not t.is_chain), VERIFIES)
+        shapes = (shape_of(Budget(tier), 1, 512) for tier in ran.tiers[:first])
+        before_ms.append(sum(machine.step_ms(shape) for shape in shapes))
+    assert before_ms[0] < 2 * wait_ms < before_ms[1] < 15 * wait_ms
+
+
 def test_a_target_is_kept_where_it_can_be() -> None:
     machine = MACHINES["cpu"]
     policy = make(machine)

@@ -191,15 +191,16 @@ def test_nothing_is_recorded_where_it_is_switched_off(tiny: dict[str, Any], over
 
 
 def test_chains_of_all_lengths_have_the_same_recordings(tiny: dict[str, Any]) -> None:
-    """The first draft, a further one, and their links; verify, commit and extend."""
+    """The first draft, a further one, and their links, with states and without; verify, commit and
+    extend."""
     with Engine(**tiny, adaptive="default") as engine:
         assert len(engine.core.policy.tiers) == 3
         graphs = engine.core.worker.runner.graphs
         engine.generate("a", None, {"max_tokens": 2})
-        assert graphs.count == 6
+        assert graphs.count == 9
         engine.generate(list("abcdefghi"), None, {"max_tokens": 90})
         assert len({tier for tier, _ in graphs._tiers}) > 1
-        assert graphs.count == 6
+        assert graphs.count == 9
 
 
 def test_trees_are_recorded_when_they_are_needed(tiny: dict[str, Any]) -> None:
@@ -207,10 +208,10 @@ def test_trees_are_recorded_when_they_are_needed(tiny: dict[str, Any]) -> None:
     with Engine(**tiny, adaptive="static", eagle_topk=2, num_steps=3) as engine:
         graphs = engine.core.worker.runner.graphs
         engine.generate("a", None, {"max_tokens": 2})
-        assert graphs.count == 4
+        assert graphs.count == 5
         assert graphs.record(Tier(2, 2, 4))
         assert not graphs.record(Tier(2, 2, 4))
-        assert graphs.count == 6
+        assert graphs.count == 7
 
 
 def test_an_idle_moment_records_what_later_steps_want(tiny: dict[str, Any]) -> None:
