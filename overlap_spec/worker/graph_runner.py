@@ -252,7 +252,8 @@ class GraphRunner:
         return self._guarded(self._passes.extend_trees, inputs, (*self._padding(count), *others))
 
     def _make_draft(self, tier: Tier, rows: int, sampled: bool, told: bool) -> Recorded | None:
-        if tier.is_chain and tier.steps and self._passes.stops_drafts:
+        stepwise = not self._cuda and self._passes.stops_drafts
+        if stepwise and tier.is_chain and tier.steps:
             steps = self.find_steps(sampled, told)
             return None if steps is None else steps.of(tier.steps)
         work = partial(self._passes.draft_trees, tier, sampled, told)

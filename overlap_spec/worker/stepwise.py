@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -116,7 +115,12 @@ def draft(rows: Tensor, pages: Tensor, expected: Tensor, curves: Tensor, costs_m
     def __call__(self, rows: Tensor, pages: Tensor, stop: DraftStop) -> Tensors:
         """As :meth:`ModelRunner.draft_trees`, of chains of at most ``len(stop.costs_ms) - 1``."""
         expected, curves = torch.from_numpy(stop.expected), torch.from_numpy(stop.curves)
-        costs_ms = list(stop.costs_ms)
+        return self.replay(rows, pages, expected, curves, list(stop.costs_ms))
+
+    def replay(
+        self, rows: Tensor, pages: Tensor, expected: Tensor, curves: Tensor, costs_ms: list[float]
+    ) -> Tensors:
+        """The same, the stop's parts as recordings take them."""
         if self._unit is not None:
             inputs = rows, pages, expected, curves
             owners = torch._C.ScriptList(list(inputs))  # As in `TracedGraph`.
@@ -145,12 +149,11 @@ class FixedChain(Recorded):
     """Chains of ``steps`` drafts each, which nothing ends before."""
 
     def __init__(self, chain: ChainDraft, steps: int) -> None:
-        none = np.zeros((0, 1), np.float32)
-        self._chain, self._stop = chain, DraftStop((0.0,) * (steps + 1), none[:, 0], none)
+        self._chain, self._never = chain, (torch.zeros(0), torch.zeros(0, 1), [0.0] * (steps + 1))
 
     def __call__(self, *inputs: Tensor) -> Tensors:
         rows, pages = inputs
-        return self._chain(rows, pages, self._stop)
+        return self._chain.replay(rows, pages, *self._never)
 
 
 def _compile(source: str, functions: dict[str, Any]) -> Any:

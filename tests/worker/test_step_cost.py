@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.worker.graphs import TracedGraph
+from overlap_spec.worker.stepwise import ChainDraft
 
 SCHEMA = Grammar.regex(r"[a-f]{3}-\d{40}")
 # Views and numpy's way in and out do no work; what is left computes, copies or allocates.
@@ -47,7 +48,15 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
         with _disable_current_modes():
             return replay(graph, *inputs)
 
+    draft = ChainDraft.replay
+
+    def drafted(chain: ChainDraft, *inputs: Any) -> Any:
+        mode.counts["replay"] += 1
+        with _disable_current_modes():
+            return draft(chain, *inputs)
+
     monkeypatch.setattr(TracedGraph, "__call__", counted)
+    monkeypatch.setattr(ChainDraft, "replay", drafted)
     return mode
 
 
