@@ -210,10 +210,11 @@ class GraphRunner:
 
     def _trees(self, tier: Tier, rows: int, draft: Recorded | None) -> tuple[Tensors, Tensors]:
         """Rows and pages, and trees behind them as ``draft`` gives them: a CUDA graph takes another
-        one's outputs where they are."""
+        one's inputs and outputs where they are, so that a step copies neither."""
         given = self._padding(rows)
         if self._cuda and draft is not None:
-            return given, draft(*given)
+            trees = draft(*given)
+            return draft.kept(*given), trees
         return given, self._passes.dead_trees(tier, *given)
 
     def _make_verify(

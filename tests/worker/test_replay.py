@@ -241,17 +241,23 @@ def test_recordings_end_with_their_engine(tiny: dict[str, Any]) -> None:
 
 
 class Held(Recorded):
-    """A CUDA graph's manners on the CPU: one size of batch, inputs and outputs in fixed places."""
+    """A CUDA graph's manners on the CPU: one size of batch, inputs and outputs in fixed places.
+
+    Attributes:
+        copied: Which of its inputs it has copied, by number.
+    """
 
     def __init__(self, work: Any, inputs: Tensors) -> None:
-        self._work, self._inputs = work, tuple(x.clone() for x in inputs)
+        self._work, self._inputs = work, inputs
+        self.copied: set[int] = set()
         self._outputs = tuple(x.clone() for x in work(*inputs))
 
     def __call__(self, *inputs: Tensor) -> Tensors:
-        for own, given in zip(self._inputs, inputs, strict=True):
+        for number, (own, given) in enumerate(zip(self._inputs, inputs, strict=True)):
             assert own.shape == given.shape
             if own.data_ptr() != given.data_ptr():
                 own.copy_(given)
+                self.copied.add(number)
         for own, new in zip(self._outputs, self._work(*self._inputs), strict=True):
             own.copy_(new)
         return self._outputs
@@ -290,3 +296,28 @@ def test_chaos_with_fixed_inputs_and_outputs(
             want = test_overlap.run(oracle, asks)
             assert [o.token_ids for o in got] == [o.token_ids for o in want], seed
         assert {size for _, size in engine.core.worker.runner.graphs._tiers} == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("tier", ["chain", "tree"])
+def test_a_pass_takes_what_another_one_has_where_it_is(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    """The draft's rows and pages alone come up to it; a commit gets choices, limits and runs."""
+    monkeypatch.setattr(runner_module, "GraphRunner", HeldGraphs)
+    settings = {**test_overlap.TIERS[tier], "adaptive": "static", "overlap": "none"}
+    with test_overlap.build(tiny, **settings) as engine:
+        runner = engine.core.worker.runner
+        monkeypatch.setattr(runner, "_visible", lambda _: runner.tables.pages.shape[1])
+        engine.generate(list("abc"), None, {"max_tokens": 12, "temperature": 0})
+        held: Any = runner.graphs
+        draft = held.find_draft(tier_of(engine), 3, True, True)
+        passes = held.find(tier_of(engine), 3)
+        for recorded in (draft, *passes):
+            recorded.copied.clear()
+        engine.generate(list("abc"), None, {"max_tokens": 12, "temperature": 0})
+    fields = len(Tree._fields)
+    assert draft.copied == {0, 1}
+    assert passes.verify.copied == set()
+    assert passes.commit.copied == {3 + fields, 4 + fields, 5 + fields}
+    # Tokens, path and lengths, which commit gives.
+    assert passes.extend.copied == {3, 4, 5}
