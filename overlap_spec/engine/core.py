@@ -187,12 +187,17 @@ class EngineCore:
             # The one early wait, hidden under the draft.
             kept = self._results(last)
         ended = kept is not None and self.scheduler.ended_all(plan)
-        if not ended:
+        if ended:
+            # At once: its drafts may not have begun.
+            self.worker.drop(step)
+        else:
             self.worker.prefill(step)
             self.worker.verify(step)
         self._accept(self._results(last) if kept is None else kept)
-        if ended or (not plan.chunks and self.scheduler.ended_all(plan)):
+        late = not ended and not plan.chunks and self.scheduler.ended_all(plan)
+        if late:
             self.worker.drop(step)
+        if ended or late:
             self.scheduler.drop(plan)
             self._views.pop(plan.index)
             self._before = None

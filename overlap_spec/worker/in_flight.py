@@ -118,6 +118,7 @@ class InFlightStep:
         results: The packed results of the trees and of the final chunks, on the host.
         scores: Of choices that are weighed, on the host.
         prompts: Of prompts whose log-probabilities are asked for, on the host.
+        dropped: Whether nothing of it is asked for any more.
     """
 
     plan: StepPlan
@@ -135,6 +136,7 @@ class InFlightStep:
     logprobs: list[tuple[Tensor, ...]] = field(default_factory=list)
     scores: Tensor | None = None
     prompts: tuple[Tensor, ...] = ()
+    dropped: bool = False
 
     @property
     def events(self) -> Events:

@@ -297,7 +297,7 @@ class Worker:
             tokens, parents, scores = (self._uploaded(torch.from_numpy(part)) for part in proposal)
             proposed = Draft(tokens, parents, scores)
         sampled = step.features.sampled
-        step.drafted = compute.run("draft", self.runner.draft, step.batch, sampled, proposed)
+        step.drafted = compute.run("draft", self._drafted, step, step.batch, sampled, proposed)
         if step.tree_is_read:
             compute.record(step.events.drafted)
             copy.wait(step.events.drafted)
@@ -305,6 +305,11 @@ class Worker:
             copy.record(step.events.tree_on_host)
             if self.overlap == "none":
                 step.events.tree_on_host.synchronize()
+
+    def _drafted(
+        self, step: InFlightStep, batch: Batch, sampled: bool, proposed: Draft | None
+    ) -> Drafted | None:
+        return None if step.dropped else self.runner.draft(batch, sampled, proposed)
 
     def forget(self, history: History) -> None:
         """Tell a drafter on the host that a request has ended."""
@@ -433,7 +438,9 @@ class Worker:
 
     @torch.inference_mode()
     def drop(self, step: InFlightStep) -> None:
-        """Give up a step that was drafted: nothing of it is asked for."""
+        """Give up a step: nothing of it is asked for. Its drafts are not made if they have not
+        begun; where ranks draft together none knows what the others have begun."""
+        step.dropped = self.runner.target.config.shard.size == 1
         if step.tree_is_read:
             self.streams.compute.wait(step.events.tree_on_host)
         step.buffers.keep = (step.batch, step.drafted, step.verified)

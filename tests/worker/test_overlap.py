@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,9 @@ from overlap_spec.engine import Engine
 from overlap_spec.engine import core as core_module
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, SamplingParams, StepPlan
+from overlap_spec.worker.batch import Batch
 from overlap_spec.worker.in_flight import InFlightStep
+from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.streams import ChaosStream, Streams, ThreadStreams
 from overlap_spec.worker.worker import Worker
 
@@ -234,3 +237,54 @@ def test_verify_waits_for_no_results_on_a_gpu(
     with oracle, build(tiny, **settings) as engine:
         outputs_equal(oracle, engine, first, 5)
     assert read_late > needless > 0
+
+
+def test_a_step_that_nobody_wants_is_not_drafted(
+    tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the host has given it up before its drafts begin."""
+    queued, decided, drafted, dropped = deque[int](), [-1], list[int](), list[int]()
+    told = threading.Condition()
+    extend, draft = ModelRunner.extend, ModelRunner.draft
+
+    def held(runner: ModelRunner, *rest: Any) -> None:
+        """Until the host has queued the next verify, or given the next step up."""
+        extend(runner, *rest)
+        number = queued.popleft()
+        with told:
+            assert told.wait_for(lambda: decided[-1] > number, 60)
+
+    def noted(runner: ModelRunner, batch: Batch, *rest: Any) -> Any:
+        drafted.append(batch.plan.index)
+        return draft(runner, batch, *rest)
+
+    monkeypatch.setattr(ModelRunner, "extend", held)
+    monkeypatch.setattr(ModelRunner, "draft", noted)
+    verify, drop, extend_step = Worker.verify, Worker.drop, Worker.extend
+
+    def decide(step: InFlightStep) -> None:
+        with told:
+            decided.append(step.plan.index)
+            told.notify()
+
+    def note_verify(worker: Worker, step: InFlightStep) -> None:
+        verify(worker, step)
+        decide(step)
+
+    def note_drop(worker: Worker, step: InFlightStep) -> None:
+        drop(worker, step)
+        dropped.append(step.plan.index)
+        decide(step)
+
+    def note_extend(worker: Worker, step: InFlightStep) -> None:
+        if step.plan.decode_rows:
+            queued.append(step.plan.index)
+        extend_step(worker, step)
+
+    for name, note in (("verify", note_verify), ("drop", note_drop), ("extend", note_extend)):
+        monkeypatch.setattr(Worker, name, note)
+    with build(tiny, num_steps=3, adaptive="static", mask_deadline_ms=None) as engine:
+        out = engine.generate("abc", Grammar.choice(["alpha beta", "gamma"]))
+        assert out.finish_reason == "stop"
+    assert len(dropped) == 1
+    assert drafted == list(range(drafted[0], dropped[0]))
