@@ -87,7 +87,9 @@ def _equal(value: Any) -> Iterator[Any]:
 def judge(compiler: GrammarCompiler, entry: dict[str, Any], tokens_: Tokens) -> Result:
     """Compile a schema and feed its instances."""
     try:
-        grammar = Grammar.json_schema(entry["schema"], formats=entry["formats"])
+        grammar = Grammar.json_schema(
+            entry["schema"], formats=entry["formats"], additional_properties="schema"
+        )
         compiled = compiler.compile(grammar)
     except GrammarError as error:
         if NO_VALUE in str(error) and not any(case["valid"] for case in entry["tests"]):

@@ -94,7 +94,9 @@ def run_schema(compiler: GrammarCompiler, entry: dict[str, Any], tokens_: Tokens
     result = Result()
     start = time.perf_counter_ns()
     try:
-        compiled = compiler.compile(Grammar.json_schema(entry["schema"]))
+        compiled = compiler.compile(
+            Grammar.json_schema(entry["schema"], additional_properties="schema")
+        )
     except GrammarError as error:
         kind = getattr(error, "kind", "refused")
         result.name = kind if kind in CLASSES else "crash"

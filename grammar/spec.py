@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex import parse
@@ -38,6 +38,13 @@ Kind = Literal[
 Whitespace = Literal["compact", "bounded"] | int
 KeyOrder = Literal["schema", "any"]
 Formats = Literal["assertion", "annotation"]
+AdditionalProperties = Literal["closed", "schema"]
+_OPTIONS: dict[str, Any] = {
+    "key_order": KeyOrder,
+    "formats": Formats,
+    "additional_properties": AdditionalProperties,
+}
+_PACKED = ("kind", "source", "whitespace", "best_effort", *_OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,9 @@ class Grammar:
             that must differ.
         formats: What a schema's `format` is: `"assertion"`, held as `grammar/formats.py` has it, or
             `"annotation"`, as drafts 2019-09 and 2020-12 have it by default: nothing is held.
+        additional_properties: Members that a schema does not name: `"closed"`, an object that names
+            some has no others, unless the schema says `additionalProperties`, `patternProperties`
+            or `unevaluatedProperties` of it; `"schema"`, it has them as JSON Schema says.
     """
 
     kind: Kind
@@ -80,15 +90,15 @@ class Grammar:
     warnings: tuple[str, ...] = field(default=(), compare=False, repr=False)
     key_order: KeyOrder = "schema"
     formats: Formats = "assertion"
+    additional_properties: AdditionalProperties = "closed"
 
     def __post_init__(self) -> None:
         check_text(self.kind, self.source)
-        if self.key_order not in ("schema", "any"):
-            wrong = f"key_order {self.key_order!r} is not 'schema' or 'any'"
-            raise GrammarError(wrong, "key_order")
-        if self.formats not in ("assertion", "annotation"):
-            wrong = f"formats {self.formats!r} is not 'assertion' or 'annotation'"
-            raise GrammarError(wrong, "formats")
+        for name, known in _OPTIONS.items():
+            value, options = getattr(self, name), get_args(known)
+            if value not in options:
+                wrong = f"{name} {value!r} is not {' or '.join(map(repr, options))}"
+                raise GrammarError(wrong, name)
         for name in ("probabilities", "faithful"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -105,6 +115,7 @@ class Grammar:
         best_effort: bool = False,
         key_order: KeyOrder = "schema",
         formats: Formats = "assertion",
+        additional_properties: AdditionalProperties = "closed",
     ) -> Grammar:
         """JSON that is valid under a schema.
 
@@ -116,6 +127,7 @@ class Grammar:
             best_effort: See the class.
             key_order: See the class.
             formats: See the class.
+            additional_properties: See the class.
 
         Raises:
             GrammarError: the schema is invalid; names the path.
@@ -139,6 +151,7 @@ class Grammar:
             warnings=unheld,
             key_order=key_order,
             formats=formats,
+            additional_properties=additional_properties,
         )
 
     @classmethod
@@ -199,7 +212,11 @@ class Grammar:
 
     @classmethod
     def structural_tag(
-        cls, spec: Mapping[str, Any] | str, *, whitespace: Whitespace = "compact"
+        cls,
+        spec: Mapping[str, Any] | str,
+        *,
+        whitespace: Whitespace = "compact",
+        additional_properties: AdditionalProperties = "closed",
     ) -> Grammar:
         """Text with tags whose content is constrained.
 
@@ -209,6 +226,7 @@ class Grammar:
                 without its `type`), as dict or JSON text.
                 `overlap_spec.grammar.structural_tag` lists the supported formats.
             whitespace: See the class; for all JSON inside.
+            additional_properties: See the class; for all schemas inside.
 
         Raises:
             GrammarError: a field is unknown, missing or of the wrong type, or an inner schema or
@@ -218,7 +236,13 @@ class Grammar:
         unheld = tuple(
             warning for path, schema in schemas_of(tags) for warning in warnings_of(schema, path)
         )
-        return cls("structural_tag", canonical(tags), _layout(whitespace), warnings=unheld)
+        return cls(
+            "structural_tag",
+            canonical(tags),
+            _layout(whitespace),
+            warnings=unheld,
+            additional_properties=additional_properties,
+        )
 
     @classmethod
     def tools(
@@ -231,6 +255,7 @@ class Grammar:
         strict: bool | None = None,
         otherwise: Grammar | None = None,
         whitespace: Whitespace = "compact",
+        additional_properties: AdditionalProperties = "closed",
     ) -> Grammar:
         """Tool calls, in a model's own syntax.
 
@@ -253,6 +278,7 @@ class Grammar:
             otherwise: With `"auto"`: the grammar of replies without calls, instead of free text.
                 A reply that starts as a call does is read as a call.
             whitespace: See the class; for the arguments.
+            additional_properties: See the class; for the arguments.
 
         Raises:
             GrammarError: names the field at fault.
@@ -267,10 +293,23 @@ class Grammar:
         unheld = () if otherwise is None else otherwise.warnings
         for name, parameters, _ in source["tools"]:
             unheld += warnings_of(parameters, json_path("$", name))
-        return cls("tools", canonical(source), _layout(whitespace), output=output, warnings=unheld)
+        return cls(
+            "tools",
+            canonical(source),
+            _layout(whitespace),
+            output=output,
+            warnings=unheld,
+            additional_properties=additional_properties,
+        )
 
     @classmethod
-    def of(cls, output_type: Any, *, whitespace: Whitespace = "compact") -> Grammar:
+    def of(
+        cls,
+        output_type: Any,
+        *,
+        whitespace: Whitespace = "compact",
+        additional_properties: AdditionalProperties = "closed",
+    ) -> Grammar:
         """The grammar of an output type, whose values `parse` returns.
 
         A Grammar is returned unchanged; a compiled `re.Pattern` is a regex; `Literal[…]` and
@@ -291,7 +330,9 @@ class Grammar:
         texts = texts_of(output_type)
         if texts is not None:
             return cls("choice", cls.choice(texts).source, output=output_type)
-        return cls.json_schema(output_type, whitespace=whitespace)
+        return cls.json_schema(
+            output_type, whitespace=whitespace, additional_properties=additional_properties
+        )
 
     def after_thinking(self, end: str = "</think>", begin: str | None = None) -> Grammar:
         """This grammar after a model's thinking: any text up to the first `end`, then at most two
@@ -371,14 +412,12 @@ class Grammar:
                 )
 
     def _packed(self) -> list[Any]:
-        kept = (self.kind, self.source, self.whitespace, self.best_effort)
-        return [*kept, self.key_order, self.formats]
+        return [getattr(self, name) for name in _PACKED]
 
     @classmethod
     def unpacked(cls, packed: Sequence[Any]) -> Grammar:
         """A grammar from what stands of it in the source of one around it."""
-        kind, source, whitespace, best_effort, key_order, formats = packed
-        return cls(kind, source, whitespace, best_effort, key_order=key_order, formats=formats)
+        return cls(**dict(zip(_PACKED, packed, strict=True)))
 
 
 def _layout(whitespace: Whitespace) -> Whitespace:

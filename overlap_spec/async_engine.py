@@ -170,7 +170,7 @@ class AsyncEngine:
             QueueFull, EngineUnavailable: the request itself is fine.
         """
         prompts, single = as_prompts(prompt)
-        grammars = each_grammar(grammar, len(prompts))
+        grammars = each_grammar(grammar, len(prompts), self.config.additional_properties)
         samplings = each("sampling", sampling, len(prompts))
         handles: list[AsyncRequestHandle] = []
         try:
@@ -306,7 +306,9 @@ class AsyncEngine:
         self.client.max_open_requests = self.config.max_running_requests + self._max_queued_requests
         if self._input_processor is None:
             tokenizer = Tokenizer(self.config.target_path, ready.vocab_size, self._chat_template)
-            self._input_processor = InputProcessor(tokenizer, ready.limits)
+            self._input_processor = InputProcessor(
+                tokenizer, ready.limits, self.config.additional_properties
+            )
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:

@@ -16,6 +16,7 @@ OVERLAP_MODES = ("once-sync", "double-sync", "none")
 ACCEPTANCE_RULES = ("exact", "rejection", "threshold")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
+ADDITIONAL_PROPERTIES = ("closed", "schema")
 # Names that other engines have → ours.
 ELSEWHERE = {
     "model_path": "model",
@@ -190,6 +191,14 @@ class EngineConfig:
         str,
         Help("Library that makes the masks; auto picks the fastest backend for each grammar."),
     ] = "auto"
+    additional_properties: Annotated[
+        str,
+        Help(
+            "Members that a schema does not name, unless a request says: closed (an object that "
+            "names some has no others, unless its schema says so), or schema (as JSON Schema has "
+            "it, any)."
+        ),
+    ] = "closed"
     grammar_isolated: Annotated[
         bool | None,
         Help(
@@ -300,6 +309,7 @@ class EngineConfig:
             built = (*drafter_names(), "none", "package.module:Class")
             _one_of("algorithm", self.drafter, built)
         _one_of("overlap", self.overlap, OVERLAP_MODES)
+        _one_of("additional_properties", self.additional_properties, ADDITIONAL_PROPERTIES)
         _one_of("dtype", self.dtype, DTYPES)
         if self.quantization is not None:
             _one_of("quantization", self.quantization, QUANTIZATIONS)

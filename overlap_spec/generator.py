@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from overlap_spec.async_engine import AsyncEngine
-from overlap_spec.engine.input_processor import GenerateOptions, Prompt, Sampling, as_prompts
+from overlap_spec.engine.input_processor import (
+    GenerateOptions,
+    Prompt,
+    Sampling,
+    as_grammar,
+    as_prompts,
+)
 from overlap_spec.errors import RequestFailed
-from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output
 
 if TYPE_CHECKING:
@@ -37,7 +42,7 @@ class Generator:
         self, engine: Engine | AsyncEngine, output_type: Any, sampling: Sampling = None
     ) -> None:
         self.engine, self.sampling = engine, sampling
-        self.grammar = None if output_type is str else Grammar.of(output_type)
+        self.grammar = as_grammar(output_type, engine.config.additional_properties)
         if not isinstance(engine, AsyncEngine) and self.grammar is not None:
             engine.compile(self.grammar)
 

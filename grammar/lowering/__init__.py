@@ -86,4 +86,5 @@ def _schema(rules: Rules, grammar: Grammar, schema: Any) -> SchemaLowering:
         grammar.apart,
         any_order=grammar.key_order == "any",
         formats=grammar.formats == "assertion",
+        closes_objects=grammar.additional_properties == "closed",
     )

@@ -98,7 +98,7 @@ class ArrayWriter:
         if shape.least > MANY:
             raise refuse(f"is supported with minItems up to {MANY}")
         items = [*shape.prefix, *([] if shape.most == len(shape.prefix) else [shape.rest])]
-        found = [part for expr in items for part in self.writer.resolver.shapes(expr)]
+        found = [part for expr in items for part in self.writer.resolver.written(expr)]
         for kind in ("array", "object"):
             kinds = {part for part in found if part.kind == kind}
             is_open = all(
@@ -218,7 +218,7 @@ def fixed_items(shape: Arrays, resolver: Resolver) -> list[str] | None:
     if shape.prefix or shape.contains:
         return None
     values: dict[str, str] = {}
-    for found in resolver.shapes(shape.rest):
+    for found in resolver.written(shape.rest):
         if isinstance(found, Consts):
             values |= dict(found.values)
         elif isinstance(found, Numbers) and found.whole:

@@ -15,6 +15,7 @@ from overlap_spec.grammar.automata.regex_ast import EMPTY, Node, Ref
 from overlap_spec.grammar.ir.rules import Rules, choice, literal, repeat, sequence
 from overlap_spec.grammar.lowering.elements import lower_elements
 from overlap_spec.grammar.lowering.free_text import free_start, free_text
+from overlap_spec.grammar.lowering.schema import SchemaLowering
 from overlap_spec.grammar.reasoning import GAP, MOST_GAP
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tool_format import ToolFormat
@@ -66,12 +67,24 @@ class _Parts:
 
     def json(self, schema: Any, best_effort: bool = False) -> Node:
         """The rule of JSON under a schema."""
-        layout = self._grammar.whitespace
-        return self.add(Grammar.json_schema(schema, whitespace=layout, best_effort=best_effort))
+        made = Grammar.json_schema(
+            schema,
+            whitespace=self._grammar.whitespace,
+            best_effort=best_effort,
+            additional_properties=self._grammar.additional_properties,
+        )
+        return self.add(made)
 
     def elements(self, schema: Any, style: str) -> Node:
         """The rule of an object's members as elements."""
-        return self.rules.add(lower_elements(self.rules, schema, self._grammar.whitespace, style))
+        lowering = SchemaLowering(
+            schema,
+            self._grammar.whitespace,
+            False,
+            self.rules,
+            closes_objects=self._grammar.additional_properties == "closed",
+        )
+        return self.rules.add(lower_elements(lowering, style))
 
 
 class _Tags:

@@ -91,7 +91,7 @@ class DistinctPlan:
         number = self._known[key] = len(self._nodes)
         node = Node()
         self._nodes.append(node)
-        shapes = [shape for expr in key for shape in self._resolver.shapes(expr)]
+        shapes = [shape for expr in key for shape in self._resolver.written(expr)]
         self._array(node, shapes, path)
         self._object(node, [shape for shape in shapes if isinstance(shape, Objects)], path)
         return number
@@ -115,7 +115,7 @@ class DistinctPlan:
         node.rest = self._node(rest, json_path(path, "items"))
         if node.distinct_items:
             items = [expr for exprs in (*places, rest) for expr in exprs]
-            found = [shape for expr in items for shape in self._resolver.shapes(expr)]
+            found = [shape for expr in items for shape in self._resolver.written(expr)]
             node.endless = "".join(
                 first
                 for kind, first in _FIRST_BYTES.items()

@@ -11,12 +11,11 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
-from typing import Any
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.escape import plain
 from overlap_spec.grammar.automata.regex_ast import EMPTY, Node, Ref
-from overlap_spec.grammar.ir.rules import Rules, choice, literal, repeat, sequence
+from overlap_spec.grammar.ir.rules import choice, literal, repeat, sequence
 from overlap_spec.grammar.lowering.free_text import free_text
 from overlap_spec.grammar.lowering.intersect import member
 from overlap_spec.grammar.lowering.keywords import refusal
@@ -73,20 +72,18 @@ STYLES = {
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"}
 
 
-def lower_elements(rules: Rules, schema: Any, whitespace: str | int, style: str) -> Node:
+def lower_elements(lowering: SchemaLowering, style: str) -> Node:
     """The expression of a schema's objects as elements.
 
     Args:
-        rules: Receives the rules.
-        schema: Allows objects; its other values are not written.
-        whitespace: Of the JSON inside.
+        lowering: Of the schema, which allows objects; its other values are not written.
         style: A name in :data:`STYLES`.
 
     Raises:
         GrammarError: names the keyword and its path; or the schema allows no object.
     """
-    writer = _Elements(SchemaLowering(schema, whitespace, False, rules), STYLES[style])
-    found = writer.objects(writer.resolver.expr(schema, "$"), "$")
+    writer = _Elements(lowering, STYLES[style])
+    found = writer.objects(lowering.resolver.expr(lowering.root, "$"), "$")
     if found is None:
         raise GrammarError(f"$: style {style!r} needs a schema that allows objects", "schema")
     return found
@@ -100,7 +97,7 @@ class _Elements:
 
     def objects(self, expr: Expr, path: str) -> Node | None:
         """The objects of an expression, as elements; None if there is none."""
-        shapes = [shape for shape in self.resolver.shapes(expr) if shape.kind == "object"]
+        shapes = [shape for shape in self.resolver.written(expr) if shape.kind == "object"]
         ways = [self._object(shape, path) for shape in shapes]
         found = [way for way in ways if way is not None]
         return choice(found) if found else None
@@ -134,7 +131,7 @@ class _Elements:
         """An element with a value of an expression; None if there is no such value."""
         if (expr, start) not in self._known:
             rule = self._known[expr, start] = self.rules.reserve()
-            ways = [way for s in self.resolver.shapes(expr) for way in self._ways(start, s, path)]
+            ways = [way for s in self.resolver.written(expr) for way in self._ways(start, s, path)]
             if not ways:
                 self._known[expr, start] = None
             self.rules.define(rule, choice(ways) if ways else rule)

@@ -71,6 +71,9 @@ class Source(local_keywords.Source, Protocol):
     def shapes(self, expr: Expr) -> Shapes:
         """An expression as a union of shapes."""
 
+    def otherwise(self, condition: Expr) -> Shapes:
+        """The values that an `if` does not hold for."""
+
     def both(self, left: Shapes, right: Shapes, keyword: str, path: str) -> Shapes:
         """The intersection of two unions."""
 
@@ -101,7 +104,7 @@ class _Reader:
     def ways(self, plain: dict[str, Any], path: str) -> Ways:
         """The ways of a schema, its own `unevaluated…` included."""
         local = {key: value for key, value in plain.items() if key not in KEYWORDS}
-        found: Ways = {self._seen(plain, path): local_keywords.shapes(local, path, self._source)}
+        found: Ways = {self._seen(plain, path): local_keywords.shapes(plain, path, self._source)}
         for keyword, value in local.items():
             for part in self._parts(keyword, value, plain, path):
                 found = self._product(found, part, keyword, path)
@@ -149,11 +152,12 @@ class _Reader:
             yield self._cases(plain, path)
         elif keyword == "dependentRequired":
             for name, names in value.items():
-                yield self._depending(name, _requiring(names), path)
+                yield self._depending(name, self._requiring(names), path)
         elif keyword in ("dependentSchemas", "dependencies"):
             for name, wanted in value.items():
                 listed = isinstance(wanted, list)
-                then = _requiring(wanted) if listed else self._of(wanted, json_path(here, name))
+                inner = json_path(here, name)
+                then = self._requiring(wanted) if listed else self._of(wanted, inner)
                 yield self._depending(name, then, path)
 
     def _any_of(self, branches: list[Ways], path: str) -> Ways:
@@ -190,7 +194,7 @@ class _Reader:
         then = self._of(plain.get("then", True), json_path(path, "then"))
         other = self._of(plain.get("else", True), json_path(path, "else"))
         when = self._of(condition, json_path(path, "if"))
-        no = self._source.shapes(negated(self._source.expr(condition, json_path(path, "if"))))
+        no = self._source.otherwise(self._source.expr(condition, json_path(path, "if")))
         held = self._product(when, then, "if", path)
         return _joined(held, self._product({Seen(): no}, other, "if", path))
 
@@ -199,6 +203,10 @@ class _Reader:
         present: Shapes = (Objects(required=(name,)),)
         held = self._product(then, {Seen(): present}, "dependentSchemas", path)
         return _joined({Seen(): absent}, held)
+
+    def _requiring(self, names: list[str]) -> Ways:
+        stated = frozenset(names if self._source.closes_objects else ())
+        return {Seen(): (Objects(required=tuple(names), stated=stated),)}
 
     def _product(self, left: Ways, right: Ways, keyword: str, path: str) -> Ways:
         found: Ways = {}
@@ -228,10 +236,6 @@ class _Reader:
             held = self._source.both(shapes_, kept, keyword, path) if bound else shapes_
             found = _joined(found, {after: held})
         return found
-
-
-def _requiring(names: list[str]) -> Ways:
-    return {Seen(): (Objects(required=tuple(names)),)}
 
 
 def _union(seen: Iterable[Seen]) -> Seen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from decimal import Decimal
 from typing import Protocol, TypeVar
 
@@ -166,6 +167,8 @@ def _objects(a: Objects, b: Objects, oracle: SchemaOracle) -> Objects:
         joined(a.some, b.some),
         max(a.least, b.least),
         least_of(a.most, b.most),
+        a.stated | b.stated,
+        b.closes if a.closes is None else a.closes and b.closes is not False,
     )
 
 
@@ -185,6 +188,16 @@ def tidy_object(shape: Objects, oracle: SchemaOracle) -> Objects | None:
     if any(oracle.is_empty(member(shape, name, oracle)) for name in shape.required):
         return None
     return shape
+
+
+def closed(shape: Objects, oracle: SchemaOracle) -> Objects | None:
+    """An object with the members that its keywords name alone, where they close it; None if it is
+    empty."""
+    if not shape.closes:
+        return shape
+    others = (Keys(shape.stated, inverted=True), NOTHING)
+    rules = joined(shape.rules, (others,))
+    return tidy_object(replace(shape, rules=rules, stated=frozenset(), closes=None), oracle)
 
 
 def member(shape: Objects, name: str, oracle: SchemaOracle) -> Expr:

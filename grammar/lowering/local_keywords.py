@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Protocol
 
@@ -30,10 +31,14 @@ from overlap_spec.grammar.lowering.shapes import (
 from overlap_spec.grammar.source import json_path, key_of, loads
 
 Schema = dict[str, Any]
+# Keywords that say what members are that `properties` does not name.
+_OTHERS = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
 
 
 class Source(SchemaOracle, Protocol):
     """A schema oracle that also makes expressions of subschemas."""
+
+    closes_objects: bool
 
     def expr(self, schema: Any, path: str) -> Expr:
         """A subschema as an expression."""
@@ -169,4 +174,8 @@ def _object(plain: Schema, path: str, source: Source) -> Objects | None:
         return None
     wanted = tuple(dict.fromkeys(required)) if isinstance(required, list) else ()
     kept = tuple(rule for rule in rules if rule[1] != ANY)
-    return Objects(named, kept, wanted, (), least, most)
+    shape = Objects(named, kept, wanted, (), least, most)
+    if not source.closes_objects:
+        return shape
+    closes = False if _OTHERS & plain.keys() else True if named else None
+    return replace(shape, stated=frozenset((*properties, *wanted)), closes=closes)

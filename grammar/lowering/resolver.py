@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from overlap_spec.errors import GrammarError
@@ -17,7 +18,7 @@ from overlap_spec.grammar.automata.regex import Pattern
 from overlap_spec.grammar.lowering import evaluated, keywords, local_keywords
 from overlap_spec.grammar.lowering.complement import complement
 from overlap_spec.grammar.lowering.emptiness import shape_is_empty
-from overlap_spec.grammar.lowering.intersect import intersect
+from overlap_spec.grammar.lowering.intersect import closed, intersect
 from overlap_spec.grammar.lowering.membership import contains_value
 from overlap_spec.grammar.lowering.references import References, Scope
 from overlap_spec.grammar.lowering.shapes import (
@@ -61,16 +62,21 @@ class Resolver:
         root: The document.
         best_effort: Leave out a keyword that cannot be enforced, instead of refusing it.
         formats: Whether `format` is held, rather than an annotation.
+        closes_objects: Whether :meth:`written` leaves out members that no keyword names.
     """
 
-    def __init__(self, root: Any, best_effort: bool, formats: bool = True) -> None:
+    def __init__(
+        self, root: Any, best_effort: bool, formats: bool = True, closes_objects: bool = False
+    ) -> None:
         self.best_effort, self.formats = best_effort, formats
+        self.closes_objects = closes_objects
         self.references = References(root)
         dialect = root.get("$schema", "") if isinstance(root, dict) else ""
         self.contains_evaluates = "2019-09" not in str(dialect)
         self._scope = self.references.start
         self._docs: dict[tuple[int, Scope], tuple[Any, Expr]] = {}
         self._known: dict[Expr, Shapes] = {ANY: FULL, NOTHING: ()}
+        self._written: dict[Expr, Shapes] = {}
         self._open: set[Expr] = set()
         self._empty: dict[Expr, bool] = {}
         self._depth = 0
@@ -111,6 +117,29 @@ class Resolver:
             self._open.discard(expr)
         self._known[expr] = found
         return found
+
+    def written(self, expr: Expr) -> Shapes:
+        """The shapes that are written of an expression: those of :meth:`shapes`, closed where
+        objects are. Values are judged by :meth:`shapes`: to exclude what a closed object has is
+        not to allow what it leaves out.
+
+        Raises:
+            GrammarError: as :meth:`shapes`.
+        """
+        if not self.closes_objects:
+            return self.shapes(expr)
+        if expr not in self._written:
+            found = (
+                closed(shape, self) if isinstance(shape, Objects) else shape
+                for shape in self.shapes(expr)
+            )
+            self._written[expr] = _unique(shape for shape in found if shape is not None)
+        return self._written[expr]
+
+    @property
+    def has_closed(self) -> bool:
+        """Whether :meth:`written` has closed an object."""
+        return any(found != self.shapes(expr) for expr, found in self._written.items())
 
     def _read(self, expr: Expr) -> Shapes:
         if isinstance(expr, Not):
@@ -228,10 +257,22 @@ class Resolver:
         if then == other:
             return self.both(base, self.shapes(then), "if", path)
         cases: list[Shape] = []
-        for condition, consequence in ((when, then), (negated(when), other)):
-            held = self.both(base, self.shapes(condition), "if", path)
+        for condition, consequence in ((self.shapes(when), then), (self.otherwise(when), other)):
+            held = self.both(base, condition, "if", path)
             cases += self.both(held, self.shapes(consequence), "if", path)
         return _unique(cases)
+
+    def otherwise(self, condition: Expr) -> Shapes:
+        """The values that an `if` does not hold for; they may have the members that it names."""
+        found = self.shapes(negated(condition))
+        if not self.closes_objects:
+            return found
+        objects = [shape for shape in self.shapes(condition) if isinstance(shape, Objects)]
+        stated = frozenset(name for shape in objects for name in shape.stated)
+        return tuple(
+            replace(shape, stated=shape.stated | stated) if isinstance(shape, Objects) else shape
+            for shape in found
+        )
 
     def _dependencies(self, base: Shapes, keyword: str, value: dict[str, Any], path: str) -> Shapes:
         # Keys with the same consequence share one case.
@@ -244,7 +285,8 @@ class Resolver:
             if isinstance(wanted, list):
                 # Free keys have no control characters: such a name must be a named one.
                 odd = tuple((name, ANY) for name in names if not name.isprintable())
-                there: Shapes = (Objects(odd, required=tuple(wanted)),)
+                stated = frozenset(wanted if self.closes_objects else ())
+                there: Shapes = (Objects(odd, required=tuple(wanted), stated=stated),)
             else:
                 here = json_path(path, keyword, names[0])
                 found = self.shapes(self.expr(wanted, here))
@@ -269,7 +311,7 @@ class Resolver:
                 common = self._common(a, b, keyword, path) if a.kind == b.kind else None
                 if common is not None:
                     parts.append(common)
-                if common == a:
+                if common == a and all(_writes(a, other) for other in right):
                     # This part contains the others.
                     parts = [a]
                     break
@@ -348,6 +390,13 @@ def path_of(expr: Expr) -> str:
     if isinstance(expr, Not):
         return path_of(expr.body)
     return path_of(expr.parts[0]) if expr.parts else "$"
+
+
+def _writes(shape: Shape, other: Shape) -> bool:
+    """Whether a shape is written with all members that it would have beside another one."""
+    if not isinstance(shape, Objects) or not isinstance(other, Objects) or not shape.closes:
+        return True
+    return other.closes is not False and other.stated <= shape.stated
 
 
 def _unique(shapes: Iterable[Shape]) -> Shapes:

@@ -52,6 +52,7 @@ class SchemaLowering:
             that looks at them; :attr:`looks` tells whether there are such.
         any_order: Write members in any order, but inside items that must differ.
         formats: Whether `format` is held, rather than an annotation.
+        closes_objects: Whether an object that names members has no others, unless it says so.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class SchemaLowering:
         apart: bool = False,
         any_order: bool = False,
         formats: bool = True,
+        closes_objects: bool = False,
     ) -> None:
         self.root = root
         self.rules = rules
@@ -70,7 +72,7 @@ class SchemaLowering:
         self.orders = Orders(self.rules, self.layout) if any_order else None
         self.best_effort = best_effort
         self.apart, self.looks = apart, False
-        self.resolver = Resolver(root, best_effort, formats)
+        self.resolver = Resolver(root, best_effort, formats, closes_objects)
         self.values = Values(self.resolver)
         self._known: dict[tuple[Expr, int, Once], Node | None] = {}
         self._recursive: set[tuple[Expr, int, Once]] = set()
@@ -83,7 +85,13 @@ class SchemaLowering:
         """
         start = self.value(self.resolver.expr(self.root, "$"), "$", 0)
         if start is None:
-            raise GrammarError("$: no value is valid under this schema", "schema")
+            wrong = "$: no value is valid under this schema"
+            if self.resolver.has_closed:
+                wrong += (
+                    ", whose objects have the members alone that it names: name those that it "
+                    'needs, or say additionalProperties or additional_properties="schema"'
+                )
+            raise GrammarError(wrong, "schema")
         return start
 
     def plan(self) -> list[dict[str, Any]]:
@@ -114,7 +122,7 @@ class SchemaLowering:
         name = self._known[key] = self.rules.reserve()
         parts = [
             part
-            for shape in self.resolver.shapes(expr)
+            for shape in self.resolver.written(expr)
             for part in self.ways(shape, path, depth, once)
         ]
         found = choice(parts) if parts else None

@@ -144,6 +144,9 @@ class Objects:
         some: For each pair, at least one member with its key and value in them.
         least: Fewest members.
         most: Most members, or None.
+        stated: Names that keywords state. Read where objects are closed by default alone.
+        closes: Whether no other member may be written: true if `properties` names some, false if a
+            keyword says what others are, None if no keyword says either.
     """
 
     kind = "object"
@@ -153,6 +156,8 @@ class Objects:
     some: tuple[tuple[Keys, Expr], ...] = ()
     least: int = 0
     most: int | None = None
+    stated: frozenset[str] = frozenset()
+    closes: bool | None = None
 
 
 @dataclass(frozen=True)

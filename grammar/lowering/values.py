@@ -161,7 +161,7 @@ class Values:
         return found
 
     def _shapes(self, expr: Expr) -> tuple[Shape, ...]:
-        return FULL if expr == ANY else self._resolver.shapes(expr)
+        return FULL if expr == ANY else self._resolver.written(expr)
 
 
 def is_endless(shape: Strings) -> bool:

@@ -58,7 +58,7 @@ def chat(
     from overlap_spec.doctor import check_files
 
     constraint, sampling = take(ConstraintFlags, flags), take(SamplingFlags, flags)
-    constraint.grammar(flags["model"])
+    constraint.grammar(flags["model"], flags["additional_properties"])
     check_files(EngineConfig.build(**flags))
     with loaded(flags) as engine:
         Chat(engine, flags["model"], constraint, sampling, system).run()
@@ -132,7 +132,7 @@ class Chat:
     def constrain(self, **constraint: Any) -> None:
         """Hold the next answers to a constraint, or to none."""
         made = replace(self.constraint, **FREE | constraint)
-        made.grammar(self.model)
+        made.grammar(self.model, self.engine.config.additional_properties)
         self.constraint = made
 
     def instruct(self, text: str) -> None:
@@ -148,7 +148,7 @@ class Chat:
         with self.constraint.naming():
             handle = self.engine.submit(
                 asked,
-                self.constraint.grammar(self.model),
+                self.constraint.grammar(self.model, self.engine.config.additional_properties),
                 self.sampling.params(origins=True),
                 tools=self.constraint.read_tools(),
             )

@@ -13,6 +13,7 @@ import typer
 from overlap_spec.cluster.settings import ROUTINGS, ClusterSettings
 from overlap_spec.config import (
     ACCEPTANCE_RULES,
+    ADDITIONAL_PROPERTIES,
     DTYPES,
     OVERLAP_MODES,
     QUANTIZATIONS,
@@ -51,6 +52,7 @@ ENGINE_FLAGS = {
     "relaxed_delta": SPECULATION,
     "overlap": GRAMMAR,
     "grammar_backend": GRAMMAR,
+    "additional_properties": GRAMMAR,
     "mem_fraction_static": BATCH,
     "max_running_requests": BATCH,
     "chunked_prefill_size": BATCH,
@@ -93,6 +95,7 @@ CLUSTER_FLAGS = {field.name: CLUSTER for field in fields(ClusterSettings)}
 VALUES: dict[str, Callable[[], list[str]]] = {
     "algorithm": lambda: [*drafter_names(), "none"],
     "overlap": lambda: list(OVERLAP_MODES),
+    "additional_properties": lambda: list(ADDITIONAL_PROPERTIES),
     "acceptance": lambda: list(ACCEPTANCE_RULES),
     "dtype": lambda: list(DTYPES),
     "quantization": lambda: list(QUANTIZATIONS),

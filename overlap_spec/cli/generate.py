@@ -61,7 +61,7 @@ def generate(
 
     constraint, sampling = take(ConstraintFlags, flags), take(SamplingFlags, flags)
     messages = as_messages(read_prompt(prompt, prompt_file), system, raw)
-    grammar = constraint.grammar(flags["model"])
+    grammar = constraint.grammar(flags["model"], flags["additional_properties"])
     options: PromptOptions = {"raw": raw, "tools": constraint.read_tools()}
     samples = seeded(sampling, n)
     # Torch and the libraries only after a mistake in the flags or files has been told.

@@ -14,7 +14,7 @@ from overlap_spec.config import Help
 from overlap_spec.errors import ConfigError, GrammarError, InvalidRequest
 
 if TYPE_CHECKING:
-    from overlap_spec.grammar.spec import Formats, Grammar, KeyOrder
+    from overlap_spec.grammar.spec import AdditionalProperties, Formats, Grammar, KeyOrder
     from overlap_spec.types import SamplingParams
 
 Flags = TypeVar("Flags")
@@ -54,12 +54,13 @@ class ConstraintFlags:
         names = ("schema", "regex", "ebnf", "structural_tag", "choice", "json_object")
         return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
 
-    def grammar(self, model: str | None) -> Grammar | None:
+    def grammar(self, model: str | None, additional_properties: str = "closed") -> Grammar | None:
         """The grammar of the flags, or None for free text.
 
         Args:
             model: The checkpoint, whose chat template shows the format of its tool calls; None is
                 the embedded model.
+            additional_properties: The engine's setting.
 
         Raises:
             InvalidRequest: several constraints are given, or one cannot be read; names the file.
@@ -70,15 +71,21 @@ class ConstraintFlags:
         if len(asked) > 1:
             raise InvalidRequest(f"{' and '.join(asked)}: only one constraint at a time", asked[1])
         with self.naming():
-            made = self._constraint(layout)
+            made = self._constraint(layout, cast("AdditionalProperties", additional_properties))
         calls = self.read_tools()
         if calls is None:
             return made
         with _naming(f"--tools {self.tools}"):
             form = self._tool_format(model)
-            return Grammar.tools(calls, format=form, otherwise=made, whitespace=layout)
+            return Grammar.tools(
+                calls,
+                format=form,
+                otherwise=made,
+                whitespace=layout,
+                additional_properties=cast("AdditionalProperties", additional_properties),
+            )
 
-    def _constraint(self, layout: Any) -> Grammar | None:
+    def _constraint(self, layout: Any, additional: AdditionalProperties) -> Grammar | None:
         from overlap_spec.grammar.spec import Grammar
 
         if self.schema:
@@ -90,6 +97,7 @@ class ConstraintFlags:
                 best_effort=self.best_effort,
                 key_order=cast("KeyOrder", self.key_order),
                 formats=cast("Formats", self.formats),
+                additional_properties=additional,
             )
         if self.regex:
             return Grammar.regex(self.regex)
@@ -97,7 +105,7 @@ class ConstraintFlags:
             return Grammar.ebnf(read_text("--ebnf", self.ebnf))
         if self.structural_tag:
             text = read_text("--structural-tag", self.structural_tag)
-            return Grammar.structural_tag(text, whitespace=layout)
+            return Grammar.structural_tag(text, whitespace=layout, additional_properties=additional)
         if self.choice:
             return Grammar.choice(self.choice)
         return Grammar.json_object(whitespace=layout) if self.json_object else None

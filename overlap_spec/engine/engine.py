@@ -70,7 +70,9 @@ class Engine:
             )
         self._choice_tokens = ChoiceTokens(self.tokenizer.vocabulary, self.tokenizer.encode)
         limits = Limits(self.context_length, self.core.longest)
-        self.input_processor = InputProcessor(self.tokenizer, limits)
+        self.input_processor = InputProcessor(
+            self.tokenizer, limits, self.config.additional_properties
+        )
         backend = load(self.config.grammar_backend)
         self.compiler = GrammarCompiler(
             backend(self.tokenizer.vocabulary),
@@ -174,7 +176,7 @@ class Engine:
             EngineUnavailable: the engine is closed.
         """
         prompts, single = as_prompts(prompt)
-        grammars = each_grammar(grammar, len(prompts))
+        grammars = each_grammar(grammar, len(prompts), self.config.additional_properties)
         samplings = each("sampling", sampling, len(prompts))
         sequences = [
             self._prepare(p, g, s, **options)

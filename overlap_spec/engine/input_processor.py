@@ -14,7 +14,7 @@ from typing import Any, TypedDict, Unpack, cast
 
 from overlap_spec.chat_template import Rendering
 from overlap_spec.errors import GrammarError, InvalidRequest, unknown
-from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.spec import AdditionalProperties, Grammar
 from overlap_spec.tokenizer import Message, Tokenizer
 from overlap_spec.types import Request, SamplingParams
 
@@ -102,8 +102,11 @@ class Limits:
 class InputProcessor:
     """Checks and tokenises the requests of one model."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, limits: Limits, additional_properties: str = "closed"
+    ) -> None:
         self.tokenizer, self.limits = tokenizer, limits
+        self._additional_properties = additional_properties
         longest = max(map(len, tokenizer.vocabulary.text))
         self._most_characters = limits.context_tokens * longest
 
@@ -126,7 +129,7 @@ class InputProcessor:
         """
         arrival_ns = time.perf_counter_ns()
         self.check_length(count_characters(prompt))
-        grammar = as_grammar(grammar)
+        grammar = as_grammar(grammar, self._additional_properties)
         fields = sampling_fields(options)
         raw, tools = options.get("raw", False), options.get("tools")
         rendering = options.get("rendering", Rendering())
@@ -256,9 +259,13 @@ def sampling_fields(options: GenerateOptions) -> dict[str, Any]:
     return found
 
 
-def as_grammar(grammar: Any) -> Grammar | None:
+def as_grammar(grammar: Any, additional_properties: str = "closed") -> Grammar | None:
     """What a caller gives as a grammar: a Grammar, a schema as a dict, or a type as
     :meth:`Grammar.of` takes it; None and ``str`` are free text.
+
+    Args:
+        grammar: What is given.
+        additional_properties: As :class:`Grammar` has it; for what is no Grammar yet.
 
     Raises:
         GrammarError: it is text, which may mean several things, or nothing that has a grammar.
@@ -271,7 +278,9 @@ def as_grammar(grammar: Any) -> Grammar | None:
             f"Grammar.ebnf(text): {grammar[:60]!r}",
             "grammar",
         )
-    return Grammar.of(grammar)
+    return Grammar.of(
+        grammar, additional_properties=cast("AdditionalProperties", additional_properties)
+    )
 
 
 def _check_weighed(grammar: Grammar, params: SamplingParams) -> None:
@@ -377,11 +386,12 @@ def each(name: str, value: Any, count: int) -> list[Any]:
     return [value] * count
 
 
-def each_grammar(value: Any, count: int) -> list[Grammar | None]:
+def each_grammar(value: Any, count: int, additional_properties: str) -> list[Grammar | None]:
     """The grammar of each of ``count`` prompts: see :func:`as_grammar`; a type's is made once."""
     if isinstance(value, list | tuple):
-        return [as_grammar(one) for one in each("grammar", value, count)]
-    return [as_grammar(value)] * count
+        given = each("grammar", value, count)
+        return [as_grammar(one, additional_properties) for one in given]
+    return [as_grammar(value, additional_properties)] * count
 
 
 def parse_output(grammar: Grammar, text: str) -> Any:

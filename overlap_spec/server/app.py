@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, cast
 
 from fastapi import FastAPI, Query, Request
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from overlap_spec.async_engine import AsyncEngine
+from overlap_spec.grammar.spec import AdditionalProperties
 from overlap_spec.server import admin, sglang
 from overlap_spec.server.body import BodyRoute
 from overlap_spec.server.chat import chat_completions
@@ -46,7 +47,8 @@ DEPRECATED_SINCE = "@1767225600"
 def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     """The application around an engine, which the caller starts and closes."""
     keys = Keys(settings)
-    service = Service(engine, settings, Metrics(), Constraints(settings))
+    additional = cast("AdditionalProperties", engine.config.additional_properties)
+    service = Service(engine, settings, Metrics(), Constraints(settings, additional))
 
     app = FastAPI(title="overlap-spec", docs_url=None, redoc_url=None)
     app.state.service = service

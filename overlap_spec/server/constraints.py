@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from overlap_spec.errors import GrammarError, InvalidRequest
-from overlap_spec.grammar.spec import Formats, Grammar, KeyOrder
+from overlap_spec.grammar.spec import AdditionalProperties, Formats, Grammar, KeyOrder
 from overlap_spec.server.grammar_reader import GrammarReader
 from overlap_spec.server.protocol.base import (
     Constraint,
@@ -50,10 +50,18 @@ class ConstraintCandidate(NamedTuple):
 
 
 class Constraints:
-    """Resolves constraints under the server's limits and defaults."""
+    """Resolves constraints under the server's limits and defaults.
 
-    def __init__(self, settings: ServerSettings) -> None:
+    Args:
+        settings: The server's.
+        additional_properties: As :class:`Grammar` has it, unless a request says.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, additional_properties: AdditionalProperties = "closed"
+    ) -> None:
         self.settings = settings
+        self.additional_properties = additional_properties
         self.reader = GrammarReader()
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
         self._kept_bytes = 0
@@ -104,6 +112,7 @@ class Constraints:
             format=parser,
             otherwise=otherwise.grammar if choice == "auto" else None,
             whitespace=self.settings.whitespace,
+            additional_properties=self.additional_properties,
         )
         made = await self._read(ConstraintCandidate(field, tools, make))
         if choice == "none" and otherwise.grammar:
@@ -202,7 +211,9 @@ class Constraints:
         whitespace: Whitespace = self.settings.whitespace
         if given.disable_any_whitespace is not None:
             whitespace = "compact" if given.disable_any_whitespace else "bounded"
-        makers = self._makers(whitespace, given.key_order, given.formats)
+        makers = self._makers(
+            whitespace, given.key_order, given.formats, given.additional_properties
+        )
         weighed: dict[str, Any] = {
             name: getattr(given, name) is True for name in ("probabilities", "faithful")
         }
@@ -216,12 +227,16 @@ class Constraints:
                 "structured_outputs",
             )
         kind = kinds[0]
-        goes_with = {**dict.fromkeys(weighed, "choice"), "key_order": "json", "formats": "json"}
+        goes_with = {
+            **dict.fromkeys(weighed, ("choice",)),
+            "key_order": ("json",),
+            "formats": ("json",),
+            "additional_properties": ("json", "structural_tag"),
+        }
         for name, wanted in goes_with.items():
-            if getattr(given, name) and kind != wanted:
-                raise InvalidRequest(
-                    f"structured_outputs.{name} goes with {wanted}", f"structured_outputs.{name}"
-                )
+            if getattr(given, name) and kind not in wanted:
+                field = f"structured_outputs.{name}"
+                raise InvalidRequest(f"{field} goes with {' or '.join(wanted)}", field)
         field, value = f"structured_outputs.{kind}", values[kind]
         return ConstraintCandidate(field, value, partial(makers[kind], value))
 
@@ -230,6 +245,7 @@ class Constraints:
         whitespace: Whitespace,
         key_order: KeyOrder | None = None,
         formats: Formats | None = None,
+        additional_properties: AdditionalProperties | None = None,
     ) -> dict[str, Callable[[Any], Grammar]]:
         """By vLLM's names."""
         return {
@@ -237,12 +253,13 @@ class Constraints:
                 whitespace=whitespace,
                 key_order=key_order or "schema",
                 formats=formats or "assertion",
+                additional_properties=additional_properties or self.additional_properties,
             ),
             "regex": Grammar.regex,
             "choice": Grammar.choice,
             "grammar": Grammar.ebnf,
             "json_object": lambda _: Grammar.json_object(whitespace=whitespace),
-            "structural_tag": self._tag(),
+            "structural_tag": self._tag(additional_properties),
         }
 
     def _schema(
@@ -255,11 +272,17 @@ class Constraints:
             Grammar.json_schema,
             whitespace=self.settings.whitespace if whitespace is None else whitespace,
             best_effort=self.settings.best_effort if best_effort is None else best_effort,
-            **options,
+            **{"additional_properties": self.additional_properties, **options},
         )
 
-    def _tag(self) -> Callable[[Any], Grammar]:
-        return partial(Grammar.structural_tag, whitespace=self.settings.whitespace)
+    def _tag(
+        self, additional_properties: AdditionalProperties | None = None
+    ) -> Callable[[Any], Grammar]:
+        return partial(
+            Grammar.structural_tag,
+            whitespace=self.settings.whitespace,
+            additional_properties=additional_properties or self.additional_properties,
+        )
 
 
 def _size(name: str, source: Any) -> int:

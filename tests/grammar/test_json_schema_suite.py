@@ -32,6 +32,7 @@ def compiler() -> GrammarCompiler:
 
 def split(schema: Any, values: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
     """The values that the grammar lets through, and the others."""
+    options = {"additional_properties": "schema", **options}
     made = compiler().compile(Grammar.json_schema(schema, **options))
     taken: list[Any] = []
     refused: list[Any] = []

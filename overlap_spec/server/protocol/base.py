@@ -134,6 +134,11 @@ class StructuredOutputs(Strict):
     formats: Literal["assertion", "annotation"] | None = Field(
         None, description="With json: whether `format` is held; `assertion`, it is, by default."
     )
+    additional_properties: Literal["closed", "schema"] | None = Field(
+        None,
+        description="With json or structural_tag: members that a schema does not name; by default "
+        "the server's `--additional-properties`.",
+    )
     probabilities: bool | None = Field(
         None, description="With choice: the probability of each text, in `choice_probabilities`."
     )
@@ -145,7 +150,8 @@ class StructuredOutputs(Strict):
         "whitespace_pattern": "white space is compact, or bounded with "
         '"disable_any_whitespace": false',
         "disable_fallback": "there is no fallback that could be disabled",
-        "disable_additional_properties": 'say "additionalProperties": false in the schema',
+        "disable_additional_properties": 'send "additional_properties": "closed" (the default) or '
+        '"schema"',
     }
 
 
