@@ -306,7 +306,7 @@ class DistinctMatcher(Matcher):
         nexts = {t[len(read)] for t in frame.texts if t.startswith(read) and len(t) > len(read)}
         in_word = place.mode == WORD and place.frame is frame
         deeper: list[int] = []
-        for byte in self._legal(frame, read, ahead):
+        for byte in self._legal(place, frame, read, ahead):
             if in_word and byte in ENDS:
                 text.append(byte)
                 ended = self._reader.step(place, text, len(text) - 1)
@@ -338,11 +338,12 @@ class DistinctMatcher(Matcher):
                 del text[-1:]
         return False
 
-    def _legal(self, frame: Frame, read: bytes, ahead: tuple[int, ...]) -> bytes:
+    def _legal(self, place: Place, frame: Frame, read: bytes, ahead: tuple[int, ...]) -> bytes:
         """The bytes that the inner grammar allows next inside an item."""
         assert frame.memory is not None
         legal, count = frame.memory.legal, len(self._reader.nodes[frame.node].items)
-        key = (min(frame.done, count), read)
+        # White space, which is not in the text as read, ends a number.
+        key = (min(frame.done, count), read, place.mode == WORD)
         if key not in legal or not read:
             row = np.zeros(self.vocabulary.words, np.int32)
             accepted = 0

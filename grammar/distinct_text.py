@@ -49,9 +49,10 @@ class Node:
 
 @dataclass(eq=False)
 class Memory:
-    """What an array's items may go on with, by their number and text; found when it is needed."""
+    """What an array's items may go on with, by their number, their text and whether that ends in
+    an open number or word; found when it is needed."""
 
-    legal: dict[tuple[int, bytes], bytes] = field(default_factory=dict)
+    legal: dict[tuple[int, bytes, bool], bytes] = field(default_factory=dict)
 
 
 class Frame(NamedTuple):

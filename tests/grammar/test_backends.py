@@ -280,7 +280,7 @@ def test_a_quote_that_is_escaped_ends_no_lexeme() -> None:
     # The pattern's quotes are no JSON strings of their own: its expression is one lexeme.
     name = {"type": "string", "pattern": '^([a-z]+"|n(ull)?[0-9]*)+$'}
     schema = {"properties": {"a": name, "b": {"items": {"$ref": "#"}}}, "type": "object"}
-    grammar = Grammar.json_schema(schema)
+    grammar = Grammar.json_schema(schema, additional_properties="schema")
     lexemes = cut(lower(grammar))
     assert not lexemes.by_characters
     assert not conflict(lexemes)
@@ -292,7 +292,7 @@ def test_a_quote_that_is_escaped_ends_no_lexeme() -> None:
 def test_keys_that_are_taken_are_left_out_by_one_word() -> None:
     names = [f"{'long-key-' * 5}{i}é\n" for i in range(60)]
     schema = {"type": "object", "properties": dict.fromkeys(names, True)}
-    text = to_lark(lower(Grammar.json_schema(schema))).text
+    text = to_lark(lower(Grammar.json_schema({**schema, "additionalProperties": True}))).text
     assert text.count("& ~") == 1
     # Not as a tree of all that differs.
     assert len(text) < 25_000

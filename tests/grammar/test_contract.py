@@ -18,7 +18,9 @@ SPECIAL = 5
 GRAMMARS = {
     "ab*": Grammar.regex("ab*"),
     "nested": Grammar.ebnf('root ::= "a" root "b" | "c"'),
-    "schema": Grammar.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
+    "schema": Grammar.json_schema(
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True}
+    ),
     "closed": Grammar.json_schema(
         {
             "type": "object",

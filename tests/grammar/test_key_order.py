@@ -34,7 +34,8 @@ def backend(name: str) -> Backend:
 
 
 def made(schema: Any, name: str = "xgrammar", **options: Any) -> CompiledGrammar:
-    return backend(name).compile(Grammar.json_schema(schema, key_order="any", **options))
+    options = {"key_order": "any", "additional_properties": "schema", **options}
+    return backend(name).compile(Grammar.json_schema(schema, **options))
 
 
 def takes(compiled: CompiledGrammar, text: str) -> bool:

@@ -57,7 +57,7 @@ def spellings(value: Any) -> Iterator[str]:
 def wrong(schema: Any, pool: list[Any]) -> list[tuple[bool, str]]:
     """Instances on which grammar and oracle disagree, with the oracle's verdict."""
     oracle = validators.validator_for(schema, Draft202012Validator)(schema)
-    grammar = Grammar.json_schema(schema)
+    grammar = Grammar.json_schema(schema, additional_properties="schema")
     compiled = backend().compile(grammar)
     found = []
     for value in pool:

@@ -23,6 +23,7 @@ SCHEMA = {
                 "inner": {"$ref": "#/$defs/node"},
             },
             "type": "object",
+            "additionalProperties": True,
         }
     },
 }

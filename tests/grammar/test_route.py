@@ -15,7 +15,11 @@ from overlap_spec.grammar.parsing import read
 
 TOKENS = tuple(bytes([byte]) for byte in range(256))
 VOCABULARY = Vocabulary((*TOKENS, b""), 257, (256,))
-NAMED = {"type": "object", "properties": {"name": {"type": "integer"}}}
+NAMED = {
+    "type": "object",
+    "properties": {"name": {"type": "integer"}},
+    "additionalProperties": True,
+}
 AMBIGUOUS = 'root ::= x "b" | "c"\nx ::= "a" root | [ab]*'
 
 
