@@ -1,14 +1,12 @@
-"""The source of a grammar: checks of JSON input, and its canonical text."""
+"""The source of a grammar: JSON input, and its canonical text."""
 
 from __future__ import annotations
 
 import json
-import re
 from decimal import Decimal
 from typing import Any
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.automata.dialect import explicit
 
 
 def check_text(kind: str, text: str) -> None:
@@ -58,43 +56,6 @@ def read_json(text: str, param: str = "schema") -> Any:
         ) from error
     except RecursionError as error:
         raise GrammarError(f"the {what} is nested too deep", param) from error
-
-
-def check_schema(schema: Any) -> None:
-    """Check a schema against its metaschema.
-
-    Raises:
-        GrammarError: it is invalid; names the path.
-    """
-    from jsonschema import SchemaError, validators
-
-    if not isinstance(schema, dict | bool):
-        raise GrammarError(f"$: a schema is an object or a boolean, not {schema!r}", "schema")
-    default = validators.Draft202012Validator
-    try:
-        kind: Any = validators.validator_for(schema, default)
-        kind.check_schema(schema, format_checker=_formats(kind.FORMAT_CHECKER.checkers))
-    except SchemaError as error:
-        path = json_path("$", *error.absolute_path)
-        reason = error.message
-        if error.absolute_path and error.absolute_path[-1] == "type":
-            reason = f"{error.instance!r} is not a JSON Schema type"
-        raise GrammarError(f"{path}: {reason}", "schema") from error
-    except RecursionError as error:
-        raise GrammarError("the schema is nested too deep", "schema") from error
-
-
-def _formats(known: Any) -> Any:
-    """A metaschema's formats, with patterns as they are read here."""
-    from jsonschema import FormatChecker
-
-    checker = FormatChecker(())
-    checker.checkers = {**known, "regex": (_is_pattern, re.error)}
-    return checker
-
-
-def _is_pattern(text: Any) -> bool:
-    return not isinstance(text, str) or re.compile(explicit(text, "ecma")) is not None
 
 
 def json_path(path: str, *keys: str | int) -> str:

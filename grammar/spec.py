@@ -10,12 +10,12 @@ from typing import Any, Literal, get_args
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex import parse
+from overlap_spec.grammar.metaschema import check_schema
 from overlap_spec.grammar.outputs import pattern_text, schema_of, texts_of, value_of
 from overlap_spec.grammar.parsing import lark
 from overlap_spec.grammar.reasoning import answer_of
 from overlap_spec.grammar.source import (
     canonical,
-    check_schema,
     check_text,
     json_path,
     read_json,
@@ -141,7 +141,7 @@ class Grammar:
             output, schema = schema, schema_of(schema)
         check_schema(schema)
         source, layout = canonical(schema), _layout(whitespace)
-        unheld = warnings_of(schema) if formats == "assertion" else ()
+        unheld = warnings_of(schema, formats=formats == "assertion")
         return cls(
             "json_schema",
             source,

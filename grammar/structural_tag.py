@@ -28,7 +28,8 @@ from typing import Any
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex import parse
-from overlap_spec.grammar.source import canonical, check_schema, check_text, json_path, read_json
+from overlap_spec.grammar.metaschema import check_schema
+from overlap_spec.grammar.source import canonical, check_text, json_path, read_json
 
 STYLES = ("json", "qwen_xml", "glm_xml", "cohere_xml", "kimi_k3_xml")
 _DEEPEST = 64

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.source import check_schema
+from overlap_spec.grammar.metaschema import check_schema
 from overlap_spec.grammar.tool_formats import load_format
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.drafts import SINCE
 
 ANNOTATIONS = frozenset(
     {
@@ -41,16 +42,18 @@ _TRIVIAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def constraints(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords that have an effect, in the form of draft 2020-12.
+def constraints(schema: Mapping[str, Any], draft: int) -> dict[str, Any]:
+    """The keywords that have an effect in a draft, in the form of draft 2020-12.
 
-    Annotations and keywords without effect are left out; `const` becomes `enum`, a list in
-    `items` becomes `prefixItems`, and boolean exclusive bounds become numeric ones.
+    Annotations and keywords without effect are left out, as are those of later drafts; `const`
+    becomes `enum`, a list in `items` becomes `prefixItems`, and boolean exclusive bounds become
+    numeric ones.
     """
     kept = {
         key: value
         for key, value in schema.items()
         if key in READ
+        and SINCE.get(key, 0) <= draft
         and not (key in _NEEDS and _NEEDS[key] not in schema)
         and value not in _TRIVIAL.get(key, ())
     }

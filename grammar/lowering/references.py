@@ -19,21 +19,21 @@ from referencing.exceptions import NoSuchResource
 from referencing.jsonschema import DynamicAnchor
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.drafts import NEWEST, draft_of
 
-# Drafts in which keywords beside `$ref` are ignored.
-_LONE_REF = ("draft-03", "draft-04", "draft-06", "draft-07")
 _MARKS = re.compile(r'"(\$id|id|\$anchor|\$dynamicAnchor|\$recursiveAnchor)":')
 _NEWEST = referencing.jsonschema.DRAFT202012
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A schema resource: its root, its URI, the schemas at its anchors, and which are dynamic;
-    `$recursiveAnchor` (2019-09) is a dynamic one with an empty name, at the root."""
+    """A schema resource: its root, its URI, its dialect, the schemas at its anchors, and which are
+    dynamic; `$recursiveAnchor` (2019-09) is a dynamic one with an empty name, at the root."""
 
     root: Any
     uri: str
     specification: Specification[Any]
+    draft: int
     anchors: dict[str, Any] = field(default_factory=dict)
     dynamic: set[str] = field(default_factory=set)
 
@@ -51,10 +51,7 @@ class References:
     """The references inside one schema document."""
 
     def __init__(self, root: Any) -> None:
-        dialect = str(root.get("$schema", "")) if isinstance(root, dict) else ""
-        self.stand_alone = any(draft in dialect for draft in _LONE_REF)
-        known = referencing.jsonschema.specification_with(dialect, default=_NEWEST)
-        first = _Entry(root, "", known)
+        first = _entry(root, "")
         self._entries = {"": first}
         # The entry that a schema belongs to, by the schema's identity.
         self._owners: dict[int, _Entry] = {}
@@ -107,7 +104,7 @@ class References:
             if own:
                 uri = urljoin(around.uri, own).rstrip("#")
                 first = around.root is node
-                around = around if first else _Entry(node, uri, around.specification)
+                around = around if first else _entry(node, uri, around)
                 around.uri = uri
                 self._entries.setdefault(uri, around)
             self._owners[id(node)] = around
@@ -155,11 +152,18 @@ class References:
             found = _published(uri)
             if found is None:
                 raise GrammarError(f"{path}: {base!r} is outside the schema", "schema")
-            specification = referencing.jsonschema.specification_with(
-                found.get("$schema", ""), default=_NEWEST
-            )
-            self._entries[uri] = self._index(found, _Entry(found, uri, specification))
+            self._entries[uri] = self._index(found, _entry(found, uri))
         return self._entries[uri]
+
+
+def _entry(root: Any, uri: str, around: _Entry | None = None) -> _Entry:
+    """A resource in the dialect that it names, or else that of the resource around it."""
+    specification, draft = (
+        (_NEWEST, NEWEST) if around is None else (around.specification, around.draft)
+    )
+    name = root.get("$schema", "") if isinstance(root, dict) else ""
+    found = referencing.jsonschema.specification_with(str(name), default=specification)
+    return _Entry(root, uri, found, draft_of(root, draft))
 
 
 @cache

@@ -71,9 +71,8 @@ class Resolver:
         self.best_effort, self.formats = best_effort, formats
         self.closes_objects = closes_objects
         self.references = References(root)
-        dialect = root.get("$schema", "") if isinstance(root, dict) else ""
-        self.contains_evaluates = "2019-09" not in str(dialect)
         self._scope = self.references.start
+        self.contains_evaluates = self._scope.resource.draft > 2019
         self._docs: dict[tuple[int, Scope], tuple[Any, Expr]] = {}
         self._known: dict[Expr, Shapes] = {ANY: FULL, NOTHING: ()}
         self._written: dict[Expr, Shapes] = {}
@@ -91,7 +90,7 @@ class Resolver:
             return ANY if schema else NOTHING
         key = (id(schema), scope)
         if key not in self._docs:
-            plain = self._constraints(schema)
+            plain = self._constraints(schema, scope)
             # Annotations are ignored, but a misspelt keyword must be reported.
             text = json.dumps(plain) if self.best_effort or keywords.is_known(schema) else None
             found: Expr = Doc(text or json.dumps(schema), scope, schema, path)
@@ -157,15 +156,17 @@ class Resolver:
         try:
             if not self.best_effort:
                 keywords.check(doc.schema, doc.path)
-            return read(self._constraints(doc.schema), doc.path)
+            return read(self._constraints(doc.schema, doc.scope), doc.path)
         finally:
             self._scope = around
 
-    def _constraints(self, schema: dict[str, Any]) -> dict[str, Any]:
-        plain = keywords.constraints(schema)
+    def _constraints(self, schema: dict[str, Any], scope: Scope) -> dict[str, Any]:
+        draft = scope.resource.draft
+        plain = keywords.constraints(schema, draft)
         if not self.formats:
             plain.pop("format", None)
-        if "$ref" in plain and self.references.stand_alone:
+        if "$ref" in plain and draft < 2019:
+            # Older drafts ignore what stands beside it.
             return {"$ref": plain["$ref"]}
         return plain
 
