@@ -13,6 +13,7 @@ import typer
 from overlap_spec.cluster.settings import ROUTINGS, ClusterSettings
 from overlap_spec.config import (
     ACCEPTANCE_RULES,
+    AUTO_MODE,
     DTYPES,
     OVERLAP_MODES,
     QUANTIZATIONS,
@@ -92,7 +93,7 @@ CLUSTER_FLAGS = {field.name: CLUSTER for field in fields(ClusterSettings)}
 # What a shell completes behind a flag.
 VALUES: dict[str, Callable[[], list[str]]] = {
     "algorithm": lambda: [*drafter_names(), "none"],
-    "overlap": lambda: list(OVERLAP_MODES),
+    "overlap": lambda: [AUTO_MODE, *OVERLAP_MODES],
     "acceptance": lambda: list(ACCEPTANCE_RULES),
     "dtype": lambda: list(DTYPES),
     "quantization": lambda: list(QUANTIZATIONS),
