@@ -13,6 +13,8 @@ from overlap_spec.hub import find_folder
 EMBEDDED = Path(__file__).parent / "embedded"
 DRAFTERS = Path(__file__).parent / "drafters"
 OVERLAP_MODES = ("once-sync", "double-sync", "none")
+# The mode that fits the processor: see `overlap_spec.worker.build.overlap_mode`.
+AUTO_MODE = "auto"
 ACCEPTANCE_RULES = ("exact", "rejection", "threshold")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
@@ -185,8 +187,12 @@ class EngineConfig:
         ),
     ] = 256 * 2**20
     overlap: Annotated[
-        str, Help("How grammar work overlaps with verify: once-sync, double-sync or none.")
-    ] = "once-sync"
+        str,
+        Help(
+            "How grammar work overlaps with verify: once-sync, double-sync, none (serial), or "
+            "auto: once-sync on a GPU, and on a CPU where a pass leaves a core free; else none."
+        ),
+    ] = AUTO_MODE
     grammar_backend: Annotated[
         str,
         Help("Library that makes the masks; auto picks the fastest backend for each grammar."),
@@ -308,8 +314,8 @@ class EngineConfig:
         if ":" not in self.drafter:
             built = (*drafter_names(), "none", "package.module:Class")
             _one_of("algorithm", self.drafter, built)
-        _one_of("overlap", self.overlap, OVERLAP_MODES)
         _one_of("additional_properties", self.additional_properties, ADDITIONAL_PROPERTIES)
+        _one_of("overlap", self.overlap, (AUTO_MODE, *OVERLAP_MODES))
         _one_of("dtype", self.dtype, DTYPES)
         if self.quantization is not None:
             _one_of("quantization", self.quantization, QUANTIZATIONS)

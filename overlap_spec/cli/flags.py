@@ -14,6 +14,7 @@ from overlap_spec.cluster.settings import ROUTINGS, ClusterSettings
 from overlap_spec.config import (
     ACCEPTANCE_RULES,
     ADDITIONAL_PROPERTIES,
+    AUTO_MODE,
     DTYPES,
     OVERLAP_MODES,
     QUANTIZATIONS,
@@ -94,8 +95,8 @@ CLUSTER_FLAGS = {field.name: CLUSTER for field in fields(ClusterSettings)}
 # What a shell completes behind a flag.
 VALUES: dict[str, Callable[[], list[str]]] = {
     "algorithm": lambda: [*drafter_names(), "none"],
-    "overlap": lambda: list(OVERLAP_MODES),
     "additional_properties": lambda: list(ADDITIONAL_PROPERTIES),
+    "overlap": lambda: [AUTO_MODE, *OVERLAP_MODES],
     "acceptance": lambda: list(ACCEPTANCE_RULES),
     "dtype": lambda: list(DTYPES),
     "quantization": lambda: list(QUANTIZATIONS),

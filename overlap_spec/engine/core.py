@@ -35,7 +35,7 @@ from overlap_spec.speculation.wide import wide_tier, widened
 from overlap_spec.stats import Standing
 from overlap_spec.timeline import Timeline
 from overlap_spec.types import Budget, History, StepPlan, StepResult, Tier
-from overlap_spec.worker.build import build_streams, build_worker
+from overlap_spec.worker.build import build_streams, build_worker, overlap_mode
 from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.worker import Worker
 
@@ -66,7 +66,9 @@ class EngineCore:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self.config = config
+        # A mode that was not asked for keeps its lane: only there a matcher's time has a bound.
+        lanes = config.lanes
+        self.config = config = replace(config, overlap=overlap_mode(config))
         self.policy = _policy(config)
         self.timeline = Timeline()
         record = self.timeline.record
@@ -84,7 +86,7 @@ class EngineCore:
         tries = self.worker.on_gpu if config.tries is None else config.tries
         self.widens = tries and self.grafts and fits
         reserve = wider if self.widens else reserve
-        self.grammar = GrammarManager(MatcherPool(config.lanes, config.mask_deadline_ms), record)
+        self.grammar = GrammarManager(MatcherPool(lanes, config.mask_deadline_ms), record)
         reads = self.grafts and self.worker.reads_states
         self.tables = GrammarTables(self.worker, self.grammar.pool) if reads else None
         self.drafter = DrafterGuard(self.worker, config.drafter)

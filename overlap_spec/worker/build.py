@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from overlap_spec.config import EngineConfig
+from overlap_spec.config import AUTO_MODE, EngineConfig
 from overlap_spec.drafters.base import Drafter
 from overlap_spec.drafters.registry import load_drafter
 from overlap_spec.errors import ConfigError
@@ -176,6 +176,18 @@ def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:
     # Threads of torch's own already take all cores where they are as many.
     spare = threads < physical_cores()
     return CpuStreams(record, threads, prefill=spare)
+
+
+def overlap_mode(config: EngineConfig) -> str:
+    """The mode of a config, ``auto`` resolved: serial where a CPU's passes take all cores, since
+    there is nothing then for the host and the lane to run beside them on (a batch whose requests
+    end is verified for those once more besides)."""
+    if config.overlap != AUTO_MODE:
+        return config.overlap
+    device = pick_device(config.device)
+    if device.type == "cpu" and count_threads(config, device) >= physical_cores():
+        return "none"
+    return "once-sync"
 
 
 def count_threads(config: EngineConfig, device: torch.device) -> int:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_spec.config import EMBEDDED, EngineConfig
+from overlap_spec.config import EMBEDDED, OVERLAP_MODES, EngineConfig
 from overlap_spec.errors import ConfigError
 from overlap_spec.worker import cores
-from overlap_spec.worker.build import build_streams, pick_dtype, weight_bytes
+from overlap_spec.worker.build import build_streams, overlap_mode, pick_dtype, weight_bytes
 from overlap_spec.worker.cores import (
     BFLOAT16_BYTES,
     THREAD_BYTES,
@@ -115,3 +115,17 @@ def test_prefill_has_a_stream_of_its_own_where_a_core_is_left(
             assert (streams.prefill is not streams.compute) is apart
         finally:
             streams.close()
+
+
+@pytest.mark.parametrize(
+    ("physical", "threads", "want"), [(1, 1, "none"), (2, 1, "once-sync"), (2, 2, "none")]
+)
+def test_the_mode_is_serial_where_a_pass_takes_all_cores(
+    monkeypatch: pytest.MonkeyPatch, physical: int, threads: int, want: str
+) -> None:
+    for module in ("build", "cores"):
+        monkeypatch.setattr(f"overlap_spec.worker.{module}.physical_cores", lambda: physical)
+    settings = {"threads": threads, "device": "cpu"}
+    assert overlap_mode(EngineConfig.build(**settings)) == want
+    for mode in OVERLAP_MODES:
+        assert overlap_mode(EngineConfig.build(**settings, overlap=mode)) == mode
