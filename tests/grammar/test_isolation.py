@@ -18,12 +18,12 @@ from typing import cast
 import numpy as np
 import pytest
 
+from overlap_spec.children import is_stopped
 from overlap_spec.errors import ConfigError, GrammarError
 from overlap_spec.grammar import Grammar, GrammarCompiler, Vocabulary
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.isolation import supervisor
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
-from overlap_spec.grammar.isolation.work_items import is_stopped
 from tests.support import faulty_backend
 from tests.support.faulty_backend import VOCABULARY, FaultyBackend, Homebound, Text
 

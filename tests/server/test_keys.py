@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from overlap_spec.children import without_secrets
 from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
-from overlap_spec.grammar.isolation.environment import without_secrets
 from overlap_spec.server.keys import Keys
 from overlap_spec.server.settings import ServerSettings
 from tests.support.serving import FIXED, Server, wait_for
