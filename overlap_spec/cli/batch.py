@@ -8,17 +8,18 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from io import RawIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from overlap_spec.cli.flags import OUTPUT, SERVER_HELP, with_engine
 from overlap_spec.cli.request import reason
 from overlap_spec.config import EngineConfig
-from overlap_spec.errors import InvalidRequest
+from overlap_spec.errors import InvalidRequest, OverlapSpecError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -132,6 +133,10 @@ class BatchLine:
     body: bytes
 
 
+class NotKept(OverlapSpecError):
+    """A result that the file does not take: the disk is full, or a quota is."""
+
+
 class BadLine(InvalidRequest):
     """A line that is no request; ``custom_id`` if it has a usable one."""
 
@@ -192,8 +197,11 @@ def settled(path: Path) -> set[str]:
                 if name is not None:
                     done[name] = text
             fresh = path.with_name(path.name + ".part")
-            fresh.write_text("".join(f"{text}\n" for text in done.values()), encoding="utf-8")
-            os.replace(fresh, path)
+            try:
+                fresh.write_text("".join(f"{text}\n" for text in done.values()), encoding="utf-8")
+                os.replace(fresh, path)
+            finally:
+                fresh.unlink(missing_ok=True)
         else:
             path.touch()
     except OSError as error:
@@ -215,38 +223,61 @@ def _settles(text: str) -> str | None:
 async def work(
     run: Run, flags: dict[str, Any], serving: dict[str, Any], progress: Progress, count: int
 ) -> None:
-    """Answer all lines of a run, ``run.at_once`` at a time, and write each result as it comes."""
+    """Answer all lines of a run, ``run.at_once`` at a time, and write each result as it comes.
+
+    Raises:
+        NotKept: a result cannot be written; no further line is answered.
+    """
     task = progress.add_task("loading the model", total=None)
-    with run.results.open("a", encoding="utf-8") as out:
+    # Without a buffer, which would be written once more when the file is closed.
+    with run.results.open("ab", buffering=0) as out:
         async with application(flags, serving) as app:
             progress.update(task, description="answering", total=count)
-            waiting = asyncio.Semaphore(run.at_once)
-
-            async def answer(line: BatchLine) -> None:
-                try:
-                    _keep(run, out, await result_of(app, line))
-                finally:
-                    waiting.release()
-                    progress.advance(task)
-
-            async with asyncio.TaskGroup() as group:
-                for number, text in run.lines():
-                    await waiting.acquire()
-                    try:
-                        line = run.read(number, text)
-                    except BadLine as error:
-                        _keep(run, out, failure(error.custom_id, "invalid_line", str(error)))
-                        line = None
-                    if line is not None:
-                        group.create_task(answer(line))
-                    else:
-                        waiting.release()
-                        progress.advance(task)
+            try:
+                await _answer_all(run, app, out, lambda: progress.advance(task))
+            except ExceptionGroup as errors:
+                full, others = errors.split(NotKept)
+                if full is None or others is not None:
+                    raise
+                # All that were under way have met the same.
+                raise NotKept(str(full.exceptions[0])) from None
 
 
-def _keep(run: Run, out: TextIO, result: dict[str, Any]) -> None:
-    out.write(json.dumps(result, ensure_ascii=False) + "\n")
-    out.flush()
+async def _answer_all(run: Run, app: ASGIApp, out: RawIOBase, advance: Callable[[], None]) -> None:
+    waiting = asyncio.Semaphore(run.at_once)
+
+    async def answer(line: BatchLine) -> None:
+        try:
+            _keep(run, out, await result_of(app, line))
+        finally:
+            waiting.release()
+            advance()
+
+    async with asyncio.TaskGroup() as group:
+        for number, text in run.lines():
+            await waiting.acquire()
+            try:
+                line = run.read(number, text)
+            except BadLine as error:
+                _keep(run, out, failure(error.custom_id, "invalid_line", str(error)))
+                line = None
+            if line is not None:
+                group.create_task(answer(line))
+            else:
+                waiting.release()
+                advance()
+
+
+def _keep(run: Run, out: RawIOBase, result: dict[str, Any]) -> None:
+    text = json.dumps(result, ensure_ascii=False) + "\n"
+    left = memoryview(text.encode(errors="replace"))
+    try:
+        while left:
+            left = left[out.write(left) or 0 :]
+    except OSError as error:
+        raise NotKept(
+            f"{run.results}: {reason(error)}; make room, and the same command goes on"
+        ) from None
     if result["error"] is None and result["response"]["status_code"] == ANSWERED:
         run.answered += 1
     else:
