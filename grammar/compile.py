@@ -173,8 +173,8 @@ class GrammarCompiler:
         for pending in unfinished:
             closed: Future[CompiledGrammar] = Future()
             closed.set_exception(CompileFailure("the engine was closed", "closed"))
-            self._land(pending, closed)
             pending.cancel()
+            self._land(pending, closed)
         with self._lock:
             self._done.clear()
             self._used_bytes = 0
@@ -214,8 +214,10 @@ class GrammarCompiler:
     def _with_reasoning(self, grammar: Grammar, after: Grammar) -> Future[CompiledGrammar]:
         """Compile and cache the inner grammar by itself, then wrap it."""
         inner, waiter = self.submit(after), Waiter()
+        running = [inner]
 
         def land(done: Future[CompiledGrammar]) -> None:
+            running.clear()
             if done.cancelled() or not waiter.set_running_or_notify_cancel():
                 return
             try:
@@ -223,7 +225,12 @@ class GrammarCompiler:
             except Exception as error:  # the waiter gets any error
                 waiter.set_exception(error)
 
-        waiter.add_done_callback(lambda outer: inner.cancel() if outer.cancelled() else None)
+        def leave(outer: Future[CompiledGrammar]) -> None:
+            if outer.cancelled():
+                for future in tuple(running):
+                    future.cancel()
+
+        waiter.add_done_callback(leave)
         inner.add_done_callback(land)
         return waiter
 
@@ -293,6 +300,9 @@ class GrammarCompiler:
             if self._pending.get(pending.key) is pending:
                 del self._pending[pending.key]
             waiters, pending.waiters = pending.waiters, []
+            # They hold this pending compile, and it them: the grammar is to go when its last user
+            # goes, not when cycles are looked for.
+            pending.inner = pending.states = None
             if error is not None:
                 self._note_failure(pending.key, error)
             else:
