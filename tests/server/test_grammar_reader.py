@@ -18,6 +18,7 @@ import pytest
 
 from overlap_spec.errors import EngineUnavailable, GrammarError
 from overlap_spec.grammar import Grammar
+from overlap_spec.grammar.isolation.limits import CompileFailure, FailureKind
 from overlap_spec.server.errors import as_api_error
 from overlap_spec.server.grammar_reader import GrammarReader
 
@@ -110,3 +111,18 @@ def test_what_a_reader_sends_is_data(tmp_path: Path) -> None:
     huge = partial(os.write, 1, struct.pack("<Q", 2**50))
     with pytest.raises(GrammarError, match="bytes when it is read"):
         reading(lambda reader, _: reader.read(pickle.dumps(huge)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "code"),
+    [
+        ("no_memory", 503, "out_of_memory"),
+        ("unavailable", 503, "engine_unavailable"),
+        ("out_of_memory", 400, "grammar_out_of_memory"),
+    ],
+)
+def test_whose_lack_of_memory_it_is_has_its_status(
+    kind: FailureKind, status: int, code: str
+) -> None:
+    found = as_api_error(CompileFailure("no", kind))
+    assert (found.status, found.code) == (status, code)

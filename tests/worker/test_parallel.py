@@ -162,11 +162,12 @@ def test_the_server_starts_an_engine_again_whose_rank_died(tiny: dict[str, Any])
 
 SCRIPT = """
 import asyncio, json, os, sys, time
-from overlap_spec import AsyncEngine
+from overlap_spec import AsyncEngine, Grammar
 
 async def main():
     settings = json.loads(sys.argv[1])
     async with AsyncEngine(**settings, tensor_parallel_size=2, graphs=False) as engine:
+        await engine.generate("abc", Grammar.regex("a"))
         state = await engine.snapshot()
         workers = state["compiler"]["executor"]["fork_server_pid"]
         print(json.dumps([state["pid"], *state["rank_pids"], workers]), flush=True)
@@ -178,7 +179,7 @@ asyncio.run(main())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a parent's end")
 def test_no_stopped_process_outlives_the_front(tiny: dict[str, str]) -> None:
-    command = [sys.executable, "-c", SCRIPT, json.dumps(tiny)]
+    command = [sys.executable, "-c", SCRIPT, json.dumps({**tiny, "grammar_isolated": True})]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as front:
         assert front.stdout is not None
         left = json.loads(front.stdout.readline())
