@@ -131,9 +131,9 @@ def measure(group: Group, rows: int, turns: int) -> list[dict[str, Any]]:
     return found
 
 
-def follow(folder: str, size: str, rank: str) -> None:
+def follow(parent: str, folder: str, size: str, rank: str) -> None:
     """The whole work of a rank other than 0."""
-    exit_with_parent()
+    exit_with_parent(int(parent))
     torch.set_num_threads(1)
     shard = Shard(int(rank), int(size))
     store = meeting(Path(folder), shard.size)
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # A rank gets what `launch` gives it: a folder, the number of ranks, and its own.
+    # A rank gets what `launch` gives it: a process id, a folder, the number of ranks, its own.
     if sys.argv[1:] and not sys.argv[1].startswith("-"):
         follow(*sys.argv[1:])
     else:

@@ -25,6 +25,7 @@ from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.grammar.isolation.pool import Pool
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.state_table import StateTable
+from overlap_spec.memory import MemoryCeiling, trim
 
 Key = tuple[Grammar, str, str]
 Waiter = Future[CompiledGrammar]
@@ -34,6 +35,8 @@ Waiter = Future[CompiledGrammar]
 REFUSED_S = 60.0
 FAILED_S = 5.0
 FAILURES = 256
+# Kinds of failures that tell nothing of the grammar: it may be asked for again at once.
+PASSING = ("busy", "closed", "unavailable", "no_memory")
 TIMINGS = 1024
 
 
@@ -61,12 +64,16 @@ class GrammarCompiler:
     worker processes: a grammar that hangs, crashes or exhausts memory fails alone, with
     :class:`CompileFailure`. Failures are cached for seconds.
 
+    What a compiled grammar takes grows with its use, which no count of its own tells: at the
+    process's ceiling cached grammars go, the oldest first, and then new ones are refused.
+
     Args:
         backend: Compiles; each worker builds its own of the same class and vocabulary.
         cache_bytes: Limit on the sum of `memory_bytes` over the cache. A grammar that is larger
             than that is compiled and returned, but not cached.
         isolated: Whether to compile in worker processes; None means if the system can (Linux).
         limits: Resource limits of a compile, and how many run and wait.
+        ceiling: Of this process's memory; None: it has none.
 
     Attributes:
         makes_states: Whether each grammar gets a table of its states, where it has one.
@@ -82,9 +89,10 @@ class GrammarCompiler:
         *,
         isolated: bool | None = None,
         limits: CompileLimits | None = None,
+        ceiling: MemoryCeiling | None = None,
     ) -> None:
         self.backend = backend
-        self.cache_bytes = cache_bytes
+        self.cache_bytes, self._ceiling = cache_bytes, ceiling
         self.makes_states = False
         self._lock = threading.RLock()
         self._done: OrderedDict[Key, CompiledGrammar] = OrderedDict()
@@ -129,6 +137,8 @@ class GrammarCompiler:
         key = (grammar, self.backend.vocabulary.fingerprint, self.backend.name)
         with self._lock:
             known = self._lookup(key)
+            if not self._has_memory() and known is None and key not in self._pending:
+                known = self._refuse(grammar)
             if known is None:
                 self._board(key, waiter)
         if isinstance(known, CompiledGrammar):
@@ -163,8 +173,8 @@ class GrammarCompiler:
         for pending in unfinished:
             closed: Future[CompiledGrammar] = Future()
             closed.set_exception(CompileFailure("the engine was closed", "closed"))
-            self._land(pending, closed)
             pending.cancel()
+            self._land(pending, closed)
         with self._lock:
             self._done.clear()
             self._used_bytes = 0
@@ -184,12 +194,13 @@ class GrammarCompiler:
         """Figures as plain data.
 
         `compiles` were started, `hits` came from the cache, `joined` shared a running compile,
-        `remembered` met a cached failure. `failures` are counted by kind: those of
+        `remembered` met a cached failure; `evicted` left the cache for others or at the memory's
+        ceiling. `failures` are counted by kind: those of
         `CompileFailure`, and `refused`. `compile_ms` is the time from the first request for a
         grammar to its result, over the last 1,024 successes; None if there are none.
         """
         with self._lock:
-            names = ("compiles", "hits", "joined", "remembered", "cancelled")
+            names = ("compiles", "hits", "joined", "remembered", "cancelled", "evicted")
             return {
                 **{name: self._counts[name] for name in names},
                 "failures": dict(self._failures),
@@ -203,8 +214,10 @@ class GrammarCompiler:
     def _with_reasoning(self, grammar: Grammar, after: Grammar) -> Future[CompiledGrammar]:
         """Compile and cache the inner grammar by itself, then wrap it."""
         inner, waiter = self.submit(after), Waiter()
+        running = [inner]
 
         def land(done: Future[CompiledGrammar]) -> None:
+            running.clear()
             if done.cancelled() or not waiter.set_running_or_notify_cancel():
                 return
             try:
@@ -212,7 +225,12 @@ class GrammarCompiler:
             except Exception as error:  # the waiter gets any error
                 waiter.set_exception(error)
 
-        waiter.add_done_callback(lambda outer: inner.cancel() if outer.cancelled() else None)
+        def leave(outer: Future[CompiledGrammar]) -> None:
+            if outer.cancelled():
+                for future in tuple(running):
+                    future.cancel()
+
+        waiter.add_done_callback(leave)
         inner.add_done_callback(land)
         return waiter
 
@@ -274,10 +292,17 @@ class GrammarCompiler:
                     compiled.states = states.result()
             except GrammarError as refusal:
                 error = refusal
+            except Exception as fault:
+                # The plan comes from a worker, as the rest does.
+                said = f"{type(fault).__name__}: {fault}"
+                error = CompileFailure(f"what was compiled cannot be read: {said}", "crash")
         with self._lock:
             if self._pending.get(pending.key) is pending:
                 del self._pending[pending.key]
             waiters, pending.waiters = pending.waiters, []
+            # They hold this pending compile, and it them: the grammar is to go when its last user
+            # goes, not when cycles are looked for.
+            pending.inner = pending.states = None
             if error is not None:
                 self._note_failure(pending.key, error)
             else:
@@ -294,7 +319,7 @@ class GrammarCompiler:
     def _note_failure(self, key: Key, error: BaseException) -> None:
         kind = error.kind if isinstance(error, CompileFailure) else "refused"
         self._failures[kind if isinstance(error, GrammarError) else "crash"] += 1
-        if not isinstance(error, GrammarError) or kind in ("busy", "closed", "unavailable"):
+        if not isinstance(error, GrammarError) or kind in PASSING:
             return
         kept_s = REFUSED_S if kind == "refused" else FAILED_S
         self._failed[key] = (time.monotonic() + kept_s, copy.copy(error))
@@ -306,10 +331,35 @@ class GrammarCompiler:
         if size > self.cache_bytes or key in self._done:
             return
         while self._used_bytes + size > self.cache_bytes:
-            _, oldest = self._done.popitem(last=False)
-            self._used_bytes -= _size(oldest)
+            self._evict()
         self._done[key] = compiled
         self._used_bytes += size
+
+    def _evict(self) -> None:
+        _, oldest = self._done.popitem(last=False)
+        self._used_bytes -= _size(oldest)
+        self._counts["evicted"] += 1
+
+    def _has_memory(self) -> bool:
+        """Whether the process is under its ceiling; evicts half of the cache at a time until it
+        is."""
+        while self._ceiling is not None and self._ceiling.is_reached():
+            if not self._done:
+                return False
+            for _ in range((len(self._done) + 1) // 2):
+                self._evict()
+            trim()
+        return True
+
+    def _refuse(self, grammar: Grammar) -> CompileFailure:
+        assert self._ceiling is not None
+        self._failures["no_memory"] += 1
+        return CompileFailure(
+            f"the {grammar.kind} grammar was not compiled: the engine's process has reached its "
+            f"ceiling of {self._ceiling.most_bytes} bytes (memory_limit_bytes); try again later",
+            "no_memory",
+            grammar.kind,
+        )
 
 
 def _size(compiled: CompiledGrammar) -> int:

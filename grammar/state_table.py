@@ -21,6 +21,10 @@ from overlap_spec.types import (
     GrammarTable,
 )
 
+# Of a state as bytes: its moves, whether the grammar may end, its few tokens; and the most states.
+STATE_BYTES = 2 * 256 + 1 + 4 * (FEW_TOKENS + 1)
+MOST_STATES = 2**16
+
 
 class StateTable(GrammarTable):
     """A grammar's table; the state :data:`FIRST` is its start."""
@@ -68,16 +72,30 @@ class StateTable(GrammarTable):
         return zlib.compress(b"".join(part.tobytes() for part in parts), 1)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> StateTable:
-        """The table that :meth:`to_bytes` wrote."""
-        whole = np.frombuffer(zlib.decompress(data), np.uint8)
-        count = len(whole) // (2 * 256 + 1 + 4 * (FEW_TOKENS + 1))
-        moves, final, few = np.split(whole, [512 * count, 513 * count])
-        return cls.of(
-            moves.view(np.uint16).reshape(count, 256),
-            final.view(np.bool_),
-            few.copy().view(np.int32).reshape(count, FEW_TOKENS + 1),
-        )
+    def from_bytes(cls, data: bytes, tokens: int) -> StateTable:
+        """The table that :meth:`to_bytes` wrote.
+
+        Args:
+            tokens: Of the vocabulary.
+
+        Raises:
+            ValueError: it names states or tokens that there are not: those who read the table look
+                at no bounds.
+        """
+        try:
+            read = zlib.decompressobj().decompress(data, MOST_STATES * STATE_BYTES)
+        except zlib.error as error:
+            raise ValueError(f"not a table of states: {error}") from None
+        whole = np.frombuffer(read, np.uint8)
+        count, rest = divmod(len(whole), STATE_BYTES)
+        if rest:
+            raise ValueError("not a table of states: a part of a state is missing")
+        parts = np.split(whole, [512 * count, 513 * count])
+        moves = parts[0].view(np.uint16).reshape(count, 256)
+        few = parts[2].copy().view(np.int32).reshape(count, FEW_TOKENS + 1)
+        if not (moves < COMMON_STATES + count).all() or not ((few >= -1) & (few < tokens)).all():
+            raise ValueError("not a table of states: it names a state or a token that is not there")
+        return cls.of(moves, parts[1] != 0, few)
 
 
 # Of the state LOST alone: its moves and what it forces.

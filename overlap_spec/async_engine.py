@@ -25,12 +25,11 @@ from overlap_spec.engine.input_processor import (
 from overlap_spec.errors import EngineUnavailable, RequestFailed
 from overlap_spec.ipc import messages as m
 from overlap_spec.ipc.client import EngineClient, Health
-from overlap_spec.ipc.memory import rss_bytes
 from overlap_spec.ipc.request_handle import AsyncRequestHandle
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Delta, Output, Request
 
-__all__ = ["AsyncEngine", "AsyncRequestHandle", "count_characters", "rss_bytes"]
+__all__ = ["AsyncEngine", "AsyncRequestHandle", "count_characters"]
 
 # Prompts longer than this are tokenised in a thread, in characters.
 LONG_PROMPT = 2048

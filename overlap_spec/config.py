@@ -221,6 +221,14 @@ class EngineConfig:
     grammar_cache_bytes: Annotated[
         int, Help("Size of the cache of compiled grammars, in bytes.")
     ] = 256 * 2**20
+    memory_limit_bytes: Annotated[
+        int | None,
+        Help(
+            "Resident memory of the engine's process above which cached grammars are dropped, and "
+            "then new ones are refused, in bytes; by default what it takes at rest, and a quarter "
+            "of what is left of the machine's or the control group's."
+        ),
+    ] = None
     dtype: Annotated[
         str,
         Help(
@@ -338,6 +346,7 @@ class EngineConfig:
             "tensor_parallel_size": 1,
             "grammar_compile_memory_bytes": 1,
             "grammar_cache_bytes": 0,
+            "memory_limit_bytes": 1,
         }
         optional = (
             "num_draft_tokens",
@@ -346,6 +355,7 @@ class EngineConfig:
             "chunked_prefill_size",
             "threads",
             "lane_threads",
+            "memory_limit_bytes",
         )
         for name, low in least.items():
             value = getattr(self, name)

@@ -5,7 +5,7 @@ OverlapSpecError
 │   └── GrammarError        the constraint itself is at fault
 ├── CheckpointError         a checkpoint cannot be loaded as it is
 ├── ConfigError             an engine setting is wrong
-├── EngineUnavailable       the engine is closed, gone or not there yet (HTTP 503)
+├── EngineUnavailable       the engine, or a process of its, is closed, gone or not there (HTTP 503)
 ├── QueueFull               more requests wait than may wait (HTTP 429)
 └── RequestFailed           a running request ended with an error; the engine goes on
     ├── GrammarFailed        its grammar went over a limit of the library that runs it
@@ -48,7 +48,8 @@ class ConfigError(OverlapSpecError, ValueError):
 
 
 class EngineUnavailable(OverlapSpecError):
-    """The engine is closed, or its process is gone or not there yet; the message says which."""
+    """The engine is closed, or a process that a request needs is gone or not there yet; the message
+    says which. No request is to blame."""
 
 
 class QueueFull(OverlapSpecError):

@@ -7,5 +7,5 @@ exhaustion does not reach the engine.
 - `pool`: compiles in workers; `supervisor` schedules them, `fork_server_link` starts them.
 - `work_items`: what the supervisor schedules, and the workers that it schedules it on.
 - `fork_server`: the process that forks workers; `worker`: what each of them runs.
-- `environment`: keeps secrets out of them.
+- `answers`: what workers answer, as data.
 """

@@ -10,6 +10,7 @@ import array
 import json
 import os
 import socket
+import stat
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,7 @@ def receive(end: socket.socket) -> Message | None:
 
     Raises:
         BlockingIOError: no message is waiting, and the socket does not block.
+        ValueError: what was sent is no message.
     """
     try:
         data, rights, _, _ = end.recvmsg(HEADER_BYTES, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
@@ -74,14 +76,35 @@ def receive(end: socket.socket) -> Message | None:
     fds = array.array("i")
     for _, _, raw in rights:
         fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
-    return Message(json.loads(data), fds[0] if fds else -1)
+    message = Message({}, fds[0] if fds else -1)
+    try:
+        header = json.loads(data)
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict):
+        drop_body(message)
+        raise ValueError("the message is no JSON object")
+    message.header.update(header)
+    return message
 
 
-def read_body(message: Message) -> bytes:
-    """Read a message's body and close it."""
+def read_body(message: Message, most_bytes: int | None = None) -> bytes:
+    """Read a message's body and close it.
+
+    Args:
+        most_bytes: Longest body; None: of any length, from those who are trusted.
+
+    Raises:
+        ValueError: the body is longer, or is no file.
+    """
     with os.fdopen(message.fd, "rb") as file:
+        found = os.fstat(message.fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("its body is no file")
+        if most_bytes is not None and found.st_size > most_bytes:
+            raise ValueError(f"its body has {found.st_size} bytes")
         file.seek(0)
-        return file.read()
+        return file.read(-1 if most_bytes is None else most_bytes)
 
 
 def drop_body(message: Message) -> None:

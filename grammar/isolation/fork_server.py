@@ -4,8 +4,8 @@ It loads the grammar library and builds the backend once; a fork has both immedi
 process would need seconds. It never compiles and has no threads, so forking is safe. As the parent
 of all workers it alone kills and reaps them, so that a reused process id is never mistaken.
 
-`main` runs in a new interpreter with the arguments `SOCKET SETUP [full]`: file descriptors of its
-end of the channel and of a pickled `Setup`.
+`main` runs in a new interpreter with the arguments `SOCKET SETUP PARENT [full]`: file descriptors
+of its end of the channel and of a pickled `Setup`, and the process id of the engine.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 from dataclasses import dataclass
 from types import FrameType
 
+from overlap_spec.children import can_take, end_with
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.import_stubs import import_light
 from overlap_spec.grammar.isolation import worker
@@ -107,20 +108,18 @@ class ForkServer:
 
     def fork(self, number: int, fd: int) -> None:
         """Fork worker `number`, which serves the socket `fd`."""
-        output = os.memfd_create("output")
+        output, parent = os.memfd_create("output"), os.getpid()
         pid = os.fork()
         if pid == 0:
-            self.become_worker(fd, output)
+            self.become_worker(fd, output, parent)
         os.close(fd)
         self.workers[pid] = ForkedWorker(number, output)
 
-    def become_worker(self, fd: int, output: int) -> None:
+    def become_worker(self, fd: int, output: int, parent: int) -> None:
         """The child's side of a fork; does not return."""
         status = 1
         try:
-            worker.die_with_parent()
-            if os.getppid() == 1:
-                return
+            end_with(parent)
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, *CRASHES):
                 signal.signal(number, signal.SIG_DFL)
@@ -151,6 +150,7 @@ class ForkServer:
                 number=ended.number,
                 exit=os.waitstatus_to_exitcode(status),
                 output=tail.decode(errors="replace"),
+                room=can_take(self.limits.memory_bytes),
             )
 
 
@@ -192,13 +192,13 @@ def build(setup: Setup, light: bool) -> Backend:
 
 def main(arguments: list[str]) -> None:
     """Entry point of the process."""
-    worker.die_with_parent()
+    end_with(int(arguments[2]))
     end = socket.socket(fileno=int(arguments[0]))
     with os.fdopen(int(arguments[1]), "rb", closefd=False) as file:
         file.seek(0)
         setup: Setup = pickle.load(file)
     # Only the project's own backends are known to work with stubs.
-    light = len(arguments) == 2 and setup.module.startswith("overlap_spec.")
+    light = len(arguments) == 3 and setup.module.startswith("overlap_spec.")
     Backend.makes_masks = False
     try:
         backend = build(setup, light)

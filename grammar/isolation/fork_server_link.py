@@ -11,13 +11,12 @@ import subprocess
 import sys
 from typing import Any
 
+from overlap_spec.children import is_stopped, without_secrets
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation.channel import pair, receive, send
-from overlap_spec.grammar.isolation.environment import without_secrets
 from overlap_spec.grammar.isolation.fork_server import Setup
 from overlap_spec.grammar.isolation.limits import CompileLimits
-from overlap_spec.grammar.isolation.work_items import is_stopped
 
 # The import path comes first, to find the package. `-m` would load the module under two names.
 START = (
@@ -60,7 +59,7 @@ class ForkServerLink:
         try:
             with os.fdopen(file, "wb", closefd=False) as body:
                 pickle.dump(setup, body)
-            given = [str(far.fileno()), str(file)]
+            given = [str(far.fileno()), str(file), str(os.getpid())]
             self.process = subprocess.Popen(
                 [sys.executable, "-c", START, json.dumps(sys.path), *given],
                 stdin=subprocess.DEVNULL,

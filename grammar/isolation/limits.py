@@ -8,7 +8,9 @@ from typing import Literal
 
 from overlap_spec.errors import ConfigError, GrammarError
 
-FailureKind = Literal["timeout", "out_of_memory", "crash", "busy", "closed", "unavailable"]
+FailureKind = Literal[
+    "timeout", "out_of_memory", "crash", "busy", "closed", "unavailable", "no_memory"
+]
 
 
 class CompileFailure(GrammarError):
@@ -20,6 +22,8 @@ class CompileFailure(GrammarError):
             process or raised an unexpected error. `busy`: the queue is full, try again later.
             `closed`: the engine was closed while the grammar waited. `unavailable`: its workers
             were stopped, killed or could not start, also at a second try; no grammar is to blame.
+            `no_memory`: the engine is at its memory's ceiling, or the machine has no memory left
+            that a compile may have; nor is it the grammar's fault.
         param: The request's field at fault.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import weakref
 from concurrent.futures import Future
 from typing import Any
 from weakref import WeakValueDictionary
@@ -101,9 +102,15 @@ class Pool(Executor):
         if not self._start():
             item.fail("closed", "the engine is closed")
             return item.future
-        item.future.add_done_callback(
-            lambda future: self._left(item) if future.cancelled() else None
-        )
+        # Else the future would hold itself, and its result, by the item.
+        weak = weakref.ref(item)
+
+        def left(future: Future[Any]) -> None:
+            queued = weak()
+            if queued is not None and future.cancelled():
+                self._left(queued)
+
+        item.future.add_done_callback(left)
         self._supervisor.inbox.append(item)
         self._supervisor.wake()
         # The thread may have ended in between.

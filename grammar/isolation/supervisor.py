@@ -17,15 +17,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
+from overlap_spec.children import OUTSIDE, is_stopped
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation import channel
+from overlap_spec.grammar.isolation.answers import Answer, read_answer
 from overlap_spec.grammar.isolation.channel import Message
 from overlap_spec.grammar.isolation.fork_server_link import ForkServerLink
 from overlap_spec.grammar.isolation.limits import CompileLimits
-from overlap_spec.grammar.isolation.work_items import CompileWorker, WorkItem, is_stopped
+from overlap_spec.grammar.isolation.work_items import CompileWorker, WorkItem
 from overlap_spec.grammar.isolation.worker import means_out_of_memory
 from overlap_spec.grammar.state_table import StateTable
 
@@ -34,8 +36,6 @@ from overlap_spec.grammar.state_table import StateTable
 READY_S, START_S = 60.0, 5.0
 # How often processes are looked at while there is work.
 LOOK_S = 1.0
-# Signals that come from outside: a library's own faults are others.
-OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LOADERS = 2
 
 
@@ -290,10 +290,19 @@ class Supervisor:
                 elif event["event"] == "broken":
                     self._lose_link(event["message"])
                 elif event["number"] in self.workers:
-                    self._bury(self.workers[event["number"]], event["exit"], event["output"])
+                    self._bury(
+                        self.workers[event["number"]],
+                        event["exit"],
+                        event["output"],
+                        event["room"],
+                    )
 
-    def _bury(self, worker: CompileWorker, code: int, output: str) -> None:
-        """Handle a worker that ended; its last message may still be in the channel."""
+    def _bury(self, worker: CompileWorker, code: int, output: str, room: bool) -> None:
+        """Handle a worker that ended; its last message may still be in the channel.
+
+        Args:
+            room: Whether the machine has the memory that a compile may have.
+        """
         self._listen(worker)
         self._forget(worker)
         item = worker.item
@@ -304,7 +313,7 @@ class Supervisor:
             self._again(worker, item, f"its worker process was ended by {name}", self.link)
             return
         if means_out_of_memory(output):
-            item.fail("out_of_memory", self._over_memory())
+            self._fail_for_memory(item, "out_of_memory" if room else "no_memory")
             return
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         said = f": {' '.join(output.split())[:300]}" if output.strip() else ""
@@ -321,54 +330,74 @@ class Supervisor:
                 self._take_answer(worker, message)
         except BlockingIOError:
             return
+        except ValueError as error:
+            # No fault of a library looks so: whatever wrote this is not to go on.
+            self._kill(worker)
+            if worker.item is not None:
+                worker.item.fail("crash", f"its worker process sent what none sends: {error}")
 
     def _take_answer(self, worker: CompileWorker, message: Message) -> None:
-        answer, item = message.header["answer"], worker.item
-        if answer == "started":
-            worker.started_s, worker.pid = time.monotonic(), message.header["pid"]
-            return
+        item = worker.item
+        try:
+            told = read_answer(message, item)
+        except ValueError:
+            channel.drop_body(message)
+            raise
         assert item is not None
+        answer = told.answer
+        if answer == "started":
+            worker.started_s, worker.pid = time.monotonic(), told.pid
+            return
         worker.item = None
-        if not message.header["goes_on"] or worker.is_slow:
+        if not told.goes_on or worker.is_slow:
             # Niceness cannot be lowered again: discard the worker, which ends with its channel.
             self._forget(worker)
         if answer in ("compiled", "rebuild", "states"):
             try:
-                self.loaders.submit(self._load, item, message)
+                self.loaders.submit(self._load, item, message, told)
             except RuntimeError:
                 channel.drop_body(message)
                 item.fail("closed", "the interpreter is ending")
         elif answer == "checked":
-            item.gives(message.header["violation"])
+            item.gives(told.violation)
         elif answer == "refused":
-            item.raises(GrammarError(message.header["message"], message.header["param"]))
-        elif answer == "out_of_memory":
-            item.fail("out_of_memory", self._over_memory())
+            item.raises(GrammarError(told.message, told.param))
+        elif answer == "out_of_memory" or answer == "no_memory":
+            self._fail_for_memory(item, answer)
         elif answer == "too_large":
             most = self.limits.result_bytes / 2**20
             item.fail("out_of_memory", f"its compiled form takes more than {most:g} MiB")
         else:
-            item.fail("crash", message.header["message"])
+            item.fail("crash", told.message)
 
-    def _over_memory(self) -> str:
-        return (
-            f"it took more than {self.limits.memory_bytes / 2**20:g} MiB of memory; "
-            "simplify it (long repetitions are the usual cause)"
-        )
+    def _fail_for_memory(self, item: WorkItem, kind: Literal["out_of_memory", "no_memory"]) -> None:
+        """Fail an item that met its own limit, or the machine's."""
+        most = f"{self.limits.memory_bytes / 2**20:g} MiB of memory"
+        if kind == "out_of_memory":
+            cause = "simplify it (long repetitions are the usual cause)"
+            item.fail(kind, f"it took more than {most}; {cause}")
+        else:
+            item.fail(
+                kind, f"the machine has less than the {most} that it may take; try again later"
+            )
 
-    def _load(self, item: WorkItem, message: Message) -> None:
+    def _load(self, item: WorkItem, message: Message, told: Answer) -> None:
         """Deserialise a worker's result; on a loader thread."""
+        most = self.limits.result_bytes
         try:
-            if message.header["answer"] == "states":
-                item.gives(StateTable.from_bytes(channel.read_body(message)))
+            if told.answer == "states":
+                body, size = channel.read_body(message, most), self.backend.vocabulary.size
+                item.gives(StateTable.from_bytes(body, size))
                 return
-            if message.header["answer"] == "rebuild":
+            if told.answer == "rebuild":
                 compiled = self.backend.rebuild(item.grammar)
             else:
-                compiled = self.backend.deserialize(item.grammar, channel.read_body(message))
-            compiled.plan = message.header["plan"].encode()
+                compiled = self.backend.deserialize(item.grammar, channel.read_body(message, most))
+            compiled.plan = told.plan.encode()
         except GrammarError as error:
             item.raises(error)
+        except MemoryError:
+            item.fail("no_memory", "this process has none left to read its compiled form")
         except Exception as error:
             item.fail("crash", f"it cannot be deserialised: {type(error).__name__}: {error}")
         else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from overlap_spec.grammar.isolation.limits import CompileFailure, FailureKind
@@ -45,15 +44,6 @@ class WorkItem:
         """Set an error, unless the item was cancelled."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
-
-
-def is_stopped(pid: int | None) -> bool:
-    """Whether a process exists and was stopped, by SIGSTOP or a debugger."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state in "Tt"
 
 
 @dataclass(eq=False)

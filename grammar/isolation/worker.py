@@ -6,21 +6,19 @@ standard output and error go to a memory file, which the fork server reads when 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import pickle
 import resource
-import signal
 import socket
 from pathlib import Path
 
+from overlap_spec.children import can_take, limit_self
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.byte_states import byte_states
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation.channel import read_body, receive, send, send_body
 from overlap_spec.grammar.isolation.check import violation
-from overlap_spec.grammar.isolation.environment import limit_self
 from overlap_spec.grammar.isolation.executor import compile_whole
 
 # Longest error message in a header, well under the header's own limit.
@@ -29,7 +27,8 @@ MESSAGE_CHARACTERS = 8000
 PLAN_BYTES = 40_000
 # A worker that still holds more than this share of its limit is replaced after its compile.
 KEPT_SHARE = 1 / 8
-PR_SET_PDEATHSIG = 1
+# Of its limit, what a worker takes for itself after a compile has failed.
+SLACK_BYTES = 2**22
 # How libraries report that memory ran out, in an error or on standard error.
 OUT_OF_MEMORY = (
     "bad_alloc",
@@ -38,11 +37,6 @@ OUT_OF_MEMORY = (
     "cannot allocate memory",
     "resource temporarily unavailable",
 )
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def means_out_of_memory(text: str) -> bool:
@@ -71,12 +65,15 @@ def serve(end: socket.socket, backend: Backend, memory_bytes: int, result_bytes:
     Path("/proc/self/oom_score_adj").write_text("1000")
     while (message := receive(end)) is not None:
         send(end, answer="started", pid=os.getpid())
-        if not _work(end, backend, read_body(message), baseline + memory_bytes * KEPT_SHARE):
+        if not _work(end, backend, read_body(message), baseline, memory_bytes):
             return
 
 
-def _work(end: socket.socket, backend: Backend, item: bytes, most_bytes: float) -> bool:
+def _work(
+    end: socket.socket, backend: Backend, item: bytes, baseline: int, memory_bytes: int
+) -> bool:
     """Compile or check, and send the result; False if this process has to be replaced."""
+    most_bytes = baseline + memory_bytes * KEPT_SHARE
     try:
         grammar, text, states = pickle.loads(item)
         if states:
@@ -105,16 +102,23 @@ def _work(end: socket.socket, backend: Backend, item: bytes, most_bytes: float) 
             text = str(error)[:MESSAGE_CHARACTERS]
             send(end, answer="refused", message=text, param=error.param, goes_on=True)
             return True
-        send(end, answer="out_of_memory", goes_on=False)
-        return False
+        answer, text = _whose_memory(baseline + memory_bytes), ""
     except MemoryError:
-        send(end, answer="out_of_memory", goes_on=False)
-        return False
+        answer, text = _whose_memory(baseline + memory_bytes), ""
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
-        answer = "out_of_memory" if means_out_of_memory(text) else "crash"
+        answer, text = "crash", f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
+        if means_out_of_memory(text):
+            answer = _whose_memory(baseline + memory_bytes)
         if isinstance(error, OSError) and error.errno == errno.EFBIG:
             answer = "too_large"
-        send(end, answer=answer, message=text, goes_on=False)
-        return False
-    return goes_on
+    else:
+        return goes_on
+    send(end, answer=answer, message=text, goes_on=False)
+    return False
+
+
+def _whose_memory(most_bytes: int) -> str:
+    """`out_of_memory` if this process could still grow to its own limit, so that it was this one
+    that was met; `no_memory` if the machine does not give it that much."""
+    has = can_take(most_bytes - private_bytes() - SLACK_BYTES)
+    return "out_of_memory" if has else "no_memory"

@@ -60,6 +60,8 @@ ENGINE_FLAGS = {
 }
 SERVING_ENGINE_FLAGS = {
     "max_total_tokens": BATCH,
+    "memory_limit_bytes": BATCH,
+    "grammar_cache_bytes": GRAMMAR,
     "mask_deadline_ms": GRAMMAR,
     "ngram_max_matching_size": SPECULATION,
     "ngram_public_pool": SPECULATION,

@@ -27,7 +27,7 @@ from overlap_spec.engine.input_processor import (
 )
 from overlap_spec.engine.output_processor import OutputProcessor
 from overlap_spec.engine.request_handle import RequestHandle
-from overlap_spec.errors import EngineUnavailable, RequestFailed
+from overlap_spec.errors import ConfigError, EngineUnavailable, RequestFailed
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.choices import ChoiceTokens
 from overlap_spec.grammar.compile import GrammarCompiler
@@ -35,6 +35,7 @@ from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.forced import ForcedRuns
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.memory import MemoryCeiling, machine_bytes, rss_bytes
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
 from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.stats import Standing
@@ -49,6 +50,9 @@ class Engine:
     Args:
         model: Folder of a checkpoint; None is the embedded model and its draft head.
         settings: Fields of :class:`overlap_spec.config.EngineConfig`.
+
+    Attributes:
+        memory_limit_bytes: Resident memory of this process above which no grammar is compiled.
 
     Raises:
         ConfigError: an invalid setting.
@@ -74,6 +78,8 @@ class Engine:
             self.tokenizer, limits, self.config.additional_properties
         )
         backend = load(self.config.grammar_backend)
+        ceiling = _ceiling(self.config.memory_limit_bytes, self.core)
+        self.memory_limit_bytes = ceiling.most_bytes
         self.compiler = GrammarCompiler(
             backend(self.tokenizer.vocabulary),
             self.config.grammar_cache_bytes,
@@ -82,6 +88,7 @@ class Engine:
                 time_s=self.config.grammar_compile_timeout_s,
                 memory_bytes=self.config.grammar_compile_memory_bytes,
             ),
+            ceiling=ceiling,
         )
         vocabulary = self.tokenizer.vocabulary
         self.core.tell_tokens(vocabulary.text, vocabulary.stop_ids)
@@ -382,3 +389,24 @@ class Engine:
         """Run a step; if there is none to run, wait for the validation of the handle's output."""
         if not self.step() and (validation := self.output_processor.validation(handle)) is not None:
             wait([validation])
+
+
+def _ceiling(most_bytes: int | None, core: EngineCore) -> MemoryCeiling:
+    """The ceiling of this process, in which ``core`` has been loaded.
+
+    Raises:
+        ConfigError: the engine takes more than that by itself.
+    """
+    state, rest = core.snapshot(), rss_bytes()
+    if not core.worker.on_gpu:
+        # Pages take their memory when they are first written.
+        rest += state["kv_bytes"] - state["kv_touched_bytes"]
+    if most_bytes is None:
+        # Most is left to the machine's other processes, compile workers among them.
+        most_bytes = rest + max(0, machine_bytes() - rest) // 4
+    elif most_bytes < rest:
+        raise ConfigError(
+            f"memory_limit_bytes is {most_bytes}, and the engine takes {rest} by itself, its whole "
+            "KV cache included: set more, or lower max_total_tokens"
+        )
+    return MemoryCeiling(most_bytes)

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from overlap_spec.grammar.isolation.environment import without_secrets
+from overlap_spec.children import without_secrets
 from overlap_spec.ipc import messages as m
 
 # Longest path of a Unix socket that every system accepts, in characters.
@@ -46,7 +46,7 @@ class EngineProcess:
         try:
             address, key = _bind(socket, folder)
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "overlap_spec.ipc.server"),
+                *(sys.executable, "-P", "-m", "overlap_spec.ipc.server", str(os.getpid())),
                 stdin=asyncio.subprocess.PIPE,
                 # What a library prints must not mix with this process's own output.
                 stdout=2,

@@ -1,4 +1,4 @@
-"""The engine's process, ``python -m overlap_spec.ipc.server``: a loop of messages and steps.
+"""The engine's process, ``python -m overlap_spec.ipc.server PARENT``: a loop of messages and steps.
 
 The first line of standard input has the launch arguments. When standard input closes, the client
 is gone, and the process ends.
@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
+from overlap_spec.children import end_with
 from overlap_spec.engine import Engine
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import InvalidRequest, OverlapSpecError
 from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.isolation.limits import CompileFailure
 from overlap_spec.ipc import messages as m
-from overlap_spec.ipc.memory import rss_bytes
+from overlap_spec.memory import rss_bytes
 from overlap_spec.stats import RequestStats, Standing
 from overlap_spec.types import Delta, Output, Request
 
@@ -192,6 +193,7 @@ class EngineServer:
             "compiling": len(self.compiling),
             "compiler": self.engine.compiler.snapshot(),
             "rss_bytes": rss_bytes(),
+            "memory_limit_bytes": self.engine.memory_limit_bytes,
             "pid": os.getpid(),
         }
 
@@ -257,6 +259,8 @@ def connect(arguments: m.LaunchArgs) -> zmq.Socket[bytes]:
 
 def main() -> int:
     """Serve the client until it shuts the engine down; 1 if the engine cannot be loaded."""
+    # Also where this process is stopped, and sees no end of standard input.
+    end_with(int(sys.argv[1]))
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=m.LaunchArgs)
     socket = connect(arguments)
     threading.Thread(target=_exit_with_client, args=(arguments.address,), daemon=True).start()

@@ -8,10 +8,11 @@ for what rank 0 tells the others (gloo, host memory), so that neither waits for 
 # mypy: disable-error-code="no-any-return"
 # TorchScript reads the annotations of a function as they are.
 
-import base64
+import hashlib
 import itertools
+import json
 import os
-import pickle
+import secrets
 import time
 import warnings
 from datetime import timedelta
@@ -31,7 +32,9 @@ STALL_S = 180.0
 # What a rank waits for the next step, or for others to load: no time at all means that none comes.
 PATIENCE = timedelta(days=365)
 POLL_S = 0.02
-SETTINGS = "settings"
+SETTINGS, KEY = "settings", "key"
+# Under torchrun: a secret of all ranks, for machines whose other users may reach its store.
+KEY_VARIABLE = "OVERLAP_SPEC_RANKS_KEY"
 LOOPBACK = "127.0.0.1"
 
 _numbers = itertools.count()
@@ -42,7 +45,12 @@ class Group:
 
     Args:
         device: Of the passes' tensors.
-        settings: Rank 0: what the others must know to come here; they read it by :func:`told`.
+        settings: Rank 0: what the others must know to come here, as plain data; they read it by
+            :func:`told`.
+
+    Attributes:
+        key: What rank 0 signs its calls with, 32 bytes: who reaches a port of a rank does not know
+            it. The ranks meet under it in their store, a private folder on one machine.
 
     Raises:
         EngineUnavailable: a rank that this process has started ended instead.
@@ -52,8 +60,11 @@ class Group:
         shard, store, loopback, processes = launched
         self.shard, self._store, self._processes = shard, store, processes
         if not shard.rank:
-            store.set(SETTINGS, base64.b64encode(pickle.dumps(settings)).decode())
+            store.set(KEY, secrets.token_hex())
+            store.set(SETTINGS, json.dumps(settings, default=os.fspath))
         self._meet("groups")
+        own = os.environ.get(KEY_VARIABLE, "").encode()
+        self.key = hashlib.blake2b(own + store.get(KEY), digest_size=32).digest()
         stall = timedelta(seconds=STALL_S)
         gloo = dist.ProcessGroupGloo._Options()
         gloo._timeout = stall
@@ -147,9 +158,9 @@ class Group:
 
 
 def told(store: Store) -> Any:
-    """The settings that rank 0 tells the others; waits for them."""
+    """The settings that rank 0 tells the others, as plain data; waits for them."""
     store.wait([SETTINGS], PATIENCE)
-    return pickle.loads(base64.b64decode(store.get(SETTINGS)))
+    return json.loads(store.get(SETTINGS))
 
 
 @cache

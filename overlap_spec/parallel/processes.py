@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
+from overlap_spec.children import end_with, without_secrets
 from overlap_spec.errors import EngineUnavailable
 
 # What a rank that was told to end has for it, in seconds.
@@ -20,7 +22,7 @@ PACKAGE_PARENT = str(Path(__file__).resolve().parent.parent.parent)
 
 
 class Processes:
-    """Ranks 1 to ``size`` - 1, each ``python -m MODULE ARGUMENTS RANK``.
+    """Ranks 1 to ``size`` - 1, each ``python -m MODULE PARENT ARGUMENTS RANK``.
 
     The first of them that ends before :meth:`close` ends all others: what still waits for them then
     fails at once.
@@ -38,19 +40,15 @@ class Processes:
         self._closing, self._lost, self._gone = False, "", threading.Event()
         self._lock = threading.Lock()
         self._all: dict[int, subprocess.Popen[bytes]] = {}
+        self._watchers: list[threading.Thread] = []
         try:
             for rank in range(1, size):
-                self._all[rank] = _start(module, [*arguments, str(rank)])
+                self._all[rank] = self._start(rank, module, [*arguments, str(rank)])
         except BaseException:
+            self._closing = True
             self._kill()
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        self._watchers = [
-            threading.Thread(target=self._watch, args=(rank,), name=f"rank-{rank}", daemon=True)
-            for rank in self._all
-        ]
-        for watcher in self._watchers:
-            watcher.start()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -94,8 +92,26 @@ class Processes:
             process.stdin.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _watch(self, rank: int) -> None:
-        status = self._all[rank].wait()
+    def _start(self, rank: int, module: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start a rank from the thread that watches it: it ends with that thread."""
+        started: Future[subprocess.Popen[bytes]] = Future()
+
+        def run() -> None:
+            try:
+                process = _start(module, arguments)
+            except BaseException as error:
+                started.set_exception(error)
+                return
+            started.set_result(process)
+            self._watch(rank, process)
+
+        watcher = threading.Thread(target=run, name=f"rank-{rank}", daemon=True)
+        watcher.start()
+        self._watchers.append(watcher)
+        return started.result()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
         if self._closing:
             return
         ended = f"was killed by {signal.Signals(-status).name}" if status < 0 else "ended"
@@ -106,7 +122,7 @@ class Processes:
         )
 
     def _kill(self) -> None:
-        for process in self._all.values():
+        for process in list(self._all.values()):
             if process.poll() is None:
                 process.kill()
 
@@ -115,18 +131,24 @@ def _start(module: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
     # As here: a drafter of one's own may be found nowhere else.
     paths = [PACKAGE_PARENT, *(path or str(Path.cwd()) for path in sys.path)]
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments],
+        [sys.executable, "-P", "-m", module, str(os.getpid()), *arguments],
         stdin=subprocess.PIPE,
         # What a library prints must not mix with this process's own output.
         stdout=2,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**without_secrets(os.environ), "PYTHONPATH": os.pathsep.join(paths)},
         # Ctrl-C reaches only this process, which ends the others.
         start_new_session=True,
     )
 
 
-def exit_with_parent() -> None:
-    """In a started process: end it when the parent closes its end of standard input, or dies."""
+def exit_with_parent(parent: int) -> None:
+    """In a started process: end it when the parent closes its end of standard input, or dies.
+
+    Args:
+        parent: Its process id.
+    """
+    # Also where this process is stopped.
+    end_with(parent)
 
     def wait() -> None:
         # Not through sys.stdin: a dying interpreter would wait for its lock.

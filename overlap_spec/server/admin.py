@@ -12,8 +12,9 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import FileResponse, Response
 
-from overlap_spec.async_engine import count_characters, rss_bytes
+from overlap_spec.async_engine import count_characters
 from overlap_spec.errors import EngineUnavailable, InvalidRequest
+from overlap_spec.memory import rss_bytes
 from overlap_spec.server.errors import ApiError, Json
 from overlap_spec.server.metrics import FrontState
 from overlap_spec.server.middleware import IS_ADMIN

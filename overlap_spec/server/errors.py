@@ -104,6 +104,8 @@ def as_api_error(error: Exception) -> ApiError:
 def _compile_failure(error: CompileFailure) -> ApiError:
     if error.kind == "busy":
         return ApiError(429, str(error), code="queue_full", kind="rate_limit_error")
+    if error.kind == "no_memory":
+        return ApiError(503, str(error), code="out_of_memory", kind="service_unavailable")
     if error.kind in ("closed", "unavailable"):
         return ApiError(503, str(error), code="engine_unavailable", kind="service_unavailable")
     # Over a limit, or too much for a backend: the grammar is at fault.

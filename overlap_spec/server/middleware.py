@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from overlap_spec.memory import MemoryCeiling
 from overlap_spec.server.body import LARGE_BODY, MOST_VALUES, OWN_TURN, count_values
-from overlap_spec.server.ceiling import MemoryCeiling
 from overlap_spec.server.errors import ApiError, error_response
 from overlap_spec.server.keys import Keys
 from overlap_spec.server.loop_turns import Turnstile
@@ -42,7 +42,7 @@ class GuardMiddleware:
         self._own_turn = Turnstile()
         # Bytes of the bodies whose requests have not been answered yet.
         self._held = 0
-        self._ceiling = MemoryCeiling(settings.max_front_bytes)
+        self._ceiling = MemoryCeiling(settings.max_front_bytes, collects=True)
         # Requests under way that may hold memory.
         self._under_way = 0
         self._names = _allowed_names(settings)

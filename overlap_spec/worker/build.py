@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import platform
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def _build_lead(
         threads = count_threads(config, device) if device.type == "cpu" else None
         name = str(dtype).removeprefix("torch.")
         same = replace(config, device=device.type, dtype=name, threads=threads)
-        group = Group(launched, device, (same, reserve_tokens))
+        group = Group(launched, device, (asdict(same), reserve_tokens))
         streams.prefill = streams.compute
         runner = _build_runner(config, device, dtype, reserve_tokens, group)
         rows = config.max_running_requests
@@ -104,7 +104,8 @@ def _build_lead(
 
 def run_follower(launched: Launch) -> None:
     """Build the worker of a rank other than 0 as rank 0 says, and follow it to its end."""
-    config, reserve_tokens = told(launched.store)
+    settings, reserve_tokens = told(launched.store)
+    config = EngineConfig(**settings)
     if config.device == "cuda":
         index = int(os.environ.get("LOCAL_RANK", launched.shard.rank))
         torch.cuda.set_device(index)

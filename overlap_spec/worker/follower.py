@@ -17,7 +17,14 @@ import torch
 
 from overlap_spec.parallel.group import Group
 from overlap_spec.worker.in_flight import InFlightStep
-from overlap_spec.worker.messages import SpanFields, decision_sizes, decode, encode, take_decision
+from overlap_spec.worker.messages import (
+    SpanFields,
+    decision_sizes,
+    decode_calls,
+    decode_spans,
+    encode_spans,
+    take_decision,
+)
 from overlap_spec.worker.streams import Event
 from overlap_spec.worker.worker import Worker
 
@@ -60,7 +67,7 @@ def follow(worker: Worker, group: Group, spans: Spans) -> None:
     told = ""
     while told != "close":
         start = time.perf_counter_ns()
-        calls = decode(group.receive)
+        calls = decode_calls(group.receive, group.key)
         told_ns = time.perf_counter_ns()
         for told, arguments in calls:
             if told == "upload":
@@ -87,10 +94,10 @@ def _tell_spans(group: Group, spans: Spans) -> None:
     """Broadcast this rank's spans when its turn comes; what the others broadcast is rank 0's."""
     for rank in range(1, group.shard.size):
         if rank == group.shard.rank:
-            for tensor in encode(spans.take()):
+            for tensor in encode_spans(spans.take()):
                 group.send(tensor)
         else:
-            decode(lambda tensor, rank=rank: group.receive(tensor, rank))  # type: ignore[misc]
+            decode_spans(lambda tensor, rank=rank: group.receive(tensor, rank))  # type: ignore[misc]
 
 
 def _decide(worker: Worker, group: Group, step: InFlightStep, spans: Spans) -> None:

@@ -24,7 +24,13 @@ from overlap_spec.types import (
     TokenTrie,
 )
 from overlap_spec.worker.in_flight import InFlightStep
-from overlap_spec.worker.messages import Call, SpanFields, decode, encode, pack_decision
+from overlap_spec.worker.messages import (
+    Call,
+    SpanFields,
+    decode_spans,
+    encode_calls,
+    pack_decision,
+)
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.pass_times import BEGIN_SHARE, PassTimes, Point
 from overlap_spec.worker.streams import HostEvent, RecordSpan, Streams, ThreadStream
@@ -101,7 +107,7 @@ class LeadWorker(Worker):
                 self._record(f"rank {rank} {lane}", name, start_ns, end_ns, step)
 
     def _take_spans(self, rank: int) -> list[SpanFields]:
-        return decode(lambda tensor: self.group.receive(tensor, rank))
+        return decode_spans(lambda tensor: self.group.receive(tensor, rank))
 
     def prepare(self, tier: Tier) -> None:
         self._tell(("prepare", (tier,)))
@@ -213,7 +219,7 @@ class LeadWorker(Worker):
         if not now:
             return
         calls, self._calls = self._calls, []
-        for tensor in encode(calls):
+        for tensor in encode_calls(calls, self.group.key):
             self._sender.run("calls", self.group.send, tensor)
 
     def _send_decision(self, step: InFlightStep, accepted: bool, free: Sequence[bool]) -> None:

@@ -4,14 +4,20 @@ A step takes two messages. The first has the calls up to its verify, the plan am
 in a block of one size, so that one broadcast does; what does not fit follows in a second one. The
 other, the step's decision with its mask rows, is an int32 tensor whose size the plan tells: one
 broadcast.
+
+Calls are pickled, so that who can send them can run anything in a rank: they are signed with the
+group's key, and not looked at unless they are. What a rank answers, its spans, is plain data.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,17 +30,56 @@ Call = tuple[str, tuple[Any, ...]]
 # Lane, name, start and end in nanoseconds, step: what a `RecordSpan` takes.
 SpanFields = tuple[str, str, int, int, int]
 BLOCK_BYTES = 4096
-LENGTH_BYTES = 8
+LENGTH_BYTES, SIGNATURE_BYTES = 8, 32
 
 
-def encode(what: Sequence[Any]) -> list[Tensor]:
+def encode_calls(calls: Sequence[Call], key: bytes) -> list[Tensor]:
     """The tensors to be broadcast, one after the other: uint8 ``(BLOCK_BYTES,)``, and what is
     left.
 
     Args:
-        what: Calls; or a rank's spans, for which rank 0 has asked.
+        key: Of the group.
     """
-    data = pickle.dumps(list(what), pickle.HIGHEST_PROTOCOL)
+    data = pickle.dumps(list(calls), pickle.HIGHEST_PROTOCOL)
+    return _in_blocks(_signature(data, key) + data)
+
+
+def decode_calls(receive: Callable[[Tensor], None], key: bytes) -> list[Call]:
+    """What was encoded; ``receive`` fills a tensor with the next broadcast.
+
+    Raises:
+        RuntimeError: it does not come from rank 0.
+    """
+    whole = _from_blocks(receive)
+    signature, data = whole[:SIGNATURE_BYTES], whole[SIGNATURE_BYTES:]
+    if not hmac.compare_digest(signature, _signature(data, key)):
+        raise RuntimeError("calls that rank 0 has not signed")
+    calls: list[Call] = pickle.loads(data)
+    return calls
+
+
+def encode_spans(spans: Sequence[SpanFields]) -> list[Tensor]:
+    """A rank's spans, for which rank 0 has asked, as tensors to be broadcast."""
+    return _in_blocks(msgspec.msgpack.encode(spans))
+
+
+def decode_spans(receive: Callable[[Tensor], None]) -> list[SpanFields]:
+    """What :func:`encode_spans` has made.
+
+    Raises:
+        ValueError: these are no spans.
+    """
+    try:
+        return msgspec.msgpack.decode(_from_blocks(receive), type=list[SpanFields])
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"a rank sent no spans: {error}") from None
+
+
+def _signature(data: bytes, key: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=SIGNATURE_BYTES, key=key).digest()
+
+
+def _in_blocks(data: bytes) -> list[Tensor]:
     whole = np.zeros(max(BLOCK_BYTES, LENGTH_BYTES + len(data)), np.uint8)
     whole[:LENGTH_BYTES].view(np.int64)[0] = len(data)
     whole[LENGTH_BYTES : LENGTH_BYTES + len(data)] = np.frombuffer(data, np.uint8)
@@ -42,8 +87,7 @@ def encode(what: Sequence[Any]) -> list[Tensor]:
     return [block, rest] if len(rest) else [block]
 
 
-def decode(receive: Callable[[Tensor], None]) -> list[Any]:
-    """What was encoded; ``receive`` fills a tensor with the next broadcast."""
+def _from_blocks(receive: Callable[[Tensor], None]) -> bytes:
     block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
     receive(block)
     data = block.numpy()
@@ -52,8 +96,7 @@ def decode(receive: Callable[[Tensor], None]) -> list[Any]:
         rest = torch.empty(length - BLOCK_BYTES + LENGTH_BYTES, dtype=torch.uint8)
         receive(rest)
         data = np.concatenate([data, rest.numpy()])
-    what: list[Any] = pickle.loads(data[LENGTH_BYTES : LENGTH_BYTES + length].tobytes())
-    return what
+    return data[LENGTH_BYTES : LENGTH_BYTES + length].tobytes()
 
 
 def decision_sizes(step: InFlightStep) -> list[int]:

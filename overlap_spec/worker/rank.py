@@ -1,5 +1,5 @@
 """The process of a rank that rank 0 has started: ``python -m overlap_spec.worker.rank``, then the
-folder of the store, the number of ranks, and this one's."""
+process id of rank 0, the folder of the store, the number of ranks, and this one's."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from overlap_spec.worker.build import run_follower
 
 def main(arguments: list[str]) -> None:
     """Follow rank 0 until it ends."""
-    exit_with_parent()
-    size, rank = map(int, arguments[1:])
+    exit_with_parent(int(arguments[0]))
+    size, rank = map(int, arguments[2:])
     status = 0
     try:
-        run_follower(Launch(Shard(rank, size), meeting(Path(arguments[0]), size), True))
+        run_follower(Launch(Shard(rank, size), meeting(Path(arguments[1]), size), True))
     except OverlapSpecError as error:
         print(f"rank {rank}: {error}", file=sys.stderr)
         status = 1

@@ -187,7 +187,7 @@ def test_only_how_deep_a_circle_goes_is_forgotten() -> None:
 
 def test_a_table_survives_its_way_between_processes() -> None:
     table = byte_states(GRAMMARS["object"], VOCABULARY)
-    again = StateTable.from_bytes(table.to_bytes())
+    again = StateTable.from_bytes(table.to_bytes(), VOCABULARY.size)
     assert isinstance(again, StateTable)
     for part, same in zip(table, again, strict=True):
         assert part.dtype == same.dtype

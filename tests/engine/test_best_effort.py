@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -23,7 +26,7 @@ from overlap_spec.server.protocol.text import GenerateBody
 from overlap_spec.server.sglang import SGLangFormatter
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Output, Verdict
-from tests.support.serving import shared_server
+from tests.support.serving import shared_server, wait_for
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 # No backend holds texts apart, and none reads a look-behind.
@@ -105,6 +108,30 @@ def test_a_check_that_comes_to_nothing_says_so(
     assert again is not None
     assert again.result(20) == WHY
     assert compiler.check(Grammar.json_schema({}), "1") is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_check_whose_process_is_killed_twice_blames_no_text() -> None:
+    vocabulary = Vocabulary((b"a", b""), 2, (1,))
+    with GrammarCompiler(
+        load("reference")(vocabulary), isolated=False, limits=CompileLimits(time_s=30)
+    ) as compiler:
+
+        def children() -> set[int]:
+            found = Path("/proc/self/task").glob("*/children")
+            return {int(pid) for file in found for pid in file.read_text().split()}
+
+        before = children()
+        check = compiler.check(loose(HANGS), json.dumps("a" * 40))
+        assert check is not None
+        for _ in range(2):
+            wait_for(lambda: children() - before, 20)
+            for pid in children() - before:
+                os.kill(pid, signal.SIGKILL)
+                before.add(pid)
+        with pytest.raises(CompileFailure, match="killed or stopped") as caught:
+            check.result(20)
+        assert caught.value.kind == "unavailable"
 
 
 def test_a_closed_compiler_checks_nothing() -> None:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import io
 import json
 import logging
 import os
+import resource
 import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from starlette.types import Receive, Scope, Send
 
 from overlap_spec import Engine, __version__, cli
 from overlap_spec.cli.batch import URLS, settled
@@ -233,6 +237,44 @@ def test_batch(
     assert after[: len(kept)] == kept
     assert sorted(results(told), key=str) == sorted([*good, "field"], key=str)
     assert f"{14 - len(kept)} answered, 0 failed, {len(kept)} were there" in capsys.readouterr().out
+
+
+def test_a_full_disk_stops_a_batch_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    most = 20_000
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        del scope, receive
+        body = json.dumps({"id": "x", "text": "y" * 3000}).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    @contextlib.asynccontextmanager
+    async def application(*_: Any) -> AsyncIterator[Any]:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+        try:
+            yield app
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    monkeypatch.setattr(import_module("overlap_spec.cli.batch"), "application", application)
+    asked, told = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked.write_text("".join(line(f"text{number}") + "\n" for number in range(20)))
+    assert run(monkeypatch, f"batch {asked} {told}") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        f"error: {told}: file too large; make room, and the same command goes on\n"
+    )
+    assert told.stat().st_size == most
+    # With room, the same command asks for the rest.
+    most = 2**20
+    kept = len(told.read_text().splitlines()) - 1
+    assert run(monkeypatch, f"batch {asked} {told}") == 0
+    assert f"{20 - kept} answered, 0 failed, {kept} were there" in capsys.readouterr().out
+    assert sorted(results(told), key=str) == sorted(f"text{number}" for number in range(20))
 
 
 def test_a_failed_answer_is_asked_again(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,12 +19,12 @@ from typing import cast
 import numpy as np
 import pytest
 
+from overlap_spec.children import is_stopped
 from overlap_spec.errors import ConfigError, GrammarError
 from overlap_spec.grammar import Grammar, GrammarCompiler, Vocabulary
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.isolation import supervisor
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
-from overlap_spec.grammar.isolation.work_items import is_stopped
 from tests.support import faulty_backend
 from tests.support.faulty_backend import VOCABULARY, FaultyBackend, Homebound, Text
 
@@ -101,6 +102,50 @@ def test_what_goes_wrong_costs_one_grammar(
     assert all(future.exception() is None for future in good)
     assert compiler.snapshot()["failures"] == {kind: 1}
     assert compiler.compile(job("after")).memory_bytes == 5
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "]",
+        "[" * 60_000,
+        "[]",
+        "{}",
+        '{"answer": "obey"}',
+        '{"answer": "started", "pid": "1"}',
+        '{"answer": "checked", "violation": null, "goes_on": true}',
+        '{"answer": "compiled", "plan": "", "goes_on": true}',
+    ],
+    ids=lambda message: message[:40],
+)
+def test_what_no_worker_sends_costs_one_grammar(compiler: GrammarCompiler, message: str) -> None:
+    with pytest.raises(CompileFailure, match="sent what none sends") as caught:
+        compiler.submit(job(f"forge {message}")).result(20)
+    assert caught.value.kind == "crash"
+    assert compiler.submit(job("after")).result(20).memory_bytes == 5
+
+
+def test_a_plan_that_cannot_be_read_costs_one_grammar(compiler: GrammarCompiler) -> None:
+    plan = '{"answer": "rebuild", "plan": "]", "goes_on": false}'
+    with pytest.raises(CompileFailure, match="cannot be read") as caught:
+        compiler.submit(job(f"forge {plan}")).result(20)
+    assert caught.value.kind == "crash"
+    assert compiler.submit(job("after")).result(20).memory_bytes == 5
+
+
+@pytest.mark.parametrize("source", ["eat", "rust"])
+def test_the_machines_lack_of_memory_is_no_grammars_fault(
+    compiler: GrammarCompiler, source: str
+) -> None:
+    compiler.compile(job("warm"))
+    for pid in pids(compiler):
+        # Less than a compile may take; workers that are forked later have it too.
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+        room = pages * resource.getpagesize() + LIMITS.memory_bytes // 2
+        resource.prlimit(pid, resource.RLIMIT_AS, (room, room))
+    with pytest.raises(CompileFailure, match="the machine has less") as caught:
+        compiler.submit(job(source)).result(20)
+    assert caught.value.kind == "no_memory"
 
 
 def test_a_refusal_comes_back_as_it_was(compiler: GrammarCompiler) -> None:

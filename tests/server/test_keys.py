@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from overlap_spec.children import without_secrets
 from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
-from overlap_spec.grammar.isolation.environment import without_secrets
 from overlap_spec.server.keys import Keys
 from overlap_spec.server.settings import ServerSettings
 from tests.support.serving import FIXED, Server, wait_for
@@ -186,10 +186,29 @@ def test_names_of_secrets() -> None:
     given = {
         "OVERLAP_SPEC_API_KEY": "x", "HF_TOKEN": "x", "AWS_SECRET_ACCESS_KEY": "x", "APIKEY": "x",
         "DB_PASSWORD": "x", "PATH": "y", "TOKENIZERS_PARALLELISM": "y", "KEYBOARD": "y",
-        "OMP_NUM_THREADS": "y",
+        "OMP_NUM_THREADS": "y", "PGPASSWORD": "x", "MYSQL_PWD": "x", "SMTP_PASS": "x", "PWD": "y",
+        "MYAPPSECRETS": "x", "GITHUB_PAT": "x", "COMPASS": "y",
     }  # fmt: skip
     assert set(without_secrets(given).values()) == {"y"}
-    assert len(without_secrets(given)) == 4
+    assert len(without_secrets(given)) == 6
+
+
+@pytest.mark.parametrize(
+    ("value", "is_secret"),
+    [
+        ("postgres://user:pw@host/db", True),
+        ("redis://:pw@host:6379/0", True),
+        ("https://ghp_123@github.com/x.git", True),
+        ("mysql://user:a/b#c@host/db", True),
+        ("host=db user=me password=pw", True),
+        ("AccountName=me;AccountKey=abc==;Suffix=x", True),
+        ("http://proxy:3128", False),
+        ("https://host/@scope/package", False),
+        ("/usr/bin:/bin", False),
+    ],
+)
+def test_values_that_hold_secrets(value: str, is_secret: bool) -> None:
+    assert without_secrets({"URL": value}) == ({} if is_secret else {"URL": value})
 
 
 def test_without_keys_a_client_is_its_address() -> None:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from overlap_spec import Engine, Grammar, SamplingParams
 from overlap_spec.async_engine import AsyncEngine
 from overlap_spec.errors import ConfigError, EngineUnavailable
+from overlap_spec.worker.messages import (
+    decode_calls,
+    decode_spans,
+    encode_calls,
+    encode_spans,
+)
 from tests.support.serving import wait_for
 from tests.worker import test_overlap
 from tests.worker.test_overlap import Ask, build, chaos, run, settings_of
@@ -146,6 +158,85 @@ def test_the_server_starts_an_engine_again_whose_rank_died(tiny: dict[str, Any])
         wait_for(lambda: ended([again["pid"], *again["rank_pids"]]), 60)
 
     asyncio.run(work())
+
+
+SCRIPT = """
+import asyncio, json, os, sys, time
+from overlap_spec import AsyncEngine, Grammar
+
+async def main():
+    settings = json.loads(sys.argv[1])
+    async with AsyncEngine(**settings, tensor_parallel_size=2, graphs=False) as engine:
+        await engine.generate("abc", Grammar.regex("a"))
+        state = await engine.snapshot()
+        workers = state["compiler"]["executor"]["fork_server_pid"]
+        print(json.dumps([state["pid"], *state["rank_pids"], workers]), flush=True)
+        time.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a parent's end")
+def test_no_stopped_process_outlives_the_front(tiny: dict[str, str]) -> None:
+    command = [sys.executable, "-c", SCRIPT, json.dumps({**tiny, "grammar_isolated": True})]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as front:
+        assert front.stdout is not None
+        left = json.loads(front.stdout.readline())
+        assert len(set(left)) == 3
+        for pid in left:
+            os.kill(pid, signal.SIGSTOP)
+        front.kill()
+    try:
+        wait_for(lambda: ended(left), 20)
+    finally:
+        for pid in [pid for pid in left if not ended([pid])]:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_rank_outlives_the_thread_that_made_the_engine(tiny: dict[str, str]) -> None:
+    made: list[Engine] = []
+    settings: dict[str, Any] = {"tensor_parallel_size": 2, "graphs": False}
+    thread = threading.Thread(target=lambda: made.append(build(tiny, **settings)))
+    thread.start()
+    thread.join()
+    (engine,) = made
+    assert len(engine.generate("abc", None, {"max_tokens": 2}).token_ids) == 2
+    engine.close()
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_what_ranks_send_runs_nothing_that_rank_0_has_not_signed(tmp_path: Path) -> None:
+    """Whoever reaches a rank's port, or has taken a rank over, can send any bytes."""
+
+    def sent(tensors: list[Tensor]) -> Any:
+        left = iter(tensors)
+        return lambda into: into.copy_(next(left))
+
+    key, other, folder = b"k" * 32, b"o" * 32, tmp_path / "run"
+    calls = [("prepare", (Evil(folder),)), ("rest", ("x" * 10_000,))]
+    with pytest.raises(RuntimeError, match="not signed"):
+        decode_calls(sent(encode_calls(calls, other)), key)
+    raw = pickle.dumps(calls)
+    block = torch.zeros(4096 * 4, dtype=torch.uint8)
+    block[:8] = torch.frombuffer(bytearray(len(raw).to_bytes(8, "little")), dtype=torch.uint8)
+    block[8 : 8 + len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    parts = [block[:4096], block[4096 : 8 + len(raw)]]
+    with pytest.raises(RuntimeError, match="not signed"):
+        decode_calls(sent(parts), key)
+    with pytest.raises(ValueError, match="no spans"):
+        decode_spans(sent(parts))
+    assert not folder.exists()
+    assert decode_calls(sent(encode_calls(calls[1:], key)), key) == calls[1:]
+    spans = [("compute", "verify", 2**62, 2**62 + 1, index) for index in range(500)]
+    assert decode_spans(sent(encode_spans(spans))) == spans
 
 
 def test_a_number_of_ranks_that_does_not_fit_is_told_before_any_starts(
