@@ -14,8 +14,8 @@ from overlap_spec.engine.cost_model import cost_model, tier_costs
 from overlap_spec.engine.drafter_guard import DrafterGuard
 from overlap_spec.engine.grammar_manager import GrammarManager, StepFigures
 from overlap_spec.engine.grammar_tables import GrammarTables
+from overlap_spec.engine.own_process import OwnProcess
 from overlap_spec.engine.rooms import Rooms
-from overlap_spec.errors import NumericFault
 from overlap_spec.grammar.matcher_pool import MatcherPool
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence
@@ -100,7 +100,9 @@ class EngineCore:
             reuse=config.prefix_cache,
         )
         # Also for an engine never closed: a thread inside torch aborts a process that exits.
-        self._end = weakref.finalize(self, _end_threads, self.grammar.pool, self.worker)
+        self._end = weakref.finalize(
+            self, _end_threads, self.grammar.pool, self.worker, OwnProcess()
+        )
         self._in_flight: InFlightStep | None = None
         self._before: InFlightStep | None = None
         self._runs: list[Run] = []
@@ -179,6 +181,8 @@ class EngineCore:
         self.grammar.step = plan.index
         self.timeline.record("host", "plan", start, time.perf_counter_ns(), plan.index)
 
+        if untrusted := self.scheduler.take_untrusted():
+            self.worker.clear(untrusted)
         kept: list[Run] | None = None
         step = self.worker.upload(plan)
         if self.worker.drafts_on_host:
@@ -407,12 +411,8 @@ class EngineCore:
         self._runs += kept
         self._end_failed()
         for sequence in self.scheduler.running:
-            if sequence.finish_reason is None:
-                continue
-            if isinstance(sequence.error, NumericFault):
-                self.scheduler.evict(sequence)
-                self.worker.clear(sequence.pages)
-            self.grammar.drop(sequence.request.id)
+            if sequence.finish_reason is not None:
+                self.grammar.drop(sequence.request.id)
 
     def _account(self, result: StepResult, late_ms: float) -> None:
         shares = self.grammar.account(result.exposed_ms + late_ms, result.idle_ms)
@@ -460,9 +460,11 @@ class EngineCore:
                 sequence.fail(error)
 
 
-def _end_threads(pool: MatcherPool, worker: Worker) -> None:
-    pool.close()
-    worker.close()
+def _end_threads(pool: MatcherPool, worker: Worker, own_process: OwnProcess) -> None:
+    # A fork that exits has none of them, and the other ranks are not its own.
+    if own_process.is_here:
+        pool.close()
+        worker.close()
 
 
 def _policy(config: EngineConfig) -> LengthPolicy:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Unpack, overload
@@ -25,7 +26,9 @@ from overlap_spec.engine.input_processor import (
     each,
     each_grammar,
 )
+from overlap_spec.engine.interrupts import put_off_interrupts
 from overlap_spec.engine.output_processor import OutputProcessor
+from overlap_spec.engine.own_process import OwnProcess
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import ConfigError, EngineUnavailable, RequestFailed
 from overlap_spec.grammar.backends import load
@@ -46,6 +49,9 @@ from overlap_spec.types import RUN_TOKENS, Delta, Output, Request, WeighedChoice
 
 class Engine:
     """Generates text under grammars with tree speculation.
+
+    Ctrl-C ends the call that it meets, after the step under way, and no more than that; a step that
+    fails ends the engine. It is of use in the process that made it alone, not in a fork.
 
     Args:
         model: Folder of a checkpoint; None is the embedded model and its draft head.
@@ -93,10 +99,12 @@ class Engine:
         vocabulary = self.tokenizer.vocabulary
         self.core.tell_tokens(vocabulary.text, vocabulary.stop_ids)
         self.compiler.makes_states = self.core.tables is not None
-        self._ids = itertools.count()
+        self._ids, self._own_process = itertools.count(), OwnProcess()
         self.output_processor = OutputProcessor(self.compiler.check)
         self._lock = threading.RLock()
         self._closed = False
+        # What cut a step short.
+        self._failure: BaseException | None = None
 
     @property
     def timeline(self) -> Timeline:
@@ -111,7 +119,7 @@ class Engine:
         Raises:
             EngineUnavailable: a rank is gone.
         """
-        with self._lock:
+        with self._held():
             self._check_open()
             self.core.gather_spans()
 
@@ -126,13 +134,13 @@ class Engine:
 
     def standings(self, most: int) -> list[Standing]:
         """Where requests stand that run or wait, running ones first; of at most ``most``."""
-        with self._lock:
+        with self._held():
             return self.core.standings(most)
 
     def flush_cache(self) -> int:
         """Forget the computed pages of earlier prompts that no request holds; how many there
         were."""
-        with self._lock:
+        with self._held():
             return self.core.flush_cache()
 
     @overload
@@ -180,7 +188,8 @@ class Engine:
         Raises:
             InvalidRequest: an invalid prompt, grammar or sampling field; nothing has been
                 generated.
-            EngineUnavailable: the engine is closed.
+            EngineUnavailable: the engine is closed, a step has failed, or this is a fork of the
+                process that made it.
         """
         prompts, single = as_prompts(prompt)
         grammars = each_grammar(grammar, len(prompts), self.config.additional_properties)
@@ -189,7 +198,7 @@ class Engine:
             self._prepare(p, g, s, **options)
             for p, g, s in zip(prompts, grammars, samplings, strict=True)
         ]
-        handles = [self._enqueue(sequence) for sequence in sequences]
+        handles = self._enqueue(sequences)
         try:
             outputs = [self._wait(handle) for handle in handles]
         finally:
@@ -203,7 +212,8 @@ class Engine:
         sampling: Sampling = None,
         **options: Unpack[GenerateOptions],
     ) -> Iterator[Delta]:
-        """Generate for one prompt, piece by piece; closing the iterator aborts the request.
+        """Generate for one prompt, piece by piece; closing the iterator, or dropping it, aborts the
+        request.
 
         Several streams may run at once, in one thread or many; they share the steps.
 
@@ -221,12 +231,13 @@ class Engine:
         **options: Unpack[GenerateOptions],
     ) -> RequestHandle:
         """Queue a request. The caller runs :meth:`step` until it ends, and then :meth:`release`;
-        or iterates over :meth:`pieces`, which does both.
+        or iterates over :meth:`pieces`, which does both. A request whose handle nobody holds any
+        more is aborted.
 
         Raises:
             InvalidRequest, EngineUnavailable: as for :meth:`generate`.
         """
-        return self._enqueue(self._prepare(prompt, grammar, sampling, **options))
+        return self._enqueue([self._prepare(prompt, grammar, sampling, **options)])[0]
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """The compiled grammar, from the cache if it is there; blocks until it is ready.
@@ -253,20 +264,24 @@ class Engine:
             compiled: The compiled ``request.grammar``.
             compile_ms: How long the request waited for that, for its statistics.
         """
-        return self._enqueue(self._sequence(request, compiled, compile_ms))
+        return self._enqueue([self._sequence(request, compiled, compile_ms)])[0]
 
     def abort(self, handle: RequestHandle) -> None:
         """End a request now; its output, there at once, is what has been generated."""
-        with self._lock:
+        with self._held():
+            self._check_whole()
             self._abort(handle)
             self._publish()
 
     def release(self, handles: Sequence[RequestHandle]) -> None:
         """Forget requests; those that still run are aborted."""
-        with self._lock:
-            for handle in handles:
-                self._abort(handle)
-            self._publish()
+        if not self._own_process.is_here:
+            return
+        with self._held():
+            if self._failure is None:
+                for handle in handles:
+                    self._abort(handle)
+                self._publish()
             for handle in handles:
                 self.output_processor.remove(handle)
 
@@ -294,15 +309,22 @@ class Engine:
             self.release([handle])
 
     def step(self) -> bool:
-        """Run one step of the queued requests; False if there is nothing to do."""
-        with self._lock:
+        """Run one step of the queued requests; False if there is nothing to do.
+
+        Raises:
+            EngineUnavailable: a step before it has failed.
+        """
+        with self._held():
+            self._check_whole()
+            for request_id in self.output_processor.abandoned():
+                self.core.abort(request_id)
             busy = self.core.step()
             self._publish()
             return busy
 
     def prepare_next(self) -> bool:
         """Use an idle moment: see :meth:`EngineCore.prepare_next`; False if there is no use."""
-        with self._lock:
+        with self._held():
             return self.core.scheduler.idle and self.core.prepare_next()
 
     def _publish(self) -> None:
@@ -316,9 +338,11 @@ class Engine:
 
     def close(self) -> None:
         """Abort all requests and end all threads; later calls raise :class:`EngineUnavailable`."""
-        with self._lock:
-            self._closed = True
-            self.release(list(self.output_processor.handles.values()))
+        self._closed = True
+        if not self._own_process.is_here:
+            return
+        with self._held():
+            self.release(self.output_processor.open())
         self.compiler.close()
         self.core.close()
 
@@ -368,17 +392,47 @@ class Engine:
         room = min(self.context_length, self.core.longest) - len(request.prompt_ids)
         return self._choice_tokens.weighed(grammar, room)
 
-    def _enqueue(self, sequence: SequenceState) -> RequestHandle:
-        with self._lock:
-            # Again: the engine may have been closed while the grammar was compiled.
-            self._check_open()
-            handle = self.output_processor.add(sequence.request)
-            self.core.add(sequence)
-        return handle
+    def _enqueue(self, sequences: Sequence[SequenceState]) -> list[RequestHandle]:
+        handles: list[RequestHandle] = []
+        try:
+            with self._held():
+                for sequence in sequences:
+                    # Again: the engine may have been closed while the grammar was compiled.
+                    self._check_open()
+                    handles.append(self.output_processor.add(sequence.request))
+                    self.core.add(sequence)
+        except BaseException:
+            self.release(handles)
+            raise
+        return handles
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Hold the lock: Ctrl-C waits until it is free again. What fails meanwhile is a step, or
+        the reading of one: nothing can be computed after it."""
+        self._own_process.check()
+        with put_off_interrupts(), self._lock:
+            try:
+                yield
+            except EngineUnavailable:
+                raise
+            except BaseException as error:
+                self._failure = error
+                raise
 
     def _check_open(self) -> None:
+        self._own_process.check()
         if self._closed:
             raise EngineUnavailable("the engine is closed: make a new one")
+        self._check_whole()
+
+    def _check_whole(self) -> None:
+        if (error := self._failure) is not None:
+            text = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise EngineUnavailable(
+                f"a step of the engine was cut short, and the engine with it ({text}): "
+                "make a new one"
+            ) from error
 
     def _wait(self, handle: RequestHandle) -> Output:
         while handle.output is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import NamedTuple
@@ -30,27 +32,47 @@ class Unvalidated(NamedTuple):
 class OutputProcessor:
     """Fills the handles of one engine's requests. Not thread-safe: the engine holds its lock.
 
+    A request is its caller's: when nobody else holds its handle, nobody will read or release it.
+
     Args:
         begin_validation: Starts to validate a finished output; None if its grammar is exact.
     """
 
     def __init__(self, begin_validation: Callable[[Grammar, str], Validation | None]) -> None:
-        self.handles: dict[int, RequestHandle] = {}
+        self._handles: dict[int, weakref.ref[RequestHandle]] = {}
+        # A handle may be let go of in any thread, at any moment.
+        self._abandoned: deque[int] = deque()
         self._begin_validation = begin_validation
         self._unvalidated: dict[int, Unvalidated] = {}
 
     def add(self, request: Request) -> RequestHandle:
         """Make the handle of a request."""
-        handle = self.handles[request.id] = RequestHandle(request)
+        handle, abandoned = RequestHandle(request), self._abandoned
+        let_go = weakref.ref(handle, lambda _: abandoned.append(request.id))
+        self._handles[request.id] = let_go
         return handle
 
     def remove(self, handle: RequestHandle) -> None:
         """Forget a request."""
-        self.handles.pop(handle.request.id, None)
+        self._handles.pop(handle.request.id, None)
+
+    def open(self) -> list[RequestHandle]:
+        """The handles of all requests that nobody has released."""
+        return [handle for ref in self._handles.values() if (handle := ref()) is not None]
+
+    def abandoned(self) -> Iterator[int]:
+        """The ids of requests whose handles have gone unreleased since the last call; these are
+        forgotten."""
+        while self._abandoned:
+            request_id = self._abandoned.popleft()
+            if self._handles.pop(request_id, None) is not None:
+                yield request_id
 
     def push(self, sequence: SequenceState) -> None:
         """Hand out the newest tokens of a sequence that is still running."""
-        handle = self.handles[sequence.request.id]
+        handle = self._handle(sequence)
+        if handle is None:
+            return
         if sequence.prompt_logprobs:
             _push_prompt(handle, sequence)
         handle.push(_delta(sequence, handle.pushed_tokens, finished=False))
@@ -58,7 +80,9 @@ class OutputProcessor:
     def finish(self, sequence: SequenceState) -> None:
         """Hand out the last piece and the output of a sequence that has ended; a best-effort
         output is kept until :meth:`deliver_validated`."""
-        handle, reason = self.handles[sequence.request.id], sequence.finish_reason
+        handle, reason = self._handle(sequence), sequence.finish_reason
+        if handle is None:
+            return
         assert reason is not None
         _push_prompt(handle, sequence)
         error, grammar = sequence.error, handle.request.grammar
@@ -86,6 +110,11 @@ class OutputProcessor:
             return
         handle.push(last)
         handle.end(output, None if error is None else type(error).__name__)
+
+    def _handle(self, sequence: SequenceState) -> RequestHandle | None:
+        """A sequence's handle; None if nobody holds it any more."""
+        ref = self._handles.get(sequence.request.id)
+        return None if ref is None else ref()
 
     def validation(self, handle: RequestHandle) -> Validation | None:
         """The validation that a handle's output waits for, if it does."""

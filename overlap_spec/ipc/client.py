@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
+from overlap_spec.engine.own_process import OwnProcess
 from overlap_spec.errors import (
     CheckpointError,
     ConfigError,
@@ -69,7 +70,7 @@ class EngineClient:
         self._last_message_s = time.monotonic()
         self._process: EngineProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._numbers = itertools.count(1)
+        self._numbers, self._own_process = itertools.count(1), OwnProcess()
         self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     @property
@@ -95,6 +96,8 @@ class EngineClient:
     async def close(self) -> None:
         """End the process; open requests fail."""
         self.health = "closed"
+        if not self._own_process.is_here:
+            return
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             supervisor.cancel()
@@ -118,7 +121,9 @@ class EngineClient:
         return handle
 
     def check_room(self) -> None:
-        """Raise QueueFull if no further request may be opened."""
+        """Raise QueueFull if no further request may be opened, and EngineUnavailable in a fork of
+        the process that made the client."""
+        self._own_process.check()
         count = len(self.open) + self.preparing
         if count >= self.max_open_requests:
             raise QueueFull(
@@ -127,7 +132,8 @@ class EngineClient:
             )
 
     def _abort(self, number: int) -> None:
-        if number in self.open and self._process is not None:
+        here = self._own_process.is_here
+        if here and number in self.open and self._process is not None:
             self._process.send(m.AbortRequest(number))
 
     def end_open(self, reason: str) -> None:
@@ -153,6 +159,7 @@ class EngineClient:
             self._queries.pop(number, None)
 
     def _ready_process(self) -> EngineProcess:
+        self._own_process.check()
         if self.health == "closed":
             raise EngineUnavailable("the engine is closed: make a new one")
         if self._process is None:

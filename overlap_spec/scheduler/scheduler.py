@@ -59,6 +59,7 @@ class Scheduler:
         self._assign = assign
         # Pages handed out that no plan has told the worker of yet.
         self._grants: list[PageGrant] = []
+        self._untrusted: list[int] = []
         self._steps = self._committed = self._starts = 0
         self.preemptions = 0
 
@@ -177,6 +178,9 @@ class Scheduler:
         kept, tier, now_ns = [], plan.tier, time.perf_counter_ns()
         for (request_id, row, _), got in zip(plan.verified, result.rows, strict=True):
             sequence = by_id[request_id]
+            if got.error is not None:
+                # Also of one that has ended: its pages hold it all the same.
+                self._distrust(sequence)
             if sequence.finish_reason is None:
                 sequence.tier, sequence.confidences = tier, got.confidences
                 kept.append((sequence, self._take(sequence, got, row in trees, now_ns)))
@@ -236,9 +240,21 @@ class Scheduler:
             if sequence.request.id == request_id and sequence.finish_reason is None:
                 sequence.finish_reason = "abort"
 
-    def evict(self, sequence: Sequence) -> None:
-        """Allow no reuse of the sequence's pages: what they hold is not to be trusted."""
-        self.allocator.free(self.tree.detach(sequence.path))
+    def _distrust(self, sequence: Sequence) -> None:
+        """Allow no reuse of what the sequence's pages hold: it may be no numbers. Others that hold
+        some of them read on; all are cleared when nobody does."""
+        sequence.untrusted = True
+        self._free_untrusted(self.tree.detach(sequence.path))
+
+    def _free_untrusted(self, pages: list[int]) -> None:
+        self.allocator.free(pages)
+        self._untrusted += pages
+
+    def take_untrusted(self) -> list[int]:
+        """Pages freed since the last call that may hold what is no number: to be cleared before
+        the plan that :meth:`plan` has just made."""
+        pages, self._untrusted = self._untrusted, []
+        return pages
 
     def retire(self) -> list[Sequence]:
         """Free rows and pages of ended sequences that no step under way reads; returns these."""
@@ -359,11 +375,15 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self._grants = [grant for grant in self._grants if grant[0] != sequence.row]
-        if sequence.error is None:
+        if sequence.error is None and not sequence.untrusted:
             self._offer(sequence, sequence.committed_tokens)
         shared = {node.page for node in sequence.path}
-        self.allocator.free(page for page in sequence.pages if page not in shared)
-        self.allocator.free(self.tree.release(sequence.path))
+        own = [page for page in sequence.pages if page not in shared]
+        if sequence.untrusted:
+            self._free_untrusted(own)
+        else:
+            self.allocator.free(own)
+        self._free_untrusted(self.tree.release(sequence.path))
         sequence.pages, sequence.path = [], []
         self._free_rows.append(sequence.row)
         sequence.row = -1

@@ -39,7 +39,7 @@ class Sequence:
     its prompt; ``choice_logprobs``: the result. ``trie``: of the texts that its whole
     output can be. ``states``: its grammar's table, where it has one. ``prompt_logprobs``: one entry
     a prompt token, as far as results are known, where they are asked for; ``scored_tokens``: prompt
-    tokens whose rows have been asked for them.
+    tokens whose rows have been asked for them. ``untrusted``: its pages may hold what is no number.
     """
 
     request: Request
@@ -68,6 +68,7 @@ class Sequence:
     choice_logprobs: tuple[float, ...] = ()
     prompt_logprobs: list[PromptLogprobs | None] = field(default_factory=list)
     scored_tokens: int = 0
+    untrusted: bool = False
     last_token_ns: int = 0
 
     def __post_init__(self) -> None:
