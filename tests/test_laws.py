@@ -253,6 +253,7 @@ GRAMMAR_FILES: dict[str, set[str]] = {
     "spec": {
         "few_texts",
         "formats",
+        "functions",
         "markers",
         "outputs",
         "reasoning",

@@ -32,7 +32,7 @@ MOST_PROMPT_LOGPROBS = 2**18
 # Patterns that end an output, and words that it may not have.
 MOST_PATTERNS, MOST_WORDS = 8, 1024
 # What is told of variables that nobody reads.
-MOST_TOLD, LONGEST_TOLD = 8, 64
+MOST_TOLD, LONGEST_TOLD = 4, 64
 # Names that others have for arguments → ours.
 ELSEWHERE = {
     "max_new_tokens": "max_tokens",

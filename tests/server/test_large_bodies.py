@@ -94,7 +94,17 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "stop_sequences": (MESSAGES, message("x", stop_sequences=[1] * 200_000)),
     "chat_parts": (CHAT, {"messages": [asked(most(TEXT))]}),
     "switches": (CHAT, {"messages": HI, "chat_template_kwargs": FIELDS}),
-    "long_switch": (CHAT, {"messages": HI, "chat_template_kwargs": {"tools": LONG}}),
+    "long_switch": (
+        CHAT,
+        {"messages": HI, "chat_template_kwargs": {"tools": LONG}, "max_tokens": 1},
+    ),
+    "many_nulls": (
+        CHAT,
+        {"messages": HI, "max_tokens": 1} | {f"x{i}": None for i in range(60_000)},
+    ),
+    "bad_words": (CHAT, {"messages": HI, "bad_words": [LONG]}),
+    "stop_regex": (CHAT, {"messages": HI, "stop_regex": LONG}),
+    "allowed": (CHAT, {"messages": HI, "allowed_token_ids": [9999] * 200_000}),
     "functions": (CHAT, {"messages": HI, "functions": most({"name": "f"})}),
     "guided_choice": (CHAT, {"messages": HI, "guided_choice": [1] * 200_000}),
     "guided_json": (CHAT, {"messages": HI, "guided_json": {"enum": list(range(100_000))}}),
@@ -102,7 +112,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "calls": (CHAT, {"messages": [SAID] * 4000}),
 }
 # These are fine: what is large in them is not used.
-FINE = ("parts", "chat_parts", "annotations", "cache_control")
+FINE = ("parts", "chat_parts", "annotations", "cache_control", "long_switch", "many_nulls")
 
 
 def worst_turn_s(server: Server) -> float:
