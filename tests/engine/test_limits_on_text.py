@@ -121,9 +121,7 @@ def test_a_pattern_ends_the_text_where_it_first_matches(engine: Engine, pattern:
         assert output.finish_reason == ("length" if end is None else "stop")
         assert output.stop_match == (None if end is None else pattern)
         ended += end is not None
-        least = same(
-            engine, seed=seed, allowed_token_ids=letters, stop_regex=pattern, min_tokens=12
-        )
+        least = of_letters(engine, seed, stop_regex=pattern, min_tokens=12)
         assert len(least.token_ids) >= 12
     assert ended > 1
 
@@ -134,10 +132,9 @@ def test_a_stop_string_is_kept_where_that_is_asked_for(engine: Engine) -> None:
         free = of_letters(engine, seed)
         stop = free.text[9:11]
         cut, kept = (
-            same(
+            of_letters(
                 engine,
-                seed=seed,
-                allowed_token_ids=letters,
+                seed,
                 stop=[stop],
                 include_stop_str_in_output=keep,
             )
@@ -146,10 +143,9 @@ def test_a_stop_string_is_kept_where_that_is_asked_for(engine: Engine) -> None:
         assert kept.text == free.text[: free.text.index(stop) + len(stop)]
         assert cut.text + stop == kept.text
         token = free.token_ids[8]
-        kept = same(
+        kept = of_letters(
             engine,
-            seed=seed,
-            allowed_token_ids=letters,
+            seed,
             stop_token_ids=[token],
             include_stop_str_in_output=True,
         )

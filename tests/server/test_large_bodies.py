@@ -49,6 +49,7 @@ CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a"
 THOUGHT = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": ""}]}
 SAID = {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "name": "f"}
+SHORT: dict[str, Any] = {"messages": HI, "max_tokens": 1}
 LONG = "x " * 4_000_000
 FIELDS = {str(number): number for number in range(60_000)}
 
@@ -96,11 +97,11 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "switches": (CHAT, {"messages": HI, "chat_template_kwargs": FIELDS}),
     "long_switch": (
         CHAT,
-        {"messages": HI, "chat_template_kwargs": {"tools": LONG}, "max_tokens": 1},
+        SHORT | {"chat_template_kwargs": {"tools": LONG}},
     ),
     "many_nulls": (
         CHAT,
-        {"messages": HI, "max_tokens": 1} | {f"x{i}": None for i in range(60_000)},
+        SHORT | {f"x{i}": None for i in range(60_000)},
     ),
     "bad_words": (CHAT, {"messages": HI, "bad_words": [LONG]}),
     "stop_regex": (CHAT, {"messages": HI, "stop_regex": LONG}),
