@@ -65,7 +65,7 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"rid": "x", "request_id": "y"}, "request_id", "send one"),
     (TEXT, {"prompt": "x", "user": "x" * 257}, "user", "at most 256"),
     (CHAT, {"model": "x" * 257}, "model", "at most 256"),
-    (CHAT, {"metadata": {"a": "x" * 513}}, "metadata", "at most 512"),
+    (CHAT, {"metadata": {"a": "x" * 513}}, "metadata.a", "at most 512"),
     (CHAT, {"stop_regex": "(a"}, "stop_regex", "unterminated"),
     (CHAT, {"allowed_token_ids": [9999]}, "allowed_token_ids", "outside the vocabulary"),
     (CHAT, {"bad_words": "a"}, "bad_words", "valid list"),
