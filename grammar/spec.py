@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex import parse
+from overlap_spec.grammar.functions import arguments_type, is_function
 from overlap_spec.grammar.metaschema import check_schema
 from overlap_spec.grammar.outputs import pattern_text, schema_of, texts_of, value_of
 from overlap_spec.grammar.parsing import lark
@@ -122,7 +123,7 @@ class Grammar:
         Args:
             schema: A schema as dict, bool or JSON text; or a type, whose instances `parse` then
                 returns: a pydantic model, dataclass, TypedDict, Enum, `Literal[…]`, `Union`,
-                `list[…]`, `int` and the like.
+                `list[…]`, `int` and the like. A function: its arguments, as a dict.
             whitespace: See the class.
             best_effort: See the class.
             key_order: See the class.
@@ -138,7 +139,8 @@ class Grammar:
         elif isinstance(schema, Mapping):
             schema = dict(schema)
         elif not isinstance(schema, bool):
-            output, schema = schema, schema_of(schema)
+            output = arguments_type(schema) if is_function(schema) else schema
+            schema = schema_of(output)
         check_schema(schema)
         source, layout = canonical(schema), _layout(whitespace)
         unheld = warnings_of(schema, formats=formats == "assertion")
@@ -264,7 +266,8 @@ class Grammar:
         not supported, any JSON object is allowed.
 
         Args:
-            tools: OpenAI tool definitions, `{"type": "function", "function": {…}}`.
+            tools: OpenAI tool definitions, `{"type": "function", "function": {…}}`, or plain
+                functions, whose signatures and docstrings make them.
             choice: As OpenAI's `tool_choice`. `"auto"`: free text, calls, or text before calls;
                 free text never contains the start of a call, so that every call is complete.
                 `"required"`: at least one call. `"none"`: free text. A name, or

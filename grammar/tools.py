@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.functions import as_tool, is_function
 from overlap_spec.grammar.metaschema import check_schema
 from overlap_spec.grammar.tool_formats import load_format
 
@@ -47,6 +48,8 @@ def read_tools(
 
 
 def _read_tool(tool: Any, path: str, strict: bool | None) -> list[Any]:
+    if is_function(tool):
+        tool = as_tool(tool)
     if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
         raise GrammarError(f'{path} must be {{"type": "function", "function": {{…}}}}', "tools")
     _only(tool, {"type", "function"}, path)

@@ -11,16 +11,20 @@ from types import TracebackType
 from typing import Any, TypeVar, Unpack, overload
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.engine.input_processor import (
-    GenerateOptions,
+from overlap_spec.engine.arguments import (
     GrammarLike,
-    InputProcessor,
     Prompt,
     Sampling,
     as_prompts,
-    count_characters,
+    copies,
     each,
     each_grammar,
+    grouped,
+)
+from overlap_spec.engine.input_processor import (
+    GenerateOptions,
+    InputProcessor,
+    count_characters,
 )
 from overlap_spec.errors import EngineUnavailable, RequestFailed
 from overlap_spec.ipc import messages as m
@@ -143,8 +147,20 @@ class AsyncEngine:
         prompt: Prompt,
         grammar: GrammarLike = None,
         sampling: Sampling = None,
+        n: None = None,
         **options: Unpack[GenerateOptions],
     ) -> Output: ...
+
+    @overload
+    async def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        grammar: GrammarLike = None,
+        sampling: Sampling = None,
+        *,
+        n: int,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Output]: ...
 
     @overload
     async def generate(
@@ -152,16 +168,29 @@ class AsyncEngine:
         prompt: Sequence[Prompt],
         grammar: GrammarLike | Sequence[GrammarLike] = None,
         sampling: Sampling | Sequence[Sampling] = None,
+        n: None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Output]: ...
+
+    @overload
+    async def generate(
+        self,
+        prompt: Sequence[Prompt],
+        grammar: GrammarLike | Sequence[GrammarLike] = None,
+        sampling: Sampling | Sequence[Sampling] = None,
+        *,
+        n: int,
+        **options: Unpack[GenerateOptions],
+    ) -> list[list[Output]]: ...
 
     async def generate(
         self,
         prompt: Prompt | Sequence[Prompt],
         grammar: GrammarLike | Sequence[GrammarLike] = None,
         sampling: Sampling | Sequence[Sampling] = None,
+        n: int | None = None,
         **options: Unpack[GenerateOptions],
-    ) -> Output | list[Output]:
+    ) -> Output | list[Output] | list[list[Output]]:
         """As :meth:`overlap_spec.engine.Engine.generate`; cancelling it aborts the requests.
 
         Raises:
@@ -174,14 +203,15 @@ class AsyncEngine:
         handles: list[AsyncRequestHandle] = []
         try:
             for p, g, s in zip(prompts, grammars, samplings, strict=True):
-                handles.append(self.send(await self.prepare(p, g, s, **options)))
+                request = await self.prepare(p, g, s, **options)
+                handles += [self.send(copy) for copy in copies(request, 1 if n is None else n)]
             for handle in handles:
                 await handle.queued()
             outputs = [await handle.finish() for handle in handles]
         finally:
             for handle in handles:
                 handle.abort()
-        return outputs[0] if single else outputs
+        return grouped(outputs, n, single)
 
     async def stream(
         self,

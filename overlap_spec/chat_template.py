@@ -45,7 +45,8 @@ class Rendering:
         open_answer: Add the start of the model's answer.
         continues: End inside the last message, an assistant's, which the model goes on with; no
             answer is opened.
-        variables: Values for the template's own switches, such as ``enable_thinking``.
+        variables: Values for the template's own switches, such as ``enable_thinking``; those that
+            it does not read are left out.
     """
 
     open_answer: bool = True
@@ -100,10 +101,9 @@ class ChatTemplate:
         """The text of a chat.
 
         Raises:
-            InvalidRequest: the template refuses the messages, fails at them, or does not read one
-                of the variables; or the last message cannot be continued.
+            InvalidRequest: the template refuses the messages, or fails at them; or the last message
+                cannot be continued.
         """
-        self._check_variables(rendering.variables)
         mark = ""
         if rendering.continues:
             # What the template writes behind the last message's text is left out.
@@ -121,15 +121,6 @@ class ChatTemplate:
             )
         return text
 
-    def _check_variables(self, variables: Mapping[str, Any]) -> None:
-        for name in variables:
-            if name not in self.switches:
-                known = ", ".join(sorted(self.switches)) or "none"
-                raise InvalidRequest(
-                    f"the model's chat template has no switch {name!r}; it has: {known}",
-                    "chat_template_kwargs",
-                )
-
     def _guarded(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, rendering: Rendering
     ) -> str:
@@ -145,7 +136,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Any] | None, rendering: Rendering
     ) -> str:
         own = {
-            **rendering.variables,
+            **{name: v for name, v in rendering.variables.items() if name in self.switches},
             "messages": [dict(message) for message in messages],
             "tools": list(tools) if tools else None,
             "add_generation_prompt": rendering.open_answer and not rendering.continues,

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from overlap_spec.async_engine import AsyncEngine
-from overlap_spec.engine.input_processor import (
-    GenerateOptions,
-    Prompt,
-    Sampling,
-    as_grammar,
-    as_prompts,
-)
+from overlap_spec.engine.arguments import Prompt, Sampling, as_grammar
+from overlap_spec.engine.input_processor import GenerateOptions
 from overlap_spec.errors import RequestFailed
 from overlap_spec.types import Output
 
@@ -50,13 +45,16 @@ class Generator:
         self,
         prompt: Prompt | Sequence[Prompt],
         sampling: Sampling = None,
+        n: int | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Any:
-        """The value for a prompt, or a list of values for a list of prompts.
+        """The value for a prompt, or a list of values for a list of prompts; with ``n`` a list of
+        ``n`` values in each one's place.
 
         Args:
             prompt: As :meth:`Engine.generate` takes it.
             sampling: Replaces the generator's default.
+            n: Values for each prompt, at consecutive seeds.
             options: As :meth:`Engine.generate` takes them: fields of SamplingParams, which go
                 before those of ``sampling``, and ``raw``, ``tools`` and ``priority``.
 
@@ -65,19 +63,20 @@ class Generator:
             RequestFailed: an output is not a complete value: it failed, was cut by ``max_tokens``
                 or a stop string, or is a best-effort output that is not valid.
         """
-        _, single = as_prompts(prompt)
         chosen = self.sampling if sampling is None else sampling
-        if isinstance(self.engine, AsyncEngine):
-            return self._later(prompt, chosen, single, options)
-        outputs = cast("Any", self.engine.generate(prompt, self.grammar, chosen, **options))
-        return self._value(outputs) if single else [self._value(output) for output in outputs]
+        # One type of a call's arguments is as good as another here.
+        engine = cast("Any", self.engine)
+        outputs = engine.generate(prompt, self.grammar, chosen, n, **options)
+        return self._later(outputs) if isinstance(engine, AsyncEngine) else self._values(outputs)
 
-    async def _later(
-        self, prompt: Any, sampling: Sampling, single: bool, options: GenerateOptions
-    ) -> Any:
-        engine = cast("AsyncEngine", self.engine)
-        outputs: Any = await engine.generate(prompt, self.grammar, sampling, **options)
-        return self._value(outputs) if single else [self._value(output) for output in outputs]
+    async def _later(self, outputs: Awaitable[Any]) -> Any:
+        return self._values(await outputs)
+
+    def _values(self, outputs: Any) -> Any:
+        """The value of an output, or those of a list of them."""
+        if isinstance(outputs, list):
+            return [self._values(each) for each in outputs]
+        return self._value(outputs)
 
     def _value(self, output: Output) -> Any:
         if output.error is not None:

@@ -84,6 +84,10 @@ class Tokenizer:
         """Variables that the chat template reads besides the chat's own."""
         return frozenset() if self._template is None else self._template.switches
 
+    def unread(self, variables: Mapping[str, Any]) -> list[str]:
+        """The variables that the chat template does not read."""
+        return [name for name in variables if name not in self.switches]
+
     def chat(
         self,
         messages: Sequence[Message],
@@ -135,8 +139,6 @@ class Tokenizer:
             for name in names
             if getattr(params, name) is None and given.get(name) is not None
         }
-        if fill.get("top_k") == 0:
-            fill["top_k"] = -1
         return replace(params, **fill)
 
     def _special_tokens(self) -> dict[str, str]:

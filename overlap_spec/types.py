@@ -34,6 +34,8 @@ TOKEN_STEPS, FEW_TOKENS = 16, 8
 TRIE_NODES = 512
 # Drafts of one request that are told of a step.
 MOST_TOLD_DRAFTS = 128
+# Sequences of several tokens that a request's output may not have, and tokens of one.
+MOST_BANNED, BANNED_TOKENS = 256, 16
 Origin = Literal["grafted", "drafted", "bonus", "forced"]
 Fate = Literal["accepted", "masked", "rejected", "late", "cut"]
 Int64s = NDArray[np.int64]
@@ -55,13 +57,23 @@ class GrammarTable(NamedTuple):
     forced: NDArray[np.int16]
 
 
+# Fields of sampling that are true or false.
+SWITCHES = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "speculate",
+    "origins",
+    "draft_trees",
+)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen. None means: the model's ``generation_config.json``, else the default.
 
     Attributes:
         temperature: 0 is greedy; default 1.
-        top_k: Keep the k most probable tokens; -1 keeps all.
+        top_k: Keep the k most probable tokens; -1 keeps all, and so does 0.
         top_p: Of these, keep the smallest set whose mass reaches p.
         min_p: Of these, drop tokens less probable than ``min_p`` times the most probable.
         repetition_penalty: Of tokens in prompt or output, positive logits are divided by it and
@@ -69,9 +81,16 @@ class SamplingParams:
         presence_penalty, frequency_penalty: Subtracted from the logit of a token in the output,
             once, and once an occurrence.
         logit_bias: Token id → value added to its logit.
+        allowed_token_ids: No other token is chosen, stop tokens included; None allows all.
+        bad_words: Texts that the output does not have, written in the tokens that they have at the
+            start of a text or behind a space: the last of these tokens is not chosen behind the
+            others. A text that other tokens make up is not seen.
         min_tokens: No stop token before this many output tokens.
         max_tokens: At most this many output tokens; None is what the context leaves.
         stop: Strings that end the output, which does not contain them.
+        stop_regex: Patterns that end the output where a match first ends; it keeps what matched.
+        include_stop_str_in_output: Whether the text keeps the stop string, or the text of the stop
+            token, that ended it.
         stop_token_ids: Tokens that end the output, besides the model's own.
         ignore_eos: The model's own end-of-text tokens do not end the output.
         seed: Noise depends on (seed, position, token) alone; None draws a seed.
@@ -98,9 +117,13 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     min_tokens: int = 0
     max_tokens: int | None = None
     stop: str | Sequence[str] = ()
+    stop_regex: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     seed: int | None = None
@@ -138,28 +161,38 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not (_is_int(value) and value >= least):
                 raise InvalidRequest(f"{name} must be an integer >= {least}: {value!r}", name)
-        if self.top_k is not None and not (
-            _is_int(self.top_k) and (self.top_k == -1 or self.top_k >= 1)
-        ):
-            raise InvalidRequest(f"top_k must be -1 or an integer >= 1: {self.top_k!r}", "top_k")
+        if self.top_k is not None and not (_is_int(self.top_k) and self.top_k >= -1):
+            raise InvalidRequest(f"top_k must be an integer >= -1: {self.top_k!r}", "top_k")
+        if self.top_k == 0:
+            object.__setattr__(self, "top_k", -1)
         if self.seed is not None and not (_is_int(self.seed) and -(2**63) <= self.seed < 2**63):
             raise InvalidRequest(f"seed must be a 64-bit integer: {self.seed!r}", "seed")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens is over max_tokens", "min_tokens")
-        for name in ("ignore_eos", "speculate", "origins", "draft_trees"):
+        for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false: {getattr(self, name)!r}", name)
         self._check_collections()
 
     def _check_collections(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(isinstance(text, str) and text for text in stops):
-            raise InvalidRequest(f"stop must be non-empty strings: {self.stop!r}", "stop")
-        object.__setattr__(self, "stop", stops)
-        ids = tuple(self.stop_token_ids)
-        if not all(_is_int(token) and token >= 0 for token in ids):
-            raise InvalidRequest("stop_token_ids must be token ids", "stop_token_ids")
-        object.__setattr__(self, "stop_token_ids", ids)
+        for name in ("stop", "stop_regex", "bad_words"):
+            given = getattr(self, name)
+            texts = (given,) if isinstance(given, str) else tuple(given)
+            if not all(isinstance(text, str) and text for text in texts):
+                raise InvalidRequest(f"{name} must be non-empty strings: {given!r}", name)
+            object.__setattr__(self, name, texts)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            given = getattr(self, name)
+            if given is None:
+                continue
+            ids = tuple(given)
+            if not all(_is_int(token) and token >= 0 for token in ids):
+                raise InvalidRequest(f"{name} must be token ids", name)
+            object.__setattr__(self, name, ids)
+        if self.allowed_token_ids == ():
+            raise InvalidRequest(
+                "allowed_token_ids allows no token: name at least one", "allowed_token_ids"
+            )
         for token, value in self.logit_bias.items():
             if not (_is_int(token) and token >= 0) or not _is_number(value):
                 raise InvalidRequest(
@@ -191,6 +224,8 @@ class Request:
     ``grammar`` is the caller's specification (None: free text), opaque to all but the grammar
     room; ``stop_ids`` are all tokens that end the output. Of those that wait, the higher
     ``priority`` starts first. Computed pages are shared among requests of one ``cache_salt`` alone.
+    ``banned``: sequences of tokens that the output may not have; ``warnings``: what the caller
+    asked for and nothing heeds.
     """
 
     id: int
@@ -203,6 +238,8 @@ class Request:
     arrival_ns: int
     priority: int = 0
     cache_salt: str = ""
+    banned: tuple[tuple[int, ...], ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -629,7 +666,7 @@ class Output:
         verdict: What validation found of a best-effort output that came to its end; None of any
             other.
         choices: Each text of a choice with ``probabilities``, in its order.
-        warnings: What the grammar asks for and nothing holds, such as formats that nobody knows.
+        warnings: What was asked for and nothing holds or heeds, such as formats that nobody knows.
         prompt_logprobs: One entry a prompt token if asked for; the first, before which nothing
             stands, is None. Of a request that ended before its output began, those that came.
     """

@@ -60,11 +60,14 @@ EMPTY_TEXT = Dfa(((),), (True,))
 
 
 @dataclass
-class _Nfa:
+class Nfa:
+    """A nondeterministic automaton: each state's moves, with a character and without one."""
+
     free: list[list[int]] = field(default_factory=list)
     spans: list[list[Move]] = field(default_factory=list)
 
     def state(self) -> int:
+        """A new state's number; TooLargeError over a limit."""
         if len(self.free) > 8 * MOST_STATES:
             raise TooLargeError
         self.free.append([])
@@ -101,6 +104,7 @@ class _Nfa:
         return end
 
     def closure(self, states: Iterable[int]) -> frozenset[int]:
+        """States, and all that they reach without a character."""
         pending, seen = list(states), set[int]()
         while pending:
             state = pending.pop()
@@ -117,7 +121,7 @@ def from_node(node: Node) -> Dfa:
 
 def before(node: Node, rest: Dfa) -> Dfa:
     """Texts that `node` matches, followed by texts of `rest`."""
-    nfa = _Nfa()
+    nfa = Nfa()
     end = nfa.add(node, nfa.state())
     offset = len(nfa.free)
     for moves in rest.moves:

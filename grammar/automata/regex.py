@@ -103,12 +103,17 @@ class Pattern:
 
     def whole(self, escape: Escape) -> Node:
         """Texts that match in full; anchors at the ends have no effect."""
-        return self._around(escape, EMPTY)
+        return self._around(escape, EMPTY, EMPTY)
 
     def found(self, escape: Escape) -> Node:
         """Texts that contain a match, as JSON Schema defines `pattern`."""
         anything = escape(charset.ALL)
-        return self._around(escape, Repetition(anything, 0, None) if anything else EMPTY)
+        around = Repetition(anything, 0, None) if anything else EMPTY
+        return self._around(escape, around, around)
+
+    def ending(self) -> Node:
+        """Texts that end in a match; an anchor at the pattern's end has no effect."""
+        return self._around(plain, Repetition(CharClass(charset.ALL), 0, None), EMPTY)
 
     def automaton(self) -> Dfa:
         """Texts that contain a match; look-aheads are supported.
@@ -221,10 +226,10 @@ class Pattern:
             return None
         return self._set(body[0]), int(low), _bound(high)
 
-    def _around(self, escape: Escape, around: Node) -> Node:
+    def _around(self, escape: Escape, left: Node, right: Node) -> Node:
         ways = []
         for items in _alternatives(list(self._parsed)):
-            before = after = around
+            before, after = left, right
             if items and _is_start(items[0]):
                 items, before = items[1:], EMPTY
             if items and _is_end(items[-1]):
@@ -234,8 +239,8 @@ class Pattern:
                 parts = _absorbed(parts)
             if after != EMPTY:
                 parts = _absorbed(parts[::-1])[::-1]
-            if not parts and around in (before, after):
-                return around
+            if not parts and EMPTY not in (left, right) and (before == left or after == right):
+                return left
             ways.append(concat(before, concat(*parts), after))
         return alternate(*ways)
 

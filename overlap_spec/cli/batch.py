@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 LINE_FIELDS = {"custom_id", "method", "url", "body"}
+# Results repeat it.
+LONGEST_ID = 256
 ANSWERED = 200
 
 
@@ -156,6 +158,9 @@ def read_line(number: int, text: str) -> BatchLine:
     name = data.get("custom_id")
     if not isinstance(name, str) or not name:
         raise BadLine(f"line {number}: custom_id must be a text that is not empty", None)
+    if len(name) > LONGEST_ID:
+        text = f"custom_id has {len(name)} characters; {LONGEST_ID} are allowed"
+        raise BadLine(f"line {number}: {text}", None)
     if unknown := sorted(set(data) - LINE_FIELDS):
         raise BadLine(f"line {number}: unknown field {unknown[0]!r}", name)
     if data.get("method") != "POST":

@@ -104,7 +104,12 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         return read_text("--prompt-file", file)
     if prompt is None and sys.stdin.isatty():
         raise InvalidRequest("give a prompt, --prompt-file, or text on standard input", "prompt")
-    return sys.stdin.read() if prompt in (None, "-") else str(prompt)
+    if prompt not in (None, "-"):
+        return str(prompt)
+    text = sys.stdin.read()
+    if not text.strip():
+        raise InvalidRequest("standard input is empty: give a prompt there, or as PROMPT", "prompt")
+    return text
 
 
 def as_messages(prompt: str, system: str | None, raw: bool) -> str | list[dict[str, str]]:

@@ -13,24 +13,25 @@ from types import TracebackType
 from typing import Any, Unpack, overload
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.engine.core import EngineCore
-from overlap_spec.engine.grammar_manager import StepFigures
-from overlap_spec.engine.input_processor import (
-    GenerateOptions,
+from overlap_spec.engine.arguments import (
     GrammarLike,
-    InputProcessor,
-    Limits,
     Prompt,
     Sampling,
     as_prompts,
+    copies,
     each,
     each_grammar,
+    grouped,
 )
+from overlap_spec.engine.core import EngineCore
+from overlap_spec.engine.grammar_manager import StepFigures
+from overlap_spec.engine.input_processor import GenerateOptions, InputProcessor, Limits
 from overlap_spec.engine.interrupts import put_off_interrupts
 from overlap_spec.engine.output_processor import OutputProcessor
 from overlap_spec.engine.own_process import OwnProcess
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import ConfigError, EngineUnavailable, RequestFailed
+from overlap_spec.grammar.automata.search import TextSearch, search
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.choices import ChoiceTokens
 from overlap_spec.grammar.compile import GrammarCompiler
@@ -149,8 +150,20 @@ class Engine:
         prompt: Prompt,
         grammar: GrammarLike = None,
         sampling: Sampling = None,
+        n: None = None,
         **options: Unpack[GenerateOptions],
     ) -> Output: ...
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        grammar: GrammarLike = None,
+        sampling: Sampling = None,
+        *,
+        n: int,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Output]: ...
 
     @overload
     def generate(
@@ -158,16 +171,29 @@ class Engine:
         prompt: Sequence[Prompt],
         grammar: GrammarLike | Sequence[GrammarLike] = None,
         sampling: Sampling | Sequence[Sampling] = None,
+        n: None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Output]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        grammar: GrammarLike | Sequence[GrammarLike] = None,
+        sampling: Sampling | Sequence[Sampling] = None,
+        *,
+        n: int,
+        **options: Unpack[GenerateOptions],
+    ) -> list[list[Output]]: ...
 
     def generate(
         self,
         prompt: Prompt | Sequence[Prompt],
         grammar: GrammarLike | Sequence[GrammarLike] = None,
         sampling: Sampling | Sequence[Sampling] = None,
+        n: int | None = None,
         **options: Unpack[GenerateOptions],
-    ) -> Output | list[Output]:
+    ) -> Output | list[Output] | list[list[Output]]:
         """Generate for one prompt, or for a list of prompts at once.
 
         Args:
@@ -177,12 +203,14 @@ class Engine:
                 model, dataclass, TypedDict, Enum, compiled pattern …); one for all prompts, or
                 one each.
             sampling: SamplingParams or a mapping of its fields; one for all prompts, or one each.
+            n: Outputs of each prompt, at consecutive seeds; None is one, by itself.
             options: Fields of SamplingParams, which go before those of ``sampling``; and ``raw``,
                 ``tools`` and ``priority``: see
                 :class:`overlap_spec.engine.input_processor.PromptOptions`.
 
         Returns:
-            Output, or a list of them in the prompts' order. A request that fails while it runs has
+            Output, or a list of them in the prompts' order; with ``n`` a list of ``n`` of them in
+            each one's place, also where ``n`` is 1. A request that fails while it runs has
             ``finish_reason`` ``error``; the others go on.
 
         Raises:
@@ -194,16 +222,15 @@ class Engine:
         prompts, single = as_prompts(prompt)
         grammars = each_grammar(grammar, len(prompts), self.config.additional_properties)
         samplings = each("sampling", sampling, len(prompts))
-        sequences = [
-            self._prepare(p, g, s, **options)
-            for p, g, s in zip(prompts, grammars, samplings, strict=True)
-        ]
-        handles = self._enqueue(sequences)
+        asked = zip(prompts, grammars, samplings, strict=True)
+        count = 1 if n is None else n
+        prepared = [self._prepare(p, g, s, count, **options) for p, g, s in asked]
+        handles = self._enqueue([sequence for group in prepared for sequence in group])
         try:
             outputs = [self._wait(handle) for handle in handles]
         finally:
             self.release(handles)
-        return outputs[0] if single else outputs
+        return grouped(outputs, n, single)
 
     def stream(
         self,
@@ -237,7 +264,7 @@ class Engine:
         Raises:
             InvalidRequest, EngineUnavailable: as for :meth:`generate`.
         """
-        return self._enqueue([self._prepare(prompt, grammar, sampling, **options)])[0]
+        return self._enqueue(self._prepare(prompt, grammar, sampling, 1, **options))[0]
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """The compiled grammar, from the cache if it is there; blocks until it is ready.
@@ -358,23 +385,36 @@ class Engine:
         self.close()
 
     def _prepare(
-        self, prompt: Prompt, grammar: Any, sampling: Any, **options: Unpack[GenerateOptions]
-    ) -> SequenceState:
-        """Check, tokenise and compile a request: all its errors come before it is queued."""
+        self,
+        prompt: Prompt,
+        grammar: Any,
+        sampling: Any,
+        count: int,
+        **options: Unpack[GenerateOptions],
+    ) -> list[SequenceState]:
+        """Check, tokenise and compile a request, for so many outputs: all its errors come before it
+        is queued."""
         self._check_open()
         request = self.input_processor.process(prompt, grammar, sampling, **options)
-        if request.grammar is None:
-            return self._sequence(request, None, 0.0)
-        compile_start_ns = time.perf_counter_ns()
-        compiled = self.compile(request.grammar)
-        compile_ms = (time.perf_counter_ns() - compile_start_ns) / 1e6
-        return self._sequence(request, compiled, compile_ms)
+        compiled, compile_ms = None, 0.0
+        if request.grammar is not None:
+            compile_start_ns = time.perf_counter_ns()
+            compiled = self.compile(request.grammar)
+            compile_ms = (time.perf_counter_ns() - compile_start_ns) / 1e6
+        return [self._sequence(each, compiled, compile_ms) for each in copies(request, count)]
 
     def _sequence(
         self, request: Request, compiled: CompiledGrammar | None, compile_ms: float
     ) -> SequenceState:
         request = replace(request, id=next(self._ids))
-        buffer = TextBuffer(self.tokenizer.detokenizer(), tuple(request.sampling.stop))
+        asked = request.sampling
+        finders = [TextSearch(search(pattern, "stop_regex")) for pattern in asked.stop_regex]
+        buffer = TextBuffer(
+            self.tokenizer.detokenizer(),
+            tuple(asked.stop),
+            finders,
+            asked.include_stop_str_in_output,
+        )
         sequence = SequenceState(request, buffer, compiled.matcher() if compiled else None)
         sequence.states = compiled.states if compiled else None
         sequence.choices = self._choices(request)

@@ -5,26 +5,34 @@ Needs no model, so that the client of an engine process can do it.
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack, cast
 
+from overlap_spec.chat_messages import template_messages
 from overlap_spec.chat_template import Rendering
-from overlap_spec.errors import GrammarError, InvalidRequest, unknown
-from overlap_spec.grammar.spec import AdditionalProperties, Grammar
-from overlap_spec.tokenizer import Message, Tokenizer
-from overlap_spec.types import Request, SamplingParams
+from overlap_spec.engine.arguments import (
+    GrammarLike,
+    Prompt,
+    Sampling,
+    as_grammar,
+    as_tools,
+    is_token_ids,
+)
+from overlap_spec.errors import InvalidRequest, unknown
+from overlap_spec.grammar.automata.search import search
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.tokenizer import Tokenizer
+from overlap_spec.types import BANNED_TOKENS, MOST_BANNED, Request, SamplingParams
 
-Prompt = str | Sequence[Message] | Sequence[int]
-Sampling = SamplingParams | Mapping[str, Any] | None
-# What `grammar` may be: see :func:`as_grammar`. Of types, those that mypy takes for one; for others
-# (`Literal[…]`, unions) there is `Grammar.of`.
-GrammarLike = Grammar | type[Any] | Mapping[str, Any] | re.Pattern[str] | None
 # Log-probabilities of a prompt: tokens × (1 + the most probable ones of each).
 MOST_PROMPT_LOGPROBS = 2**18
+# Patterns that end an output, and words that it may not have.
+MOST_PATTERNS, MOST_WORDS = 8, 1024
+# What is told of variables that nobody reads.
+MOST_TOLD, LONGEST_TOLD = 4, 64
 # Names that others have for arguments → ours.
 ELSEWHERE = {
     "max_new_tokens": "max_tokens",
@@ -47,9 +55,9 @@ class PromptOptions(TypedDict, total=False):
     """Keyword arguments of every call that takes a prompt.
 
     ``raw``: use a text prompt as it is, without the chat template. ``tools``: tool definitions for
-    the chat template. ``priority``: waiting requests with a higher one start first. ``rendering``:
-    how a chat is rendered. ``cache_salt``: computed pages are shared only with requests of the same
-    salt.
+    the chat template, or plain functions. ``priority``: waiting requests with a higher one start
+    first. ``rendering``: how a chat is rendered. ``cache_salt``: computed pages are shared only
+    with requests of the same salt.
     """
 
     raw: bool
@@ -70,9 +78,13 @@ class SamplingOptions(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str]
     min_tokens: int
     max_tokens: int | None
     stop: str | Sequence[str]
+    stop_regex: str | Sequence[str]
+    include_stop_str_in_output: bool
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     seed: int | None
@@ -107,8 +119,8 @@ class InputProcessor:
     ) -> None:
         self.tokenizer, self.limits = tokenizer, limits
         self._additional_properties = additional_properties
-        longest = max(map(len, tokenizer.vocabulary.text))
-        self._most_characters = limits.context_tokens * longest
+        self._longest = max(map(len, tokenizer.vocabulary.text))
+        self._most_characters = limits.context_tokens * self._longest
 
     def process(
         self,
@@ -131,11 +143,12 @@ class InputProcessor:
         self.check_length(count_characters(prompt))
         grammar = as_grammar(grammar, self._additional_properties)
         fields = sampling_fields(options)
-        raw, tools = options.get("raw", False), options.get("tools")
+        raw, tools = options.get("raw", False), as_tools(options.get("tools"))
         rendering = options.get("rendering", Rendering())
         params = self._sampling(sampling, fields)
         check_text(params.stop, "stop")
         check_text(tools, "tools")
+        _check_patterns(params)
         check_text(grammar.source if grammar is not None else "", "grammar")
         if grammar is not None:
             _check_weighed(grammar, params)
@@ -155,6 +168,8 @@ class InputProcessor:
             arrival_ns=arrival_ns,
             priority=options.get("priority", 0),
             cache_salt=options.get("cache_salt", ""),
+            banned=self._banned(params.bad_words),
+            warnings=_unread(self.tokenizer.unread(rendering.variables)),
         )
 
     def check_length(self, characters: int) -> None:
@@ -196,7 +211,7 @@ class InputProcessor:
             for token in prompt:
                 self._check_token("prompt", cast("int", token))
             return [cast("int", token) for token in prompt]
-        return self.tokenizer.chat(cast("Sequence[Message]", prompt), tools, rendering)
+        return self.tokenizer.chat(template_messages(prompt), tools, rendering)
 
     def _max_tokens(self, params: SamplingParams, prompt_tokens: int) -> int:
         """Most output tokens of a request; InvalidRequest if they do not fit."""
@@ -234,10 +249,35 @@ class InputProcessor:
             raise InvalidRequest(f"sampling must be SamplingParams: {sampling!r}", "sampling")
         if fields:
             sampling = replace(sampling, **fields)
-        for name in ("logit_bias", "stop_token_ids"):
-            for token in getattr(sampling, name):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            for token in getattr(sampling, name) or ():
                 self._check_token(name, token)
         return self.tokenizer.sampling_defaults(sampling)
+
+    def _banned(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each word at the start of a text, and behind a space where they differ."""
+        check_text(words, "bad_words")
+        if len(words) > MOST_WORDS:
+            raise InvalidRequest(f"{len(words)} words; {MOST_WORDS} are allowed", "bad_words")
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            # Measured first: a megabyte would take a second to cut into tokens.
+            is_long = len(word) > BANNED_TOKENS * self._longest
+            for text in () if is_long else (word, " " + word.lstrip()):
+                ids = tuple(self.tokenizer.encode(text))
+                is_long = is_long or len(ids) > BANNED_TOKENS
+                found[ids] = None
+            if is_long:
+                raise InvalidRequest(
+                    f"{word[:60]!r} has over {BANNED_TOKENS} tokens: shorten it", "bad_words"
+                )
+        found.pop((), None)
+        if sum(len(ids) > 1 for ids in found) > MOST_BANNED:
+            raise InvalidRequest(
+                f"over {MOST_BANNED} of the words' spellings have several tokens: send fewer",
+                "bad_words",
+            )
+        return tuple(found)
 
     def _check_token(self, name: str, token: int) -> None:
         if not 0 <= token < self.tokenizer.vocab_size:
@@ -259,30 +299,6 @@ def sampling_fields(options: GenerateOptions) -> dict[str, Any]:
     return found
 
 
-def as_grammar(grammar: Any, additional_properties: str = "closed") -> Grammar | None:
-    """What a caller gives as a grammar: a Grammar, a schema as a dict, or a type as
-    :meth:`Grammar.of` takes it; None and ``str`` are free text.
-
-    Args:
-        grammar: What is given.
-        additional_properties: As :class:`Grammar` has it; for what is no Grammar yet.
-
-    Raises:
-        GrammarError: it is text, which may mean several things, or nothing that has a grammar.
-    """
-    if grammar is None or grammar is str:
-        return None
-    if isinstance(grammar, str):
-        raise GrammarError(
-            "a text may be many a grammar: say Grammar.json_schema(text), Grammar.regex(text) or "
-            f"Grammar.ebnf(text): {grammar[:60]!r}",
-            "grammar",
-        )
-    return Grammar.of(
-        grammar, additional_properties=cast("AdditionalProperties", additional_properties)
-    )
-
-
 def _check_weighed(grammar: Grammar, params: SamplingParams) -> None:
     """Refuse what has no meaning where whole texts are weighed or chosen."""
     if not grammar.faithful:
@@ -290,6 +306,8 @@ def _check_weighed(grammar: Grammar, params: SamplingParams) -> None:
     wrong = {
         "logprobs": params.logprobs is not None,
         "logit_bias": bool(params.logit_bias),
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words),
         "min_tokens": params.min_tokens > 0,
         "repetition_penalty": params.repetition_penalty not in (None, 1.0),
         "presence_penalty": params.presence_penalty != 0,
@@ -302,6 +320,26 @@ def _check_weighed(grammar: Grammar, params: SamplingParams) -> None:
                 "out, or give its neutral value",
                 name,
             )
+
+
+def _check_patterns(params: SamplingParams) -> None:
+    """Refuse patterns that cannot be searched for."""
+    check_text(params.stop_regex, "stop_regex")
+    if len(params.stop_regex) > MOST_PATTERNS:
+        raise InvalidRequest(
+            f"{len(params.stop_regex)} patterns; {MOST_PATTERNS} are allowed", "stop_regex"
+        )
+    for pattern in params.stop_regex:
+        search(pattern, "stop_regex")
+
+
+def _unread(names: Sequence[str]) -> tuple[str, ...]:
+    """Warnings of the chat template's variables that it does not read."""
+    if not names:
+        return ()
+    shown = ", ".join(name[:LONGEST_TOLD] for name in names[:MOST_TOLD])
+    more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
+    return (f"chat_template_kwargs: the model's chat template does not read {shown}{more}",)
 
 
 def check_prompt_logprobs(tokens: int, top: int | None) -> None:
@@ -334,16 +372,6 @@ def count_characters(prompt: Any) -> int:
     return count
 
 
-def is_token_ids(prompt: Any) -> bool:
-    """Whether a prompt is a list of token ids."""
-    return (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, str)
-        and bool(prompt)
-        and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
-    )
-
-
 def check_text(data: Any, param: str | None) -> None:
     """Raise InvalidRequest if a text inside plain data has a lone surrogate."""
     stack = [data]
@@ -359,39 +387,6 @@ def check_text(data: Any, param: str | None) -> None:
             stack += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple) and not is_token_ids(value):
             stack += value
-
-
-def as_prompts(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """The prompts of a call, and whether it was a single one."""
-    if isinstance(prompt, str):
-        return [prompt], True
-    if not isinstance(prompt, Sequence):
-        raise InvalidRequest(f"prompt must be text, messages, or a list: {prompt!r}", "prompt")
-    if is_token_ids(prompt) or (prompt and all(isinstance(p, Mapping) for p in prompt)):
-        return [cast("Prompt", prompt)], True
-    for part in prompt:
-        if not (isinstance(part, str) or is_token_ids(part)) and not (
-            isinstance(part, Sequence) and part and all(isinstance(m, Mapping) for m in part)
-        ):
-            raise InvalidRequest(f"a prompt must be text or a list of messages: {part!r}", "prompt")
-    return [cast("Prompt", part) for part in prompt], False
-
-
-def each(name: str, value: Any, count: int) -> list[Any]:
-    """The value of each of ``count`` prompts: ``value`` itself, or its items if it is a list."""
-    if isinstance(value, list | tuple):
-        if len(value) != count:
-            raise InvalidRequest(f"{len(value)} values of {name} for {count} prompts", name)
-        return list(value)
-    return [value] * count
-
-
-def each_grammar(value: Any, count: int, additional_properties: str) -> list[Grammar | None]:
-    """The grammar of each of ``count`` prompts: see :func:`as_grammar`; a type's is made once."""
-    if isinstance(value, list | tuple):
-        given = each("grammar", value, count)
-        return [as_grammar(one, additional_properties) for one in given]
-    return [as_grammar(value, additional_properties)] * count
 
 
 def parse_output(grammar: Grammar, text: str) -> Any:

@@ -86,7 +86,9 @@ class OutputProcessor:
         assert reason is not None
         _push_prompt(handle, sequence)
         error, grammar = sequence.error, handle.request.grammar
-        warnings = () if grammar is None else grammar.warnings
+        warnings = handle.request.warnings
+        if grammar is not None:
+            warnings += grammar.warnings
         output = Output(
             text=sequence.buffer.text,
             token_ids=tuple(sequence.output_ids),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.engine.input_processor import Prompt
+from overlap_spec.engine.arguments import Prompt
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.spec import Grammar
 

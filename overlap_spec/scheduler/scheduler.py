@@ -14,7 +14,7 @@ from overlap_spec.scheduler.pages import PageAllocator
 from overlap_spec.scheduler.prefix import PrefixTree
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.scheduler.stops import cut
-from overlap_spec.types import Budget, Chunk, RowResult, StepPlan, StepResult
+from overlap_spec.types import Budget, Chunk, Request, RowResult, StepPlan, StepResult
 
 FAIR_TURN = 8
 PageGrant = tuple[int, int, tuple[int, ...]]
@@ -231,7 +231,7 @@ class Scheduler:
         if reason is not None:
             sequence.finish_reason, sequence.stop_match = reason, match
         elif len(row.tokens) <= row.accepted:
-            sequence.fail(RequestFailed("the grammar allows no token here: a dead end"))
+            sequence.fail(RequestFailed(_dead_end(sequence.request)))
         return tokens
 
     def abort(self, request_id: int) -> None:
@@ -405,3 +405,14 @@ def _most_tokens(sequence: Sequence) -> int:
 def _rank(sequence: Sequence) -> tuple[int, int]:
     """Place in the queue; a preempted sequence keeps that of its arrival."""
     return -sequence.request.priority, sequence.request.id
+
+
+def _dead_end(request: Request) -> str:
+    """Why a request has no next token."""
+    sampling = request.sampling
+    names = ["the grammar"] if request.grammar is not None else []
+    names += ["allowed_token_ids"] if sampling.allowed_token_ids is not None else []
+    names += ["bad_words"] if request.banned else []
+    names += ["logit_bias"] if sampling.logit_bias else []
+    together = " together" if len(names) > 1 else ""
+    return f"{' and '.join(names)}{together} allow no token here: a dead end"

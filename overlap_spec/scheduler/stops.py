@@ -23,39 +23,76 @@ class Cut(NamedTuple):
     match: str | int | None = None
 
 
-class TextBuffer:
-    """The text of one output, and how much of it can no longer be part of a stop string."""
+class Finder(Protocol):
+    """Looks for a pattern in one output, as its text comes."""
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+    source: str
+
+    def push(self, text: str, watched: bool) -> int | None:
+        """Go on by ``text``: its characters up to the first place where a match ends; None: there
+        is none, or the text is not watched."""
+
+
+class TextBuffer:
+    """The text of one output, and how much of it can no longer be part of a stop string.
+
+    Args:
+        finders: Of the patterns that end the output.
+        keep_stop: Whether the text keeps the stop string that ends it.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        finders: Sequence[Finder] = (),
+        keep_stop: bool = False,
+    ) -> None:
         self.text = ""
         self._sent = 0
         self._detokenizer, self._stops = detokenizer, stops
+        self._finders, self.keep_stop = finders, keep_stop
         self._longest = max(map(len, stops), default=0)
 
     def push(self, tokens: Sequence[int], unwatched: int = 0) -> tuple[int, str] | None:
-        """Append the text of tokens, up to the one that completes a stop string.
+        """Append the text of tokens, up to the one that completes a stop string or a match.
 
         Args:
             unwatched: The first of these that may not complete one.
 
         Returns:
-            Its index and the stop string, before which the text is cut; None if there is none.
+            Its index and the stop string, before which the text is cut, or the pattern, after whose
+            match it is; of several, that which leaves the shorter text. None if there is none.
         """
-        if not self._stops:
+        if not self._stops and not self._finders:
             self.text += self._detokenizer.push(tokens)
             return None
         for index, token in enumerate(tokens):
-            first = max(len(self.text) - self._longest + 1, 0)
+            before = len(self.text)
             added = self._detokenizer.push((token,))
             self.text += added
-            if index < unwatched or not added:
-                continue
-            found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, first)) >= 0]
-            if found:
-                at, stop = min(found)
-                self.text = self.text[:at]
+            watched = index >= unwatched
+            ends = [
+                (before + end, finder.source)
+                for finder in self._finders
+                if (end := finder.push(added, watched)) is not None
+            ]
+            if watched and added:
+                ends += self._stops_from(max(before - self._longest + 1, 0))
+            if ends:
+                end, stop = min(ends)
+                self.text = self.text[:end]
                 return index, stop
         return None
+
+    def add(self, token: int) -> None:
+        """Append the text of the stop token that ends the output."""
+        self.text += self._detokenizer.push((token,))
+
+    def _stops_from(self, first: int) -> list[tuple[int, str]]:
+        """Where the text would end by each stop string that it has from character ``first`` on."""
+        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, first)) >= 0]
+        return [(at + len(stop) if self.keep_stop else at, stop) for at, stop in found]
 
     def release(self, finished: bool) -> str:
         """Text that may be shown now and was not shown before."""
@@ -78,8 +115,8 @@ class TextBuffer:
 def cut(request: Request, output_tokens: int, buffer: TextBuffer, run: Sequence[int]) -> Cut:
     """Cut an accepted run by the request's stop rules; the earliest token wins.
 
-    At one token the order is: stop token, stop string, length. A grammar that has ended allows
-    nothing but stop tokens.
+    At one token the order is: stop token, stop string or pattern, length. A grammar that has ended
+    allows nothing but stop tokens.
 
     Args:
         output_tokens: Tokens already in the output.
@@ -96,5 +133,7 @@ def cut(request: Request, output_tokens: int, buffer: TextBuffer, run: Sequence[
     if found is not None:
         return Cut(found[0] + 1, "stop", found[1])
     if stop_token is not None:
+        if buffer.keep_stop:
+            buffer.add(stop_token)
         return Cut(len(text) + 1, "stop", stop_token)
     return Cut(len(run), "length" if len(run) == room else None)

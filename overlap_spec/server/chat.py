@@ -38,14 +38,16 @@ from overlap_spec.types import FinishReason, Output, Request, TokenLogprobs
 
 async def chat_completions(service: Service, body: ChatBody, http: HttpRequest) -> Response:
     """Complete a chat, as one reply or as a stream."""
-    model, label = service.check_model(body.model), new_id("chatcmpl-")
+    model = service.check_model(body.model)
+    label = body.own_id("chatcmpl-") or new_id("chatcmpl-")
     service.check_choices(body.n or 1)
     work = _prepare(service, body)
     conversation = await service.run_until_disconnect(http, work)
     request = conversation.request
     chat = ChatFormatter(conversation, body, label, model)
     made = fan_out([request], body.n or 1)
-    group = RequestGroup([label] * len(made), made, conversation.field, http.scope[OWNER])
+    labels, field, owner = [label] * len(made), conversation.field, http.scope[OWNER]
+    group = RequestGroup(labels, made, field, owner, body.id_field)
     with_usage = body.include_usage
     if body.stream:
         return await service.stream(http, group, lambda handles: chat.events(handles, with_usage))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fastapi import Request as HttpRequest
@@ -19,6 +20,7 @@ from overlap_spec.server.protocol.text import CompletionBody, each_prompt
 from overlap_spec.server.service import (
     RequestGroup,
     Service,
+    check_repeated,
     fan_out,
     findings,
     interleaved,
@@ -32,17 +34,21 @@ from overlap_spec.types import Output, PromptLogprobs, Request
 
 async def completions(service: Service, body: CompletionBody, http: HttpRequest) -> Response:
     """Complete texts, as one reply or as a stream."""
-    model, label = service.check_model(body.model), new_id("cmpl-")
+    model = service.check_model(body.model)
+    label = body.own_id("cmpl-") or new_id("cmpl-")
     prompts, count = each_prompt(body.prompt), body.n or 1
     service.check_choices(len(prompts) * count)
     prepared = _prepare(service, body, prompts)
     requests, field = await service.run_until_disconnect(http, prepared)
     tokenizer = service.engine.tokenizer
-    echoes = [_echo(tokenizer, body, prompt) for prompt in prompts for _ in range(count)]
+    echoed = [_echo(tokenizer, body, prompt) for prompt in prompts]
+    check_repeated(sum(map(len, echoed)) * count, "echo")
+    echoes = [echo for echo in echoed for _ in range(count)]
     head = {"id": label, "object": "text_completion", "created": int(time.time()), "model": model}
     with_usage = body.include_usage
     made = fan_out(requests, count)
-    group = RequestGroup([label] * len(made), made, field, http.scope[OWNER])
+    labels, owner = [label] * len(made), http.scope[OWNER]
+    group = RequestGroup(labels, made, field, owner, body.id_field)
     if body.stream:
 
         def events(handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Any]:
@@ -74,18 +80,21 @@ async def _prepare(
     constraint = await service.constraints.of(body, body.response_format)
     requests, priority = [], body.priority or 0
     for prompt in prompts:
-        requests.append(
-            await service.engine.prepare(
-                prompt,
-                constraint.grammar,
-                sampling,
-                raw=True,
-                priority=priority,
-                cache_salt=body.cache_salt or "",
-            )
+        request = await service.engine.prepare(
+            prompt,
+            constraint.grammar,
+            sampling,
+            raw=True,
+            priority=priority,
+            cache_salt=body.cache_salt or "",
         )
+        requests.append(replace(request, warnings=request.warnings + body.warnings))
         await asyncio.sleep(0)
-    check_prompt_logprobs(sum(len(r.prompt_ids) for r in requests), sampling.prompt_logprobs)
+    # Each choice has them.
+    tokens = sum(len(request.prompt_ids) for request in requests) * (body.n or 1)
+    check_prompt_logprobs(tokens, sampling.prompt_logprobs)
+    if body.return_token_ids:
+        check_repeated(tokens, "return_token_ids")
     return requests, constraint.field
 
 

@@ -46,7 +46,7 @@ class ConstraintCandidate(NamedTuple):
 
     field: str
     source: Any
-    make: Callable[[], Grammar]
+    make: partial[Grammar]
 
 
 class Constraints:
@@ -78,7 +78,7 @@ class Constraints:
         Raises:
             InvalidRequest: more than one, or one that is too large or broken; names the field.
         """
-        candidates = self._candidates(body) + self._formats(form, form_field)
+        candidates = _distinct(self._candidates(body) + self._formats(form, form_field))
         if len(candidates) > 1:
             names = " and ".join(candidate.field for candidate in candidates)
             raise InvalidRequest(f"{names}: send one constraint", candidates[1].field)
@@ -283,6 +283,21 @@ class Constraints:
             whitespace=self.settings.whitespace,
             additional_properties=additional_properties or self.additional_properties,
         )
+
+
+def _distinct(candidates: list[ConstraintCandidate]) -> list[ConstraintCandidate]:
+    """The candidates without those that an earlier one says too: some clients send a constraint
+    under its old and its new name."""
+    found: list[ConstraintCandidate] = []
+    for candidate in candidates:
+        call = candidate.make
+        if not any(
+            (call.func, call.args, call.keywords)
+            == (other.make.func, other.make.args, other.make.keywords)
+            for other in found
+        ):
+            found.append(candidate)
+    return found
 
 
 def _size(name: str, source: Any) -> int:

@@ -61,15 +61,16 @@ class ApiError(OverlapSpecError):
 
     def _told(self) -> tuple[str, str | None]:
         """The message, and the field that it names."""
-        text, param = _cut(str(self), LONGEST_MESSAGE), self.param
+        text, param = cut(str(self), LONGEST_MESSAGE), self.param
         if param is not None:
-            param = _cut(param, LONGEST_PARAM)
+            param = cut(param, LONGEST_PARAM)
         if param and not text.startswith(param):
             text = f"{param}: {text}"
         return text, param
 
 
-def _cut(text: str, most: int) -> str:
+def cut(text: str, most: int) -> str:
+    """A text of at most so many characters, and a mark where more is left out."""
     return text if len(text) <= most else f"{text[:most]}…"
 
 

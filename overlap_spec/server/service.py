@@ -7,16 +7,17 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from overlap_spec.async_engine import AsyncEngine, AsyncRequestHandle
+from overlap_spec.engine.arguments import copies
 from overlap_spec.errors import GrammarError, InvalidRequest
 from overlap_spec.server.constraints import Constraints
-from overlap_spec.server.errors import GRAMMAR_ERRORS, ApiError, Json, as_api_error
+from overlap_spec.server.errors import GRAMMAR_ERRORS, ApiError, Json, as_api_error, cut
 from overlap_spec.server.events import Events, Wire, written
 from overlap_spec.server.metrics import Metrics
 from overlap_spec.server.settings import ServerSettings
@@ -32,12 +33,14 @@ class RequestGroup:
         requests: One for each output.
         field: The field of the body that their grammars come from.
         owner: Who may abort them.
+        id_field: The field of the body that may have named the labels.
     """
 
     labels: Sequence[str]
     requests: Sequence[Request]
     field: str | None = None
     owner: str = ""
+    id_field: str = "rid"
 
     @property
     def keys(self) -> list[tuple[str, str]]:
@@ -47,6 +50,11 @@ class RequestGroup:
 
 # What the requests of one stream may hold for a client that reads slowly.
 STREAM_BUFFER_BYTES = 2 * 2**20
+
+# What a reply may repeat of a request, once a choice, in characters or tokens.
+MOST_REPEATED = 2**22
+# Of a warning, and of why an output is not valid, in characters.
+LONGEST_WARNING, LONGEST_REASON = 500, 2000
 
 # A reply with more tokens and log-probabilities is made beside the loop.
 LARGE_REPLY = 4096
@@ -97,7 +105,8 @@ class Service:
         """
         for owner, label in group.keys:
             if (owner, label) in self.by_label:
-                raise InvalidRequest(f"{label!r} is the id of a request under way", "rid")
+                message = f"{label!r} is the id of a request under way"
+                raise InvalidRequest(message, group.id_field)
         self.by_label |= {key: [] for key in group.keys}
         handles: list[AsyncRequestHandle] = []
         try:
@@ -228,26 +237,31 @@ class Service:
 
 def fan_out(requests: Sequence[Request], count: int) -> list[Request]:
     """``count`` copies of each request, with consecutive seeds; the first one alone tells of the
-    prompt, which they share."""
-    return [_copy(one, number) for one in requests for number in range(count)]
+    prompt, which they share.
+
+    Raises:
+        InvalidRequest: the probabilities that each choice tells have long texts.
+    """
+    grammars = [one.grammar for one in requests if one.grammar is not None]
+    told = sum(len(grammar.source) for grammar in grammars if grammar.probabilities)
+    check_repeated(told * count, "structured_outputs.probabilities")
+    return [copy for one in requests for copy in copies(one, count)]
 
 
-def _copy(request: Request, number: int) -> Request:
-    copy = replace(request, seed=wrapped(request.seed + number))
-    if number == 0 or request.sampling.prompt_logprobs is None:
-        return copy
-    return replace(copy, sampling=replace(copy.sampling, prompt_logprobs=None))
+def check_repeated(size: int, field: str) -> None:
+    """Raise InvalidRequest if all choices together repeat more of a request than a reply holds."""
+    if size > MOST_REPEATED:
+        raise InvalidRequest(
+            f"all choices together would repeat {size} characters or tokens of the request; "
+            f"{MOST_REPEATED} are allowed: lower n, or send fewer prompts at once",
+            field,
+        )
 
 
 def _values(output: Output) -> int:
     """Tokens and log-probabilities of an output."""
     entries = [e for e in (*output.logprobs, *output.prompt_logprobs) if e is not None]
     return len(output.token_ids) + sum(1 + len(entry.top) for entry in entries)
-
-
-def wrapped(seed: int) -> int:
-    """The seed modulo 2⁶⁴, as a signed integer."""
-    return (seed + 2**63) % 2**64 - 2**63
 
 
 def check_output(handle: AsyncRequestHandle) -> None:
@@ -314,10 +328,12 @@ def findings(ended: Output | Delta) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if ended.verdict is not None:
         found["verdict"] = asdict(ended.verdict)
+        reason = ended.verdict.reason
+        found["verdict"]["reason"] = None if reason is None else cut(reason, LONGEST_REASON)
     if ended.choices:
         found["choice_probabilities"] = [asdict(choice) for choice in ended.choices]
     if ended.warnings:
-        found["warnings"] = list(ended.warnings)
+        found["warnings"] = [cut(warning, LONGEST_WARNING) for warning in ended.warnings]
     return found
 
 

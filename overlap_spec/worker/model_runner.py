@@ -454,8 +454,7 @@ class ModelRunner(nn.Module):
         accepted = AcceptResult(lengths, tokens, path, packed)
         count = batch.trees
         real = AcceptResult(lengths[:count], tokens[:count], path[:count], packed[:count])
-        if features.penalised:
-            self.tables.count_output(roots.rows[: batch.trees], real.tokens, real.lengths)
+        self._note_output(roots.rows[: batch.trees], real.tokens, real.lengths, features)
         if features.top_logprobs is None:
             return accepted
         index = self._count(batch.trees)[:, None] * nodes + real.path
@@ -540,14 +539,22 @@ class ModelRunner(nn.Module):
         lengths, tokens = torch.zeros_like(tokens), tokens[:, None]
         packed = torch.cat([tokens, forced], 1)
         accepted = AcceptResult(lengths, tokens, lengths[:, None], packed)
-        if features.penalised:
-            self.tables.count_output(rows, tokens, lengths)
+        self._note_output(rows, tokens, lengths, features)
         if features.top_logprobs is None:
             return accepted
         index, top = self._count(count)[:, None], features.top_logprobs
         return accepted._replace(
             logprobs=self.sampler.logprobs(logits, index, tokens, top, allowed)
         )
+
+    def _note_output(
+        self, rows: Tensor, emitted: Tensor, lengths: Tensor, features: SamplingFeatures
+    ) -> None:
+        """Enter what a step has given into the tables that the next choice reads."""
+        if features.penalised:
+            self.tables.count_output(rows, emitted, lengths)
+        if features.banned:
+            self.tables.push_output(rows, emitted, lengths)
 
     def _nodes(self, drafted: Drafted, count: int) -> Nodes:
         """Rows and positions of the first ``count`` verified nodes."""

@@ -66,7 +66,7 @@ class Masks(NamedTuple):
 
 
 class Sampler:
-    """Bias, minimum length, penalties, then the choice; skips what no row of a step asks for."""
+    """Bias, bans, minimum length, penalties, then the choice; skips what no row asks for."""
 
     def __init__(self, tables: RowTables) -> None:
         self.tables = tables
@@ -77,7 +77,7 @@ class Sampler:
         ``logits`` may be overwritten; ``nodes`` is needed where the features are
         :attr:`SamplingFeatures.by_node`.
         """
-        if nodes is None or not (features.biased or features.min_tokens or features.penalised):
+        if nodes is None or not features.changes_logits:
             return logits
         logits = logits.float()
         block = max(1, BLOCK_ENTRIES // logits.shape[1])
@@ -93,6 +93,11 @@ class Sampler:
         tables, rows = self.tables, nodes.rows[here]
         if features.biased:
             logits += tables.wide("bias", torch.float32)[rows]
+        if features.banned:
+            before = tables.recent[rows]
+            if nodes.tree is not None:
+                before = _along_path(before, nodes.tree, nodes.numbers(here))
+            _ban(logits, tables.banned[rows], before)
         if features.min_tokens:
             early = nodes.positions[here] < tables.min_position[rows]
             stops = tables.wide("stops", torch.bool)[rows]
@@ -143,6 +148,28 @@ class Sampler:
         found = found.log_softmax(-1).view(*index.shape, -1)
         own = found.gather(2, chosen.clamp(min=0)[:, :, None])[:, :, 0]
         return own, *found.topk(min(top, logits.shape[1]))
+
+
+def _along_path(recent: Tensor, tree: Tree, numbers: Tensor) -> Tensor:
+    """The last tokens up to nodes ``numbers (L,)``: ``recent (L, K)``, which end with the roots',
+    and behind them those of the nodes' own paths; int64 ``(L, K)``."""
+    nodes, count = tree.tokens.shape[1], recent.shape[1]
+    trees, at = numbers // nodes, numbers % nodes
+    depth, found = tree.depths[trees, at], []
+    for above in range(count):
+        own = tree.tokens[trees, at]
+        known = recent.gather(1, (count - 1 - above + depth).clamp(max=count - 1)[:, None])
+        found.append(torch.where(depth > above, own, known[:, 0]))
+        at = tree.parents[trees, at].clamp(min=0)
+    return torch.stack(found[::-1], 1)
+
+
+def _ban(logits: Tensor, banned: Tensor, before: Tensor) -> None:
+    """Forbid, in place, the last token of each sequence of ``banned (L, W, K)`` whose others are
+    the last of ``before (L, K - 1)``."""
+    first, last = banned[:, :, :-1], banned[:, :, -1]
+    here = ((first < 0) | (first == before[:, None])).all(2) & (last >= 0)
+    logits.scatter_add_(1, last.clamp(min=0), torch.where(here, -torch.inf, 0.0))
 
 
 def _add_path(counts: Tensor, tree: Tree, numbers: Tensor) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from overlap_spec.types import (
+    BANNED_TOKENS,
+    MOST_BANNED,
     RUN_TOKENS,
     TRIE_NODES,
     Int64s,
@@ -29,6 +31,7 @@ class SamplingFeatures:
     filtered: bool
     penalised: bool
     biased: bool
+    banned: bool
     min_tokens: bool
     top_logprobs: int | None
     origins: bool
@@ -38,7 +41,12 @@ class SamplingFeatures:
     @property
     def by_node(self) -> bool:
         """Whether the choice at a node depends on its row and position."""
-        return self.sampled or self.penalised or self.biased or self.min_tokens
+        return self.sampled or self.changes_logits
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the choice is not among the model's own logits."""
+        return self.penalised or self.biased or self.banned or self.min_tokens
 
     @property
     def tells(self) -> bool:
@@ -54,8 +62,8 @@ class RowTables(nn.Module):
     grammar forces behind them, -1 behind their end. ``pages`` int64 ``(R, P)``. ``tries`` int64
     ``(R, 4, TRIE_NODES)``: of the texts that a request's whole output can be, its trie as
     :mod:`overlap_spec.worker.tries` has it; ``place`` int64 ``(R,)``: its node at the root, -1
-    where there is none. What only some requests need over the whole vocabulary (counts, bias, stop
-    masks) is allocated on first use.
+    where there is none. What only some requests need (counts, bias and stop masks over the whole
+    vocabulary, banned sequences) is allocated on first use.
 
     R is ``max_rows + 1``: the last, :attr:`padding_row`, belongs to no request, and its pages are
     page 0. It fills batches up to a size that is recorded.
@@ -115,17 +123,37 @@ class RowTables(nn.Module):
         """bool ``(R, vocab)``: whether the prompt holds the token."""
         return self.wide("in_prompt", torch.bool)
 
+    @property
+    def banned(self) -> Tensor:
+        """int64 ``(R, MOST_BANNED, BANNED_TOKENS)``: sequences that the output may not have, each
+        at its row's end; -1 before them, and where there is none."""
+        return self._tokens("banned", MOST_BANNED, BANNED_TOKENS)
+
+    @property
+    def recent(self) -> Tensor:
+        """int64 ``(R, BANNED_TOKENS - 1)``: the last tokens of the output, the root's included; -1
+        before its start. Of rows with banned sequences."""
+        return self._tokens("recent", BANNED_TOKENS - 1)
+
+    def _tokens(self, name: str, *shape: int) -> Tensor:
+        if name not in self._wide:
+            shape = (self.padding_row + 1, *shape)
+            self._wide[name] = torch.full(shape, -1, dtype=torch.int64, device=self.device)
+        return self._wide[name]
+
     def assign(self, row: int, request: Request, trie: TokenTrie | None = None) -> None:
         """Note on the host what the row's new request asks for; :meth:`write` must follow."""
         s = request.sampling
         sampled = s.temperature != 0
         filtered = s.top_k not in (None, -1) or s.top_p not in (None, 1) or s.min_p > 0
         penalties = (s.presence_penalty, s.frequency_penalty, (s.repetition_penalty or 1.0) - 1)
+        single = _single(request)
         features = SamplingFeatures(
             sampled=sampled,
             filtered=sampled and filtered,
             penalised=any(penalties),
-            biased=bool(s.logit_bias),
+            biased=bool(s.logit_bias or single) or s.allowed_token_ids is not None,
+            banned=len(single) < len(request.banned),
             min_tokens=s.min_tokens > 0,
             top_logprobs=s.logprobs,
             origins=s.origins,
@@ -146,6 +174,7 @@ class RowTables(nn.Module):
             filtered=any(n.filtered for n in each),
             penalised=any(n.penalised for n in each),
             biased=any(n.biased for n in each),
+            banned=any(n.banned for n in each),
             min_tokens=any(n.min_tokens for n in each),
             top_logprobs=max(tops) if tops else None,
             origins=any(n.origins for n in each),
@@ -195,17 +224,32 @@ class RowTables(nn.Module):
             counts.index_add_(0, self._ids(output_ids), ones)
             prompt.index_fill_(0, self._ids(request.prompt_ids), True)
         if features.biased:
-            bias = self.wide("bias", torch.float32)[row].zero_()
+            bias = self.wide("bias", torch.float32)[row]
+            allowed = request.sampling.allowed_token_ids
+            bias.fill_(0.0 if allowed is None else -torch.inf)
+            if allowed is not None:
+                bias.index_fill_(0, self._ids(allowed), 0.0)
             for token, value in request.sampling.logit_bias.items():
-                bias[token : token + 1] = value
+                bias[token : token + 1] += value
+            bias.index_fill_(0, self._ids(_single(request)), -torch.inf)
         elif "bias" in self._wide:
             # It is added to every row of a step in which any request has one.
             self._wide["bias"][row].zero_()
+        if features.banned:
+            longer = [each for each in request.banned if len(each) > 1]
+            ends = [[-1] * (BANNED_TOKENS - len(each)) + [*each] for each in longer]
+            self.banned[row].fill_(-1)[: len(ends)] = self._ids(ends)
+            last = output_ids[1 - BANNED_TOKENS :]
+            before = (-1,) * (BANNED_TOKENS - 1 - len(last))
+            self.recent[row] = self._ids((*before, *last))
+        elif "banned" in self._wide:
+            # It holds in every row of a step in which any request has one.
+            self._wide["banned"][row].fill_(-1)
         if features.min_tokens:
             stops = self.wide("stops", torch.bool)[row].zero_()
             stops.index_fill_(0, self._ids(sorted(request.stop_ids)), True)
 
-    def _ids(self, ids: Sequence[int] | Int64s) -> Tensor:
+    def _ids(self, ids: Sequence[int] | Sequence[Sequence[int]] | Int64s) -> Tensor:
         pinned = self.device.type == "cuda"
         found = torch.tensor(ids, dtype=torch.int64, pin_memory=pinned)
         return found.to(self.device, non_blocking=True)
@@ -217,3 +261,15 @@ class RowTables(nn.Module):
         counts = self.output_counts
         flat = rows[:, None] * self.vocab_size + emitted.clamp(min=0)
         counts.view(-1).index_add_(0, flat.flatten(), real.flatten().to(counts.dtype))
+
+    def push_output(self, rows: Tensor, emitted: Tensor, lengths: Tensor) -> None:
+        """Let :attr:`recent` of ``rows[b]`` go on by ``emitted[b, :lengths[b] + 1]``."""
+        recent = self.recent
+        known = torch.cat([recent[rows], emitted], 1)
+        first = (lengths + 1)[:, None]
+        recent[rows] = known.gather(1, first + torch.arange(recent.shape[1], device=self.device))
+
+
+def _single(request: Request) -> list[int]:
+    """Tokens that are banned wherever they stand."""
+    return [each[0] for each in request.banned if len(each) == 1]

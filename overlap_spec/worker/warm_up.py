@@ -28,6 +28,7 @@ PLAIN = SamplingFeatures(
     filtered=False,
     penalised=False,
     biased=False,
+    banned=False,
     min_tokens=False,
     top_logprobs=None,
     origins=False,

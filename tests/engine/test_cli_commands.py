@@ -50,6 +50,15 @@ def run(monkeypatch: pytest.MonkeyPatch, command: str) -> int:
     return 0
 
 
+@pytest.mark.parametrize("prompt", ["", "-"])
+def test_an_empty_standard_input_is_no_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    assert run(monkeypatch, f"generate {prompt}") != 0
+    assert "standard input is empty" in " ".join(capsys.readouterr().err.split())
+
+
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"overlap-spec {__version__}\n"

@@ -358,6 +358,45 @@ def test_bodies_in_flight_are_bounded_together() -> None:
     assert asyncio.run(_call(settings, [3000, 100], "localhost")) == [200, 413]
 
 
+async def _beside_a_stream(started: bool) -> int:
+    """The status of a request beside one whose answer goes on, and has begun or not."""
+    settings = ServerSettings(max_body_bytes=2048, max_bodies_bytes=3000, max_front_bytes=2**40)
+    under_way, end = asyncio.Event(), asyncio.Event()
+    statuses: list[int] = []
+    start = {"type": "http.response.start", "status": 200, "headers": []}
+
+    async def app(scope: Any, _receive: Any, send: Any) -> None:
+        if scope["path"] == "/second":
+            await send(start)
+            return
+        if started:
+            await send(start)
+        under_way.set()
+        await end.wait()
+
+    guard = GuardMiddleware(app, settings, Keys(settings), lambda _: None)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"x" * 2000, "more_body": False}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    scope = {"type": "http", "method": "POST", "headers": [(b"host", b"localhost")]}
+    first = asyncio.create_task(guard(scope | {"path": "/first"}, receive, send))
+    await under_way.wait()
+    await guard(scope | {"path": "/second"}, receive, send)
+    end.set()
+    await first
+    return statuses[-1]
+
+
+def test_a_stream_that_has_begun_holds_its_body_no_longer() -> None:
+    assert asyncio.run(_beside_a_stream(started=False)) == 429
+    assert asyncio.run(_beside_a_stream(started=True)) == 200
+
+
 def test_a_front_over_its_memory_refuses_all_but_one() -> None:
     settings = ServerSettings(max_front_bytes=2**20)
     assert asyncio.run(_call(settings, [100] * 3, "localhost")) == [200, 503, 503]

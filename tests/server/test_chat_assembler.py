@@ -24,7 +24,7 @@ from overlap_spec.server.conversation import Conversation
 from overlap_spec.server.errors import as_api_error, place
 from overlap_spec.server.metrics import FrontState, Metrics
 from overlap_spec.server.protocol.chat import ChatBody
-from overlap_spec.server.service import ClientGone, Events, Service, fan_out, wrapped
+from overlap_spec.server.service import ClientGone, Events, Service, fan_out
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Output, Request, SamplingParams
@@ -77,7 +77,6 @@ def test_text_without_marks_is_content() -> None:
 def test_seeds_follow_one_another_and_stay_in_64_bits() -> None:
     one = Request(-1, (1,), SamplingParams(), None, 1, frozenset(), 2**63 - 1, 0)
     assert [p.seed for p in fan_out([one], 3)] == [2**63 - 1, -(2**63), -(2**63) + 1]
-    assert wrapped(-1) == -1
 
 
 def test_places_leave_out_the_names_of_union_members() -> None:

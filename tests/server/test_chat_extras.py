@@ -123,8 +123,11 @@ def test_switches_of_the_template(server: Server, thinking: Server) -> None:
     assert text_of(thinking, prompt(thinking, chat_template_kwargs=own)).endswith("own")
     info = thinking.get("/get_model_info").json()
     assert info["chat_template_switches"] == ["enable_thinking", "reasoning_effort"]
-    refused = thinking.post(CHAT, {"messages": ASKED, "chat_template_kwargs": {"thinking": True}})
-    assert "it has: enable_thinking, reasoning_effort" in refused.json()["error"]["message"]
+    unread = {"thinking": True, "enable_thinking": False}
+    reply = ask(thinking, {"chat_template_kwargs": unread, "return_token_ids": True})
+    assert reply["prompt_token_ids"] == off
+    (warning,) = reply["choices"][0]["warnings"]
+    assert warning.endswith("the model's chat template does not read thinking")
     # A model that cannot think does not.
     assert prompt(server, reasoning_effort="none") == prompt(server)
     refused = server.post(CHAT, {"messages": ASKED, "reasoning_effort": "low"})

@@ -49,6 +49,7 @@ CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a"
 THOUGHT = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": ""}]}
 SAID = {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "name": "f"}
+SHORT: dict[str, Any] = {"messages": HI, "max_tokens": 1}
 LONG = "x " * 4_000_000
 FIELDS = {str(number): number for number in range(60_000)}
 
@@ -94,7 +95,17 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "stop_sequences": (MESSAGES, message("x", stop_sequences=[1] * 200_000)),
     "chat_parts": (CHAT, {"messages": [asked(most(TEXT))]}),
     "switches": (CHAT, {"messages": HI, "chat_template_kwargs": FIELDS}),
-    "long_switch": (CHAT, {"messages": HI, "chat_template_kwargs": {"tools": LONG}}),
+    "long_switch": (
+        CHAT,
+        SHORT | {"chat_template_kwargs": {"tools": LONG}},
+    ),
+    "many_nulls": (
+        CHAT,
+        SHORT | {f"x{i}": None for i in range(60_000)},
+    ),
+    "bad_words": (CHAT, {"messages": HI, "bad_words": [LONG]}),
+    "stop_regex": (CHAT, {"messages": HI, "stop_regex": LONG}),
+    "allowed": (CHAT, {"messages": HI, "allowed_token_ids": [9999] * 200_000}),
     "functions": (CHAT, {"messages": HI, "functions": most({"name": "f"})}),
     "guided_choice": (CHAT, {"messages": HI, "guided_choice": [1] * 200_000}),
     "guided_json": (CHAT, {"messages": HI, "guided_json": {"enum": list(range(100_000))}}),
@@ -102,7 +113,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "calls": (CHAT, {"messages": [SAID] * 4000}),
 }
 # These are fine: what is large in them is not used.
-FINE = ("parts", "chat_parts", "annotations", "cache_control")
+FINE = ("parts", "chat_parts", "annotations", "cache_control", "long_switch", "many_nulls")
 
 
 def worst_turn_s(server: Server) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -177,7 +178,11 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "presence_penalty": 0.9, "frequency_penalty": 0.5},
     {"temperature": 0.9, "top_k": 4, "top_p": 0.9, "logit_bias": {2: 1.0, 0: -1.0}},
     {"temperature": 1.0, "min_tokens": 3},
+    {"temperature": 1.0, "allowed_token_ids": [0, 2, 4], "logit_bias": {2: 1.0, 3: 9.0}},
+    {"temperature": 1.0, "bad_words": ["a"], "presence_penalty": 0.4},
 ]
+# As tokens: wherever it stands; at the root; below it; over output and path; further back.
+BANNED = ((1,), (5, 4), (4, 4), (5, 2, 1), (2, 3), (0, 5, 2))
 
 
 def expected_probs(
@@ -188,6 +193,12 @@ def expected_probs(
     for token, value in s.logit_bias.items():
         z[token] += value
     history = [*OUTPUT, *path]
+    for token in range(VOCAB):
+        if s.allowed_token_ids is not None and token not in s.allowed_token_ids:
+            z[token] = -np.inf
+        ends = [tuple([*history, token][-len(each) :]) for each in BANNED]
+        if s.bad_words and any(end == each for end, each in zip(ends, BANNED, strict=True)):
+            z[token] = -np.inf
     if len(history) < s.min_tokens:
         z[3] = -np.inf
     repetition = s.repetition_penalty or 1.0
@@ -228,6 +239,7 @@ def test_tree_verification_has_plain_samplings_distribution(
         allowed[:] = True
     tables = RowTables(count, 1, VOCAB, torch.device("cpu"))
     request = Request(0, PROMPT, params, None, 99, frozenset({3}), 0, 0)
+    request = replace(request, banned=BANNED if params.bad_words else ())
     tables.assign(0, request)
     tables.write(0, request, tuple(OUTPUT))
     features = tables.features([0])

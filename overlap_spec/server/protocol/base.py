@@ -30,6 +30,8 @@ Item = TypeVar("Item")
 # Stops at its first wrong item: an error for each of a million items takes a minute.
 Items = Annotated[list[Item], Field(fail_fast=True)]
 MOST_ENTRIES = 4096
+# What a client calls itself or a request. Replies repeat some of these, once a choice.
+Label = Annotated[str, Field(max_length=256)]
 
 
 def _few(data: Any) -> Any:
@@ -40,14 +42,22 @@ def _few(data: Any) -> Any:
 
 
 Few = BeforeValidator(_few)
+# As OpenAI bounds it: a response repeats it.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+    Few,
+]
 
 # Kinds of `structured_outputs` that vLLM once took as fields of the body itself.
 GUIDED = ("json", "regex", "choice", "grammar", "json_object")
 GUIDED_ABOUT = "Deprecated: send structured_outputs."
+# Backends of constraints that servers have, before a colon and their options.
+BACKENDS = ("auto", "guidance", "llguidance", "lm-format-enforcer", "outlines", "xgrammar")
 
 
 class Strict(BaseModel):
-    """A part of a body; an unknown field is an error."""
+    """A part of a body; an unknown field is an error, but for null."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, protected_namespaces=(), populate_by_name=False
@@ -55,6 +65,8 @@ class Strict(BaseModel):
 
     # Unsupported fields of other servers → what to do instead.
     refused: ClassVar[Mapping[str, str]] = {}
+    # Of these, values that ask for nothing.
+    neutral: ClassVar[Mapping[str, Any]] = {}
     known: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
@@ -69,8 +81,15 @@ class Strict(BaseModel):
         """Add what is refused to the description."""
         made = handler(core)
         if cls.refused:
-            handler.resolve_ref_schema(made)["x-refused"] = dict(cls.refused)
+            told = {name: cls._why(name) for name in cls.refused}
+            handler.resolve_ref_schema(made)["x-refused"] = told
         return made
+
+    @classmethod
+    def _why(cls, name: str) -> str:
+        """What to do instead of a refused field."""
+        value = json.dumps(cls.neutral[name]) if name in cls.neutral else "null"
+        return cls.refused[name] if value == "null" else f"{cls.refused[name]}; {value} is taken"
 
     @model_validator(mode="before")
     @classmethod
@@ -78,13 +97,23 @@ class Strict(BaseModel):
         # Nearly always, and tens of thousands of times for one body.
         if not isinstance(data, dict) or data.keys() <= cls.known:
             return data
+        data = {name: v for name, v in data.items() if name in cls.known or cls._asks(name, v)}
         for name in data:
             if name in cls.refused:
-                raise InvalidRequest(f"{name} is not supported: {cls.refused[name]}", name)
+                raise InvalidRequest(f"{name} is not supported: {cls._why(name)}", name)
             if len(data) > len(cls.known) and name not in cls.known:
                 # Here and not by pydantic, which makes an error of each unknown field.
                 raise InvalidRequest("unknown field", name)
         return data
+
+    @classmethod
+    def _asks(cls, name: str, value: Any) -> bool:
+        """Whether a field that is not here asks for something."""
+        if value is None or name not in cls.neutral:
+            return value is not None
+        neutral = cls.neutral[name]
+        # In Python, true is 1.
+        return isinstance(value, bool) != isinstance(neutral, bool) or bool(value != neutral)
 
 
 class Body(Strict):
@@ -167,6 +196,19 @@ class Sampling(Strict):
     frequency_penalty: Number | None = None
     min_tokens: Count | None = None
     stop_token_ids: Annotated[Items[Count], Field(max_length=1024)] | None = None
+    stop_regex: Label | Annotated[Items[Label], Field(max_length=8)] | None = Field(
+        None, description="Patterns that end the text where a match first ends; it is kept."
+    )
+    include_stop_str_in_output: bool | None = Field(
+        None, description="Whether the text keeps the stop string that ends it."
+    )
+    no_stop_trim: bool | None = Field(None, description="As include_stop_str_in_output.")
+    bad_words: Annotated[Items[str], Field(max_length=1024)] | None = Field(
+        None, description="Words whose tokens are not written one after the other."
+    )
+    allowed_token_ids: Annotated[Items[Count], Field(max_length=2**18)] | None = Field(
+        None, description="No other token is written, stop tokens included."
+    )
     ignore_eos: bool | None = None
     speculate: bool | None = Field(None, description="False: take no drafts for this request.")
     tpot_slo_ms: Number | None = Field(
@@ -176,6 +218,8 @@ class Sampling(Strict):
     def parameters(self, **more: Any) -> SamplingParams:
         """The fields as SamplingParams; None is the default."""
         given = {name: getattr(self, name) for name in Sampling.model_fields} | more
+        if given.pop("no_stop_trim"):
+            given["include_stop_str_in_output"] = True
         return SamplingParams(**{name: v for name, v in given.items() if v is not None})
 
 
@@ -208,7 +252,7 @@ class StreamOptions(Strict):
 class GenerationBody(Body, Sampling, Constraint):
     """Fields that all routes under ``/v1`` share that generate."""
 
-    model: str | None = None
+    model: Label | None = None
     seed: Int | None = None
     stream: bool | None = None
     logit_bias: Annotated[dict[str, Number], Few] | None = None
@@ -251,7 +295,13 @@ class OpenAIBody(GenerationBody):
     )
     skip_special_tokens: bool | None = Field(None, description="Only true: texts have none.")
     spaces_between_special_tokens: bool | None = Field(None, description="Accepted and not used.")
-    user: str | None = Field(None, description="Accepted and not used.")
+    user: Label | None = Field(None, description="Accepted and not used.")
+    request_id: Label | None = Field(None, description="The end of the reply's `id`.")
+    rid: Label | None = Field(None, description="The reply's `id`, by which it can be aborted.")
+    best_of: Annotated[int, Field(strict=True)] | None = Field(None, description="Only 1, or n.")
+    guided_decoding_backend: Label | None = Field(
+        None, description="Not used: the server's own holds the whole constraint."
+    )
     guided_json: str | dict[str, Any] | bool | None = Field(
         None, deprecated=True, description=GUIDED_ABOUT
     )
@@ -261,11 +311,12 @@ class OpenAIBody(GenerationBody):
     guided_json_object: bool | None = Field(None, deprecated=True, description=GUIDED_ABOUT)
 
     refused: ClassVar[Mapping[str, str]] = {
-        "guided_decoding_backend": "the server chooses one that enforces the whole constraint",
         "guided_whitespace_pattern": "send structured_outputs.disable_any_whitespace",
         "use_beam_search": "tokens are sampled; send temperature 0 for the most probable",
+        "length_penalty": "it is for beam search, which is not here",
         "truncate_prompt_tokens": "shorten the prompt",
     }
+    neutral: ClassVar[Mapping[str, Any]] = {"use_beam_search": False, "length_penalty": 1.0}
 
     @property
     def guided(self) -> dict[str, Any]:
@@ -278,8 +329,35 @@ class OpenAIBody(GenerationBody):
         """Whether a field is in use that is kept for older clients alone."""
         return bool(self.guided)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the body asks for and nothing heeds."""
+        name = self.guided_decoding_backend
+        if name is None or name.partition(":")[0] in BACKENDS:
+            return ()
+        return (f"guided_decoding_backend: {name!r} is not known, and not used",)
+
+    def own_id(self, prefix: str) -> str | None:
+        """The reply's id as the body names it: `rid`, or `request_id` behind a prefix.
+
+        Raises:
+            InvalidRequest: it names two.
+        """
+        if self.request_id is None:
+            return self.rid or None
+        if self.rid is not None:
+            raise InvalidRequest("rid and request_id: send one of them", "request_id")
+        return prefix + self.request_id
+
+    @property
+    def id_field(self) -> str:
+        """The field that :meth:`own_id` comes from."""
+        return "rid" if self.request_id is None else "request_id"
+
     def check_shown(self) -> None:
         """Raise InvalidRequest where an answer should show what it cannot."""
+        if self.best_of not in (None, 1, self.n or 1):
+            raise InvalidRequest("best_of is not supported: leave it out, or send n", "best_of")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs goes without stream: true", "prompt_logprobs")
         if self.skip_special_tokens is False:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from overlap_spec import chat_messages
+from overlap_spec.chat_messages import ROLES
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.server.collector import collector_off
-from overlap_spec.server.protocol.base import MOST_ENTRIES, Few, Items, OpenAIBody, Strict
+from overlap_spec.server.protocol.base import (
+    MOST_ENTRIES,
+    Few,
+    Items,
+    Label,
+    Metadata,
+    OpenAIBody,
+    Strict,
+)
 from overlap_spec.server.protocol.task import ChatTask, Effort, ToolAsk
 from overlap_spec.types import SamplingParams
-
-# Roles of messages, where chat templates have another.
-ROLES = {"developer": "system", "function": "tool"}
 
 
 class TextPart(Strict):
@@ -166,14 +172,12 @@ class ChatBody(OpenAIBody):
     tools: Annotated[Items[dict[str, Any]], Field(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    metadata: Annotated[dict[str, str], Few] | None = Field(
-        None, description="Accepted and not used."
-    )
+    metadata: Metadata | None = Field(None, description="Accepted and not used.")
     store: Literal[False] | None = Field(None, description="Nothing is ever stored.")
     service_tier: Literal["auto", "default"] | None = None
     modalities: Items[Literal["text"]] | None = None
-    safety_identifier: str | None = Field(None, description="Accepted and not used.")
-    prompt_cache_key: str | None = Field(None, description="Accepted and not used.")
+    safety_identifier: Label | None = Field(None, description="Accepted and not used.")
+    prompt_cache_key: Label | None = Field(None, description="Accepted and not used.")
     functions: Annotated[Items[dict[str, Any]], Field(max_length=1024)] | None = Field(
         None, deprecated=True, description="Deprecated: send tools."
     )
@@ -283,6 +287,7 @@ class ChatBody(OpenAIBody):
             separate=self.separate_reasoning is not False,
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
+            warnings=self.warnings,
         )
 
     def count_characters(self) -> int:
@@ -308,7 +313,7 @@ def _characters(message: Any) -> int:
 
 
 def _plain(message: Any, index: int) -> dict[str, Any]:
-    plain = {"role": ROLES.get(message.role, message.role), "content": _text(message.content)}
+    plain: dict[str, Any] = {"role": ROLES[message.role], "content": _text(message.content)}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name, None) is not None:
             plain[name] = getattr(message, name)
@@ -341,13 +346,6 @@ def _call(label: str, call: FunctionCall, where: str) -> dict[str, Any]:
 
 
 def read_arguments(text: str, where: str) -> dict[str, Any]:
-    """The object that a call's arguments are the text of; InvalidRequest if they are not."""
-    try:
-        with collector_off():
-            arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        message = f"{where} is not the text of a JSON object"
-        raise InvalidRequest(message, where.partition("[")[0])
-    return arguments
+    """See :func:`overlap_spec.chat_messages.read_arguments`; a large object has many new parts."""
+    with collector_off():
+        return chat_messages.read_arguments(text, where)

@@ -14,6 +14,8 @@ from overlap_spec.server.protocol.chat import schema_format
 from overlap_spec.server.protocol.task import ChatTask, Effort, ToolAsk
 from overlap_spec.types import SamplingParams
 
+# As Anthropic bounds it.
+UserId = Annotated[str, Field(max_length=512)]
 CACHED = "Accepted and not used: whatever prompts have in common at their start is cached."
 
 EFFORTS: dict[str, Effort | None] = {"enabled": "medium", "disabled": "none", "adaptive": None}
@@ -228,7 +230,7 @@ class MessagesBody(CountBody):
         description="What the context leaves is the most, whatever is asked."
     )
     stop_sequences: Annotated[Items[str], Field(max_length=64)] | None = None
-    metadata: Annotated[dict[str, str | None], Few] | None = Field(
+    metadata: Annotated[dict[str, UserId | None], Few] | None = Field(
         None, description="Accepted and not used."
     )
     service_tier: Literal["auto", "standard_only"] | None = None

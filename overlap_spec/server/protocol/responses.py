@@ -7,10 +7,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from overlap_spec.chat_messages import ROLES
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.server.protocol.base import MOST_ENTRIES, Few, GenerationBody, Items, Strict
+from overlap_spec.server.protocol.base import (
+    MOST_ENTRIES,
+    Few,
+    GenerationBody,
+    Items,
+    Label,
+    Metadata,
+    Strict,
+)
 from overlap_spec.server.protocol.chat import (
-    ROLES,
     JsonObjectFormat,
     TextFormat,
     read_arguments,
@@ -19,12 +27,6 @@ from overlap_spec.server.protocol.chat import (
 from overlap_spec.server.protocol.task import ChatTask, Effort, ToolAsk
 from overlap_spec.types import SamplingParams
 
-# As OpenAI bounds it: a response repeats it.
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-    Field(max_length=16),
-    Few,
-]
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 LOGPROBS = "message.output_text.logprobs"
 NOT_STORED = "nothing is stored: send the whole conversation as input"
@@ -212,9 +214,9 @@ class ResponsesBody(GenerationBody):
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    user: str | None = Field(None, description="Accepted and not used.")
-    safety_identifier: str | None = Field(None, description="Accepted and not used.")
-    prompt_cache_key: str | None = Field(None, description="Accepted and not used.")
+    user: Label | None = Field(None, description="Accepted and not used.")
+    safety_identifier: Label | None = Field(None, description="Accepted and not used.")
+    prompt_cache_key: Label | None = Field(None, description="Accepted and not used.")
     chat_template_kwargs: Annotated[dict[str, Any], Few] | None = Field(
         None, description="Switches of the model's chat template, such as enable_thinking."
     )
@@ -304,7 +306,7 @@ class ResponsesBody(GenerationBody):
                 case MessageItem(role="assistant"):
                     _answer(said, "content")["content"] = _text(item.content)
                 case MessageItem():
-                    role = ROLES.get(item.role, item.role)
+                    role = ROLES[item.role]
                     said.append({"role": role, "content": _text(item.content)})
                 case ReasoningItem():
                     thinking = _text(item.content or item.summary or [])

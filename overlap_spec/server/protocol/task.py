@@ -42,6 +42,7 @@ class ChatTask:
         effort: How much the model thinks; ``effort_field`` is what the body calls it.
         open_answer, continues: See :class:`overlap_spec.chat_template.Rendering`.
         separate: Split thinking from the answer.
+        warnings: What the body asks for and nothing heeds.
     """
 
     messages: list[dict[str, Any]]
@@ -58,3 +59,4 @@ class ChatTask:
     separate: bool = True
     priority: int = 0
     cache_salt: str = ""
+    warnings: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from overlap_spec.server.protocol.base import (
     Count,
     Int,
     Items,
+    Label,
     OpenAIBody,
     Sampling,
 )
@@ -40,7 +41,6 @@ class CompletionBody(OpenAIBody):
     prompt: Prompts
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     echo: bool | None = None
-    best_of: int | None = None
     suffix: Literal[""] | None = None
     response_format: ResponseFormat | None = None
 
@@ -50,8 +50,6 @@ class CompletionBody(OpenAIBody):
         Raises:
             InvalidRequest: fields that contradict each other.
         """
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise InvalidRequest("best_of is not supported: leave it out, or send n", "best_of")
         self.check_shown()
         if self.tells_prompt and self.stream and (self.n or 1) > 1:
             raise InvalidRequest("echo with logprobs in a stream goes without n", "n")
@@ -85,8 +83,6 @@ class SGLangSampling(Sampling, Constraint):
     spaces_between_special_tokens: bool | None = None
 
     refused: ClassVar[Mapping[str, str]] = {
-        "stop_regex": "send stop, or a regex as the constraint",
-        "no_stop_trim": "stop strings are never part of the text",
         "max_tokens": "send max_new_tokens",
         "seed": "send sampling_seed",
         "custom_params": "there are no custom processors",
@@ -110,7 +106,7 @@ class GenerateBody(Body):
     text: str | Texts | None = None
     input_ids: TokenIds | ManyTokenIds | None = None
     sampling_params: SGLangSampling | Samplings | None = None
-    rid: str | Texts | None = None
+    rid: Label | Annotated[Items[Label], Field(min_length=1, max_length=MOST_ENTRIES)] | None = None
     return_logprob: bool | None = None
     top_logprobs_num: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     return_text_in_logprobs: bool | None = None
@@ -123,6 +119,7 @@ class GenerateBody(Body):
         "lora_path": "there are no adapters",
         "session_params": "there are no sessions: prompts that start alike share their cache",
     }
+    neutral: ClassVar[Mapping[str, Any]] = {"logprob_start_len": -1}
 
     def prompts(self) -> tuple[list[str | list[int]], bool]:
         """The prompts, and whether it is a single one."""
@@ -138,14 +135,14 @@ class AbortBody(Body):
     """Which request to abort: its ``rid``, one of its ``rid``s, or its reply's first ``id``; or
     all."""
 
-    rid: str | None = None
+    rid: Label | None = None
     abort_all: bool | None = None
 
 
 class TokenizeBody(Body):
     """A text or a chat to tokenise."""
 
-    model: str | None = None
+    model: Label | None = None
     prompt: str | None = None
     messages: Annotated[Items[dict[str, Any]], Field(max_length=MOST_ENTRIES)] | None = None
     add_special_tokens: bool = True
@@ -154,5 +151,5 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """Token ids to decode."""
 
-    model: str | None = None
+    model: Label | None = None
     tokens: Annotated[Items[Count], Field(max_length=2**18)]

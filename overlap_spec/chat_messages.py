@@ -1,0 +1,147 @@
+"""A chat's messages as plain data: what they may hold, and as chat templates read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from overlap_spec.errors import InvalidRequest
+
+# Roles, and what chat templates call them.
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+# Fields of a message besides role and content, by its role.
+NAMED = frozenset({"name"})
+FIELDS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(ROLES, NAMED),
+    "assistant": NAMED
+    | {
+        "reasoning_content",
+        "tool_calls",
+        "function_call",
+        # Of a reply, so that it can be sent back unchanged; templates do not get these.
+        "refusal",
+        "audio",
+        "annotations",
+    },
+    "tool": NAMED | {"tool_call_id"},
+}
+# Those that templates get as they are.
+KEPT = ("name", "tool_call_id", "reasoning_content")
+
+
+def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them: content as text, arguments of calls as objects.
+
+    Raises:
+        InvalidRequest: a message that no chat has; names its place, such as
+            ``messages[0].content[1].type``.
+    """
+    if not messages:
+        raise InvalidRequest("there is no message: send at least one", "messages")
+    return [_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
+
+
+def _message(message: Any, place: str) -> dict[str, Any]:
+    _expect(message, Mapping, "an object with role and content", place)
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        known = ", ".join(ROLES)
+        _refuse(f"{_shown(role)} is not one of {known}", f"{place}.role")
+    _known(message, {"role", "content"} | FIELDS[role], place)
+    content, calls = message.get("content"), message.get("tool_calls") or []
+    if message.get("function_call") is not None and not calls:
+        calls = [{"id": "", "function": message["function_call"]}]
+    if content is None and not calls and message.get("reasoning_content") is None:
+        optional = " or tool_calls" if role == "assistant" else ""
+        _refuse(f"the message has no content{optional}", f"{place}.content")
+    plain: dict[str, Any] = {"role": ROLES[role]}
+    plain["content"] = _content(content, f"{place}.content")
+    for name in KEPT:
+        if message.get(name) is not None:
+            _expect(message[name], str, "text", f"{place}.{name}")
+            plain[name] = message[name]
+    if calls:
+        _expect(calls, list | tuple, "a list of calls", f"{place}.tool_calls")
+        plain["tool_calls"] = [
+            _call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(calls)
+        ]
+    return plain
+
+
+def _content(content: Any, place: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    _expect(content, list | tuple, "text, or a list of parts of type text", place)
+    return "".join([_part(part, f"{place}[{n}]") for n, part in enumerate(content)])
+
+
+def _part(part: Any, place: str) -> str:
+    _expect(part, Mapping, 'a part, {"type": "text", "text": …}', place)
+    if part.get("type") != "text":
+        _refuse(f"{_shown(part.get('type'))} is not 'text': only text is read", f"{place}.type")
+    _known(part, {"type", "text"}, place)
+    text = part.get("text")
+    _expect(text, str, "text", f"{place}.text")
+    return str(text)
+
+
+def _call(call: Any, place: str) -> dict[str, Any]:
+    _expect(call, Mapping, "a call with a function", place)
+    _known(call, {"id", "type", "function", "index"}, place)
+    if call.get("type", "function") != "function":
+        _refuse(f"{_shown(call['type'])} is not 'function'", f"{place}.type")
+    function = call.get("function")
+    _expect(function, Mapping, "an object with name and arguments", f"{place}.function")
+    assert isinstance(function, Mapping)
+    _known(function, {"name", "arguments"}, f"{place}.function")
+    _expect(function.get("name"), str, "text", f"{place}.function.name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = read_arguments(arguments, f"{place}.function.arguments")
+    _expect(arguments, Mapping, "a JSON object, or its text", f"{place}.function.arguments")
+    made = {"name": function["name"], "arguments": arguments}
+    return {"id": call.get("id") or "", "type": "function", "function": made}
+
+
+def read_arguments(text: str, place: str) -> dict[str, Any]:
+    """The object that a call's arguments are the text of.
+
+    Raises:
+        InvalidRequest: they are not; names ``place``.
+    """
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        message = f"{place} is not the text of a JSON object"
+        raise InvalidRequest(message, place.partition("[")[0])
+    return arguments
+
+
+def _known(value: Mapping[str, Any], names: set[str] | frozenset[str], place: str) -> None:
+    for name in value:
+        if name not in names:
+            _refuse("unknown field", f"{place}.{name}")
+
+
+def _expect(value: Any, kind: Any, what: str, place: str) -> None:
+    if not isinstance(value, kind):
+        _refuse(f"{_shown(value)} is not {what}", place)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _refuse(reason: str, place: str) -> None:
+    raise InvalidRequest(f"{place}: {reason}", place)

@@ -1,0 +1,133 @@
+"""What callers in Python give: prompts, grammars, tools and numbers of outputs, one or many."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from overlap_spec.errors import GrammarError, InvalidRequest
+from overlap_spec.grammar.functions import as_tool, is_function
+from overlap_spec.grammar.spec import AdditionalProperties, Grammar
+from overlap_spec.types import Output, Request, SamplingParams
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message] | Sequence[int]
+Sampling = SamplingParams | Mapping[str, Any] | None
+# What `grammar` may be: see :func:`as_grammar`. Of types, those that mypy takes for one; for others
+# (`Literal[…]`, unions) there is `Grammar.of`.
+GrammarLike = Grammar | type[Any] | Callable[..., Any] | Mapping[str, Any] | re.Pattern[str] | None
+
+
+def as_grammar(grammar: Any, additional_properties: str = "closed") -> Grammar | None:
+    """What a caller gives as a grammar: a Grammar, a schema as a dict, or a type as
+    :meth:`Grammar.of` takes it; None and ``str`` are free text.
+
+    Args:
+        grammar: What is given.
+        additional_properties: As :class:`Grammar` has it; for what is no Grammar yet.
+
+    Raises:
+        GrammarError: it is text, which may mean several things, or nothing that has a grammar.
+    """
+    if grammar is None or grammar is str:
+        return None
+    if isinstance(grammar, str):
+        raise GrammarError(
+            "a text may be many a grammar: say Grammar.json_schema(text), Grammar.regex(text) or "
+            f"Grammar.ebnf(text): {grammar[:60]!r}",
+            "grammar",
+        )
+    return Grammar.of(
+        grammar, additional_properties=cast("AdditionalProperties", additional_properties)
+    )
+
+
+def as_tools(tools: Sequence[Any] | None) -> list[Any] | None:
+    """Tool definitions as data: those of plain functions are made of what these say.
+
+    Raises:
+        InvalidRequest: one that is neither; names it.
+    """
+    if tools is None:
+        return None
+    if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
+        raise InvalidRequest("tools must be a list of definitions or functions", "tools")
+    made = [as_tool(tool) if is_function(tool) else tool for tool in tools]
+    for number, tool in enumerate(made):
+        if not isinstance(tool, Mapping):
+            raise InvalidRequest(
+                f"tools[{number}] is no definition, and no function: {tool!r}"[:200], "tools"
+            )
+    return made
+
+
+def as_prompts(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """The prompts of a call, and whether it was a single one."""
+    if isinstance(prompt, str):
+        return [prompt], True
+    if not isinstance(prompt, Sequence):
+        raise InvalidRequest(f"prompt must be text, messages, or a list: {prompt!r}", "prompt")
+    if is_token_ids(prompt) or (prompt and all(isinstance(p, Mapping) for p in prompt)):
+        return [cast("Prompt", prompt)], True
+    for part in prompt:
+        if not (isinstance(part, str) or is_token_ids(part)) and not (
+            isinstance(part, Sequence) and part and all(isinstance(m, Mapping) for m in part)
+        ):
+            raise InvalidRequest(f"a prompt must be text or a list of messages: {part!r}", "prompt")
+    return [cast("Prompt", part) for part in prompt], False
+
+
+def each_grammar(value: Any, count: int, additional_properties: str) -> list[Grammar | None]:
+    """The grammar of each of ``count`` prompts: see :func:`as_grammar`; a type's is made once."""
+    if isinstance(value, list | tuple):
+        given = each("grammar", value, count)
+        return [as_grammar(one, additional_properties) for one in given]
+    return [as_grammar(value, additional_properties)] * count
+
+
+def each(name: str, value: Any, count: int) -> list[Any]:
+    """The value of each of ``count`` prompts: ``value`` itself, or its items if it is a list."""
+    if isinstance(value, list | tuple):
+        if len(value) != count:
+            raise InvalidRequest(f"{len(value)} values of {name} for {count} prompts", name)
+        return list(value)
+    return [value] * count
+
+
+def is_token_ids(prompt: Any) -> bool:
+    """Whether a prompt is a list of token ids."""
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str)
+        and bool(prompt)
+        and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
+    )
+
+
+def copies(request: Request, count: Any) -> list[Request]:
+    """``count`` times a request, with consecutive seeds; the first one alone tells of the prompt,
+    which they share. InvalidRequest: ``count`` is no number over 0."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise InvalidRequest(f"n must be an integer >= 1: {count!r}", "n")
+    return [_copy(request, number) for number in range(count)]
+
+
+def _copy(request: Request, number: int) -> Request:
+    # Modulo 2**64, as a signed integer.
+    seed = (request.seed + number + 2**63) % 2**64 - 2**63
+    copy = replace(request, seed=seed)
+    if number == 0 or request.sampling.prompt_logprobs is None:
+        return copy
+    return replace(copy, sampling=replace(copy.sampling, prompt_logprobs=None))
+
+
+def grouped(
+    outputs: list[Output], n: int | None, single: bool
+) -> Output | list[Output] | list[list[Output]]:
+    """The outputs of a call as it returns them: alone, or ``n`` of each prompt in a list."""
+    if n is None:
+        return outputs[0] if single else outputs
+    lists = [outputs[first : first + n] for first in range(0, len(outputs), n)]
+    return lists[0] if single else lists
