@@ -58,6 +58,7 @@ ENGINE_FLAGS = {
 SERVING_ENGINE_FLAGS = {
     "max_total_tokens": BATCH,
     "mask_deadline_ms": GRAMMAR,
+    "mask_timeout_s": GRAMMAR,
     "ngram_max_matching_size": SPECULATION,
     "ngram_public_pool": SPECULATION,
     "ngram_keep_all": SPECULATION,
