@@ -269,6 +269,7 @@ def test_a_faulty_matcher_ends_its_own_request_only(tiny: dict[str, str], fault:
         assert engine.core.scheduler.allocator.in_use == 0
 
 
+@pytest.mark.clock
 def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, str]) -> None:
     """The tree's fill hangs a little over the deadline: the request goes on, one token a step."""
     want = Engine(**tiny, num_steps=3, overlap="none").generate("slow", DATE)
@@ -280,7 +281,7 @@ def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, st
                 time.sleep(0.08)
             self.inner.fill_tree(tokens, first_child, next_sibling, rows)
 
-    with Engine(**tiny, num_steps=3, mask_deadline_ms=60.0) as engine:
+    with Engine(**{**tiny, "mask_deadline_ms": 60.0}, num_steps=3) as engine:
         handle = engine.submit("slow", DATE)
         inner = engine.core.matchers[handle.request.id]
         engine.core.grammar.matchers[handle.request.id] = Slow(inner, "none")
@@ -291,6 +292,7 @@ def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, st
         assert handle.output.stats.limited_steps == 2
 
 
+@pytest.mark.clock
 def test_masks_that_are_late_cost_no_request(tiny: dict[str, str]) -> None:
     """Every call of the matcher takes many times the deadline: it costs time alone."""
     want = Engine(**tiny, num_steps=3, overlap="none").generate("slow", DATE)
@@ -308,7 +310,7 @@ def test_masks_that_are_late_cost_no_request(tiny: dict[str, str]) -> None:
             time.sleep(0.03)
             return self.inner.accept(token_id)
 
-    with Engine(**tiny, num_steps=3, mask_deadline_ms=1.0) as engine:
+    with Engine(**{**tiny, "mask_deadline_ms": 1.0}, num_steps=3) as engine:
         handle = engine.submit("slow", DATE)
         inner = engine.core.matchers[handle.request.id]
         engine.core.grammar.matchers[handle.request.id] = Slow(inner, "none")
