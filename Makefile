@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 # Ray is large: the tests need it, the demo does not.
 TESTED := $(VENV)/.installed-cluster
 
-.PHONY: demo test test-slow test-cluster lint bench check soak picture docs clean
+.PHONY: demo test test-busy test-slow test-cluster lint bench check soak picture docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -13,6 +13,10 @@ demo: $(STAMP)
 # In the order of their names: files with few tests are the longest, and would be left to the end.
 test: $(TESTED) lint
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
+
+# What a clock could change, beside six processes that compute and never wait.
+test-busy: $(TESTED)
+	$(BIN)/python -m tests.support.busy 6 $(BIN)/python -m pytest -m "clock and not slow"
 
 test-slow: $(TESTED)
 	$(BIN)/python -m pytest -m slow

@@ -1,9 +1,11 @@
 """Runs a batch's matcher calls, accepts and fills, on a few CPU threads.
 
-An error in one request is that request's result; the others continue. A call that does not return
-by its deadline is abandoned: its request continues with its root's row if that was ready, or ends
-with an error, and its matcher is quarantined (not used) until the call returns. The engine combines
-the spans into `grammar_ms`, their wall-clock union.
+An error in one request is that request's result; the others continue. Past the deadline a tree's
+fill is abandoned where its root's row is ready: the request continues with that, and loses the
+step's drafts. What a request cannot go on without is waited for, since a machine that does other
+work is slow as well. A call that does not return at all is abandoned after a much longer time, and
+its request ends with an error. A matcher is quarantined (not used) until its call returns. The
+engine combines the spans into `grammar_ms`, their wall-clock union.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +24,6 @@ from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.contract import Links, Matcher, Row
 from overlap_spec.grammar.forced import NO_OPENINGS, ForcedRuns
 from overlap_spec.grammar.guesses import Guesses
-
-STARVED_DEADLINES = 4
 
 
 class AcceptItem(NamedTuple):
@@ -85,7 +85,7 @@ class _MatcherCall(ABC):
     started = root_ready = returned = abandoned = False
     error: Exception | None = None
     runner: threading.Thread | None = None
-    start_cpu_ns = end_ns = 0
+    end_ns = 0
 
     def __init__(
         self,
@@ -213,20 +213,23 @@ class MatcherPool:
     """Runs items of a batch; at most one item per matcher.
 
     Args:
-        threads: Number of threads; 0 runs items in the caller's thread, without deadlines.
-        deadline_ms: Time limit of one item, or None. Counts the thread's CPU time, or
-            :data:`STARVED_DEADLINES` times as much wall-clock time.
+        threads: Number of threads; 0 runs items in the caller's thread, without time limits.
+        deadline_ms: What a tree's fill may take before its drafts are given up, or None.
+        timeout_s: What any call may take before its request is.
 
     Attributes:
         forced: Tells the runs behind the nodes of trees; None where nobody asks for them.
     """
 
-    def __init__(self, threads: int = 0, deadline_ms: float | None = None) -> None:
+    def __init__(
+        self, threads: int = 0, deadline_ms: float | None = None, timeout_s: float = 10.0
+    ) -> None:
         if threads < 0:
             raise ValueError(f"threads must be 0 or more, got {threads}")
         self.threads = threads
         self.forced: ForcedRuns | None = None
-        self._deadline_ns = None if deadline_ms is None else int(deadline_ms * 1e6)
+        self._timeout_ns = int(timeout_s * 1e9)
+        self._deadline_ns = self._timeout_ns if deadline_ms is None else int(deadline_ms * 1e6)
         self._lock = threading.Lock()
         # A call to take; a batch to return.
         self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
@@ -252,7 +255,7 @@ class MatcherPool:
     def fill_batch(self, items: Sequence[FillItem]) -> list[PoolResult]:
         """Fill each item's rows; results in the items' order."""
         # A separate root row is worth its time only under a deadline.
-        root_first = self.threads > 0 and self._deadline_ns is not None
+        root_first = self.threads > 0 and self._deadline_ns < self._timeout_ns
         calls = [
             _FillCall(item, *self._around(item.request_id), self._rows_for(item), root_first)
             for item in items
@@ -331,36 +334,27 @@ class MatcherPool:
     def _wait(self, calls: Sequence[_MatcherCall]) -> None:
         """Wait until every call has returned or was abandoned; holds the lock."""
         while self._pending:
-            if self._deadline_ns is None:
-                self._done.wait()
-                continue
             now, rest = time.perf_counter_ns(), self._deadline_ns
             for call in calls:
                 # A call that waits for a thread is not late; one whose matcher is busy is.
                 waits = call.ready and not call.started
                 if call.returned or call.abandoned or waits:
                     continue
-                left = call.start_ns + self._deadline_ns - now
-                if left <= 0 and (call.root_ready or self._overdue(call, now)):
+                took = now - call.start_ns
+                if took >= (self._deadline_ns if call.root_ready else self._timeout_ns):
                     self._abandon(call)
+                # Past the deadline the root's row may be ready at any time.
+                left = self._deadline_ns - took
                 rest = min(rest, left if left > 0 else self._deadline_ns // 4)
             if self._pending:
                 self._done.wait(rest / 1e9)
-
-    def _overdue(self, call: _MatcherCall, now: int) -> bool:
-        """Whether a call has used up its deadline; a thread without a core gets longer."""
-        assert self._deadline_ns is not None
-        if call.runner is None or now - call.start_ns > STARVED_DEADLINES * self._deadline_ns:
-            return True
-        clock = time.pthread_getcpuclockid(cast(int, call.runner.ident))
-        return time.clock_gettime_ns(clock) - call.start_cpu_ns > self._deadline_ns
 
     def _abandon(self, call: _MatcherCall) -> None:
         call.abandoned, call.end_ns = True, time.perf_counter_ns()
         self._pending -= 1
         if not call.root_ready:
-            limit = (self._deadline_ns or 0) / 1e6
-            call.error = RequestFailed(f"the grammar's matcher took longer than {limit:g} ms")
+            limit = self._timeout_ns / 1e9
+            call.error = RequestFailed(f"the grammar's matcher did not return within {limit:g} s")
         call.publish()
         if call.runner is None:
             self._queue.remove(call)
@@ -404,7 +398,6 @@ class MatcherPool:
                         self._queue.remove(call)
                         call.started, call.runner = True, me
                         call.start_ns = time.perf_counter_ns()
-                        call.start_cpu_ns = time.thread_time_ns()
                         return call
                 self._work.wait()
             return None

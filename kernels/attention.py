@@ -13,7 +13,7 @@ import warnings
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, List, NamedTuple, Optional, Tuple  # noqa: UP035
+from typing import Any, List, NamedTuple, Optional  # noqa: UP035
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ from torch.nn import functional as F
 from overlap_spec.kernels.dispatch import operation
 from overlap_spec.kernels.elementwise import apply_rope, rms_norm
 
-# The CPU's products give a row the same bits, in bfloat16, at all multiples of these.
+# The CPU's products give a row the same bits, in bfloat16, at all multiples of these; in float32
+# fewer keys are enough to let most requests share a call.
 ROWS = 4
-KEYS = 64
+KEYS, KEYS_FLOAT32 = 64, 32
 # Keys of a layer that stay in a processor's caches.
 TOGETHER_BYTES = 4 << 20
 
@@ -136,15 +137,29 @@ class KeySpan:
         return {}
 
     @cached_property
-    def _own_pages(self) -> dict[int, Tensor]:
+    def _own_pages(self) -> dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]]:
         return {}
 
-    def own_pages(self, page_size: int) -> Tensor:
-        """How many pages each request's keys are on, int64 ``(B,)``, made once for all layers."""
-        if page_size not in self._own_pages:
+    def own_pages(self, page_size: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Pages that are read of each request, and how many: all of :func:`pages_together`.
+
+        Past its own, a request's last page stands in: others' may hold anything. Made once for all
+        layers.
+
+        Returns:
+            Pages int64 ``(B, P')``; how many, int64 ``(B,)``, ascending; whose they are, ``(B,)``.
+        """
+        key = page_size, keys
+        if key not in self._own_pages:
             width = (self.rectangle(self.positions) if self.mask is None else self.mask).shape[1]
-            self._own_pages[page_size] = (self.prefix + (width + page_size - 1)) // page_size
-        return self._own_pages[page_size]
+            own = (self.prefix + (width + page_size - 1)) // page_size
+            step, columns = pages_together(page_size, keys), self.pages.shape[1]
+            own = own.clamp(max=columns)
+            place = torch.arange(columns + -columns % step, device=own.device)
+            pages = self.pages.gather(1, torch.minimum(place, own[:, None] - 1))
+            many, order = ((own + (step - 1)) // step * step).sort(stable=True)
+            self._own_pages[key] = pages, many, order
+        return self._own_pages[key]
 
     @cached_property
     def packed(self) -> Tensor:
@@ -163,16 +178,17 @@ class KeySpan:
     def dense(self, page_size: int, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
         """:meth:`visible` repeated for ``group`` heads, as what is added to scores: 0 or -inf.
 
-        In half precision with rows of 0 up to a multiple of :data:`ROWS`, and columns of -inf up to
-        one of :func:`pages_together`. Computed once for all layers.
+        With columns of -inf up to a multiple of :func:`pages_together`, and in half precision rows
+        of 0 up to one of :data:`ROWS`. Computed once for all layers.
         """
         key = (page_size, window, group, dtype)
         if key not in self._dense:
             seen = self.visible(page_size, window)
             added = torch.where(seen, 0.0, -torch.inf).to(dtype).repeat(1, group, 1)
+            step = pages_together(page_size, keys_together(dtype))
+            missing = -self.pages.shape[1] % step * page_size
+            added = F.pad(added, (0, missing), value=-torch.inf)
             if dtype != torch.float32:
-                missing = -self.pages.shape[1] % pages_together(page_size) * page_size
-                added = F.pad(added, (0, missing), value=-torch.inf)
                 added = F.pad(added, (0, 0, 0, -added.shape[1] % ROWS))
             self._dense[key] = added[:, None]
         return self._dense[key]
@@ -199,6 +215,11 @@ USUAL = Scoring()
 def pages_together(page_size: int, keys: int = KEYS) -> int:
     """Pages that are read together: their keys are ``keys``, or one page has more."""
     return max(1, keys // page_size)
+
+
+def keys_together(dtype: torch.dtype) -> int:
+    """Products over keys are of multiples of these, on the CPU."""
+    return KEYS_FLOAT32 if dtype == torch.float32 else KEYS
 
 
 @operation
@@ -322,12 +343,13 @@ def _attend(
         sinks = scoring.sinks.view(kv_heads, group).repeat_interleave(grouped.shape[3], 1)
         sinks = F.pad(sinks, (0, added.shape[2] - sinks.shape[1]))
     rule = scoring.scale, scoring.soft_cap, sinks
+    pages, own, order = span.own_pages(page_size, keys_together(q.dtype))
     if q.is_cuda:
-        mixed = _at_once(queries, k_cache, v_cache, span.pages, added, *rule)
+        mixed = _at_once(queries, k_cache, v_cache, pages, added, *rule)
     else:
         attend = _scripted() if is_tracing() else _by_request
-        own = span.own_pages(page_size)
-        mixed = attend(queries, k_cache, v_cache, span.pages, own, added, TOGETHER_BYTES, *rule)
+        shared = own, order, added, TOGETHER_BYTES
+        mixed = attend(queries, k_cache, v_cache, pages, *shared, *rule)
     mixed = mixed.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4)
     return span.flat(mixed.flatten(2))
 
@@ -345,8 +367,13 @@ def _mix(
     to the scores ``(B, 1, Q, K)``, ``sinks (kv_heads, Q)`` → as ``q``."""
     if soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=added, scale=scale)
+    # Products of three dimensions: those of more copy keys of many requests in another order.
+    flat_q, flat_keys, flat_values = q.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
     factor = q.size(-1) ** -0.5 if scale is None else scale
-    scores = torch.matmul(q, keys.transpose(2, 3)).float() * factor
+    scores = torch.bmm(flat_q, flat_keys.transpose(1, 2)).view(
+        added.size(0), -1, q.size(2), keys.size(2)
+    )
+    scores = scores.float() * factor
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
     scores = scores + added
@@ -354,7 +381,7 @@ def _mix(
         column = sinks.float()[None, :, :, None].expand(scores.size(0), -1, -1, -1)
         scores = torch.cat([scores, column], -1)
     weights = scores.softmax(-1)[..., : keys.size(2)]
-    return torch.matmul(weights.to(values.dtype), values)
+    return torch.bmm(weights.to(values.dtype).flatten(0, 1), flat_values).view_as(q)
 
 
 @lru_cache
@@ -363,16 +390,6 @@ def _scripted() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.jit.script(_by_request)
-
-
-def _filled_up(q: Tensor, pages: Tensor, added: Tensor, page_size: int) -> Tuple[Tensor, Tensor]:  # noqa: UP006
-    """Queries and pages, as many as :meth:`KeySpan.dense` has rows and columns for."""
-    if added.size(2) > q.size(2):
-        q = F.pad(q, [0, 0, 0, added.size(2) - q.size(2)])
-    missing = added.size(3) // page_size - pages.size(1)
-    if missing > 0:
-        pages = torch.cat([pages, pages[:, -1:].expand(-1, missing)], 1)
-    return q, pages
 
 
 def _at_once(
@@ -388,18 +405,19 @@ def _at_once(
     """Attention of ``q (B, kv_heads, Q, D)`` over ``pages (B, P)``, all copied before.
 
     Args:
-        added: To the scores ``(B, 1, Q', K)``: rows of 0 from Q to Q'; from ``P * page_size`` to K,
-            -inf for keys that a last page stands in for.
+        added: To the scores ``(B, 1, Q', P * page_size)``: rows of 0 from Q to Q'.
         scale, soft_cap: As in :class:`Scoring`; sinks: ``(kv_heads, Q')``, one a row.
     """
-    rows = q.size(2)
-    q, pages = _filled_up(q, pages, added, k_cache.size(1))
+    rows, missing = q.size(2), added.size(2) - q.size(2)
+    if missing > 0:
+        q = F.pad(q, [0, 0, 0, missing])
     batch, kv_heads, dim = q.size(0), q.size(1), q.size(3)
     every = pages.flatten()
     # Whole pages are copied, which indexing by a matrix of them would do number by number.
     keys = k_cache.index_select(0, every).view(batch, -1, kv_heads, dim).transpose(1, 2)
     values = v_cache.index_select(0, every).view(batch, -1, kv_heads, dim).transpose(1, 2)
-    return _mix(q, keys, values, added, scale, soft_cap, sinks)[:, :, :rows]
+    mixed = _mix(q, keys, values, added, scale, soft_cap, sinks)
+    return mixed[:, :, :rows] if missing > 0 else mixed
 
 
 def _by_request(
@@ -408,35 +426,45 @@ def _by_request(
     v_cache: Tensor,
     pages: Tensor,
     own: Tensor,
+    order: Tensor,
     added: Tensor,
     together_bytes: int,
     scale: Optional[float],  # noqa: UP045
     soft_cap: Optional[float],  # noqa: UP045
     sinks: Optional[Tensor],  # noqa: UP045
 ) -> Tensor:
-    """:func:`_at_once` on the CPU, where only the first ``own (B,)`` of the pages need be copied.
+    """:func:`_at_once` on the CPU, with each request's own pages alone.
 
-    Keys of all requests are copied at once where they take no more than ``together_bytes``; else
-    those of one request at a time, as many as it has, whatever the others have: a copy of them all
-    would go to memory and back, and be taken from the system and given back in each layer.
+    A product over keys adds them up in an order that its shape decides, and how is the processor's
+    affair. So a request's are of as many keys as it has, whatever the others have: those with
+    equally many pages share a call, unless their keys take more than ``together_bytes``. A copy of
+    more would go to memory and back, and be taken from the system and given back in each layer.
+
+    Args:
+        own, order: As :meth:`KeySpan.own_pages` gives them.
     """
-    kv_heads, rows, dim, columns = q.size(1), q.size(2), q.size(3), pages.size(1)
+    batch, page_size = q.size(0), k_cache.size(1)
     page_bytes = k_cache[0].numel() * k_cache.element_size()
-    page_size = k_cache.size(1)
-    if q.size(0) * (added.size(3) // page_size) * page_bytes <= together_bytes:
+    counts: List[int] = own.tolist()  # noqa: UP006
+    most = counts[-1]
+    few = batch * most * page_bytes <= together_bytes
+    if batch == 1 or (few and counts[0] == most):
+        if most < pages.size(1):
+            pages, added = pages[:, :most], added[:, :, :, : most * page_size]
         return _at_once(q, k_cache, v_cache, pages, added, scale, soft_cap, sinks)
-    q, pages = _filled_up(q, pages, added, page_size)
     out = torch.empty_like(q)
-    step = pages_together(page_size)
-    counts: List[int] = own.clamp(max=columns).tolist()  # noqa: UP006
-    for b in range(q.size(0)):
-        count = min((counts[b] + step - 1) // step * step, pages.size(1))
-        # Past its own, a request's last page stands in: others' may hold anything.
-        place = torch.arange(count, device=pages.device).clamp(max=counts[b] - 1)
-        mine = pages[b].index_select(0, place)
-        keys = k_cache.index_select(0, mine).view(1, -1, kv_heads, dim).transpose(1, 2)
-        values = v_cache.index_select(0, mine).view(1, -1, kv_heads, dim).transpose(1, 2)
-        seen = added[b : b + 1, :, :, : count * page_size]
-        one = q[b : b + 1]
-        out[b : b + 1] = _mix(one, keys, values, seen, scale, soft_cap, sinks)
-    return out[:, :, :rows]
+    start = 0
+    while start < batch:
+        count, end = counts[start], start + 1
+        while end < batch and counts[end] == count:
+            end += 1
+        if (end - start) * count * page_bytes > together_bytes:
+            end = start + 1
+        who = order[start:end]
+        here = pages[:, :count].index_select(0, who)
+        seen = added[:, :, :, : count * page_size].index_select(0, who)
+        some = q.index_select(0, who)
+        mixed = _at_once(some, k_cache, v_cache, here, seen, scale, soft_cap, sinks)
+        out.index_copy_(0, who, mixed)
+        start = end
+    return out

@@ -301,10 +301,17 @@ class EngineConfig:
     mask_deadline_ms: Annotated[
         float | None,
         Help(
-            "Time limit for one request's grammar work in a step, in ms; a request over it loses "
-            "its draft or fails. None, or 0 as a flag, is no limit. Needs lane_threads."
+            "Time for the masks of one request's drafts in a step, in ms; past it the step goes on "
+            "without them. None, or 0 as a flag, is no limit. Needs lane_threads."
         ),
     ] = 50.0
+    mask_timeout_s: Annotated[
+        float,
+        Help(
+            "A request whose grammar has not returned from a call within so many seconds ends with "
+            "an error; the others wait for it until then. Needs lane_threads."
+        ),
+    ] = 10.0
 
     @classmethod
     def build(cls, **settings: Any) -> EngineConfig:
@@ -367,7 +374,9 @@ class EngineConfig:
             self._check_tree()
         if self.chunked_prefill_size is not None and self.chunked_prefill_size < self.page_size:
             raise ConfigError("chunked_prefill_size must hold at least one page (page_size)")
-        for name in ("mask_deadline_ms", "grammar_compile_timeout_s", "tpot_slo_ms"):
+        for name in (
+            "mask_deadline_ms", "mask_timeout_s", "grammar_compile_timeout_s", "tpot_slo_ms"
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} must be over 0: {value!r}")

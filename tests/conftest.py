@@ -24,6 +24,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "draft": str(folder / "eagle3"),
         # Each engine would start worker processes of its own; tests of these ask for them.
         "grammar_isolated": False,
+        # A machine that does other work as well must not cost a step its drafts.
+        "mask_deadline_ms": 5000.0,
     }
 
 

@@ -63,6 +63,7 @@ SERVING_ENGINE_FLAGS = {
     "memory_limit_bytes": BATCH,
     "grammar_cache_bytes": GRAMMAR,
     "mask_deadline_ms": GRAMMAR,
+    "mask_timeout_s": GRAMMAR,
     "ngram_max_matching_size": SPECULATION,
     "ngram_public_pool": SPECULATION,
     "ngram_keep_all": SPECULATION,

@@ -20,7 +20,7 @@ from overlap_spec.cli.flags import (
     with_flags,
 )
 from overlap_spec.cli.request import read_whitespace
-from overlap_spec.cli.terminal import loading
+from overlap_spec.cli.terminal import ended_by_sigterm, loading
 from overlap_spec.cluster.settings import ClusterSettings
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import ConfigError
@@ -90,36 +90,38 @@ def serve(
     **flags: Any,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API; by default the embedded model."""
-    from overlap_spec.cli.ranks import follow
-    from overlap_spec.doctor import check_files
-    from overlap_spec.server.launch import check_level, launch, plan
+    # Before anything that takes long, and that somebody could wait for.
+    with ended_by_sigterm():
+        from overlap_spec.cli.ranks import follow
+        from overlap_spec.doctor import check_files
+        from overlap_spec.server.launch import check_level, launch, plan
 
-    del config  # `read_config` has made its values the flags' defaults.
-    check_level(log_level)
-    cluster = ClusterSettings(**{name: flags.pop(name) for name in CLUSTER_FLAGS})
-    flags["model"] = one_model(context, checkpoint, flags["model"])
-    template = read_template(chat_template)
-    # Torch and the libraries only after a mistake in the files has been told.
-    check_files(EngineConfig.build(model=flags["model"]), template)
-    follow(flags)
-    made = plan(
-        api_key=api_key,
-        admin_api_key=admin_api_key,
-        served_model_name=served_model_name,
-        chat_template=template,
-        whitespace=read_whitespace(whitespace),
-        stall_timeout_s=stall_timeout_s,
-        cors_origins=tuple(cors_origin or ()),
-        allowed_hosts=tuple(allowed_host or ()),
-        **flags,
-    )
-    if cluster.replicas is not None:
-        from overlap_spec.cluster.launch import launch as launch_replicas
+        del config  # `read_config` has made its values the flags' defaults.
+        check_level(log_level)
+        cluster = ClusterSettings(**{name: flags.pop(name) for name in CLUSTER_FLAGS})
+        flags["model"] = one_model(context, checkpoint, flags["model"])
+        template = read_template(chat_template)
+        # Torch and the libraries only after a mistake in the files has been told.
+        check_files(EngineConfig.build(model=flags["model"]), template)
+        follow(flags)
+        made = plan(
+            api_key=api_key,
+            admin_api_key=admin_api_key,
+            served_model_name=served_model_name,
+            chat_template=template,
+            whitespace=read_whitespace(whitespace),
+            stall_timeout_s=stall_timeout_s,
+            cors_origins=tuple(cors_origin or ()),
+            allowed_hosts=tuple(allowed_host or ()),
+            **flags,
+        )
+        if cluster.replicas is not None:
+            from overlap_spec.cluster.launch import launch as launch_replicas
 
-        launch_replicas(made, cluster, log_level)
-        return
-    with loading(flags["model"], until=("overlap_spec", "uvicorn")):
-        launch(made, log_level)
+            launch_replicas(made, cluster, log_level)
+            return
+        with loading(flags["model"], until=("overlap_spec", "uvicorn")):
+            launch(made, log_level)
 
 
 def one_model(context: typer.Context, checkpoint: str | None, model: str | None) -> str | None:

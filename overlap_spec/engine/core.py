@@ -86,7 +86,8 @@ class EngineCore:
         tries = self.worker.on_gpu if config.tries is None else config.tries
         self.widens = tries and self.grafts and fits
         reserve = wider if self.widens else reserve
-        self.grammar = GrammarManager(MatcherPool(lanes, config.mask_deadline_ms), record)
+        pool = MatcherPool(lanes, config.mask_deadline_ms, config.mask_timeout_s)
+        self.grammar = GrammarManager(pool, record)
         reads = self.grafts and self.worker.reads_states
         self.tables = GrammarTables(self.worker, self.grammar.pool) if reads else None
         self.drafter = DrafterGuard(self.worker, config.drafter)

@@ -162,7 +162,7 @@ def test_the_head_drafts_the_same(sizes: Sizes, tmp_path: Path) -> None:
 def texts(target: Path, draft: Path | None, **settings: Any) -> list[tuple[Any, ...]]:
     with Engine(
         str(target), draft=str(draft) if draft else None, algorithm="eagle3" if draft else "none",
-        dtype="float32", device="cpu", adaptive="static", **settings,
+        dtype="float32", device="cpu", adaptive="static", mask_deadline_ms=None, **settings,
     ) as engine:  # fmt: skip
         prompts = ["hello there", "a b c", '{"name":"x"}']
         outputs = engine.generate(
@@ -361,6 +361,7 @@ def test_sources_that_cannot_be_padded(tmp_path: Path) -> None:
         pad(tmp_path / "source", None, tmp_path, Sizes(vocab=500), console=QUIET)
 
 
+@pytest.mark.clock
 @pytest.mark.skipif(
     not (EMBEDDED / "eagle3" / "config.json").exists(), reason="the embedded model is not built"
 )

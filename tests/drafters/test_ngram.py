@@ -218,6 +218,7 @@ def test_requests_that_wait_do_not_add_up() -> None:
     assert chain(of, [1, 2, 1])[:2] == [2, 1]
 
 
+@pytest.mark.clock
 def test_a_step_costs_what_is_new() -> None:
     """After 100 and after 100,000 tokens."""
     rng = random.Random(1)
@@ -231,9 +232,9 @@ def test_a_step_costs_what_is_new() -> None:
         times = []
         for _ in range(60):
             output += [rng.randrange(VOCABULARY) for _ in range(4)]
-            start = time.perf_counter()
+            start = time.thread_time()
             of.propose([known], TREE)
-            times.append(time.perf_counter() - start)
+            times.append(time.thread_time() - start)
         costs.append(sorted(times)[30])
     assert costs[1] < 5 * costs[0] + 1e-3
 

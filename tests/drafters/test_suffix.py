@@ -173,6 +173,7 @@ def test_pools_stay_below_their_bytes() -> None:
         assert of.public.bytes / 3 < held < of.public.bytes + 300_000
 
 
+@pytest.mark.clock
 def test_a_step_costs_what_is_new() -> None:
     """After 300 and after 30,000 tokens, and where one token is repeated."""
     rng = random.Random(1)
@@ -186,9 +187,9 @@ def test_a_step_costs_what_is_new() -> None:
         times = []
         for _ in range(60):
             output += [rng.randrange(letters) for _ in range(4)]
-            start = time.perf_counter()
+            start = time.thread_time()
             of.propose([known], TREE)
-            times.append(time.perf_counter() - start)
+            times.append(time.thread_time() - start)
         costs.append(sorted(times)[30])
     assert costs[1] < 5 * costs[0] + 2e-3
     assert costs[2] < 20e-3

@@ -39,7 +39,7 @@ class Size(TypedDict):
 
 @pytest.fixture(scope="module")
 def engine(tiny: dict[str, str]) -> Iterator[Engine]:
-    with Engine(**tiny, num_steps=3, mask_deadline_ms=5000.0) as made:
+    with Engine(**tiny, num_steps=3) as made:
         yield made
 
 
@@ -137,7 +137,7 @@ def test_unknown_settings_are_named_with_what_was_meant() -> None:
 
 def test_the_async_engine_takes_the_same(tiny: dict[str, str]) -> None:
     async def work() -> tuple[Any, Any, str]:
-        settings = {"num_steps": 3, "adaptive": "static", "mask_deadline_ms": 5000.0}
+        settings = {"num_steps": 3, "adaptive": "static"}
         async with AsyncEngine(**tiny, **settings) as engine:
             one = await engine.generate("go", Point, temperature=0.0)
             many = await engine.generate(["go", "on"], [Pair, None], max_tokens=16)

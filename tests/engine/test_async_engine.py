@@ -47,7 +47,6 @@ def engine(tiny: dict[str, str], runner: asyncio.Runner) -> Iterator[AsyncEngine
     made = AsyncEngine(
         **tiny, context_length=200, num_steps=3, adaptive="static",
         max_running_requests=4, max_queued_requests=4,
-        mask_deadline_ms=5000.0,
     )  # fmt: skip
     runner.run(made.start())
     yield made

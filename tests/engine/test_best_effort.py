@@ -147,9 +147,7 @@ def test_a_closed_compiler_checks_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def engine(tiny: dict[str, str]) -> Iterator[Engine]:
-    with Engine(
-        **tiny, num_steps=3, grammar_compile_timeout_s=2.0, mask_deadline_ms=5000.0
-    ) as made:
+    with Engine(**tiny, num_steps=3, grammar_compile_timeout_s=2.0) as made:
         yield made
 
 
@@ -208,7 +206,7 @@ def test_a_generator_gives_no_value_that_is_not_valid(engine: Engine) -> None:
 
 def test_an_async_engine_gives_the_same(tiny: dict[str, str]) -> None:
     async def work() -> tuple[Any, Any]:
-        settings = {"num_steps": 3, "adaptive": "static", "mask_deadline_ms": 5000.0}
+        settings = {"num_steps": 3, "adaptive": "static"}
         async with AsyncEngine(**tiny, **settings) as engine:
             output = await engine.generate("x", loose(WRONG))
             return output, [delta async for delta in engine.stream("x", loose(RIGHT))]

@@ -296,7 +296,7 @@ def test_a_failed_answer_is_asked_again(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def engine(tiny: dict[str, Any]) -> Iterator[Engine]:
-    with Engine(**tiny, num_steps=3, mask_deadline_ms=5000.0) as made:
+    with Engine(**tiny, num_steps=3) as made:
         yield made
 
 

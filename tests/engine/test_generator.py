@@ -38,7 +38,7 @@ class Answer(Enum):
 
 @pytest.fixture(scope="module")
 def engine(tiny: dict[str, str]) -> Iterator[Engine]:
-    with Engine(**tiny, num_steps=3, mask_deadline_ms=5000.0) as made:
+    with Engine(**tiny, num_steps=3) as made:
         yield made
 
 
@@ -89,7 +89,7 @@ def test_an_unfinished_value_is_an_error(engine: Engine) -> None:
 
 def test_with_an_async_engine_the_call_is_awaited(tiny: dict[str, str]) -> None:
     async def work() -> tuple[Any, Any]:
-        settings = {"num_steps": 3, "adaptive": "static", "mask_deadline_ms": 5000.0}
+        settings = {"num_steps": 3, "adaptive": "static"}
         async with AsyncEngine(**tiny, **settings) as engine:
             generator = Generator(engine, Point)
             return await generator("go"), await generator(["go", "on"])

@@ -52,7 +52,7 @@ def test_schemas_inside_tags_and_tools_are_read_too() -> None:
 
 
 def test_outputs_carry_the_warnings(tiny: dict[str, str]) -> None:
-    with Engine(**tiny, num_steps=3, mask_deadline_ms=5000.0) as engine:
+    with Engine(**tiny, num_steps=3) as engine:
         outputs = [engine.generate("x", Grammar.json_schema(s)) for s in (SCHEMA, {"const": 1})]
         deltas = list(engine.stream("x", Grammar.json_schema(SCHEMA)))
     assert [output.warnings for output in outputs] == [TOLD, ()]
@@ -61,7 +61,7 @@ def test_outputs_carry_the_warnings(tiny: dict[str, str]) -> None:
 
 def test_they_cross_to_another_process(tiny: dict[str, str]) -> None:
     async def work() -> Any:
-        settings = {"num_steps": 3, "adaptive": "static", "mask_deadline_ms": 5000.0}
+        settings = {"num_steps": 3, "adaptive": "static"}
         async with AsyncEngine(**tiny, **settings) as engine:
             return await engine.generate("x", Grammar.json_schema(SCHEMA))
 

@@ -125,6 +125,7 @@ def test_threads_lose_nothing() -> None:
     assert all(isinstance(s, Span) for snapshot in seen for s in snapshot)
 
 
+@pytest.mark.clock
 def test_recording_is_cheap() -> None:
     timeline = Timeline()
     best = min(_seconds(timeline) for _ in range(5))
@@ -132,10 +133,10 @@ def test_recording_is_cheap() -> None:
 
 
 def _seconds(timeline: Timeline) -> float:
-    start = time.perf_counter()
+    start = time.thread_time()
     for i in range(10_000):
         timeline.record("compute", "verify", i, i + 1, i, rows=4)
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 def by_thread(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

@@ -127,50 +127,57 @@ def test_attention_of_chunks_reads_only_their_own_pages() -> None:
     assert torch.equal(tree_attention(q, k, v, span), want)
 
 
+# Head size, heads, heads of keys: small, the embedded model's, and larger groups.
+SHAPES = [(6, 4, 2), (64, 4, 2), (128, 8, 1)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize("scoring", [Scoring(), Scoring(0.3, 4.0, torch.linspace(-1, 3, 4))])
+@pytest.mark.parametrize("bent", [False, True])
+@pytest.mark.parametrize("queries", [1, 6, 16])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_a_request_has_the_same_bits_beside_any_other(
-    scoring: Scoring,
+    shape: tuple[int, int, int],
+    queries: int,
+    bent: bool,
     at_once: bool,
     masked: bool,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever the others' lengths; where keys are copied request by request, nothing but its own
-    pages is read."""
+    """Whatever the others' lengths; nothing but its own pages is read."""
     monkeypatch.setattr(attention, "TOGETHER_BYTES", 1 << 30 if at_once else 0)
-    other = 1e4 if at_once else torch.nan
     torch.manual_seed(0)
-    size, prefixes, queries = 16, [700, 3, 1400, 37], 6
+    dim, heads, kv_heads = shape
+    scoring = Scoring(0.3, 4.0, torch.linspace(-1, 3, heads)) if bent else Scoring()
+    size, prefixes = 16, [700, 3, 1400, 37, 200, 515, 1023, 130, 201]
+    batch = len(prefixes)
     columns = -(-(max(prefixes) + queries) // size)
-    pages = 1 + torch.randperm(4 * columns).view(4, columns)
-    k, v = (torch.randn(4 * columns + 1, size, 2, DIM).to(dtype) for _ in range(2))
-    mask = torch.ones(queries, queries, dtype=torch.bool).tril().repeat(4, 1) if masked else None
+    pages = 1 + torch.randperm(batch * columns).view(batch, columns)
+    k, v = (torch.randn(batch * columns + 1, size, kv_heads, dim).to(dtype) for _ in range(2))
+    mask = torch.ones(queries, queries, dtype=torch.bool).tril().repeat(batch, 1)
     prefix = torch.tensor(prefixes)
     positions = (prefix[:, None] + torch.arange(queries)).flatten()
-    q = torch.randn(4 * queries, 4, DIM).to(dtype)
-    together = tree_attention(q, k, v, KeySpan(pages, prefix, positions, mask), None, scoring)
+    q = torch.randn(batch * queries, heads, dim).to(dtype)
+
+    def answers(who: list[int], keys: Tensor, values: Tensor, columns: int) -> Tensor:
+        rows = torch.cat([torch.arange(queries) + each * queries for each in who])
+        seen = mask[rows] if masked else None
+        span = KeySpan(pages[who, :columns], prefix[who], positions[rows], seen)
+        return tree_attention(q[rows], keys, values, span, None, scoring)
+
+    together = answers(list(range(batch)), k, v, columns)
     for b, length in enumerate(prefixes):
-        own = pages[b : b + 1, : -(-(length + queries) // size)]
-        rest = torch.ones(len(k), dtype=torch.bool)
-        rest[own] = False
-        keys, values = (cache.clone() for cache in (k, v))
-        keys[rest] = values[rest] = other
-        here = slice(b * queries, (b + 1) * queries)
-        span = KeySpan(
-            own, prefix[b : b + 1], positions[here], None if mask is None else mask[here]
-        )
-        got = tree_attention(q[here], keys, values, span, None, scoring)
-        assert torch.equal(got, together[here]), length
+        want, own = together[b * queries : (b + 1) * queries], -(-(length + queries) // size)
+        assert torch.equal(answers([b], k, v, own)[:queries], want), length
         # Beside requests of other lengths, which it does not read either.
-        pair = [b, (b + 1) % 4]
-        both = torch.cat([torch.arange(queries) + each * queries for each in pair])
-        seen = None if mask is None else mask[both]
-        span = KeySpan(pages[pair], prefix[pair], positions[both], seen)
-        got = tree_attention(q[both], keys, values, span, None, scoring)
-        assert torch.equal(got[:queries], together[here]), length
+        rest = torch.ones(len(k), dtype=torch.bool)
+        rest[pages[b, :own]] = False
+        keys, values = (cache.masked_fill(rest[:, None, None, None], torch.nan) for cache in (k, v))
+        for other in range(1, 4):
+            pair = [b, (b + other) % batch]
+            assert torch.equal(answers(pair, keys, values, columns)[:queries], want), length
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import resource
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from urllib.parse import urlsplit
 
 import httpx
@@ -57,7 +58,15 @@ def head(path: str, *fields: str) -> bytes:
     return "\r\n".join([f"POST {path} HTTP/1.1", "Host: localhost", *fields, "\r\n"]).encode()
 
 
+def drip(client: socket.socket, parts: Iterable[bytes], pause_s: float) -> None:
+    """Send one after the other; ConnectionError once the server has closed."""
+    for part in parts:
+        client.sendall(part)
+        time.sleep(pause_s)
+
+
 def took_s(client: socket.socket) -> tuple[bytes, float]:
+    """What comes until the server closes, and how long that was: at least what it waits."""
     start = time.monotonic()
     found = rest(client)
     return found, time.monotonic() - start
@@ -71,26 +80,24 @@ def test_a_head_that_does_not_come_is_closed(server: Server, said: bytes) -> Non
         found, seconds = took_s(client)
     assert found.startswith(b"HTTP/1.1 408")
     assert b"header_timeout_s" in found
-    assert 0.5 < seconds < 5
+    assert seconds > 0.5
 
 
+@pytest.mark.clock
 def test_a_head_in_drops_is_closed(server: Server) -> None:
-    start = time.monotonic()
-    with raw(server) as client, contextlib.suppress(ConnectionError):
-        for byte in b"GET /health HTTP/1.1\r\n" + b"X-Long: a\r\n" * 10:
-            client.sendall(bytes([byte]))
-            time.sleep(0.1)
-    assert time.monotonic() - start < 8
+    said = b"GET /health HTTP/1.1\r\n" + b"X-Long: a\r\n" * 10
+    with raw(server) as client, pytest.raises(ConnectionError):
+        drip(client, [bytes([byte]) for byte in said], 0.1)
 
 
+@pytest.mark.clock
 def test_a_second_head_has_the_deadline_too(server: Server) -> None:
     ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with raw(server, ask) as client:
         assert client.recv(65536).startswith(b"HTTP/1.1 200")
         client.sendall(b"GET /health HT")
-        found, seconds = took_s(client)
+        found = rest(client)
     assert b"HTTP/1.1 408" in found
-    assert seconds < 5
 
 
 def test_a_body_that_does_not_come_is_closed(server: Server) -> None:
@@ -99,17 +106,13 @@ def test_a_body_that_does_not_come_is_closed(server: Server) -> None:
         found, seconds = took_s(client)
     assert b"408" in found.splitlines()[0]
     assert b"body_timeout_s" in found
-    assert 1 < seconds < 8
+    assert seconds > 1
 
 
 def test_the_rest_of_a_refused_body_is_not_read_for_ever(server: Server) -> None:
     said = head("/generate", "Transfer-Encoding: chunked").replace(b"localhost", b"evil.example")
-    start = time.monotonic()
-    with raw(server, said) as client, contextlib.suppress(ConnectionError):
-        while time.monotonic() - start < 15:
-            client.sendall(b"400\r\n" + b"x" * 1024 + b"\r\n")
-            time.sleep(0.05)
-    assert time.monotonic() - start < 10
+    with raw(server, said) as client, pytest.raises(ConnectionError):
+        drip(client, itertools.repeat(b"400\r\n" + b"x" * 1024 + b"\r\n"), 0.05)
 
 
 def test_an_early_answer_leaves_the_connection_open(server: Server) -> None:
@@ -129,7 +132,7 @@ def test_an_idle_connection_is_closed(server: Server) -> None:
     with raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
         found, seconds = took_s(client)
     assert b"HTTP/1.1 200" in found
-    assert 0.5 < seconds < 5
+    assert seconds > 0.5
 
 
 def test_a_body_in_chunks_of_a_byte_is_refused(server: Server) -> None:

@@ -34,6 +34,7 @@ needs_weights = pytest.mark.skipif(
 )
 
 
+@pytest.mark.clock
 def test_a_turn_that_computes_is_seen_and_one_that_waits_is_not() -> None:
     turns = TurnTimes()
 
@@ -55,6 +56,7 @@ def test_a_turn_that_computes_is_seen_and_one_that_waits_is_not() -> None:
     assert sum(turns.took.counts) > 3
 
 
+@pytest.mark.clock
 def test_large_pieces_of_work_share_no_turn() -> None:
     turns = TurnTimes()
 

@@ -89,7 +89,7 @@ def test_the_trees_agree_with_the_statistics(
 ) -> None:
     """What is told sums up to what is counted, and telling it changes no token."""
     settings = {**tiny, **tree, "num_steps": 3, "context_length": 160, "overlap": overlap}
-    with Engine(**settings, adaptive="static", mask_deadline_ms=5000) as engine:
+    with Engine(**settings, adaptive="static") as engine:
         for name, grammar in GRAMMARS.items():
             asked = {"temperature": 0.0, "max_tokens": 30}
             plain = engine.generate("abc", grammar, asked)
@@ -120,7 +120,7 @@ def test_what_is_masked_is_what_the_lane_counted(tiny: dict[str, str]) -> None:
     """One step at a time, so that none is drafted whose results nobody reads."""
     settings = {**tiny, "num_steps": 3, "eagle_topk": 3, "num_draft_tokens": 9, "overlap": "none"}
     settings |= {"adaptive": "static", "context_length": 160}
-    with Engine(**settings, mask_deadline_ms=5000) as engine:
+    with Engine(**settings) as engine:
         handle = engine.submit(
             "abc", GRAMMARS["pattern"], {"temperature": 0.0, "draft_trees": True}
         )

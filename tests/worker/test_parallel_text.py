@@ -66,7 +66,7 @@ def test_every_setting_gives_the_text_of_one_rank(
 def test_what_a_prompt_a_choice_and_a_thought_may_need(tiny: dict[str, str]) -> None:
     """A prompt that no single block holds, choices that are weighed, and drafts that are accepted
     in the relaxed way while the model thinks."""
-    settings: dict[str, Any] = {"mask_deadline_ms": None, "graphs": False, **TREE}
+    settings: dict[str, Any] = {"graphs": False, **TREE}
     settings |= {"relaxed_topk": 8, "relaxed_delta": 1.0, "adaptive": "static"}
     weighed = Grammar.choice(["alpha", "beta", "alphabet"], probabilities=True, faithful=True)
     thinking = Grammar.regex(r"\d{4}").after_thinking(end="a")

@@ -102,6 +102,7 @@ def test_the_best_nodes_of_the_batch_are_verified(
             assert all(0 < confidence <= 1.0001 for confidence in row.confidences)
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("overlap", ["none", "once-sync"])
 def test_a_request_without_speculation_costs_one_node(
     tiny: dict[str, Any], plain: list[Output], results: list[StepResult], overlap: str

@@ -202,6 +202,7 @@ def test_a_reset_event_was_never_recorded(streams: Streams) -> None:
         event.synchronize()
 
 
+@pytest.mark.clock
 def test_idle_time_is_what_no_work_filled(streams: Streams) -> None:
     if isinstance(streams.compute, ChaosStream):
         pytest.skip("its delays are idle time too")

@@ -16,6 +16,7 @@ WAIT_S = 0.02
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("overlap", ["once-sync", "double-sync", "none"])
 def test_masks_that_wait_for_a_core_expose_no_more_than_the_grammar_took(
     tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, overlap: str
