@@ -118,19 +118,22 @@ class GrammarCompiler:
             future.cancel()
             raise
 
-    def submit(self, grammar: Grammar) -> Future[CompiledGrammar]:
+    def submit(self, grammar: Grammar, holder: str = "") -> Future[CompiledGrammar]:
         """As `compile`, but returns a future, which is done already if the grammar is cached.
 
         Cancelling the last future of a compile stops it.
+
+        Args:
+            holder: Who asks: where compiles wait, the holders take turns.
         """
         if grammar.kind == "after_thinking" and grammar.inner is not None:
-            return self._with_reasoning(grammar, grammar.inner)
+            return self._with_reasoning(grammar, grammar.inner, holder)
         waiter = Waiter()
         key = (grammar, self.backend.vocabulary.fingerprint, self.backend.name)
         with self._lock:
             known = self._lookup(key)
             if known is None:
-                self._board(key, waiter)
+                self._board(key, waiter, holder)
         if isinstance(known, CompiledGrammar):
             waiter.set_result(known)
         elif known is not None:
@@ -200,9 +203,11 @@ class GrammarCompiler:
                 "executor": self._executor.snapshot(),
             }
 
-    def _with_reasoning(self, grammar: Grammar, after: Grammar) -> Future[CompiledGrammar]:
+    def _with_reasoning(
+        self, grammar: Grammar, after: Grammar, holder: str
+    ) -> Future[CompiledGrammar]:
         """Compile and cache the inner grammar by itself, then wrap it."""
-        inner, waiter = self.submit(after), Waiter()
+        inner, waiter = self.submit(after, holder), Waiter()
 
         def land(done: Future[CompiledGrammar]) -> None:
             if done.cancelled() or not waiter.set_running_or_notify_cancel():
@@ -230,7 +235,7 @@ class GrammarCompiler:
         self._counts["remembered"] += 1
         return copy.copy(error)
 
-    def _board(self, key: Key, waiter: Waiter) -> None:
+    def _board(self, key: Key, waiter: Waiter, holder: str) -> None:
         pending = self._pending.get(key)
         if pending is not None:
             self._counts["joined"] += 1
@@ -239,9 +244,9 @@ class GrammarCompiler:
             self._counts["compiles"] += 1
             pending = self._pending[key] = _PendingCompile(key, time.perf_counter_ns(), [waiter])
             apart = replace(key[0], apart=key[0].kind == "json_schema")
-            inner = pending.inner = self._executor.submit(apart)
+            inner = pending.inner = self._executor.submit(apart, holder)
             if self.makes_states:
-                pending.states = self._executor.states(apart)
+                pending.states = self._executor.states(apart, holder)
             inner.add_done_callback(lambda done: self._land(pending, done))
         waiter.add_done_callback(lambda done: self._leave(pending, done))
 

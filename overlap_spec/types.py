@@ -190,7 +190,8 @@ class Request:
 
     ``grammar`` is the caller's specification (None: free text), opaque to all but the grammar
     room; ``stop_ids`` are all tokens that end the output. Of those that wait, the higher
-    ``priority`` starts first. Computed pages are shared among requests of one ``cache_salt`` alone.
+    ``priority`` starts first; ``holder`` is who asks, and holders take turns. Computed pages are
+    shared among requests of one ``cache_salt`` alone.
     """
 
     id: int
@@ -203,6 +204,7 @@ class Request:
     arrival_ns: int
     priority: int = 0
     cache_salt: str = ""
+    holder: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ class EngineServer:
             self._admit(number, request, None)
             return
         try:
-            future = self.engine.compiler.submit(message.grammar)
+            future = self.engine.compiler.submit(message.grammar, request.holder)
         except Exception as error:
             self._reject(number, error)
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections import deque
 from collections.abc import Callable
 
@@ -14,6 +13,7 @@ from overlap_spec.scheduler.pages import PageAllocator
 from overlap_spec.scheduler.prefix import PrefixTree
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.scheduler.stops import cut
+from overlap_spec.shares import FairQueue
 from overlap_spec.types import Budget, Chunk, RowResult, StepPlan, StepResult
 
 FAIR_TURN = 8
@@ -21,9 +21,11 @@ PageGrant = tuple[int, int, tuple[int, ...]]
 
 
 class Scheduler:
-    """By priority, then first come, first served, over rows and pages.
+    """Over rows and pages the holders of requests take turns; of one holder's requests by priority,
+    then first come, first served.
 
-    Every :data:`FAIR_TURN`-th start goes to the request that waited longest, so that none starves.
+    Every :data:`FAIR_TURN`-th start goes to the request that waited longest of its holder's, so
+    that none starves.
 
     A sequence holds pages for what it has committed and twice the draft window after it; when
     pages run out, the sequence admitted last gives its pages up and is computed again later.
@@ -53,7 +55,7 @@ class Scheduler:
         self.allocator = PageAllocator(pages, self.tree)
         self.page_size, self.chunk_tokens = page_size, chunk_tokens
         self.reserve_tokens = reserve_tokens
-        self.waiting: list[Sequence] = []
+        self.waiting: FairQueue[Sequence] = FairQueue(lambda s: s.request.holder, _rank)
         self.running: list[Sequence] = []
         self._free_rows = deque(range(max_rows))
         self._assign = assign
@@ -73,7 +75,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that is at most :attr:`longest` when it ends."""
-        insort(self.waiting, sequence, key=_rank)
+        self.waiting.append(sequence)
 
     def plan(self, choose: Callable[[list[Sequence], int, int], Budget]) -> StepPlan | None:
         """The next step; None when there is nothing to run, or nothing before the steps that are
@@ -275,15 +277,16 @@ class Scheduler:
             max(self._pages_for(_most_tokens(s)) - len(s.pages), 0) for s in self.running
         )
         while self.waiting and self._free_rows:
-            sequence = self.waiting[0]
+            line = self.waiting.line()
+            sequence = line[0]
             if self._starts % FAIR_TURN == FAIR_TURN - 1:
-                sequence = min(self.waiting, key=lambda s: s.request.id)
+                sequence = min(line, key=lambda s: s.request.id)
             needed = self._pages_for(_most_tokens(sequence))
             if promised + needed > self.allocator.free_count:
                 return
             promised += needed
             self._starts += 1
-            self.waiting.remove(sequence)
+            self.waiting.take(sequence)
             sequence.row = self._free_rows.popleft()
             sequence.prefill_tokens = sequence.total_tokens
             self.running.append(sequence)
@@ -354,7 +357,7 @@ class Scheduler:
         """Give up the victim's row and pages; it starts again from its tokens, first in line."""
         self._leave(victim)
         victim.committed_tokens = victim.planned_tokens = victim.prefill_tokens = 0
-        insort(self.waiting, victim, key=_rank)
+        self.waiting.append(victim)
         self.preemptions += 1
 
     def _leave(self, sequence: Sequence) -> None:

@@ -15,9 +15,11 @@ import struct
 import sys
 from typing import BinaryIO
 
-from overlap_spec.errors import GrammarError, QueueFull
+from overlap_spec.errors import EngineUnavailable, GrammarError, QueueFull
 from overlap_spec.grammar.isolation.environment import limit_self
+from overlap_spec.grammar.isolation.work_items import is_stopped
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.shares import HOLDER, Places, Shares
 
 # A source that takes longer than the first leaves its place to the next one, and may take up to
 # the second if one of the few slow places is free.
@@ -36,10 +38,9 @@ class GrammarReader:
     """Runs calls that make grammars in a few processes, which are kept for the next call."""
 
     def __init__(self) -> None:
-        self._quick = asyncio.Semaphore(QUICK_PLACES)
-        self._slow = asyncio.Semaphore(SLOW_PLACES)
+        self._quick, self._slow = Places(QUICK_PLACES), Shares(SLOW_PLACES)
         self._idle: list[asyncio.subprocess.Process] = []
-        self._waiting = 0
+        self._waiting = Shares(MOST_WAITING)
 
     async def warm(self) -> None:
         """Start a process for the first call, which would wait for it."""
@@ -55,37 +56,42 @@ class GrammarReader:
         Raises:
             GrammarError: as the call, or it took too long or too much memory.
             QueueFull: too many are being read.
+            EngineUnavailable: the process that read it was stopped or killed, or cannot be started.
         """
-        if self._waiting >= MOST_WAITING:
+        holder = HOLDER.get()
+        if not self._waiting.has_room(holder):
             raise QueueFull("too many long grammars are being read: try again later")
-        self._waiting += 1
+        self._waiting.add(holder)
         try:
-            return await self._read(call)
+            return await self._read(call, holder)
         finally:
-            self._waiting -= 1
+            self._waiting.add(holder, -1)
 
-    async def _read(self, call: bytes) -> Grammar:
+    async def _read(self, call: bytes, holder: str) -> Grammar:
         process: asyncio.subprocess.Process | None = None
         answer: asyncio.Task[Grammar | Exception] | None = None
         try:
-            async with self._quick:
+            await self._quick.take(holder)
+            try:
                 process = self._take_idle() or await _start()
                 answer = asyncio.create_task(_call(process, call))
                 await asyncio.wait({answer}, timeout=QUICK_S)
+            finally:
+                self._quick.give()
             if not answer.done():
-                if self._slow.locked():
-                    raise QueueFull("too many slow grammars are being read: try again later")
-                async with self._slow:
-                    await asyncio.wait({answer}, timeout=SLOW_S - QUICK_S)
+                await self._wait_longer(answer, holder)
             if not answer.done():
+                if is_stopped(process.pid):
+                    raise EngineUnavailable("the grammar's reader was stopped: try again")
                 raise GrammarError(f"the grammar takes over {SLOW_S:g} s to read")
             result = answer.result()
             if len(self._idle) < MOST_IDLE:
                 self._idle.append(process)
                 process = None
-        except (EOFError, OSError, pickle.UnpicklingError):
-            raise GrammarError(
-                "the grammar's reader was killed: it takes too much memory"
+        except (EOFError, OSError, pickle.UnpicklingError) as error:
+            raise EngineUnavailable(
+                f"the grammar's reader was killed, or cannot be started ({type(error).__name__}): "
+                "try again"
             ) from None
         finally:
             if answer is not None:
@@ -95,6 +101,16 @@ class GrammarReader:
         if isinstance(result, Exception):
             raise result
         return result
+
+    async def _wait_longer(self, answer: asyncio.Task[Grammar | Exception], holder: str) -> None:
+        """Give a slow one more time, if its holder may have one of the few slow places."""
+        if not self._slow.has_room(holder):
+            raise QueueFull("too many slow grammars are being read: try again later")
+        self._slow.add(holder)
+        try:
+            await asyncio.wait({answer}, timeout=SLOW_S - QUICK_S)
+        finally:
+            self._slow.add(holder, -1)
 
     def _take_idle(self) -> asyncio.subprocess.Process | None:
         while self._idle:

@@ -18,6 +18,7 @@ from overlap_spec.errors import GrammarError, InvalidRequest
 from overlap_spec.server.constraints import Constraints
 from overlap_spec.server.errors import GRAMMAR_ERRORS, ApiError, Json, as_api_error
 from overlap_spec.server.events import Events, Wire, written
+from overlap_spec.server.keys import holder_of
 from overlap_spec.server.metrics import Metrics
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Output, Request
@@ -102,7 +103,7 @@ class Service:
         handles: list[AsyncRequestHandle] = []
         try:
             for label, request in zip(group.labels, group.requests, strict=True):
-                handles.append(self.engine.send(request))
+                handles.append(self.engine.send(_of(request, group.owner)))
                 self.by_label[group.owner, label].append(handles[-1])
                 await asyncio.sleep(0)
             for handle in handles:
@@ -224,6 +225,15 @@ class Service:
                 self.metrics.gone.inc()
 
         return Events(lines(), end)
+
+
+def _of(request: Request, owner: str) -> Request:
+    """A request as its owner's. What was computed for a key is for that key alone, unless the body
+    names a salt."""
+    salt = f"salt {request.cache_salt}" if request.cache_salt else ""
+    if not salt and owner.startswith("key "):
+        salt = owner
+    return replace(request, holder=holder_of(owner), cache_salt=salt)
 
 
 def fan_out(requests: Sequence[Request], count: int) -> list[Request]:

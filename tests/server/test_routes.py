@@ -12,7 +12,7 @@ import pytest
 
 from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
-from overlap_spec.server.run import check_certificate
+from overlap_spec.server.run import tls_context
 from overlap_spec.server.settings import ServerSettings
 from tests.support.serving import FIXED, Server, shared_server
 
@@ -112,11 +112,11 @@ def test_a_certificate_that_cannot_be_used_is_named(
     certificate: tuple[Path, Path], tmp_path: Path
 ) -> None:
     chain, key = certificate
-    check_certificate(ServerSettings(ssl_certfile=chain, ssl_keyfile=key))
+    tls_context(ServerSettings(ssl_certfile=chain, ssl_keyfile=key))
     missing, broken = tmp_path / "none.pem", tmp_path / "broken.pem"
     broken.write_text("no certificate")
     for file in (missing, broken):
         with pytest.raises(ConfigError, match=f"ssl_certfile: cannot use {file}"):
-            check_certificate(ServerSettings(ssl_certfile=file))
+            tls_context(ServerSettings(ssl_certfile=file))
     with pytest.raises(ConfigError, match="ssl_keyfile goes with ssl_certfile"):
         ServerSettings(ssl_keyfile=key)
