@@ -151,18 +151,20 @@ class Places:
         try:
             await waiter.called
         except asyncio.CancelledError:
-            if waiter.called.cancelled():
-                self._waiting.remove(waiter)
-            else:
+            if not waiter.called.cancelled():
                 self.give()
+            elif waiter in self._waiting:
+                self._waiting.remove(waiter)
             raise
 
     def give(self) -> None:
         """Give a place back."""
-        if len(self._waiting):
-            self._waiting.popleft().called.set_result(None)
-        else:
-            self._free += 1
+        while len(self._waiting):
+            called = self._waiting.popleft().called
+            if not called.done():
+                called.set_result(None)
+                return
+        self._free += 1
 
 
 class _Waiter:

@@ -24,6 +24,8 @@ from overlap_spec.shares import HOLDER, Places, Shares
 # A source that takes longer than the first leaves its place to the next one, and may take up to
 # the second if one of the few slow places is free.
 QUICK_S, SLOW_S = 1.0, 10.0
+# A process that is not there after so long was stopped.
+START_S = 10.0
 QUICK_PLACES, SLOW_PLACES = 2, 2
 MOST_WAITING = 64
 MOST_IDLE = 2
@@ -78,7 +80,7 @@ class GrammarReader:
                 await asyncio.wait({answer}, timeout=QUICK_S)
             finally:
                 self._quick.give()
-            if not answer.done():
+            if not answer.done() and not is_stopped(process.pid):
                 await self._wait_longer(answer, holder)
             if not answer.done():
                 if is_stopped(process.pid):
@@ -141,7 +143,8 @@ async def _start() -> asyncio.subprocess.Process:
     try:
         # What it imports is no grammar's time.
         assert process.stdout is not None
-        await process.stdout.readexactly(len(READY))
+        async with asyncio.timeout(START_S):
+            await process.stdout.readexactly(len(READY))
     except BaseException:
         await _end(process)
         raise
