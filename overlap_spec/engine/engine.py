@@ -10,6 +10,7 @@ from concurrent.futures import wait
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Unpack, overload
+from weakref import WeakValueDictionary
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine.core import EngineCore
@@ -69,6 +70,8 @@ class Engine:
                 weighed=self.core.worker.reads_states,
             )
         self._choice_tokens = ChoiceTokens(self.tokenizer.vocabulary, self.tokenizer.encode)
+        # Those of the requests that are open.
+        self._weighed: WeakValueDictionary[tuple[Any, ...], WeighedChoices] = WeakValueDictionary()
         limits = Limits(self.context_length, self.core.longest)
         self.input_processor = InputProcessor(self.tokenizer, limits)
         backend = load(self.config.grammar_backend)
@@ -356,8 +359,12 @@ class Engine:
         grammar = request.grammar
         if grammar is None or not (grammar.probabilities or grammar.faithful):
             return None
-        room = min(self.context_length, self.core.longest) - len(request.prompt_ids)
-        return self._choice_tokens.weighed(grammar, room)
+        key = request.prompt_ids, request.cache_salt, grammar.source, grammar.faithful
+        known = self._weighed.get(key)
+        if known is None:
+            room = min(self.context_length, self.core.longest) - len(request.prompt_ids)
+            known = self._weighed[key] = self._choice_tokens.weighed(grammar, room)
+        return known
 
     def _enqueue(self, sequence: SequenceState) -> RequestHandle:
         with self._lock:

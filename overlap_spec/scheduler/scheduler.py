@@ -13,8 +13,8 @@ from overlap_spec.scheduler.pages import PageAllocator
 from overlap_spec.scheduler.prefix import PrefixTree
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.scheduler.stops import cut
-from overlap_spec.shares import FairQueue
-from overlap_spec.types import Budget, Chunk, RowResult, StepPlan, StepResult
+from overlap_spec.shares import FairQueue, Turns
+from overlap_spec.types import Budget, Chunk, RowResult, StepPlan, StepResult, WeighedChoices
 
 FAIR_TURN = 8
 PageGrant = tuple[int, int, tuple[int, ...]]
@@ -58,6 +58,7 @@ class Scheduler:
         self.waiting: FairQueue[Sequence] = FairQueue(lambda s: s.request.holder, _rank)
         self.running: list[Sequence] = []
         self._free_rows = deque(range(max_rows))
+        self._weighs = Turns()
         self._assign = assign
         # Pages handed out that no plan has told the worker of yet.
         self._grants: list[PageGrant] = []
@@ -100,14 +101,18 @@ class Scheduler:
             live = self._live()
         chunks: list[tuple[Sequence, Chunk]] = []
         prefilling = [s for s in live if s.prefilling]
-        for sequence, share in zip(prefilling, self._shares(prefilling), strict=True):
+        room = self.chunk_tokens
+        for sequence, share in self._in_turn(prefilling, self._shares(prefilling)):
             if share and sequence.row >= 0:
                 self._reuse(sequence)
-                chunk = self._chunk(sequence, share)
+                chunk = self._chunk(sequence, share, room)
                 if chunk is None:
                     continue
                 if not self._grow(sequence, _end(chunk)):
                     break
+                if chunk.trie is not None:
+                    self._lead(sequence, chunk)
+                    room -= len(chunk.trie.tokens)
                 chunks.append((sequence, chunk))
         # One that was preempted for these pages is not among them any more.
         trees = [s for s in live if not s.prefilling and s.row >= 0]
@@ -116,7 +121,7 @@ class Scheduler:
             return None
         self._steps += 1
         for sequence, chunk in chunks:
-            sequence.planned_tokens += len(chunk.tokens)
+            sequence.planned_tokens += 0 if chunk.comes_again else len(chunk.tokens)
             if chunk.scored is not None:
                 sequence.scored_tokens += len(chunk.scored.tokens)
             self._offer(sequence, sequence.planned_tokens)
@@ -294,7 +299,7 @@ class Scheduler:
 
     def _reuse(self, sequence: Sequence) -> None:
         """Before its first chunk: let a sequence start after pages that hold its first tokens."""
-        if not self.reuse or sequence.planned_tokens:
+        if not self.reuse or sequence.planned_tokens or sequence.pages:
             return
         known = sequence.tokens(0, sequence.reusable_tokens)
         path = self.tree.find(known, sequence.request.cache_salt)
@@ -318,10 +323,32 @@ class Scheduler:
         self.allocator.free(pages)
         return len(pages)
 
-    def _chunk(self, sequence: Sequence, budget: int) -> Chunk | None:
-        """The next tokens to prefill: all, or full pages of them; None if not one page fits."""
+    def _in_turn(self, prefilling: list[Sequence], shares: list[int]) -> list[tuple[Sequence, int]]:
+        """Sequences with their shares of the step, those first whose holder may weigh first."""
+        each = list(zip(prefilling, shares, strict=True))
+        weighing = {s.request.holder for s in prefilling if s.unweighed is not None}
+        if len(weighing) > 1:
+            first = self._weighs.first(sorted(weighing))
+            each.sort(key=lambda pair: pair[0].request.holder != first)
+        return each
+
+    def _chunk(self, sequence: Sequence, budget: int, room: int) -> Chunk | None:
+        """The next tokens to prefill: all, or full pages of them; None if not one page fits, or
+        what is to be weighed behind them has to wait.
+
+        Args:
+            room: Tokens that may still be weighed in the step.
+        """
         start, size = sequence.planned_tokens, self.page_size
         end = sequence.prefill_tokens
+        choices = sequence.unweighed
+        if end - start <= budget and choices is not None and not choices.is_known:
+            before = (end - 1) // size * size
+            if len(choices.tries) - choices.planned > 1 and before > start:
+                # Of what comes again with each trie, no more than a page.
+                budget = before - start
+            elif not self._may_weigh(sequence, choices, room):
+                return None
         if end - start > budget:
             end = start + budget // size * size
             if end == start:
@@ -329,9 +356,29 @@ class Scheduler:
         tokens = np.array(sequence.tokens(start, end), np.int64)
         following = sequence.tokens(end, end + 1)
         page_before = sequence.pages[start // size - 1] if start else 0
-        choices = None if following else sequence.unweighed
         scored = sequence.scored_rows(start, end)
-        return Chunk(sequence.row, start, tokens, not following, page_before, choices, scored)
+        if following or choices is None or choices.is_known:
+            known = None if following else choices
+            fields = not following, page_before, known, None, scored
+            return Chunk(sequence.row, start, tokens, *fields)
+        trie = choices.tries[choices.planned]
+        last = choices.planned == len(choices.tries) - 1
+        return Chunk(sequence.row, start, tokens, last, page_before, choices, trie, scored)
+
+    def _may_weigh(self, sequence: Sequence, choices: WeighedChoices, room: int) -> bool:
+        """Whether a sequence has the next trie of its choices weighed: no other one does, and the
+        step's passes stay short."""
+        if choices.leader not in (None, sequence.request.id):
+            return False
+        nodes = len(choices.tries[choices.planned].tokens)
+        return nodes <= room or room == self.chunk_tokens
+
+    def _lead(self, sequence: Sequence, chunk: Chunk) -> None:
+        """Enter that a sequence has a trie weighed, for all with the same choices."""
+        assert chunk.choices is not None
+        chunk.choices.leader = sequence.request.id
+        chunk.choices.planned += 1
+        self._weighs.took(sequence.request.holder)
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
         """Pages for ``tokens`` and the reserve, taken from the sequence admitted last if need be.
@@ -364,6 +411,9 @@ class Scheduler:
         self._grants = [grant for grant in self._grants if grant[0] != sequence.row]
         if sequence.error is None:
             self._offer(sequence, sequence.committed_tokens)
+        if sequence.choices is not None and sequence.choices.leader == sequence.request.id:
+            # Nothing of it is under way: what was planned is known.
+            sequence.choices.leader = None
         shared = {node.page for node in sequence.path}
         self.allocator.free(page for page in sequence.pages if page not in shared)
         self.allocator.free(self.tree.release(sequence.path))
@@ -375,13 +425,14 @@ class Scheduler:
 
 def _end(chunk: Chunk) -> int:
     """Where the keys end that a chunk writes, those of what is weighed behind it included."""
-    behind = 0 if chunk.choices is None else chunk.choices.widest
+    behind = 0 if chunk.trie is None else len(chunk.trie.tokens)
     return chunk.start + len(chunk.tokens) + behind
 
 
 def _most_tokens(sequence: Sequence) -> int:
     """Keys that a sequence has after its prefill, before it goes on."""
-    behind = 0 if sequence.unweighed is None else sequence.unweighed.widest
+    choices = sequence.unweighed
+    behind = 0 if choices is None or choices.is_known else choices.widest
     return sequence.total_tokens + behind
 
 

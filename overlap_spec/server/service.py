@@ -237,22 +237,25 @@ def _of(request: Request, owner: str) -> Request:
 
 
 def fan_out(requests: Sequence[Request], count: int) -> list[Request]:
-    """``count`` copies of each request, with consecutive seeds; the first one alone tells of the
-    prompt, which they share."""
+    """``count`` copies of each request, with consecutive seeds; the first one alone tells what they
+    share: the prompt's log-probabilities, and a choice's probabilities."""
     return [_copy(one, number) for one in requests for number in range(count)]
 
 
 def _copy(request: Request, number: int) -> Request:
     copy = replace(request, seed=wrapped(request.seed + number))
-    if number == 0 or request.sampling.prompt_logprobs is None:
-        return copy
-    return replace(copy, sampling=replace(copy.sampling, prompt_logprobs=None))
+    if number and request.sampling.prompt_logprobs is not None:
+        copy = replace(copy, sampling=replace(copy.sampling, prompt_logprobs=None))
+    if number and request.grammar is not None and request.grammar.probabilities:
+        copy = replace(copy, grammar=replace(request.grammar, probabilities=False))
+    return copy
 
 
 def _values(output: Output) -> int:
-    """Tokens and log-probabilities of an output."""
+    """Tokens, log-probabilities and probabilities of choices of an output."""
     entries = [e for e in (*output.logprobs, *output.prompt_logprobs) if e is not None]
-    return len(output.token_ids) + sum(1 + len(entry.top) for entry in entries)
+    told = sum(1 + len(entry.top) for entry in entries)
+    return len(output.token_ids) + told + len(output.choices)
 
 
 def wrapped(seed: int) -> int:
