@@ -126,13 +126,16 @@ class GrammarCompiler:
             future.cancel()
             raise
 
-    def submit(self, grammar: Grammar) -> Future[CompiledGrammar]:
+    def submit(self, grammar: Grammar, holder: str = "") -> Future[CompiledGrammar]:
         """As `compile`, but returns a future, which is done already if the grammar is cached.
 
         Cancelling the last future of a compile stops it.
+
+        Args:
+            holder: Who asks: where compiles wait, the holders take turns.
         """
         if grammar.kind == "after_thinking" and grammar.inner is not None:
-            return self._with_reasoning(grammar, grammar.inner)
+            return self._with_reasoning(grammar, grammar.inner, holder)
         waiter = Waiter()
         key = (grammar, self.backend.vocabulary.fingerprint, self.backend.name)
         with self._lock:
@@ -140,7 +143,7 @@ class GrammarCompiler:
             if not self._has_memory() and known is None and key not in self._pending:
                 known = self._refuse(grammar)
             if known is None:
-                self._board(key, waiter)
+                self._board(key, waiter, holder)
         if isinstance(known, CompiledGrammar):
             waiter.set_result(known)
         elif known is not None:
@@ -211,9 +214,11 @@ class GrammarCompiler:
                 "executor": self._executor.snapshot(),
             }
 
-    def _with_reasoning(self, grammar: Grammar, after: Grammar) -> Future[CompiledGrammar]:
+    def _with_reasoning(
+        self, grammar: Grammar, after: Grammar, holder: str
+    ) -> Future[CompiledGrammar]:
         """Compile and cache the inner grammar by itself, then wrap it."""
-        inner, waiter = self.submit(after), Waiter()
+        inner, waiter = self.submit(after, holder), Waiter()
         running = [inner]
 
         def land(done: Future[CompiledGrammar]) -> None:
@@ -248,7 +253,7 @@ class GrammarCompiler:
         self._counts["remembered"] += 1
         return copy.copy(error)
 
-    def _board(self, key: Key, waiter: Waiter) -> None:
+    def _board(self, key: Key, waiter: Waiter, holder: str) -> None:
         pending = self._pending.get(key)
         if pending is not None:
             self._counts["joined"] += 1
@@ -257,9 +262,9 @@ class GrammarCompiler:
             self._counts["compiles"] += 1
             pending = self._pending[key] = _PendingCompile(key, time.perf_counter_ns(), [waiter])
             apart = replace(key[0], apart=key[0].kind == "json_schema")
-            inner = pending.inner = self._executor.submit(apart)
+            inner = pending.inner = self._executor.submit(apart, holder)
             if self.makes_states:
-                pending.states = self._executor.states(apart)
+                pending.states = self._executor.states(apart, holder)
             inner.add_done_callback(lambda done: self._land(pending, done))
         waiter.add_done_callback(lambda done: self._leave(pending, done))
 

@@ -30,6 +30,7 @@ from overlap_spec.errors import EngineUnavailable, RequestFailed
 from overlap_spec.ipc import messages as m
 from overlap_spec.ipc.client import EngineClient, Health
 from overlap_spec.ipc.request_handle import AsyncRequestHandle
+from overlap_spec.shares import HOLDER, Places
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Delta, Output, Request
 
@@ -74,6 +75,7 @@ class AsyncEngine:
         self._max_queued_requests = max_queued_requests
         self._input_processor: InputProcessor | None = None
         self._threads = ThreadPoolExecutor(TOKENISER_THREADS, "tokenise")
+        self._places = Places(TOKENISER_THREADS)
         settings = {"model": model, **settings}
         self.client = EngineClient(settings, stall_timeout_s, self._set_ready)
 
@@ -271,16 +273,23 @@ class AsyncEngine:
         Raises:
             QueueFull: too many requests are open or are being prepared.
         """
-        self.client.check_room()
-        self.client.preparing += 1
+        holder = HOLDER.get()
+        self.client.check_room(holder)
+        self.client.held[holder] += 1
+        try:
+            await self._places.take(holder)
+        except BaseException:
+            self.client.give_back(holder)
+            raise
         future = self._threads.submit(work)
         loop = asyncio.get_running_loop()
         # Work that has begun goes on if its caller has gone, and counts until its end.
-        future.add_done_callback(lambda _: _call_soon(loop, self._prepared))
+        future.add_done_callback(lambda _: _call_soon(loop, partial(self._prepared, holder)))
         return await asyncio.wrap_future(future)
 
-    def _prepared(self) -> None:
-        self.client.preparing -= 1
+    def _prepared(self, holder: str) -> None:
+        self._places.give()
+        self.client.give_back(holder)
 
     async def submit(self, request: Request) -> AsyncRequestHandle:
         """Send a request, and wait until its grammar is compiled and it is queued.

@@ -223,9 +223,9 @@ class Request:
 
     ``grammar`` is the caller's specification (None: free text), opaque to all but the grammar
     room; ``stop_ids`` are all tokens that end the output. Of those that wait, the higher
-    ``priority`` starts first. Computed pages are shared among requests of one ``cache_salt`` alone.
-    ``banned``: sequences of tokens that the output may not have; ``warnings``: what the caller
-    asked for and nothing heeds.
+    ``priority`` starts first; ``holder`` is who asks, and holders take turns. Computed pages are
+    shared among requests of one ``cache_salt`` alone. ``banned``: sequences of tokens that the
+    output may not have; ``warnings``: what the caller asked for and nothing heeds.
     """
 
     id: int
@@ -240,6 +240,7 @@ class Request:
     cache_salt: str = ""
     banned: tuple[tuple[int, ...], ...] = ()
     warnings: tuple[str, ...] = ()
+    holder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,18 +394,44 @@ class TokenTrie:
         return found[::-1]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class WeighedChoices:
-    """The texts of a choice that are to be weighed, each cut into tokens in one way.
+    """The texts of a choice that are weighed behind one prompt, each cut into tokens in one way.
+
+    All requests for the same share it: one of them has the tries weighed, one or few a step, and
+    the others wait for that.
 
     ``tries``: each text is in one of them. ``stop_ids``: the tokens of which one ends the output.
-    ``faithful``: whether the output is chosen by the texts' weights.
+    ``faithful``: whether the output is chosen by the texts' weights. ``logprobs``: float64
+    ``(m,)``, of each text; ``tokens``: with which each would be the output, the likeliest stop
+    token behind them. ``planned``, ``known``: tries that are in a step or were, and those of whose
+    texts the two are known. ``leader``: the request that has them weighed.
     """
 
     texts: tuple[str, ...]
     tries: tuple[TokenTrie, ...]
     stop_ids: tuple[int, ...]
     faithful: bool
+
+    def __post_init__(self) -> None:
+        """Nothing is known."""
+        self.leader: int | None = None
+        self.forget()
+
+    def __reduce__(self) -> Any:
+        """Other ranks get what a pass needs; its tries come with the chunk."""
+        return WeighedChoices, ((), (), self.stop_ids, self.faithful)
+
+    def forget(self) -> None:
+        """Nothing is known any more."""
+        self.logprobs = np.zeros(len(self.texts))
+        self.tokens: list[tuple[int, ...]] = [()] * len(self.texts)
+        self.planned = self.known = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all texts are weighed."""
+        return self.known == len(self.tries)
 
     @property
     def widest(self) -> int:
@@ -431,7 +458,8 @@ class Chunk:
 
     ``final``: the run ends the known text, and its last token is verified as a one-node tree.
     ``page_before``: the page that ends at ``start``, 0 at the start of the text. ``choices``: what
-    is to be weighed behind it. ``scored``: rows that tell of the prompt's tokens; None: none does.
+    is weighed behind the known text, at whose end the chunk is then; ``trie``: what of it in this
+    step. ``scored``: rows that tell of the prompt's tokens; None: none does.
     """
 
     row: int
@@ -440,7 +468,13 @@ class Chunk:
     final: bool
     page_before: int = 0
     choices: WeighedChoices | None = None
+    trie: TokenTrie | None = None
     scored: ScoredRows | None = None
+
+    @property
+    def comes_again(self) -> bool:
+        """Whether a later step computes the same tokens again, to weigh more behind them."""
+        return self.choices is not None and not self.final
 
 
 @dataclass(frozen=True)

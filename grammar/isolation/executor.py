@@ -34,8 +34,8 @@ class Executor(ABC):
     """Compiles grammars and checks outputs; safe to call from any thread."""
 
     @abstractmethod
-    def submit(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """Start a compile.
+    def submit(self, grammar: Grammar, holder: str = "") -> Future[CompiledGrammar]:
+        """Start a compile; of those that wait, the holders take turns.
 
         The future raises GrammarError; cancelling it stops the work.
         """
@@ -48,7 +48,7 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def states(self, grammar: Grammar) -> Future[StateTable]:
+    def states(self, grammar: Grammar, holder: str = "") -> Future[StateTable]:
         """Start to make a grammar's table of states by bytes, for drafts.
 
         The future raises GrammarError, as that of :meth:`submit`.
@@ -80,13 +80,14 @@ class InProcess(Executor):
         self._lock = threading.Lock()
         self._open = 0
 
-    def submit(self, grammar: Grammar) -> Future[CompiledGrammar]:
+    # Grammars that are trusted wait in no turns.
+    def submit(self, grammar: Grammar, holder: str = "") -> Future[CompiledGrammar]:  # noqa: ARG002
         return self._run(compile_whole, self._backend, grammar)
 
     def check(self, grammar: Grammar, text: str) -> Future[str | None]:
         return self._run(violation_elsewhere, grammar, text, self._check_s)
 
-    def states(self, grammar: Grammar) -> Future[StateTable]:
+    def states(self, grammar: Grammar, holder: str = "") -> Future[StateTable]:  # noqa: ARG002
         return self._run(byte_states, grammar, self._backend.vocabulary)
 
     def _run(self, work: Callable[..., Result], *arguments: Any) -> Future[Result]:

@@ -89,14 +89,14 @@ class Pool(Executor):
             crew.join(self)
         self._crew, self._supervisor = crew, crew.supervisor
 
-    def submit(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        return self._enqueue(WorkItem(grammar, Future()))
+    def submit(self, grammar: Grammar, holder: str = "") -> Future[CompiledGrammar]:
+        return self._enqueue(WorkItem(grammar, Future(), holder=holder))
 
     def check(self, grammar: Grammar, text: str) -> Future[str | None]:
         return self._enqueue(WorkItem(grammar, Future(), text))
 
-    def states(self, grammar: Grammar) -> Future[StateTable]:
-        return self._enqueue(WorkItem(grammar, Future(), states=True))
+    def states(self, grammar: Grammar, holder: str = "") -> Future[StateTable]:
+        return self._enqueue(WorkItem(grammar, Future(), states=True, holder=holder))
 
     def _enqueue(self, item: WorkItem) -> Future[Any]:
         if not self._start():

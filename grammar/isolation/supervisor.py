@@ -14,7 +14,7 @@ import selectors
 import signal
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from overlap_spec.grammar.isolation.limits import CompileLimits
 from overlap_spec.grammar.isolation.work_items import CompileWorker, WorkItem
 from overlap_spec.grammar.isolation.worker import means_out_of_memory
 from overlap_spec.grammar.state_table import StateTable
+from overlap_spec.shares import FairQueue, has_room
 
 # After so long, a fork server that is not ready is given up, and, with a ready one, a worker that
 # has not started on its item.
@@ -54,8 +55,8 @@ class Supervisor:
         self.cancelled: deque[WorkItem] = deque()
         self.has_ended = False
         self.wakes: tuple[socket.socket, socket.socket] | None = None
-        self.fast: deque[WorkItem] = deque()
-        self.long: deque[WorkItem] = deque()
+        self.fast: FairQueue[WorkItem] = FairQueue(lambda item: item.holder)
+        self.long: FairQueue[WorkItem] = FairQueue(lambda item: item.holder)
         self.workers: dict[int, CompileWorker] = {}
         self.link: ForkServerLink | None = None
         self.link_since_s = self.ready_s = 0.0
@@ -131,8 +132,8 @@ class Supervisor:
         while self.inbox:
             item = self.inbox.popleft()
             # A table that waits takes no grammar's place.
-            waiting = sum(other.states == item.states for other in self.fast)
-            if waiting < self.limits.fast_waiting:
+            waiting = Counter(one.holder for one in self.fast if one.states == item.states)
+            if has_room(waiting, item.holder, self.limits.fast_waiting):
                 self.fast.append(item)
             else:
                 item.fail("busy", "too many grammars are waiting; try again later")
@@ -158,22 +159,24 @@ class Supervisor:
         if all(worker.item for worker in self.workers.values()):
             self._fork()
 
-    def _give(self, queue: deque[WorkItem], is_long: bool) -> bool:
+    def _give(self, queue: FairQueue[WorkItem], is_long: bool) -> bool:
         for worker in [worker for worker in self.workers.values() if worker.item is None]:
             if self._send(worker, queue, is_long):
                 return True
         new = self._fork()
         return new is not None and self._send(new, queue, is_long)
 
-    def _send(self, worker: CompileWorker, queue: deque[WorkItem], is_long: bool) -> bool:
-        grammar = dataclasses.replace(queue[0].grammar, output=None)
+    def _send(self, worker: CompileWorker, queue: FairQueue[WorkItem], is_long: bool) -> bool:
+        item = queue.line()[0]
+        grammar = dataclasses.replace(item.grammar, output=None)
         try:
-            channel.send_body(worker.end, pickle.dumps((grammar, queue[0].text, queue[0].states)))
+            channel.send_body(worker.end, pickle.dumps((grammar, item.text, item.states)))
         except OSError:
             # The worker died while idle; the grammar goes to another one.
             self._kill(worker)
             return False
-        worker.item, worker.is_long = queue.popleft(), False
+        queue.take(item)
+        worker.item, worker.is_long = item, False
         worker.given_s, worker.started_s = time.monotonic(), None
         if is_long:
             self._make_long(worker)
@@ -266,7 +269,7 @@ class Supervisor:
             item.fail("unavailable", f"{reason}, for the second time; try again later")
         else:
             item.lost_by = link.process.pid if link else 0
-            (self.long if worker.is_long else self.fast).appendleft(item)
+            (self.long if worker.is_long else self.fast).put_back(item)
 
     # Receiving.
 
@@ -461,7 +464,8 @@ class Supervisor:
             self._make_long(worker)
             return
         self._kill(worker)
-        if len(self.long) < self.limits.long_waiting:
+        waiting = Counter(one.holder for one in self.long)
+        if has_room(waiting, item.holder, self.limits.long_waiting):
             self.long.append(item)
         else:
             item.fail("busy", "it takes long, and too many such wait; try again later")

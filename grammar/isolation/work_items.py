@@ -20,6 +20,7 @@ class WorkItem:
 
     Attributes:
         states: Whether the grammar's table of states is asked for.
+        holder: Who asks for it.
         lost_by: Process id of the fork server under which a worker was lost with the item.
     """
 
@@ -27,6 +28,7 @@ class WorkItem:
     future: Future[Any]
     text: str | None = None
     states: bool = False
+    holder: str = ""
     lost_by: int | None = None
 
     def fail(self, kind: FailureKind, reason: str) -> None:

@@ -79,6 +79,7 @@ OWN_FLAGS = {
     "whitespace",
     "cors_origins",
     "allowed_hosts",
+    "trusted_proxies",
 }
 
 

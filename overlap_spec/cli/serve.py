@@ -84,6 +84,10 @@ def serve(
         list[str] | None,
         typer.Option(help=f"{SERVER_HELP['allowed_hosts']} Repeat it.", rich_help_panel=ADDRESS),
     ] = None,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{SERVER_HELP['trusted_proxies']} Repeat it.", rich_help_panel=ADDRESS),
+    ] = None,
     whitespace: Annotated[
         str, typer.Option(help=SERVER_HELP["whitespace"], rich_help_panel=GRAMMAR)
     ] = "compact",
@@ -113,6 +117,7 @@ def serve(
             stall_timeout_s=stall_timeout_s,
             cors_origins=tuple(cors_origin or ()),
             allowed_hosts=tuple(allowed_host or ()),
+            trusted_proxies=tuple(trusted_proxy or ()),
             **flags,
         )
         if cluster.replicas is not None:

@@ -17,7 +17,7 @@ from overlap_spec.cluster.settings import ClusterSettings, gpus_of
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import ConfigError, EngineUnavailable
 from overlap_spec.server.launch import ServerPlan
-from overlap_spec.server.run import LOG_FORMAT, bind, check_certificate
+from overlap_spec.server.run import LOG_FORMAT, bind, tls_context
 from overlap_spec.server.settings import ServerSettings
 
 APP = "overlap-spec"
@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 # Bounds that are kept by this project's own HTTP server, which Ray Serve's stands in for.
-OWN_SERVERS = ("max_connections", "header_timeout_s")
+OWN_SERVERS = ("max_connections", "header_timeout_s", "probe_port", "trusted_proxies")
 log = logging.getLogger("overlap_spec")
 
 
@@ -181,7 +181,7 @@ def _check_settings(settings: ServerSettings) -> None:
                 f"{name} is a bound of the server without replicas: with replicas Ray Serve "
                 "listens, which has no such bound; set it in a proxy in front"
             )
-    check_certificate(settings)
+    tls_context(settings)
 
 
 def _free_address(settings: ServerSettings) -> tuple[str, int]:

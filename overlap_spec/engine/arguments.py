@@ -107,8 +107,9 @@ def is_token_ids(prompt: Any) -> bool:
 
 
 def copies(request: Request, count: Any) -> list[Request]:
-    """``count`` times a request, with consecutive seeds; the first one alone tells of the prompt,
-    which they share. InvalidRequest: ``count`` is no number over 0."""
+    """``count`` times a request, with consecutive seeds; the first one alone tells what they share:
+    the prompt's log-probabilities, and a choice's probabilities. InvalidRequest: ``count`` is no
+    number over 0."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InvalidRequest(f"n must be an integer >= 1: {count!r}", "n")
     return [_copy(request, number) for number in range(count)]
@@ -118,9 +119,11 @@ def _copy(request: Request, number: int) -> Request:
     # Modulo 2**64, as a signed integer.
     seed = (request.seed + number + 2**63) % 2**64 - 2**63
     copy = replace(request, seed=seed)
-    if number == 0 or request.sampling.prompt_logprobs is None:
-        return copy
-    return replace(copy, sampling=replace(copy.sampling, prompt_logprobs=None))
+    if number and request.sampling.prompt_logprobs is not None:
+        copy = replace(copy, sampling=replace(copy.sampling, prompt_logprobs=None))
+    if number and request.grammar is not None and request.grammar.probabilities:
+        copy = replace(copy, grammar=replace(request.grammar, probabilities=False))
+    return copy
 
 
 def grouped(

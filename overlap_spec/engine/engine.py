@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Unpack, overload
+from weakref import WeakValueDictionary
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine.arguments import (
@@ -80,6 +81,8 @@ class Engine:
                 weighed=self.core.worker.reads_states,
             )
         self._choice_tokens = ChoiceTokens(self.tokenizer.vocabulary, self.tokenizer.encode)
+        # Those of the requests that are open.
+        self._weighed: WeakValueDictionary[tuple[Any, ...], WeighedChoices] = WeakValueDictionary()
         limits = Limits(self.context_length, self.core.longest)
         self.input_processor = InputProcessor(
             self.tokenizer, limits, self.config.additional_properties
@@ -429,8 +432,12 @@ class Engine:
         grammar = request.grammar
         if grammar is None or not (grammar.probabilities or grammar.faithful):
             return None
-        room = min(self.context_length, self.core.longest) - len(request.prompt_ids)
-        return self._choice_tokens.weighed(grammar, room)
+        key = request.prompt_ids, request.cache_salt, grammar.source, grammar.faithful
+        known = self._weighed.get(key)
+        if known is None:
+            room = min(self.context_length, self.core.longest) - len(request.prompt_ids)
+            known = self._weighed[key] = self._choice_tokens.weighed(grammar, room)
+        return known
 
     def _enqueue(self, sequences: Sequence[SequenceState]) -> list[RequestHandle]:
         handles: list[RequestHandle] = []

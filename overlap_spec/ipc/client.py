@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from overlap_spec.grammar.isolation.limits import CompileFailure
 from overlap_spec.ipc import messages as m
 from overlap_spec.ipc.process import EngineProcess
 from overlap_spec.ipc.request_handle import AsyncRequestHandle
+from overlap_spec.shares import has_room
 from overlap_spec.types import Request
 
 log = logging.getLogger("overlap_spec")
@@ -63,8 +65,8 @@ class EngineClient:
         # Set by `on_ready`, once the engine has said how many requests run at once.
         self.max_open_requests = 0
         self.open: dict[int, AsyncRequestHandle] = {}
-        # Requests that are being tokenised; they count as open ones.
-        self.preparing = 0
+        # Open requests, and those that are being tokenised.
+        self.held: Counter[str] = Counter()
         self.health: Health = "starting"
         self.restarts = 0
         self._last_message_s = time.monotonic()
@@ -110,9 +112,10 @@ class EngineClient:
             QueueFull, EngineUnavailable: the request itself is fine.
         """
         process = self._ready_process()
-        self.check_room()
+        self.check_room(request.holder)
         handle = AsyncRequestHandle(replace(request, id=next(self._numbers)), self._abort)
         self.open[handle.request.id] = handle
+        self.held[request.holder] += 1
         grammar = request.grammar
         if grammar is not None:
             # The type that parses the output stays in this process.
@@ -120,16 +123,29 @@ class EngineClient:
         process.send(m.AddRequest(replace(handle.request, grammar=None), grammar))
         return handle
 
-    def check_room(self) -> None:
-        """Raise QueueFull if no further request may be opened, and EngineUnavailable in a fork of
-        the process that made the client."""
+    def check_room(self, holder: str) -> None:
+        """Raise QueueFull if a holder may open no further request, and EngineUnavailable in a fork
+        of the process that made the client."""
         self._own_process.check()
-        count = len(self.open) + self.preparing
-        if count >= self.max_open_requests:
+        if not has_room(self.held, holder, self.max_open_requests):
             raise QueueFull(
-                f"{count} requests are open, which is the limit "
-                "(max_running_requests + max_queued_requests): try again later"
+                f"{self.held.total()} requests are open, {self.held[holder]} of them yours, and "
+                f"{self.max_open_requests} may be (max_running_requests + max_queued_requests): "
+                "try again later"
             )
+
+    def give_back(self, holder: str) -> None:
+        """Count one request of a holder no longer."""
+        self.held[holder] -= 1
+        if not self.held[holder]:
+            del self.held[holder]
+
+    def _close(self, number: int) -> AsyncRequestHandle | None:
+        """Take a request out of the open ones."""
+        handle = self.open.pop(number, None)
+        if handle is not None:
+            self.give_back(handle.request.holder)
+        return handle
 
     def _abort(self, number: int) -> None:
         here = self._own_process.is_here
@@ -241,7 +257,7 @@ class EngineClient:
 
     def _deliver(self, outputs: m.EngineOutputs) -> None:
         for rejected in outputs.rejected:
-            if (handle := self.open.pop(rejected.id, None)) is not None:
+            if (handle := self._close(rejected.id)) is not None:
                 handle.fail(_rejection(rejected))
         for number in outputs.queued:
             if number in self.open:
@@ -250,7 +266,7 @@ class EngineClient:
             if piece.id in self.open:
                 self.open[piece.id].push(piece.delta)
         for finished in outputs.finished:
-            if (handle := self.open.pop(finished.id, None)) is not None:
+            if (handle := self._close(finished.id)) is not None:
                 handle.end(finished.output, finished.error_type)
 
     def _fail_all(self) -> None:
@@ -264,9 +280,9 @@ class EngineClient:
             else "the engine stopped while this request was under way: it is being restarted, "
             "send the request again"
         )
-        handles, self.open = list(self.open.values()), {}
-        for handle in handles:
-            handle.fail(error)
+        for number in list(self.open):
+            if (handle := self._close(number)) is not None:
+                handle.fail(error)
         for query in self._queries.values():
             if not query.done():
                 query.set_exception(error)

@@ -114,7 +114,7 @@ class EngineServer:
             self._admit(number, request, None)
             return
         try:
-            future = self.engine.compiler.submit(message.grammar)
+            future = self.engine.compiler.submit(message.grammar, request.holder)
         except Exception as error:
             self._reject(number, error)
             return
@@ -243,7 +243,8 @@ def _values(piece: Delta | Output) -> int:
     tree = piece.tree if isinstance(piece, Delta) else None
     drafts = 0 if tree is None else len(tree.tokens)
     entries = [entry for entry in (*piece.logprobs, *piece.prompt_logprobs) if entry is not None]
-    return len(piece.token_ids) + sum(1 + len(entry.top) for entry in entries) + drafts
+    told = drafts + len(piece.choices)
+    return len(piece.token_ids) + sum(1 + len(entry.top) for entry in entries) + told
 
 
 def connect(arguments: m.LaunchArgs) -> zmq.Socket[bytes]:

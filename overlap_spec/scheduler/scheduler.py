@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections import deque
 from collections.abc import Callable
 
@@ -14,16 +13,27 @@ from overlap_spec.scheduler.pages import PageAllocator
 from overlap_spec.scheduler.prefix import PrefixTree
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.scheduler.stops import cut
-from overlap_spec.types import Budget, Chunk, Request, RowResult, StepPlan, StepResult
+from overlap_spec.shares import FairQueue, Turns
+from overlap_spec.types import (
+    Budget,
+    Chunk,
+    Request,
+    RowResult,
+    StepPlan,
+    StepResult,
+    WeighedChoices,
+)
 
 FAIR_TURN = 8
 PageGrant = tuple[int, int, tuple[int, ...]]
 
 
 class Scheduler:
-    """By priority, then first come, first served, over rows and pages.
+    """Over rows and pages the holders of requests take turns; of one holder's requests by priority,
+    then first come, first served.
 
-    Every :data:`FAIR_TURN`-th start goes to the request that waited longest, so that none starves.
+    Every :data:`FAIR_TURN`-th start goes to the request that waited longest of its holder's, so
+    that none starves.
 
     A sequence holds pages for what it has committed and twice the draft window after it; when
     pages run out, the sequence admitted last gives its pages up and is computed again later.
@@ -53,9 +63,10 @@ class Scheduler:
         self.allocator = PageAllocator(pages, self.tree)
         self.page_size, self.chunk_tokens = page_size, chunk_tokens
         self.reserve_tokens = reserve_tokens
-        self.waiting: list[Sequence] = []
+        self.waiting: FairQueue[Sequence] = FairQueue(lambda s: s.request.holder, _rank)
         self.running: list[Sequence] = []
         self._free_rows = deque(range(max_rows))
+        self._weighs = Turns()
         self._assign = assign
         # Pages handed out that no plan has told the worker of yet.
         self._grants: list[PageGrant] = []
@@ -74,7 +85,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that is at most :attr:`longest` when it ends."""
-        insort(self.waiting, sequence, key=_rank)
+        self.waiting.append(sequence)
 
     def plan(self, choose: Callable[[list[Sequence], int, int], Budget]) -> StepPlan | None:
         """The next step; None when there is nothing to run, or nothing before the steps that are
@@ -99,14 +110,18 @@ class Scheduler:
             live = self._live()
         chunks: list[tuple[Sequence, Chunk]] = []
         prefilling = [s for s in live if s.prefilling]
-        for sequence, share in zip(prefilling, self._shares(prefilling), strict=True):
+        room = self.chunk_tokens
+        for sequence, share in self._in_turn(prefilling, self._shares(prefilling)):
             if share and sequence.row >= 0:
                 self._reuse(sequence)
-                chunk = self._chunk(sequence, share)
+                chunk = self._chunk(sequence, share, room)
                 if chunk is None:
                     continue
                 if not self._grow(sequence, _end(chunk)):
                     break
+                if chunk.trie is not None:
+                    self._lead(sequence, chunk)
+                    room -= len(chunk.trie.tokens)
                 chunks.append((sequence, chunk))
         # One that was preempted for these pages is not among them any more.
         trees = [s for s in live if not s.prefilling and s.row >= 0]
@@ -115,7 +130,7 @@ class Scheduler:
             return None
         self._steps += 1
         for sequence, chunk in chunks:
-            sequence.planned_tokens += len(chunk.tokens)
+            sequence.planned_tokens += 0 if chunk.comes_again else len(chunk.tokens)
             if chunk.scored is not None:
                 sequence.scored_tokens += len(chunk.scored.tokens)
             self._offer(sequence, sequence.planned_tokens)
@@ -291,15 +306,16 @@ class Scheduler:
             max(self._pages_for(_most_tokens(s)) - len(s.pages), 0) for s in self.running
         )
         while self.waiting and self._free_rows:
-            sequence = self.waiting[0]
+            line = self.waiting.line()
+            sequence = line[0]
             if self._starts % FAIR_TURN == FAIR_TURN - 1:
-                sequence = min(self.waiting, key=lambda s: s.request.id)
+                sequence = min(line, key=lambda s: s.request.id)
             needed = self._pages_for(_most_tokens(sequence))
             if promised + needed > self.allocator.free_count:
                 return
             promised += needed
             self._starts += 1
-            self.waiting.remove(sequence)
+            self.waiting.take(sequence)
             sequence.row = self._free_rows.popleft()
             sequence.prefill_tokens = sequence.total_tokens
             self.running.append(sequence)
@@ -307,7 +323,7 @@ class Scheduler:
 
     def _reuse(self, sequence: Sequence) -> None:
         """Before its first chunk: let a sequence start after pages that hold its first tokens."""
-        if not self.reuse or sequence.planned_tokens:
+        if not self.reuse or sequence.planned_tokens or sequence.pages:
             return
         known = sequence.tokens(0, sequence.reusable_tokens)
         path = self.tree.find(known, sequence.request.cache_salt)
@@ -331,10 +347,32 @@ class Scheduler:
         self.allocator.free(pages)
         return len(pages)
 
-    def _chunk(self, sequence: Sequence, budget: int) -> Chunk | None:
-        """The next tokens to prefill: all, or full pages of them; None if not one page fits."""
+    def _in_turn(self, prefilling: list[Sequence], shares: list[int]) -> list[tuple[Sequence, int]]:
+        """Sequences with their shares of the step, those first whose holder may weigh first."""
+        each = list(zip(prefilling, shares, strict=True))
+        weighing = {s.request.holder for s in prefilling if s.unweighed is not None}
+        if len(weighing) > 1:
+            first = self._weighs.first(sorted(weighing))
+            each.sort(key=lambda pair: pair[0].request.holder != first)
+        return each
+
+    def _chunk(self, sequence: Sequence, budget: int, room: int) -> Chunk | None:
+        """The next tokens to prefill: all, or full pages of them; None if not one page fits, or
+        what is to be weighed behind them has to wait.
+
+        Args:
+            room: Tokens that may still be weighed in the step.
+        """
         start, size = sequence.planned_tokens, self.page_size
         end = sequence.prefill_tokens
+        choices = sequence.unweighed
+        if end - start <= budget and choices is not None and not choices.is_known:
+            before = (end - 1) // size * size
+            if len(choices.tries) - choices.planned > 1 and before > start:
+                # Of what comes again with each trie, no more than a page.
+                budget = before - start
+            elif not self._may_weigh(sequence, choices, room):
+                return None
         if end - start > budget:
             end = start + budget // size * size
             if end == start:
@@ -342,9 +380,29 @@ class Scheduler:
         tokens = np.array(sequence.tokens(start, end), np.int64)
         following = sequence.tokens(end, end + 1)
         page_before = sequence.pages[start // size - 1] if start else 0
-        choices = None if following else sequence.unweighed
         scored = sequence.scored_rows(start, end)
-        return Chunk(sequence.row, start, tokens, not following, page_before, choices, scored)
+        if following or choices is None or choices.is_known:
+            known = None if following else choices
+            fields = not following, page_before, known, None, scored
+            return Chunk(sequence.row, start, tokens, *fields)
+        trie = choices.tries[choices.planned]
+        last = choices.planned == len(choices.tries) - 1
+        return Chunk(sequence.row, start, tokens, last, page_before, choices, trie, scored)
+
+    def _may_weigh(self, sequence: Sequence, choices: WeighedChoices, room: int) -> bool:
+        """Whether a sequence has the next trie of its choices weighed: no other one does, and the
+        step's passes stay short."""
+        if choices.leader not in (None, sequence.request.id):
+            return False
+        nodes = len(choices.tries[choices.planned].tokens)
+        return nodes <= room or room == self.chunk_tokens
+
+    def _lead(self, sequence: Sequence, chunk: Chunk) -> None:
+        """Enter that a sequence has a trie weighed, for all with the same choices."""
+        assert chunk.choices is not None
+        chunk.choices.leader = sequence.request.id
+        chunk.choices.planned += 1
+        self._weighs.took(sequence.request.holder)
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
         """Pages for ``tokens`` and the reserve, taken from the sequence admitted last if need be.
@@ -370,13 +428,16 @@ class Scheduler:
         """Give up the victim's row and pages; it starts again from its tokens, first in line."""
         self._leave(victim)
         victim.committed_tokens = victim.planned_tokens = victim.prefill_tokens = 0
-        insort(self.waiting, victim, key=_rank)
+        self.waiting.append(victim)
         self.preemptions += 1
 
     def _leave(self, sequence: Sequence) -> None:
         self._grants = [grant for grant in self._grants if grant[0] != sequence.row]
         if sequence.error is None and not sequence.untrusted:
             self._offer(sequence, sequence.committed_tokens)
+        if sequence.choices is not None and sequence.choices.leader == sequence.request.id:
+            # Nothing of it is under way: what was planned is known.
+            sequence.choices.leader = None
         shared = {node.page for node in sequence.path}
         own = [page for page in sequence.pages if page not in shared]
         if sequence.untrusted:
@@ -392,13 +453,14 @@ class Scheduler:
 
 def _end(chunk: Chunk) -> int:
     """Where the keys end that a chunk writes, those of what is weighed behind it included."""
-    behind = 0 if chunk.choices is None else chunk.choices.widest
+    behind = 0 if chunk.trie is None else len(chunk.trie.tokens)
     return chunk.start + len(chunk.tokens) + behind
 
 
 def _most_tokens(sequence: Sequence) -> int:
     """Keys that a sequence has after its prefill, before it goes on."""
-    behind = 0 if sequence.unweighed is None else sequence.unweighed.widest
+    choices = sequence.unweighed
+    behind = 0 if choices is None or choices.is_known else choices.widest
     return sequence.total_tokens + behind
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import resource
+import ssl
 from collections.abc import Callable
 from typing import Any
 
 import h11
 import msgspec
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from overlap_spec.server.errors import RETRY_AFTER_S, ApiError
+from overlap_spec.server.keys import network_of
+from overlap_spec.server.probes import ProbesOnly
 from overlap_spec.server.settings import ServerSettings
+from overlap_spec.server.strict import StrictConnection
+from overlap_spec.shares import Shares
 
 log = logging.getLogger("overlap_spec")
 
@@ -26,8 +33,74 @@ READ_BYTES = 2**13
 MOST_FRAMING_BYTES, MOST_FRAMING_SHARE = 2**15, 1 / 8
 # Given to a client to send the rest of a body whose answer it has, and to read on.
 LINGER_S = 2.0
-# Descriptors besides those of connections: files, workers, the engine.
-OTHER_DESCRIPTORS = 512
+# Connections beyond the limit, which are there for probes: one more closes the oldest.
+SPARE = 16
+# Descriptors besides those of connections: files, workers, the engine; and the least of them.
+OTHER_DESCRIPTORS, LEAST_DESCRIPTORS = 512, 40
+
+
+class Rooms:
+    """The connections of a server: how many each address has, and those that are there for probes.
+
+    Args:
+        most: Connections that may be open; for fewer addresses than others, see
+            :class:`overlap_spec.shares.Shares`.
+        only_probes: Whether nothing else is answered.
+        refused: Called for each connection that is closed for want of room.
+    """
+
+    def __init__(self, most: int, refused: Callable[[], None], only_probes: bool = False) -> None:
+        self.shares, self.refused = Shares(most), refused
+        self.spare: dict[Connection, None] = {}
+        self.only_probes = only_probes
+        text = f"{most} connections are open (max_connections)"
+        self.full = ApiError(503, text, code="too_many_connections", kind="service_unavailable")
+        no_probe = ApiError(404, "this port answers GET /health and GET /ping alone")
+        # To who asks a spare connection for anything else.
+        self.error = no_probe if only_probes else self.full
+
+    def enter(self, connection: Connection) -> bool:
+        """Let a connection in; False: as a spare one, for a probe."""
+        address = connection.address
+        if not self.only_probes and (self.shares.has_room(address) or self._make_room(connection)):
+            self.shares.add(address)
+            return True
+        self.spare[connection] = None
+        if len(self.spare) > SPARE:
+            next(iter(self.spare)).refuse()
+        return False
+
+    def leave(self, connection: Connection) -> None:
+        """A connection has ended."""
+        if connection in self.spare:
+            del self.spare[connection]
+        else:
+            self.shares.add(connection.address, -1)
+
+    def _make_room(self, newcomer: Connection) -> bool:
+        """Close an idle connection of who has most, and no fewer than the newcomer's address;
+        whether there is one."""
+        held = self.shares.held
+        least = held[newcomer.address]
+        idle = [
+            other
+            for other in newcomer.connections
+            if isinstance(other, Connection)
+            and other is not newcomer
+            and other.is_idle
+            and other.is_let_in
+            and held[other.address] >= least
+        ]
+        if not idle:
+            return False
+        # Rather one that has never asked than one whose next request may be on its way.
+        oldest = min(
+            idle,
+            key=lambda other: (-held[other.address], other.cycle is not None, other.idle_since_s),
+        )
+        self.refused()
+        oldest.give_way()
+        return True
 
 
 class Connection(H11Protocol):
@@ -35,16 +108,27 @@ class Connection(H11Protocol):
 
     Args:
         settings: Have the limits.
-        refused: Called for each connection that is closed for want of room.
+        rooms: Lets it in.
+        tls: Speaks TLS, if there is one. The handshake is part of the connection's time, and the
+            connection is counted from its first moment.
     """
 
-    def __init__(self, settings: ServerSettings, refused: Callable[[], None], **more: Any) -> None:
+    def __init__(
+        self, settings: ServerSettings, rooms: Rooms, tls: ssl.SSLContext | None, **more: Any
+    ) -> None:
         super().__init__(**more)
-        self._settings, self._refused = settings, refused
+        self.conn = StrictConnection(LONGEST_HEAD_BYTES)
+        self._settings, self._rooms, self._tls = settings, rooms, tls
         self._head_timer: asyncio.TimerHandle | None = None
         self._end_timer: asyncio.TimerHandle | None = None
+        self._handshake: asyncio.Task[None] | None = None
+        # What a client says right behind its handshake.
+        self._early = b""
         self._framing = 0.0
-        self._idle_since_s = self.loop.time()
+        self._has_left = self._has_answered = False
+        self.address = ""
+        self.is_let_in = False
+        self.idle_since_s = self.loop.time()
         self._unread_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -52,33 +136,80 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         if hasattr(transport, "max_size"):
             transport.max_size = READ_BYTES
-        if len(self.connections) > self._settings.max_connections and not self._make_room():
-            self._refused()
-            text = f"{self._settings.max_connections} connections are open (max_connections)"
-            error = ApiError(503, text, code="too_many_connections", kind="service_unavailable")
-            self._answer(error)
-            return
+        self.address = network_of(self.client[0] if self.client else "")
         self._head_timer = self.loop.call_later(self._settings.header_timeout_s, self._late)
+        self.is_let_in = self._rooms.enter(self)
+        if not self.is_let_in:
+            self.app = ProbesOnly(self.app, self._rooms.error, self._rooms.refused)
+        if self._tls is not None and not transport.is_closing():
+            transport.pause_reading()
+            self._handshake = self.loop.create_task(self._secure(transport, self._tls))
+
+    async def _secure(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        limit = self._settings.header_timeout_s
+        secured = None
+        if transport.is_closing():
+            return
+        with contextlib.suppress(OSError):
+            secured = await self.loop.start_tls(
+                transport, self, tls, server_side=True, ssl_handshake_timeout=limit
+            )
+        self._handshake = None
+        if secured is None:
+            transport.abort()
+            self.connection_lost(None)
+            return
+        self.transport, self.flow = secured, FlowControl(secured)
+        self.scheme = "https"
+        early, self._early = self._early, b""
+        if early:
+            self.data_received(early)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio."""
         for timer in (self._head_timer, self._end_timer):
             if timer is not None:
                 timer.cancel()
+        self._leave()
         super().connection_lost(exc)
+
+    def give_way(self) -> None:
+        """Close at once, for another one."""
+        self._leave()
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def _leave(self) -> None:
+        if not self._has_left:
+            self._has_left = True
+            self._rooms.leave(self)
+
+    def refuse(self) -> None:
+        """Answer that there is no room, and close."""
+        self._rooms.refused()
+        self._leave()
+        if self._handshake is not None:
+            self.transport.abort()
+        else:
+            self._answer(self._rooms.full, lingers=False)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
+        if self._handshake is not None:
+            self._early += data
+            return
         # Of a plain connection it is one piece; TLS gives more at once.
         for start in range(0, len(data), READ_BYTES):
-            if start and self.transport.is_closing():
+            if self._has_answered or (start and self.transport.is_closing()):
                 return
             self._received(data[start : start + READ_BYTES])
 
     def _received(self, data: bytes) -> None:
         cycle, before = self.cycle, self._content_bytes()
+        has_body = self.conn.their_state is h11.SEND_BODY
         super().data_received(data)
-        if cycle is not None and self.cycle is cycle and not cycle.response_complete:
+        # What comes behind a body waits for its turn.
+        if has_body and self.cycle is cycle and not cycle.response_complete:
             content = self._content_bytes() - before
             self._framing += len(data) - content * (1 + MOST_FRAMING_SHARE)
             if self._framing > MOST_FRAMING_BYTES:
@@ -91,7 +222,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         """See uvicorn."""
-        self._idle_since_s = self.loop.time()
+        self.idle_since_s = self.loop.time()
         # The rest of such a body is of no use, and may be endless.
         has_rest = self.conn.their_state is h11.SEND_BODY
         super().on_response_complete()
@@ -122,10 +253,18 @@ class Connection(H11Protocol):
             self._head_timer = self.loop.call_later(self._settings.header_timeout_s, self._late)
 
     def _late(self) -> None:
-        if not self.transport.is_closing():
+        if self._handshake is not None:
+            self.transport.abort()
+        elif not self.is_let_in:
+            self.refuse()
+        elif not self.transport.is_closing():
             seconds = self._settings.header_timeout_s
             text = f"the request's head did not come in {seconds:g} s (header_timeout_s)"
             self._answer(ApiError(408, text))
+
+    def send_400_response(self, msg: str) -> None:
+        """See uvicorn."""
+        self._answer(ApiError(400, f"{msg} It is no HTTP/1.1, or can be misread."))
 
     def _refuse_chunks(self) -> None:
         assert self.cycle is not None
@@ -133,8 +272,16 @@ class Connection(H11Protocol):
         self.cycle.message_event.set()
         self._answer(ApiError(400, "the body comes in too small chunks"))
 
-    def _answer(self, error: ApiError) -> None:
-        """Answer without the application, and close."""
+    def _answer(self, error: ApiError, lingers: bool = True) -> None:
+        """Answer without the application, and close.
+
+        Args:
+            lingers: Read on for a while and drop what comes: were it left unread, the system might
+                drop the answer.
+        """
+        if self._has_answered:
+            return
+        self._has_answered = True
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             content = msgspec.json.encode(error.body())
             again = f"Retry-After: {RETRY_AFTER_S}\r\n" if error.status == 503 else ""
@@ -143,24 +290,12 @@ class Connection(H11Protocol):
                 f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
             )
             self.transport.write(head.encode() + content)
-        self.transport.close()
+        if lingers and self.transport.can_write_eof():
+            self.flow.resume_reading()
+            self.transport.write_eof()
+        else:
+            self.transport.close()
         self._end_soon()
-
-    def _make_room(self) -> bool:
-        """Close the connection that has been idle longest; whether there is one."""
-        idle = [
-            other
-            for other in self.connections
-            if isinstance(other, Connection) and other is not self and other.is_idle
-        ]
-        if not idle:
-            return False
-        # Rather one that has never asked than one whose next request may be on its way.
-        oldest = min(idle, key=lambda other: (other.cycle is not None, other._idle_since_s))
-        self._refused()
-        oldest.transport.abort()
-        self.connections.discard(oldest)
-        return True
 
     def _end_soon(self) -> None:
         """Close for good once the client sends or reads nothing more that is of use."""
@@ -182,15 +317,25 @@ class Connection(H11Protocol):
             self._end_timer = None
 
 
-def raise_descriptor_limit(settings: ServerSettings) -> None:
-    """Allow this process as many descriptors as its connections need, if the system does."""
+def most_connections(settings: ServerSettings) -> int:
+    """How many connections may be open; allows this process the descriptors that these need, if
+    the system does."""
+    # Beside a holder that has all of them, others find as many again.
+    asked = 2 * settings.max_connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = settings.max_connections + OTHER_DESCRIPTORS
+    wanted = asked + OTHER_DESCRIPTORS
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if wanted < settings.max_connections + OTHER_DESCRIPTORS:
-        log.warning(
-            "the system allows %d open files: fewer than max_connections needs (ulimit -n)", wanted
-        )
+    if wanted == asked + OTHER_DESCRIPTORS:
+        return settings.max_connections
+    others = max(LEAST_DESCRIPTORS, min(OTHER_DESCRIPTORS, wanted // 2))
+    most = min(settings.max_connections, max(1, (wanted - others) // 2))
+    log.warning(
+        "the system allows %d open files (ulimit -n): %d connections may be open, not "
+        "max_connections",
+        wanted,
+        most,
+    )
+    return most

@@ -31,6 +31,7 @@ from overlap_spec.children import (
 )
 from overlap_spec.errors import EngineUnavailable, GrammarError, QueueFull
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.shares import HOLDER, Places, Shares
 
 # A source that takes longer than the first leaves its place to the next one, and may take up to
 # the second if one of the few slow places is free.
@@ -73,10 +74,9 @@ class GrammarReader:
     """Runs calls that make grammars in a few processes, which are kept for the next call."""
 
     def __init__(self) -> None:
-        self._quick = asyncio.Semaphore(QUICK_PLACES)
-        self._slow = asyncio.Semaphore(SLOW_PLACES)
+        self._quick, self._slow = Places(QUICK_PLACES), Shares(SLOW_PLACES)
         self._idle: list[asyncio.subprocess.Process] = []
-        self._waiting = 0
+        self._waiting = Shares(MOST_WAITING)
 
     async def warm(self) -> None:
         """Start a process for the first call, which would wait for it."""
@@ -97,34 +97,35 @@ class GrammarReader:
             EngineUnavailable: two processes in turn were killed or stopped by others, or the
                 machine has no memory.
         """
-        if self._waiting >= MOST_WAITING:
+        holder = HOLDER.get()
+        if not self._waiting.has_room(holder):
             raise QueueFull("too many long grammars are being read: try again later")
-        self._waiting += 1
+        self._waiting.add(holder)
         try:
             with contextlib.suppress(_Lost):
-                return await self._read(call)
+                return await self._read(call, holder)
             # What befell the one may have befallen those that wait.
             await self.close()
-            return await self._read(call)
+            return await self._read(call, holder)
         except _Lost as lost:
             text = f"the process that reads long grammars {lost}, for the second time"
             raise EngineUnavailable(f"{text}: try again later") from None
         finally:
-            self._waiting -= 1
+            self._waiting.add(holder, -1)
 
-    async def _read(self, call: bytes) -> Grammar:
+    async def _read(self, call: bytes, holder: str) -> Grammar:
         process: asyncio.subprocess.Process | None = None
         answer: asyncio.Task[Reading] | None = None
         try:
-            async with self._quick:
+            await self._quick.take(holder)
+            try:
                 process = self._take_idle() or await _start()
                 answer = asyncio.create_task(_call(process, call))
                 await _wait(answer, process, QUICK_S)
+            finally:
+                self._quick.give()
             if not answer.done():
-                if self._slow.locked():
-                    raise QueueFull("too many slow grammars are being read: try again later")
-                async with self._slow:
-                    await _wait(answer, process, SLOW_S - QUICK_S)
+                await self._wait_longer(answer, process, holder)
             if not answer.done():
                 raise GrammarError(f"the grammar takes over {SLOW_S:g} s to read")
             reading = answer.result()
@@ -137,6 +138,18 @@ class GrammarReader:
             if process is not None:
                 await _end(process)
         return _made(reading)
+
+    async def _wait_longer(
+        self, answer: asyncio.Task[Reading], process: asyncio.subprocess.Process, holder: str
+    ) -> None:
+        """Give a slow one more time, if its holder may have one of the few slow places."""
+        if not self._slow.has_room(holder):
+            raise QueueFull("too many slow grammars are being read: try again later")
+        self._slow.add(holder)
+        try:
+            await _wait(answer, process, SLOW_S - QUICK_S)
+        finally:
+            self._slow.add(holder, -1)
 
     def _take_idle(self) -> asyncio.subprocess.Process | None:
         while self._idle:

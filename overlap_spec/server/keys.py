@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 from pathlib import Path
 
 from overlap_spec.errors import ConfigError
@@ -42,6 +43,25 @@ class Keys:
     def is_admin(self, authorization: bytes) -> bool:
         """Whether the administrator's key was sent."""
         return _match(authorization, self._admins) is not None
+
+
+def holder_of(owner: str) -> str:
+    """Whom what an owner uses is counted to: its key, or its network as in :func:`network_of`."""
+    kind, _, name = owner.partition(" ")
+    return f"address {network_of(name)}" if kind == "address" else owner
+
+
+def network_of(address: str) -> str:
+    """An address; of IPv6 its network, whose addresses one machine takes as it likes."""
+    try:
+        known = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(known, ipaddress.IPv6Address):
+        if known.ipv4_mapped is None:
+            return str(ipaddress.ip_network((known.packed[:8] + bytes(8), 64)))
+        known = known.ipv4_mapped
+    return str(known)
 
 
 def _match(given: bytes, keys: tuple[bytes, ...]) -> bytes | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import selectors
 import time
 from collections.abc import Callable
@@ -10,6 +12,11 @@ from typing import Any
 
 from overlap_spec.server.buckets import Buckets
 
+log = logging.getLogger("overlap_spec")
+
+# What a system is out of when it refuses a connection.
+SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+LOG_EVERY_S = 1.0
 # Upper ends of the buckets of all turns, in seconds.
 ENDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -82,20 +89,31 @@ class TimedSelector(selectors.DefaultSelector):
 
 
 class TimedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose turns are entered in ``turns``, and whose servers give a TLS handshake
-    ``handshake_s``."""
+    """An event loop whose turns are entered in ``turns``."""
 
-    def __init__(self, turns: TurnTimes, handshake_s: float) -> None:
+    def __init__(self, turns: TurnTimes) -> None:
         super().__init__(TimedSelector(turns))
-        self._handshake_s = handshake_s
-
-    async def create_server(self, *arguments: Any, **more: Any) -> Any:
-        """See asyncio."""
-        if more.get("ssl") is not None:
-            more["ssl_handshake_timeout"] = self._handshake_s
-        return await super().create_server(*arguments, **more)
 
 
-def timed_loop(turns: TurnTimes, handshake_s: float) -> Callable[[], asyncio.AbstractEventLoop]:
+def timed_loop(turns: TurnTimes) -> Callable[[], asyncio.AbstractEventLoop]:
     """A factory of loops; see :class:`TimedLoop`."""
-    return lambda: TimedLoop(turns, handshake_s)
+    return lambda: TimedLoop(turns)
+
+
+class FaultLog:
+    """Logs a loop's faults; the lack of descriptors or memory for a new connection, which a loop
+    meets again and again, once a second."""
+
+    def __init__(self) -> None:
+        self._logged_s = -LOG_EVERY_S
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """See :meth:`asyncio.loop.set_exception_handler`."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in SCARCE:
+            loop.default_exception_handler(context)
+            return
+        now_s = time.monotonic()
+        if now_s - self._logged_s >= LOG_EVERY_S:
+            self._logged_s = now_s
+            log.error("no new connections for now: %s", error.strerror)

@@ -11,14 +11,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from overlap_spec.memory import MemoryCeiling
 from overlap_spec.server.body import LARGE_BODY, MOST_VALUES, OWN_TURN, count_values
 from overlap_spec.server.errors import ApiError, error_response
-from overlap_spec.server.keys import Keys
+from overlap_spec.server.keys import Keys, holder_of
 from overlap_spec.server.loop_turns import Turnstile
+from overlap_spec.server.probes import PROBE_PATHS
 from overlap_spec.server.settings import ServerSettings
+from overlap_spec.shares import HOLDER, Shares
 
 # Keys of a request's scope: who asks, and whether as administrator.
 OWNER, IS_ADMIN = "overlap_spec.owner", "overlap_spec.is_admin"
 # Health probes carry no key, and the playground's page asks its user for it.
-OPEN_PATHS, OPEN_FOLDER = ("/", "/health", "/ping"), "/playground/"
+OPEN_PATHS, OPEN_FOLDER = ("/", *PROBE_PATHS), "/playground/"
 
 
 class GuardMiddleware:
@@ -37,11 +39,11 @@ class GuardMiddleware:
         rejected: Callable[[int], None],
     ) -> None:
         self.app, self._rejected = app, rejected
-        self._limit, self._most_bodies = settings.max_body_bytes, settings.max_bodies_bytes
+        self._limit = settings.max_body_bytes
         self._body_timeout_s = settings.body_timeout_s
         self._own_turn = Turnstile()
         # Bytes of the bodies whose requests have not been answered yet.
-        self._held = 0
+        self.bodies = Shares(settings.max_bodies_bytes)
         self._ceiling = MemoryCeiling(settings.max_front_bytes, collects=True)
         # Requests under way that may hold memory.
         self._under_way = 0
@@ -52,7 +54,12 @@ class GuardMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        body = HeldBody(self)
+        address = scope["client"][0] if scope.get("client") else ""
+        given = _credentials(dict(scope["headers"]))
+        scope[OWNER], scope[IS_ADMIN] = self._keys.owner(given, address), self._keys.is_admin(given)
+        holder = holder_of(scope[OWNER] or f"address {address}")
+        HOLDER.set(holder)
+        body = HeldBody(self.bodies, holder)
         self._under_way += 1
         try:
             await self._pass(scope, receive, self._counted(send, body), body)
@@ -72,10 +79,13 @@ class GuardMiddleware:
         return counted
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, held: HeldBody) -> None:
-        headers = dict(scope["headers"])
-        error = self._check(scope["path"], scope["method"], headers)
+        headers, path, method = dict(scope["headers"]), scope["path"], scope["method"]
+        error = self._check(path, method, headers, scope[OWNER])
         if error is not None:
-            await error_response(error, scope["path"])(scope, receive, send)
+            await error_response(error, path)(scope, receive, send)
+            return
+        if not _takes_body(path, method):
+            await self.app(scope, _replay(b"", receive), send)
             return
         try:
             async with asyncio.timeout(self._body_timeout_s):
@@ -86,7 +96,7 @@ class GuardMiddleware:
         if chunks is None:
             return
         if isinstance(chunks, ApiError):
-            await error_response(chunks, scope["path"])(scope, receive, send)
+            await error_response(chunks, path)(scope, receive, send)
             return
         if held.size > LARGE_BODY:
             await self._own_turn()
@@ -94,12 +104,9 @@ class GuardMiddleware:
         del chunks
         if count_values(body) > MOST_VALUES:
             error = ApiError(413, f"the body has more than {MOST_VALUES} values")
-            await error_response(error, scope["path"])(scope, receive, send)
+            await error_response(error, path)(scope, receive, send)
             return
         scope[OWN_TURN] = self._own_turn
-        address = scope["client"][0] if scope.get("client") else ""
-        given = _credentials(headers)
-        scope[OWNER], scope[IS_ADMIN] = self._keys.owner(given, address), self._keys.is_admin(given)
         await self.app(scope, _replay(body, receive), send)
 
     async def _read(self, receive: Receive, held: HeldBody) -> list[bytes] | ApiError | None:
@@ -110,23 +117,25 @@ class GuardMiddleware:
             if message["type"] != "http.request":
                 return None
             chunks.append(message.get("body", b""))
-            held.add(len(chunks[-1]))
-            if held.size > self._limit:
+            if held.size + len(chunks[-1]) > self._limit:
                 return self._too_large()
-            if self._held > self._most_bodies:
-                text = f"all bodies in flight exceed {self._most_bodies} bytes (max_bodies_bytes)"
+            if not held.add(len(chunks[-1])):
+                text = f"all bodies in flight exceed {self.bodies.most} bytes (max_bodies_bytes)"
                 return ApiError(429, text, code="queue_full", kind="rate_limit_error")
             if not message.get("more_body", False):
                 return chunks
 
-    def hold(self, size: int) -> None:
-        """Count bytes of bodies in flight; negative when they go."""
-        self._held += size
-
-    def _check(self, path: str, method: str, headers: dict[bytes, bytes]) -> ApiError | None:
+    def _check(
+        self, path: str, method: str, headers: dict[bytes, bytes], owner: str | None
+    ) -> ApiError | None:
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._limit:
             return self._too_large()
+        if not _takes_body(path, method) and (int(length) or b"transfer-encoding" in headers):
+            return ApiError(413, f"{method} {path} takes no body: send none")
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            text = "the body is encoded: send it as it is, without Content-Encoding"
+            return ApiError(415, text, code="unsupported_encoding")
         host = headers.get(b"host", b"").decode("latin-1")
         if self._names is not None and not _is_local(name := _name(host), self._names):
             message = f"this server is not called {name!r}: start it with --allowed-host {name}"
@@ -137,7 +146,7 @@ class GuardMiddleware:
             return ApiError(503, text, code="out_of_memory", kind="service_unavailable")
         if not self._keys.are_asked_for or _is_open(path) or method == "OPTIONS":
             return None
-        if self._keys.owner(_credentials(headers), "") is not None:
+        if owner is not None:
             return None
         message = "no or a wrong API key: send `Authorization: Bearer KEY`, or `x-api-key: KEY`"
         return ApiError(401, message, code="invalid_api_key")
@@ -151,23 +160,29 @@ class GuardMiddleware:
 
 
 class HeldBody:
-    """The bytes of one body, as its guard counts them."""
+    """The bytes of one body, as they are counted to who sends them."""
 
-    def __init__(self, guard: GuardMiddleware) -> None:
-        self._guard = guard
+    def __init__(self, bodies: Shares, holder: str) -> None:
+        self._bodies, self._holder = bodies, holder
         self.size = 0
-        self._released = False
 
-    def add(self, size: int) -> None:
-        """Count bytes that have come."""
+    def add(self, size: int) -> bool:
+        """Count bytes that have come, if there is room for them."""
+        if not self._bodies.has_room(self._holder, size):
+            return False
         self.size += size
-        self._guard.hold(size)
+        self._bodies.add(self._holder, size)
+        return True
 
     def release(self) -> None:
         """Count no byte any longer."""
-        if not self._released:
-            self._released = True
-            self._guard.hold(-self.size)
+        self._bodies.add(self._holder, -self.size)
+        self.size = 0
+
+
+def _takes_body(path: str, method: str) -> bool:
+    """Whether a body is read at all."""
+    return method == "POST" and not _is_open(path)
 
 
 def _is_open(path: str) -> bool:

@@ -21,11 +21,12 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.server.app import create_app
 from overlap_spec.server.connections import (
-    LONGEST_HEAD_BYTES,
+    SPARE,
     Connection,
-    raise_descriptor_limit,
+    Rooms,
+    most_connections,
 )
-from overlap_spec.server.loop_turns import timed_loop
+from overlap_spec.server.loop_turns import FaultLog, timed_loop
 from overlap_spec.server.service import Service
 from overlap_spec.server.settings import ServerSettings
 
@@ -50,10 +51,10 @@ def serve(engine: AsyncEngine, settings: ServerSettings, log_level: str = "info"
         ConfigError, CheckpointError: the engine cannot be started.
     """
     logging.basicConfig(format=LOG_FORMAT, level=log_level.upper())
-    raise_descriptor_limit(settings)
     sys.setswitchinterval(SWITCH_S)
     app = create_app(engine, settings)
     service: Service = app.state.service
+    rooms = Rooms(most_connections(settings), service.metrics.refused.inc)
     config = uvicorn.Config(
         app,
         log_level=log_level,
@@ -65,31 +66,30 @@ def serve(engine: AsyncEngine, settings: ServerSettings, log_level: str = "info"
         # Whole seconds by their types, but not by what they do.
         timeout_graceful_shutdown=cast("int", settings.drain_timeout_s + LAST_EVENTS_S),
         timeout_keep_alive=cast("int", settings.idle_timeout_s),
-        http=cast("Any", partial(Connection, settings, service.metrics.refused.inc)),
-        h11_max_incomplete_event_size=LONGEST_HEAD_BYTES,
-        ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
+        http=cast("Any", partial(Connection, settings, rooms, tls_context(settings))),
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=list(settings.trusted_proxies),
     )
-    check_certificate(settings)
     # Kept by the application: its first reader would hold the loop.
     app.openapi()
-    # Before the engine loads, which takes long for nothing if the port is taken.
+    # Before the engine loads, which takes long for nothing if a port is taken.
     sockets = bind(settings.host, settings.port)
+    probes = [] if settings.probe_port is None else bind(settings.host, settings.probe_port)
     log.info("tool_call_parser: %s", settings.tool_call_parser or "none")
     # A signal while the engine loads cancels the task: there is nothing to drain.
     with (
         contextlib.suppress(asyncio.CancelledError),
-        asyncio.Runner(
-            loop_factory=timed_loop(service.metrics.turns, settings.header_timeout_s)
-        ) as runner,
+        asyncio.Runner(loop_factory=timed_loop(service.metrics.turns)) as runner,
     ):
-        runner.run(_serve(service, Server(config, service), sockets))
+        runner.run(_serve(service, Server(config, service, probes), sockets))
 
 
 async def _serve(service: Service, server: Server, sockets: list[socket.socket]) -> None:
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    loop.set_exception_handler(FaultLog())
     reader = service.constraints.reader
     try:
         async with service.engine:
@@ -105,10 +105,11 @@ async def _serve(service: Service, server: Server, sockets: list[socket.socket])
         await reader.close()
 
 
-def check_certificate(settings: ServerSettings) -> None:
-    """Raise ConfigError where the certificate or its key cannot be used."""
+def tls_context(settings: ServerSettings) -> ssl.SSLContext | None:
+    """What speaks TLS, where the settings have a certificate; ConfigError where this or its key
+    cannot be used."""
     if settings.ssl_certfile is None:
-        return
+        return None
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         # Without a password a key that has one is an error, and not asked for at the terminal.
@@ -118,6 +119,7 @@ def check_certificate(settings: ServerSettings) -> None:
             str(file) for file in (settings.ssl_certfile, settings.ssl_keyfile) if file is not None
         )
         raise ConfigError(f"ssl_certfile: cannot use {files}: {error}") from None
+    return context
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -143,6 +145,12 @@ def bind(host: str, port: int) -> list[socket.socket]:
     return bound
 
 
+def _shown(listener: socket.socket) -> str:
+    """The address and port of a socket that listens."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _unusable(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(f"port: cannot listen on {host}:{port}: {error.strerror or error}")
 
@@ -151,9 +159,11 @@ class Server(uvicorn.Server):
     """Logs its address, which a port of 0 leaves open; ends what still runs after the drain; does
     not raise its signal again."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, probes: list[socket.socket]
+    ) -> None:
         super().__init__(config)
-        self._service = service
+        self._service, self._probes = service, probes
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
@@ -166,11 +176,34 @@ class Server(uvicorn.Server):
         except OSError as error:
             # Two servers can be bound alike until one listens.
             raise _unusable(settings.host, settings.port, error) from None
+        try:
+            await self._listen_for_probes()
+        except OSError as error:
+            raise _unusable(settings.host, settings.probe_port or 0, error) from None
         self._service.metrics.turns.reset()
+        for each in self._probes:
+            log.info("probes on http://%s", _shown(each))
+        scheme = "http" if settings.ssl_certfile is None else "https"
         for each in sockets or []:
-            host, port = each.getsockname()[:2]
-            scheme = "http" if settings.ssl_certfile is None else "https"
-            log.info("serving on %s://%s:%s", scheme, f"[{host}]" if ":" in host else host, port)
+            log.info("serving on %s://%s", scheme, _shown(each))
+
+    async def _listen_for_probes(self) -> None:
+        """Answer probes on their own sockets."""
+        rooms = Rooms(SPARE, self._service.metrics.refused.inc, only_probes=True)
+
+        def connection() -> Connection:
+            return Connection(
+                self._service.settings,
+                rooms,
+                None,
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+            )
+
+        loop = asyncio.get_running_loop()
+        for each in self._probes:
+            self.servers.append(await loop.create_server(connection, sock=each, backlog=SPARE))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""

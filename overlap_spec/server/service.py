@@ -7,7 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -19,6 +19,7 @@ from overlap_spec.errors import GrammarError, InvalidRequest
 from overlap_spec.server.constraints import Constraints
 from overlap_spec.server.errors import GRAMMAR_ERRORS, ApiError, Json, as_api_error, cut
 from overlap_spec.server.events import Events, Wire, written
+from overlap_spec.server.keys import holder_of
 from overlap_spec.server.metrics import Metrics
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Output, Request
@@ -111,7 +112,7 @@ class Service:
         handles: list[AsyncRequestHandle] = []
         try:
             for label, request in zip(group.labels, group.requests, strict=True):
-                handles.append(self.engine.send(request))
+                handles.append(self.engine.send(_of(request, group.owner)))
                 self.by_label[group.owner, label].append(handles[-1])
                 await asyncio.sleep(0)
             for handle in handles:
@@ -235,16 +236,25 @@ class Service:
         return Events(lines(), end)
 
 
+def _of(request: Request, owner: str) -> Request:
+    """A request as its owner's. What was computed for a key is for that key alone, unless the body
+    names a salt."""
+    salt = f"salt {request.cache_salt}" if request.cache_salt else ""
+    if not salt and owner.startswith("key "):
+        salt = owner
+    return replace(request, holder=holder_of(owner), cache_salt=salt)
+
+
 def fan_out(requests: Sequence[Request], count: int) -> list[Request]:
-    """``count`` copies of each request, with consecutive seeds; the first one alone tells of the
-    prompt, which they share.
+    """``count`` copies of each request, with consecutive seeds; the first one alone tells what they
+    share: the prompt's log-probabilities, and a choice's probabilities.
 
     Raises:
-        InvalidRequest: the probabilities that each choice tells have long texts.
+        InvalidRequest: the probabilities that are told have long texts.
     """
     grammars = [one.grammar for one in requests if one.grammar is not None]
     told = sum(len(grammar.source) for grammar in grammars if grammar.probabilities)
-    check_repeated(told * count, "structured_outputs.probabilities")
+    check_repeated(told, "structured_outputs.probabilities")
     return [copy for one in requests for copy in copies(one, count)]
 
 
@@ -259,9 +269,10 @@ def check_repeated(size: int, field: str) -> None:
 
 
 def _values(output: Output) -> int:
-    """Tokens and log-probabilities of an output."""
+    """Tokens, log-probabilities and probabilities of choices of an output."""
     entries = [e for e in (*output.logprobs, *output.prompt_logprobs) if e is not None]
-    return len(output.token_ids) + sum(1 + len(entry.top) for entry in entries)
+    told = sum(1 + len(entry.top) for entry in entries)
+    return len(output.token_ids) + told + len(output.choices)
 
 
 def check_output(handle: AsyncRequestHandle) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,6 +19,10 @@ class ServerSettings:
 
     host: Annotated[str, Help("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Help("Port to listen on; 0 takes a free one.")] = 30000
+    probe_port: Annotated[
+        int | None,
+        Help("Port that answers /health and /ping alone, without TLS; 0 takes a free one."),
+    ] = None
     ssl_certfile: Annotated[
         Path | None, Help("Certificate chain (PEM); with it, the server speaks HTTPS.")
     ] = None
@@ -74,7 +79,7 @@ class ServerSettings:
         int,
         Help(
             "Most open connections; one more closes one that waits for a request, or is refused "
-            "with status 503."
+            "with status 503. An address with less than its part of them finds room all the same."
         ),
     ] = 1024
     header_timeout_s: Annotated[
@@ -111,11 +116,24 @@ class ServerSettings:
             "address other than loopback."
         ),
     ] = ()
+    trusted_proxies: Annotated[
+        tuple[str, ...],
+        Help("Address or network of a proxy whose X-Forwarded-For is believed; by default none."),
+    ] = ()
 
     def __post_init__(self) -> None:
         """Raise ConfigError that names the first invalid setting."""
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port must be between 0 and 65535: {self.port}")
+        for name in ("port", "probe_port"):
+            number = getattr(self, name)
+            if number is not None and not 0 <= number < 65536:
+                raise ConfigError(f"{name} must be between 0 and 65535: {number}")
+        if self.probe_port and self.probe_port == self.port:
+            raise ConfigError(f"probe_port is port: {self.port}; take another one")
+        for proxy in self.trusted_proxies:
+            try:
+                ipaddress.ip_network(proxy)
+            except ValueError as error:
+                raise ConfigError(f"trusted_proxies: no address or network: {error}") from None
         for name in ("api_key", "admin_api_key"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} is empty: leave it out, or set one")

@@ -82,7 +82,10 @@ async def _prepare(
         given = given or SGLangSampling.model_validate({})
         grammar, name = await service.constraints.of(given)
         source = source or (f"sampling_params.{name}" if name else None)
-        request = await service.engine.prepare(prompt, grammar, given.sampling(top), raw=True)
+        salt = body.cache_salt or ""
+        request = await service.engine.prepare(
+            prompt, grammar, given.sampling(top), raw=True, cache_salt=salt
+        )
         await asyncio.sleep(0)
         requests += fan_out([request], given.n or 1)
     return requests, source

@@ -1,4 +1,4 @@
-"""Weighing the texts of choices: one pass of the target over their trie, behind the prompt.
+"""Weighing the texts of choices: passes of the target over their tries, behind the prompt.
 
 A text's weight is the probability of its tokens and of the output's end after them, as the model
 has it: without mask, bias, penalties or temperature. It is what scoring the text by itself would
@@ -7,7 +7,7 @@ give, though all texts of a trie share one pass, and their beginnings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ ROWS = 64
 
 
 class Member(NamedTuple):
-    """One trie of a pass: one of final chunk ``number``."""
+    """One trie of a step's pass: behind chunk ``number`` of those that have one."""
 
     number: int
     chunk: Chunk
@@ -34,15 +34,14 @@ class Member(NamedTuple):
     trie: TokenTrie
 
 
-def rounds(plan: StepPlan) -> Iterator[list[Member]]:
-    """The passes of a step: each has a trie of every request that has any left."""
-    asked = [(n, c, c.choices) for n, c in enumerate(plan.final_chunks) if c.choices is not None]
-    for turn in range(max((len(choices.tries) for _, _, choices in asked), default=0)):
-        yield [
-            Member(number, chunk, choices, choices.tries[turn])
-            for number, chunk, choices in asked
-            if turn < len(choices.tries)
-        ]
+def members_of(plan: StepPlan) -> list[Member]:
+    """What a step's pass weighs."""
+    weighing = [chunk for chunk in plan.chunks if chunk.trie is not None]
+    return [
+        Member(number, chunk, chunk.choices, chunk.trie)
+        for number, chunk in enumerate(weighing)
+        if chunk.choices is not None and chunk.trie is not None
+    ]
 
 
 class ChoiceScorer:
@@ -61,16 +60,19 @@ class ChoiceScorer:
     ) -> None:
         self._target, self._pool, self._tables, self._slots = target, pool, tables, slots
 
-    def __call__(self, plan: StepPlan, logits: Tensor | None) -> Tensor | None:
+    def __call__(self, plan: StepPlan, hidden: Tensor) -> Tensor | None:
         """The numbers that :func:`read` reads, float32 ``(n,)``; None where nothing is weighed.
 
         Args:
-            logits: ``(F, V)``, after the final chunks.
+            hidden: ``(T, H)``, of the chunks' tokens.
         """
-        if logits is None:
+        members = members_of(plan)
+        if not members:
             return None
-        found = [self._weigh(members, logits) for members in rounds(plan)]
-        return torch.cat(found) if found else None
+        ends = np.cumsum([len(chunk.tokens) for chunk in plan.chunks], dtype=np.int64) - 1
+        places = [end for end, c in zip(ends, plan.chunks, strict=True) if c.trie is not None]
+        (rows,) = self._upload(np.array(places, np.int64))
+        return self._weigh(members, self._target.logits(hidden[rows]))
 
     def _weigh(self, members: Sequence[Member], logits: Tensor) -> Tensor:
         """One pass: of each trie's nodes their log-probability after their parents, then of each
@@ -133,7 +135,7 @@ class _Layout:
         for member, start in zip(members, first.tolist(), strict=True):
             trie = member.trie
             _mark_ancestors(self.mask[start : start + len(trie.tokens)], trie.parents)
-            # Below 0: after a final chunk.
+            # Below 0: after a chunk.
             at += [np.where(trie.parents < 0, -1 - member.number, start + trie.parents)]
             wanted += [trie.tokens]
             stops = np.array(member.choices.stop_ids, np.int64)
@@ -147,7 +149,7 @@ class _Layout:
 
     @property
     def asked_of_roots(self) -> tuple[Int64s, Int64s]:
-        """Final chunks, and tokens after them."""
+        """Chunks, and tokens after them."""
         return -1 - self._at[: self._roots], self._wanted[: self._roots]
 
     def asked(self, start: int, end: int) -> tuple[Int64s, Int64s]:
@@ -171,44 +173,25 @@ def _gathered(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
     return exact[rows, tokens] - exact.logsumexp(-1)[rows]
 
 
-class Weights(NamedTuple):
-    """The texts of one request's choice: log-probability of each, float64 ``(m,)``, and the tokens
-    with which it would be the output, the likeliest stop token behind them."""
-
-    logprobs: np.ndarray[tuple[int], np.dtype[np.float64]]
-    tokens: tuple[tuple[int, ...], ...]
-
-
-def read(plan: StepPlan, scores: Floats) -> dict[int, Weights]:
-    """What :class:`ChoiceScorer` made of a step's choices, by number of the final chunk."""
-    found: dict[int, tuple[WeighedChoices, list[float], list[tuple[int, ...]]]] = {}
+def read(plan: StepPlan, scores: Floats) -> None:
+    """Enter what :class:`ChoiceScorer` made of a step's tries into their choices."""
     at = 0
-    for members in rounds(plan):
-        for number, _, choices, trie in members:
-            count, stops = len(trie.tokens), choices.stop_ids
-            own = scores[at : at + count].astype(np.float64)
-            ends = scores[at + count : at + count + len(trie.ends) * len(stops)]
-            at += count + len(ends)
-            along = own
-            for node, parent in enumerate(trie.parents.tolist()):
-                if parent >= 0:
-                    along[node] += along[parent]
-            last = ends.reshape(-1, len(stops)).astype(np.float64)
-            total = along[trie.ends] + np.logaddexp.reduce(last, axis=1)
-            empty: list[tuple[int, ...]] = [()] * len(choices.texts)
-            _, logprobs, tokens = found.setdefault(
-                number, (choices, [0.0] * len(choices.texts), empty)
-            )
-            for n, (text, end) in enumerate(
-                zip(trie.texts.tolist(), trie.ends.tolist(), strict=True)
-            ):
-                logprobs[text] = float(total[n])
-                path = [int(trie.tokens[node]) for node in trie.path(end)]
-                tokens[text] = (*path, stops[int(last[n].argmax())])
-    return {
-        number: Weights(np.array(logprobs, np.float64), tuple(tokens))
-        for number, (_, logprobs, tokens) in found.items()
-    }
+    for _, _, choices, trie in members_of(plan):
+        count, stops = len(trie.tokens), choices.stop_ids
+        own = scores[at : at + count].astype(np.float64)
+        ends = scores[at + count : at + count + len(trie.ends) * len(stops)]
+        at += count + len(ends)
+        along = own
+        for node, parent in enumerate(trie.parents.tolist()):
+            if parent >= 0:
+                along[node] += along[parent]
+        last = ends.reshape(-1, len(stops)).astype(np.float64)
+        choices.logprobs[trie.texts] = along[trie.ends] + np.logaddexp.reduce(last, axis=1)
+        places = zip(trie.texts.tolist(), trie.ends.tolist(), strict=True)
+        for n, (text, end) in enumerate(places):
+            path = [int(trie.tokens[node]) for node in trie.path(end)]
+            choices.tokens[text] = (*path, stops[int(last[n].argmax())])
+        choices.known += 1
 
 
 def pick(logprobs: np.ndarray[tuple[int], np.dtype[np.float64]], request: Request) -> int:

@@ -384,10 +384,10 @@ class ModelRunner(nn.Module):
         attend = PagedAttend(self.pool, slots, span)
         hidden, features = self.target(chunks.tokens, chunks.positions, attend, self.feature_layers)
         prompts = score_prompts(self.target, batch, hidden)
+        scores = self.choices(batch.plan, hidden)
         if not len(chunks.last):
-            return Prefilled(None, features, prompts=prompts)
-        logits = self.target.logits(hidden[chunks.last])
-        return Prefilled(logits, features, self.choices(batch.plan, logits), prompts)
+            return Prefilled(None, features, scores, prompts)
+        return Prefilled(self.target.logits(hidden[chunks.last]), features, scores, prompts)
 
     # Accept
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from overlap_spec.errors import NumericFault
 from overlap_spec.types import (
     RUN_TOKENS,
-    Chunk,
     DraftTree,
     Int64s,
     Origin,
@@ -20,6 +19,7 @@ from overlap_spec.types import (
     RowResult,
     TokenLogprobs,
     TokenTrie,
+    WeighedChoices,
 )
 from overlap_spec.worker import choices
 from overlap_spec.worker.draft_trees import draft_tree
@@ -80,28 +80,31 @@ class ResultReader:
         trees = len(plan.decode_rows)
         rows = self._tree_results(step) if trees else []
         chosen = step.results[-1].tolist() if plan.final_chunks else ()
-        weights = {} if step.scores is None else choices.read(plan, step.scores.numpy())
+        if step.scores is not None:
+            choices.read(plan, step.scores.numpy())
         for index, (token, *run) in enumerate(chosen):
             self._runs[plan.final_chunks[index].row] = _run(run)
             row = self._row_result(step, trees + index, [token], 0, 0, False, (), 0, 0)
-            if index in weights and row.error is None:
-                row = self._weighed(plan.final_chunks[index], weights[index], row)
+            weighed = plan.final_chunks[index].choices
+            if weighed is not None and row.error is None:
+                row = self._weighed(plan.final_chunks[index].row, weighed, row)
             rows.append(row)
         return tuple(rows)
 
-    def _weighed(self, chunk: Chunk, weights: choices.Weights, row: RowResult) -> RowResult:
-        """A row whose choices were weighed; where these choose, it has the whole output."""
-        logprobs = weights.logprobs
+    def _weighed(self, number: int, weighed: WeighedChoices, row: RowResult) -> RowResult:
+        """The result of row ``number``, whose choices were weighed; where these choose, it has the
+        whole output."""
+        logprobs = weighed.logprobs
         if not np.isfinite(logprobs).all():
+            weighed.forget()
             return row._replace(
                 error=NumericFault("the model's logits are not numbers: numeric fault")
             )
         row = row._replace(choice_logprobs=tuple(logprobs.tolist()))
-        assert chunk.choices is not None
-        if not chunk.choices.faithful:
+        if not weighed.faithful:
             return row
-        request = self._requests[chunk.row]
-        tokens = weights.tokens[choices.pick(logprobs, request)]
+        request = self._requests[number]
+        tokens = weighed.tokens[choices.pick(logprobs, request)]
         origins: list[Origin] = ["grafted"] * (len(tokens) - 1)
         origins.append("bonus")
         told = tuple(origins) if request.sampling.origins else ()

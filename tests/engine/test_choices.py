@@ -121,6 +121,56 @@ def test_several_passes_weigh_as_one_does(
         assert abs(one.logprob - other.logprob) < 1e-4
 
 
+def test_others_get_tokens_while_many_texts_are_weighed(
+    still: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "PASS_NODES", 14)
+    texts = [f"{first}{second}" for first in "abcdefgh" for second in "ijklmnop"]
+    grammar = Grammar.choice(texts, probabilities=True, faithful=True)
+    settings = {**still, "adaptive": "static", "context_length": 256, "chunked_prefill_size": 16}
+    with Engine(**settings) as engine:
+        tries = len(engine._choice_tokens.weighed(grammar, 200).tries)
+        assert tries > 4
+        alone = [engine.generate(PROMPTS[0], grammar, {"seed": seed}) for seed in range(3)]
+        endless = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
+        other = engine.submit("abc", None, endless)
+        while not other.deltas:
+            engine.step()
+        asked = [engine.submit(PROMPTS[0], grammar, {"seed": seed}) for seed in range(3)]
+        steps = 0
+        while asked[0].output is None:
+            other.deltas.clear()
+            engine.step()
+            steps += bool(other.deltas)
+        assert steps >= tries
+        # The others share what was found, and draw by themselves.
+        for _ in range(tries - 1):
+            engine.step()
+        outputs = [handle.output for handle in asked]
+        assert [one and one.token_ids for one in outputs] == [one.token_ids for one in alone]
+        assert [one and one.choices for one in outputs] == [one.choices for one in alone]
+        engine.release([other, *asked])
+        assert engine.snapshot()["pages_in_use"] == 0
+
+
+def test_who_leaves_while_its_texts_are_weighed_leaves_them_to_the_next(
+    still: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "PASS_NODES", 14)
+    grammar = Grammar.choice([f"{a}{b}" for a in "abcdef" for b in "ghijkl"], probabilities=True)
+    with Engine(**still, adaptive="static", context_length=256) as engine:
+        want = engine.generate(PROMPTS[0], grammar, GREEDY)
+        first, second = (engine.submit(PROMPTS[0], grammar, GREEDY) for _ in range(2))
+        for _ in range(3):
+            engine.step()
+        engine.release([first])
+        while second.output is None:
+            engine.step()
+        assert (second.output.token_ids, second.output.choices) == (want.token_ids, want.choices)
+        engine.release([second])
+        assert engine.snapshot()["pages_in_use"] == 0
+
+
 def test_every_text_is_in_one_trie() -> None:
     cuts = [[1, 2, 3], [1], [1, 2, 4], [5], [5, 6, 7], [8, 9]]
     for width in (3, 4, 8, 20):

@@ -505,3 +505,12 @@ def test_xgrammar_in_a_worker_is_xgrammar_here_without_torch() -> None:
         assert np.array_equal(*rows)
     assert elsewhere.is_complete
     assert here.is_complete
+
+
+def test_holders_of_grammars_that_wait_take_turns(compiler: GrammarCompiler) -> None:
+    many = [compiler.submit(job(f"slow 0.3 {i}"), "one") for i in range(10)]
+    few = compiler.submit(job("slow 0.3 other"), "other")
+    few.result(20)
+    assert sum(future.done() for future in many) < 8
+    for future in many:
+        future.result(20)

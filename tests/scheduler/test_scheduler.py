@@ -316,3 +316,15 @@ def test_a_long_prompt_that_is_cached_counts_as_short() -> None:
     scheduler.add(sequence(2, 150, 1))
     steps(1)
     assert plans[-1] == {1: 60, 2: 2}
+
+
+def test_holders_of_requests_that_wait_take_turns() -> None:
+    scheduler = Scheduler(100, 4, 2, 100, RESERVE, lambda _: None)
+    holders = ["one"] * 5 + ["other"]
+    for number, holder in enumerate(holders):
+        new = sequence(number, 4, 4)
+        # A holder's priority orders its own requests alone.
+        new.request = replace(new.request, holder=holder, priority=int(holder == "one"))
+        scheduler.add(new)
+    scheduler.plan(lambda *_: BUDGET)
+    assert [s.request.holder for s in scheduler.running] == ["one", "other"]

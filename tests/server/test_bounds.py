@@ -348,7 +348,7 @@ async def _call(settings: ServerSettings, bodies: list[int], host: str) -> list[
     await asyncio.sleep(0.05)
     entered.set()
     await asyncio.gather(*tasks)
-    assert guard._held == 0
+    assert guard.bodies.total == 0
     return sorted(statuses)
 
 

@@ -49,7 +49,7 @@ def test_a_turn_that_computes_is_seen_and_one_that_waits_is_not() -> None:
         time.sleep(0.3)
         await asyncio.sleep(0.01)
 
-    with asyncio.Runner(loop_factory=timed_loop(turns, 1.0)) as runner:
+    with asyncio.Runner(loop_factory=timed_loop(turns)) as runner:
         runner.run(work())
     assert 0.1 < turns.worst_s < 0.25
     assert turns.worst_wall_s > 0.29
@@ -70,7 +70,7 @@ def test_large_pieces_of_work_share_no_turn() -> None:
         turnstile = Turnstile()
         await asyncio.gather(*(piece(turnstile) for _ in range(10)))
 
-    with asyncio.Runner(loop_factory=timed_loop(turns, 1.0)) as runner:
+    with asyncio.Runner(loop_factory=timed_loop(turns)) as runner:
         runner.run(work())
     assert turns.worst_s < 0.04
 
@@ -124,7 +124,7 @@ def test_long_streams_with_logprobs_hold_no_turn() -> None:
         await feeding
         return parts
 
-    with asyncio.Runner(loop_factory=timed_loop(turns, 1.0)) as runner:
+    with asyncio.Runner(loop_factory=timed_loop(turns)) as runner:
         last = b"".join(runner.run(work()))
     assert turns.worst_s < MOST_TURN_S
     assert sizes[-1] > 24_000_000

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import socket
 import subprocess
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
-from overlap_spec.server.run import check_certificate
+from overlap_spec.server.run import tls_context
 from overlap_spec.server.settings import ServerSettings
 from tests.support.serving import FIXED, Server, shared_server
 
@@ -108,15 +111,36 @@ def test_it_speaks_https(certificate: tuple[Path, Path]) -> None:
     assert worst[0] < 0.05
 
 
+def test_silent_handshakes_count_as_connections(certificate: tuple[Path, Path]) -> None:
+    chain, key = certificate
+    files = ("--ssl-certfile", str(chain), "--ssl-keyfile", str(key))
+    server = Server(*FIXED, *files, "--max-connections", "4", "--header-timeout-s", "600")
+    where = urlsplit(server.url)
+    try:
+        with contextlib.ExitStack() as stack:
+            silent = [
+                stack.enter_context(socket.create_connection((where.hostname, where.port), 20))
+                for _ in range(8)
+            ]
+            # The first ones have made room.
+            for client in silent[:4]:
+                with contextlib.suppress(ConnectionResetError):
+                    assert client.recv(1) == b""
+            with httpx.Client(verify=str(chain), timeout=20) as client:
+                assert client.get(f"{server.url}/health").status_code == 200
+    finally:
+        server.kill()
+
+
 def test_a_certificate_that_cannot_be_used_is_named(
     certificate: tuple[Path, Path], tmp_path: Path
 ) -> None:
     chain, key = certificate
-    check_certificate(ServerSettings(ssl_certfile=chain, ssl_keyfile=key))
+    tls_context(ServerSettings(ssl_certfile=chain, ssl_keyfile=key))
     missing, broken = tmp_path / "none.pem", tmp_path / "broken.pem"
     broken.write_text("no certificate")
     for file in (missing, broken):
         with pytest.raises(ConfigError, match=f"ssl_certfile: cannot use {file}"):
-            check_certificate(ServerSettings(ssl_certfile=file))
+            tls_context(ServerSettings(ssl_certfile=file))
     with pytest.raises(ConfigError, match="ssl_keyfile goes with ssl_certfile"):
         ServerSettings(ssl_keyfile=key)

@@ -111,6 +111,9 @@ class GenerateBody(Body):
     top_logprobs_num: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="Computed prompts are shared among requests of the same salt alone."
+    )
 
     refused: ClassVar[Mapping[str, str]] = {
         "logprob_start_len": "for those of a prompt, send prompt_logprobs to /v1/completions",

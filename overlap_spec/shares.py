@@ -1,0 +1,175 @@
+"""What clients share: whose turn it is, and how much each may have."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from bisect import insort
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, Generic, TypeVar
+
+# Who asks, for the request under way in this context; empty where nobody is told apart.
+HOLDER: ContextVar[str] = ContextVar("overlap_spec.holder", default="")
+# Holders of which is known when they had their last turn.
+MOST_KNOWN = 4096
+Item = TypeVar("Item")
+
+
+def has_room(held: Mapping[str, int], holder: str, most: int, amount: int = 1) -> bool:
+    """Whether a holder may have ``amount`` more of what ``most`` of is shared out.
+
+    A holder may have all that nobody has. Where that is not enough, one that stays within its equal
+    part gets it all the same, so that it waits for nobody else; all together have at most twice
+    ``most``.
+
+    Args:
+        held: How much each holder has; nobody has 0.
+    """
+    total = sum(held.values()) + amount
+    if total <= most:
+        return True
+    part = max(1, most // (len(held) + (holder not in held)))
+    return held.get(holder, 0) + amount <= part and total <= 2 * most
+
+
+class Shares:
+    """Counts what each holder has of something; see :func:`has_room`."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.held: Counter[str] = Counter()
+
+    def has_room(self, holder: str, amount: int = 1) -> bool:
+        """Whether the holder may have so much more."""
+        return has_room(self.held, holder, self.most, amount)
+
+    def add(self, holder: str, amount: int = 1) -> None:
+        """Count what a holder has got; negative when it gives it back."""
+        self.held[holder] += amount
+        if not self.held[holder]:
+            del self.held[holder]
+
+    @property
+    def total(self) -> int:
+        """What all have together."""
+        return self.held.total()
+
+
+class Turns:
+    """Whose turn it is: theirs whose last one was longest ago."""
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[str, int] = OrderedDict()
+        self._numbers = itertools.count(1)
+
+    def first(self, holders: Iterable[str]) -> str:
+        """Whose turn it is among some; of those who had none yet, the first."""
+        return min(holders, key=lambda holder: self._last.get(holder, 0))
+
+    def took(self, holder: str) -> None:
+        """The holder has had its turn."""
+        self._last.pop(holder, None)
+        self._last[holder] = next(self._numbers)
+        if len(self._last) > MOST_KNOWN:
+            self._last.popitem(last=False)
+
+
+class FairQueue(Generic[Item]):
+    """Items that wait, in a line for each holder; the holders take turns.
+
+    Args:
+        holder: Whose an item is.
+        rank: Its place in its holder's line, least first; None: first come, first served.
+    """
+
+    def __init__(
+        self, holder: Callable[[Item], str], rank: Callable[[Item], Any] | None = None
+    ) -> None:
+        self._holder, self._rank = holder, rank
+        self._lines: dict[str, list[Item]] = {}
+        self._turns = Turns()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    def __iter__(self) -> Iterator[Item]:
+        return itertools.chain.from_iterable(self._lines.values())
+
+    def append(self, item: Item) -> None:
+        """Let an item wait at its place in its holder's line."""
+        line = self._lines.setdefault(self._holder(item), [])
+        if self._rank is None:
+            line.append(item)
+        else:
+            insort(line, item, key=self._rank)
+
+    def put_back(self, item: Item) -> None:
+        """Let an item wait at the head of its holder's line."""
+        self._lines.setdefault(self._holder(item), []).insert(0, item)
+
+    def line(self) -> Sequence[Item]:
+        """The line of the holder whose turn it is; IndexError where nothing waits."""
+        if not self._lines:
+            raise IndexError("nothing waits")
+        return self._lines[self._turns.first(self._lines)]
+
+    def take(self, item: Item) -> None:
+        """Remove an item, which is its holder's turn."""
+        self._turns.took(self._holder(item))
+        self.remove(item)
+
+    def popleft(self) -> Item:
+        """Take the item whose turn it is."""
+        item = self.line()[0]
+        self.take(item)
+        return item
+
+    def remove(self, item: Item) -> None:
+        """Remove an item that waits no more."""
+        holder = self._holder(item)
+        self._lines[holder].remove(item)
+        if not self._lines[holder]:
+            del self._lines[holder]
+
+
+class Places:
+    """A semaphore whose waiters take turns by holder."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._waiting: FairQueue[_Waiter] = FairQueue(lambda waiter: waiter.holder)
+
+    async def take(self, holder: str) -> None:
+        """Wait for a place."""
+        if self._free:
+            self._free -= 1
+            return
+        waiter = _Waiter(holder)
+        self._waiting.append(waiter)
+        try:
+            await waiter.called
+        except asyncio.CancelledError:
+            if not waiter.called.cancelled():
+                self.give()
+            elif waiter in self._waiting:
+                self._waiting.remove(waiter)
+            raise
+
+    def give(self) -> None:
+        """Give a place back."""
+        while len(self._waiting):
+            called = self._waiting.popleft().called
+            if not called.done():
+                called.set_result(None)
+                return
+        self._free += 1
+
+
+class _Waiter:
+    """One that waits for a place."""
+
+    def __init__(self, holder: str) -> None:
+        self.holder = holder
+        self.called: asyncio.Future[None] = asyncio.get_running_loop().create_future()

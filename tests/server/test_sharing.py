@@ -1,0 +1,139 @@
+"""A client that asks for much waits for itself: others' requests and grammars have their turns."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from overlap_spec.config import EMBEDDED
+from tests.support.serving import FIXED, Server, wait_for
+
+CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+ANNA, BERT = ({"Authorization": f"Bearer {key}"} for key in ("anna", "bert"))
+ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
+pytestmark = pytest.mark.skipif(
+    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("anna\nbert\n")
+    flags = ("--max-running-requests", "2", "--max-queued-requests", "6")
+    made = Server(*FIXED, *flags, "--api-key-file", str(keys))
+    made.headers = BERT
+    yield made
+    made.kill()
+
+
+def post(server: Server, path: str, body: Any, who: dict[str, str]) -> httpx.Response:
+    return httpx.post(server.url + path, json=body, headers=who, timeout=60)
+
+
+@contextlib.contextmanager
+def asking(server: Server, path: str, bodies: list[Any], who: dict[str, str]) -> Iterator[Any]:
+    """Requests under way, each in a thread; the threads."""
+    threads = [threading.Thread(target=post, args=(server, path, b, who)) for b in bodies]
+    for thread in threads:
+        thread.start()
+    yield threads
+    for thread in threads:
+        thread.join(60)
+
+
+def cached(server: Server, who: dict[str, str], **more: Any) -> int:
+    """Tokens of a prompt that a request found computed."""
+    text = "what one client asks, another one may not learn " * 8
+    body = {"text": text, "sampling_params": {"max_new_tokens": 1}, **more}
+    count: int = post(server, "/generate", body, who).json()["meta_info"]["cached_tokens"]
+    return count
+
+
+def test_what_was_computed_for_a_key_is_for_it_alone(server: Server) -> None:
+    assert cached(server, ANNA) == 0
+    assert cached(server, ANNA) > 0
+    assert cached(server, BERT) == 0
+    assert cached(server, BERT) > 0
+    # A salt that both know is shared on purpose.
+    assert cached(server, ANNA, cache_salt="ours") == 0
+    assert cached(server, BERT, cache_salt="ours") > 0
+    # No salt is a key's.
+    assert cached(server, BERT, cache_salt="key anna") == 0
+
+
+def test_a_queue_that_one_has_filled_takes_another_ones_request(server: Server) -> None:
+    many = {"text": "a", "rid": "many", "sampling_params": ENDLESS | {"n": 8}}
+    short = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
+    with asking(server, "/generate", [many], ANNA):
+        wait_for(lambda: server.state()["open"] == 8, 20)
+        refused = post(server, "/generate", short, ANNA)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        # Its turn comes as soon as one of the two rows is free: not behind all six that wait.
+        stream = {"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 1}}
+        with httpx.stream(
+            "POST", server.url + "/generate", json=stream, headers=BERT, timeout=60
+        ) as reply:
+            assert reply.status_code == 200
+        assert post(server, "/abort_request", {"rid": "many"}, ANNA).json() == {"aborted": 8}
+    server.settle()
+
+
+def slow_schema(number: int) -> dict[str, Any]:
+    """Draft 4 wants an enum's values to differ, and each is compared with all others."""
+    values: list[Any] = [i if i % 2 else {"a": i} for i in range(8_000 + number)]
+    schema = {"$schema": "http://json-schema.org/draft-04/schema#", "enum": values}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    return {"messages": HI, "max_tokens": 1, "response_format": form}
+
+
+def test_a_reader_that_one_keeps_busy_reads_another_ones_schema(server: Server) -> None:
+    properties = {f"property_{i}": {"enum": [f"value_{i}"]} for i in range(60)}
+    form = {"type": "json_schema", "json_schema": {"schema": {"properties": properties}}}
+    good = {"messages": HI, "max_tokens": 1, "response_format": form}
+    with asking(server, CHAT, [slow_schema(i) for i in range(16)], ANNA) as threads:
+        wait_for(lambda: len(readers(server)) >= 2, 20)
+        assert post(server, CHAT, good, BERT).status_code == 200
+        assert sum(thread.is_alive() for thread in threads) > 6
+
+
+def readers(server: Server) -> list[int]:
+    """The server's reader processes."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            ours = parent == server.process.pid
+            if ours and b"grammar_reader" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_reader_that_is_lost_blames_no_grammar(server: Server, kind: signal.Signals) -> None:
+    wait_for(lambda: server.state()["open"] == 0, 60)
+    for pid in readers(server):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not readers(server), 10)
+    replies: list[httpx.Response] = []
+    thread = threading.Thread(
+        target=lambda: replies.append(post(server, CHAT, slow_schema(100), BERT))
+    )
+    thread.start()
+    wait_for(lambda: readers(server), 20)
+    for pid in readers(server):
+        os.kill(pid, kind)
+    thread.join(60)
+    assert (replies[0].status_code, replies[0].json()["error"]["code"]) == (
+        503,
+        "engine_unavailable",
+    )

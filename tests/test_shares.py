@@ -1,0 +1,87 @@
+"""Who gets how much of what is shared, and whose turn it is."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from overlap_spec.shares import FairQueue, Places, Shares
+
+
+def test_one_alone_may_have_all() -> None:
+    shares = Shares(10)
+    shares.add("a", 10)
+    assert not shares.has_room("a")
+
+
+def test_one_within_its_part_waits_for_nobody() -> None:
+    shares = Shares(10)
+    shares.add("a", 10)
+    for _ in range(5):
+        assert shares.has_room("b")
+        shares.add("b")
+    assert not shares.has_room("b")
+    assert shares.has_room("c", 3)
+    assert not shares.has_room("c", 4)
+    shares.add("b", -5)
+    shares.add("a", -10)
+    assert (shares.total, dict(shares.held)) == (0, {})
+
+
+def test_all_together_have_at_most_twice_as_much() -> None:
+    shares = Shares(8)
+    for number in range(1000):
+        while shares.has_room(str(number)):
+            shares.add(str(number))
+    assert 8 < shares.total <= 16
+
+
+def test_holders_take_turns_and_keep_their_order() -> None:
+    queue = FairQueue[str](lambda item: item[0])
+    for item in ("a1", "a2", "a3", "b1"):
+        queue.append(item)
+    assert [queue.popleft() for _ in range(2)] == ["a1", "b1"]
+    # One that comes back has had its turn.
+    queue.append("b2")
+    assert [queue.popleft() for _ in range(2)] == ["a2", "b2"]
+    queue.append("c1")
+    queue.put_back("a0")
+    assert [*queue.line()] == ["c1"]
+    assert [queue.popleft() for _ in range(3)] == ["c1", "a0", "a3"]
+    assert len(queue) == 0
+    with pytest.raises(IndexError):
+        queue.line()
+
+
+def test_a_rank_orders_the_line_of_one_holder() -> None:
+    queue = FairQueue[tuple[str, int]](lambda item: item[0], lambda item: item[1])
+    for item in (("a", 3), ("a", 1), ("b", 9), ("a", 2)):
+        queue.append(item)
+    queue.remove(("a", 3))
+    assert [queue.popleft() for _ in range(3)] == [("a", 1), ("b", 9), ("a", 2)]
+
+
+async def _served() -> list[str]:
+    places, order = Places(1), list[str]()
+
+    async def one(holder: str) -> None:
+        await places.take(holder)
+        order.append(holder)
+        await asyncio.sleep(0)
+        places.give()
+
+    tasks = [asyncio.create_task(one(holder)) for holder in "aaaab"]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    for task in tasks:
+        with suppress(asyncio.CancelledError):
+            await task
+    # All places are free again.
+    await asyncio.wait_for(places.take("c"), 5)
+    return order
+
+
+def test_places_are_given_in_turns() -> None:
+    assert asyncio.run(_served()) == ["a", "b", "a", "a"]
