@@ -83,7 +83,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "timeline",
         "tokenizer",
     },
-    "ipc": {"engine", "engine.input_processor", "engine.request_handle", "grammar", "tokenizer"},
+    "ipc": {
+        "engine",
+        "engine.input_processor",
+        "engine.own_process",
+        "engine.request_handle",
+        "grammar",
+        "tokenizer",
+    },
     "async_engine": {"ipc", "grammar", "engine.arguments", "engine.input_processor", "tokenizer"},
     "generator": {
         "engine",

@@ -1,4 +1,4 @@
-"""Ctrl-C that waits: a step that is cut short in the middle leaves an engine that nobody can use."""
+"""Ctrl-C that waits: nobody can use an engine whose step was cut short in the middle."""
 
 from __future__ import annotations
 

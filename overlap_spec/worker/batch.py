@@ -130,6 +130,14 @@ class PlanUpload:
         ]
 
 
+def uploaded(host: Tensor, device: torch.device) -> Tensor:
+    """``host``'s values on ``device``, for a stream's work alone: the host's own stream is one that
+    no other waits for. On the CPU they are used where they are."""
+    if device.type != "cuda":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
 class Staging:
     """Host memory through which plans go to the device: pinned where that matters, and kept.
 

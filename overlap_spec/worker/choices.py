@@ -18,6 +18,7 @@ from overlap_spec.kernels import KeySpan, filter_probs, noise_keys
 from overlap_spec.kernels.sampling import WHOLE, draw
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.types import Chunk, Floats, Int64s, Request, StepPlan, TokenTrie, WeighedChoices
+from overlap_spec.worker.batch import uploaded
 from overlap_spec.worker.kv_pool import KVPool, PagedAttend
 from overlap_spec.worker.tables import RowTables
 
@@ -87,7 +88,7 @@ class ChoiceScorer:
             pages[rows, : -(-layout.most_keys // size)],
             lengths,
             positions,
-            self._to_device(torch.from_numpy(layout.mask)),
+            uploaded(torch.from_numpy(layout.mask), self._tables.device),
             offsets=bounds,
             longest=layout.mask.shape[1],
         )
@@ -103,14 +104,8 @@ class ChoiceScorer:
 
     def _upload(self, *arrays: Int64s) -> list[Tensor]:
         """int64 arrays on the device, in one copy."""
-        whole = self._to_device(torch.from_numpy(np.concatenate(arrays)))
+        whole = uploaded(torch.from_numpy(np.concatenate(arrays)), self._tables.device)
         return list(whole.split([len(array) for array in arrays]))
-
-    def _to_device(self, host: Tensor) -> Tensor:
-        device = self._tables.device
-        if device.type != "cuda":
-            return host
-        return host.pin_memory().to(device, non_blocking=True)
 
 
 class _Layout:

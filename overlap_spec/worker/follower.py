@@ -85,6 +85,8 @@ def follow(worker: Worker, group: Group, spans: Spans) -> None:
         event = worker.streams.event()
         worker.streams.compute.record(event)
         passed.put(event)
+        # Nobody reads results here, under which the others do so.
+        worker.streams.note()
     passed.put(None)
     watcher.join()
     worker.close()

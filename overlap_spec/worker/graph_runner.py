@@ -324,7 +324,7 @@ class GraphRunner:
         try:
             recorded = self._make(work, *inputs)
         except Exception as error:  # a drafter's fault costs no request
-            self._passes.fault = error
+            self._passes.note_fault(error)
             return None
         cause: Exception | None = None
         try:
@@ -337,7 +337,7 @@ class GraphRunner:
             "drafter itself; keep values and sizes on the device, or set recorded = False"
         )
         fault.__cause__ = cause
-        self._passes.fault = fault
+        self._passes.note_fault(fault)
         return None
 
     def _same(self, recorded: Recorded, work: Callable[..., Tensors], *inputs: Tensor) -> bool:

@@ -187,7 +187,10 @@ class LeadWorker(Worker):
         self, step: InFlightStep, before: InFlightStep | None, grammar_ms: float
     ) -> StepResult:
         with self._blaming():
-            return super().results(step, before, grammar_ms)
+            found = super().results(step, before, grammar_ms)
+        # What waited for a rank that is gone was let go of, with sums that have no meaning.
+        self.check()
+        return found
 
     def clear(self, pages: list[int]) -> None:
         self._calls.append(("clear", (pages,)))

@@ -69,7 +69,7 @@ class DrafterFaults:
     ) -> bool:
         if not isinstance(error, Exception):
             return False
-        self._runner.fault = error
+        self._runner.note_fault(error)
         return True
 
 
@@ -144,8 +144,22 @@ class ModelRunner(nn.Module):
         return self.device.type == "cpu" and built and not drawn
 
     def guard_drafter(self) -> DrafterFaults:
-        """Keeps what the drafter raises as :attr:`fault`: it costs no request but its drafts."""
+        """Keeps what the drafter raises as :attr:`fault`: it costs no request but its drafts. In
+        several ranks as :meth:`note_fault`."""
         return DrafterFaults(self)
+
+    def note_fault(self, error: Exception) -> None:
+        """Use the drafter no more, for what it raised, until :attr:`fault` is taken back.
+
+        Raises:
+            RuntimeError: it drafts in all ranks of a model, and the others may have drafted: what
+                they compute from then on has no meaning.
+        """
+        assert self.drafter is not None
+        if self.target.config.shard.size > 1 and not self.drafter.host:
+            text = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"the drafter failed in one of several ranks: {text}") from error
+        self.fault = error
 
     def release(self) -> None:
         """Let go of weights, caches, tables and recordings, for who keeps a closed engine."""

@@ -27,7 +27,7 @@ from overlap_spec.types import (
     TokenTrie,
 )
 from overlap_spec.worker import prompt_logprobs
-from overlap_spec.worker.batch import Batch, PlanUpload
+from overlap_spec.worker.batch import Batch, PlanUpload, uploaded
 from overlap_spec.worker.in_flight import Buffers, InFlightStep, TierState
 from overlap_spec.worker.kv_pool import KVPool
 from overlap_spec.worker.model_runner import ModelRunner
@@ -292,12 +292,8 @@ class Worker:
     def grow(self, step: InFlightStep, proposal: Proposal | None) -> None:
         """:meth:`draft`, with what a drafter on the host proposed."""
         compute, copy = self.streams.compute, self.streams.copy
-        proposed = None
-        if proposal is not None:
-            tokens, parents, scores = (self._uploaded(torch.from_numpy(part)) for part in proposal)
-            proposed = Draft(tokens, parents, scores)
         sampled = step.features.sampled
-        step.drafted = compute.run("draft", self._drafted, step, step.batch, sampled, proposed)
+        step.drafted = compute.run("draft", self._drafted, step, step.batch, sampled, proposal)
         if step.tree_is_read:
             compute.record(step.events.drafted)
             copy.wait(step.events.drafted)
@@ -307,9 +303,15 @@ class Worker:
                 step.events.tree_on_host.synchronize()
 
     def _drafted(
-        self, step: InFlightStep, batch: Batch, sampled: bool, proposed: Draft | None
+        self, step: InFlightStep, batch: Batch, sampled: bool, proposal: Proposal | None
     ) -> Drafted | None:
-        return None if step.dropped else self.runner.draft(batch, sampled, proposed)
+        if step.dropped:
+            return None
+        proposed = None
+        if proposal is not None:
+            parts = (uploaded(torch.from_numpy(part), self._device) for part in proposal)
+            proposed = Draft(*parts)
+        return self.runner.draft(batch, sampled, proposed)
 
     def forget(self, history: History) -> None:
         """Tell a drafter on the host that a request has ended."""
@@ -334,11 +336,6 @@ class Worker:
             arrays = host_draft([graft(d, h.forced, tier) for d, h in drafts], tier)
         self._record("host", "propose", start, time.perf_counter_ns(), step.plan.index)
         return arrays
-
-    def _uploaded(self, host: Tensor) -> Tensor:
-        if self._device.type != "cuda":
-            return host
-        return host.pin_memory().to(self._device, non_blocking=True)
 
     @torch.inference_mode()
     def verify(self, step: InFlightStep) -> None:
@@ -393,7 +390,7 @@ class Worker:
         if any(free[: len(step.plan.decode_rows)]):
             padding = len(step.batch.get().rows) - len(step.plan.decode_rows)
             flags = [*free[: len(step.plan.decode_rows)], *[False] * padding]
-            inside = self._uploaded(torch.tensor(flags))
+            inside = compute.run("flags", uploaded, torch.tensor(flags), self._device)
         step.decided = compute.run(
             "accept",
             self.runner.accept,

@@ -26,7 +26,7 @@ from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.isolation import supervisor
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from tests.support import faulty_backend
-from tests.support.faulty_backend import VOCABULARY, FaultyBackend, Homebound, Text
+from tests.support.faulty_backend import VOCABULARY, FaultyBackend, Homebound, Stillborn, Text
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes need Linux")
 
@@ -316,6 +316,14 @@ def test_a_worker_killed_again_and_again_blames_no_grammar(compiler: GrammarComp
     assert caught.value.kind == "unavailable"
     # It is not remembered.
     assert compiler.submit(job("slow 1")).result(20).memory_bytes == 6
+
+
+def test_a_worker_that_never_begins_costs_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "START_S", 2.0)
+    monkeypatch.setattr(Stillborn, "home", os.getpid())
+    with GrammarCompiler(Stillborn(VOCABULARY), limits=LIMITS) as compiler:
+        assert compiler.submit(job("text")).result(30).memory_bytes == 4
+        assert compiler.snapshot()["executor"]["workers_killed"] >= 1
 
 
 @pytest.mark.parametrize("busy", [False, True])

@@ -14,13 +14,25 @@ from torch import Tensor
 
 from overlap_spec.engine import Engine
 from overlap_spec.engine import core as core_module
+from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import attention
+from overlap_spec.types import SamplingParams
 from overlap_spec.worker import build as build_module
+from overlap_spec.worker import choices as choices_module
 from overlap_spec.worker import model_runner as runner_module
+from overlap_spec.worker import worker as worker_module
 from overlap_spec.worker.batch import Chunks, Staging
 from overlap_spec.worker.in_flight import Buffers, Events, InFlightStep
 from overlap_spec.worker.worker import Worker
-from tests.support.race import PLAIN_NUMPY, PLAIN_TOLIST, ClockEvent, ClockStreams, Watch, World
+from tests.support.race import (
+    HOST,
+    PLAIN_NUMPY,
+    PLAIN_TOLIST,
+    ClockEvent,
+    ClockStreams,
+    Watch,
+    World,
+)
 from tests.worker import test_overlap, test_replay
 
 
@@ -69,6 +81,8 @@ def give_the_device_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         Staging, "upload", lambda _, numbers, __: torch.from_numpy(numbers.copy()).clone()
     )
+    for module in (worker_module, choices_module):
+        monkeypatch.setattr(module, "uploaded", lambda host, _: world.upload(host))
     monkeypatch.setattr(core_module, "build_streams", lambda *_: ClockStreams(world))
     # Weights that are packed for the CPU are no tensors of the device's kind.
     monkeypatch.setattr(build_module, "pack", lambda _: None)
@@ -138,6 +152,40 @@ def test_no_stream_races_another(
     assert races(world) == []
     assert world.accesses > 10_000
     assert world.freed > 100
+
+
+HOSTED: dict[str, Any] = {"algorithm": "ngram", "num_steps": 3, "adaptive": "static"}
+THOUGHT = Grammar.regex("[a-c]{4}").after_thinking(end="e")
+
+
+def serve_uploads(engine: Engine) -> None:
+    """What the host makes for the device besides plans and masks: drafts, flags, choices' tries."""
+    serve(engine, 1000, 1)
+    sampling = SamplingParams(max_tokens=20)
+    weighed = Grammar.choice(["alpha", "beta", "alphabet"], faithful=True)
+    engine.generate(["abcabcabc", "pick"], [THOUGHT, weighed], sampling)
+
+
+def test_uploads_are_the_streams_own(tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched(tiny, monkeypatch, relaxed_topk=2, **HOSTED) as (world, engine):
+        serve_uploads(engine)
+    assert races(world) == []
+
+
+def test_an_upload_outside_of_the_streams_is_found(
+    tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload = World.upload
+
+    def misplaced(world: World, host: Tensor) -> Tensor:
+        with world.at_work(HOST, "host"):
+            return upload(world, host)
+
+    monkeypatch.setattr(World, "upload", misplaced)
+    with watched(tiny, monkeypatch, relaxed_topk=2, **HOSTED) as (world, engine):
+        serve_uploads(engine)
+    found = {race.label for race in world.races if race.other == "default"}
+    assert {"draft", "accept", "prefill"} <= found
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from overlap_spec.errors import NumericFault
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.scheduler.stops import TextBuffer, cut
@@ -328,3 +329,97 @@ def test_holders_of_requests_that_wait_take_turns() -> None:
         scheduler.add(new)
     scheduler.plan(lambda *_: BUDGET)
     assert [s.request.holder for s in scheduler.running] == ["one", "other"]
+
+
+def of_its_own(number: int, prompt: int) -> Sequence:
+    """A sequence that starts like no other."""
+    new = sequence(number, prompt, 40)
+    new.request = replace(new.request, prompt_ids=(100 + number,) * prompt)
+    return new
+
+
+def commit(scheduler: Scheduler, plan: StepPlan | None, tokens: int) -> None:
+    """Each tree of ``plan`` brings so many tokens, each prompt one."""
+    assert plan is not None
+    trees = len(plan.decode_rows)
+    rows = [RowResult((1,) * tokens, 3, tokens - 1)] * trees
+    rows += [RowResult((1,), 0, 0)] * (len(plan.verified) - trees)
+    scheduler.commit(StepResult(plan, tuple(rows)))
+    scheduler.retire()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_pages_that_a_prompt_still_needs_are_promised_to_it(together: bool) -> None:
+    """15 of 19 pages are for the first, which takes them chunk by chunk; the second needs 9."""
+    scheduler = Scheduler(20, 4, 4, 16, RESERVE, lambda _: None)
+    first, second = of_its_own(0, 48), of_its_own(1, 24)
+    scheduler.add(first)
+    if together:
+        scheduler.add(second)
+    for step in range(3):
+        plan = scheduler.plan(lambda *_: BUDGET)
+        assert plan is not None
+        assert plan.request_ids == (0,)
+        if not step and not together:
+            # There are pages enough for it, but for the promise.
+            assert scheduler.allocator.free_count > 9
+            scheduler.add(second)
+        commit(scheduler, plan, 1)
+    assert (scheduler.running, scheduler.preemptions) == ([first], 0)
+    scheduler.abort(0)
+    scheduler.retire()
+    plan = scheduler.plan(lambda *_: BUDGET)
+    assert plan is not None
+    assert plan.request_ids == (1,)
+
+
+def test_nobody_gives_up_pages_that_the_step_under_way_reads() -> None:
+    scheduler = Scheduler(11, 4, 2, 64, RESERVE, lambda _: None)
+    for number in range(2):
+        scheduler.add(of_its_own(number, 8))
+    commit(scheduler, scheduler.plan(lambda *_: BUDGET), 1)
+    flights = [scheduler.plan(lambda *_: BUDGET) for _ in range(2)]
+    commit(scheduler, flights[0], 4)
+    # Both want a page, none is free, and the second of these steps is under way.
+    assert scheduler.plan(lambda *_: BUDGET) is None
+    assert (scheduler.preemptions, scheduler.allocator.free_count) == (0, 0)
+    assert [len(s.pages) for s in scheduler.running] == [5, 5]
+    commit(scheduler, flights[1], 4)
+    plan = scheduler.plan(lambda *_: BUDGET)
+    assert plan is not None
+    assert (plan.request_ids, scheduler.preemptions) == ((0,), 1)
+
+
+def test_pages_of_a_numeric_fault_are_cleared_when_nobody_holds_them() -> None:
+    """Prompts of three pages, two of them shared; the middle one's logits are no numbers."""
+    scheduler = Scheduler(40, 4, 3, 64, RESERVE, lambda _: None)
+
+    def add(number: int) -> Sequence:
+        new = sequence(number, 12, 40)
+        new.request = replace(new.request, prompt_ids=(*range(8), *[50 + number] * 4))
+        scheduler.add(new)
+        return new
+
+    first = add(0)
+    commit(scheduler, scheduler.plan(lambda *_: BUDGET), 1)
+    failing = add(1)
+    plan = scheduler.plan(lambda *_: BUDGET)
+    assert plan is not None
+    shared, own, kept = set(first.pages[:2]), set(failing.pages[2:]), first.pages[2]
+    assert set(failing.pages[:2]) == shared
+    fault = RowResult((), 0, 0, error=NumericFault("no numbers"))
+    scheduler.commit(StepResult(plan, (RowResult((1,), 0, 0), fault)))
+    assert scheduler.retire() == [failing]
+    assert set(scheduler.take_untrusted()) == own
+    # A later one finds nothing of it, and the first keeps what it reads.
+    later = add(2)
+    commit(scheduler, scheduler.plan(lambda *_: BUDGET), 1)
+    assert later.stats.cached_tokens == 0
+    assert set(first.pages[:2]) == shared
+    assert scheduler.take_untrusted() == []
+    for number in (0, 2):
+        scheduler.abort(number)
+    scheduler.retire()
+    # With what lay behind them in the tree.
+    assert set(scheduler.take_untrusted()) == {*shared, kept}
+    assert scheduler.allocator.in_use == 0

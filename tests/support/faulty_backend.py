@@ -121,3 +121,19 @@ class Threaded(FaultyBackend):
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+
+
+class Stillborn(FaultyBackend):
+    """The first worker that is forked never begins; `home` is the process that compiles in none."""
+
+    home = 0
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
+        if os.getpid() == self.home:
+            return
+        births: list[None] = []
+        os.register_at_fork(
+            before=lambda: births.append(None),
+            after_in_child=lambda: time.sleep(60 if len(births) == 1 else 0),
+        )

@@ -26,9 +26,11 @@ from torch.utils._pytree import tree_leaves
 
 from overlap_spec.worker.streams import Event, Stream, Streams, Value, call
 
-ACTORS = ("host", "compute", "prefill", "plan", "copy")
+# The last is what the host queues outside of its streams: no stream waits for it.
+ACTORS = ("host", "compute", "prefill", "plan", "copy", "default")
 INDEX = {name: number for number, name in enumerate(ACTORS)}
 HOST = 0
+DEFAULT = INDEX["default"]
 # Bytes that are told apart.
 GRAIN = 8
 
@@ -172,6 +174,16 @@ class World:
         finally:
             self.actor, self.label = before
 
+    def upload(self, host: Tensor) -> Tensor:
+        """A copy to the device, by the stream at work: outside of one that is the default's."""
+        if self.actor != HOST:
+            return host.clone()
+        self.clocks[HOST][HOST] += 1
+        self.join(DEFAULT, self.clocks[HOST])
+        self.clocks[DEFAULT][DEFAULT] += 1
+        with self.at_work(DEFAULT, "upload"):
+            return host.clone()
+
     def by_host(self, tensor: Tensor, write: bool) -> None:
         """The host's own access, by way of numpy or a list."""
         self.clocks[HOST][HOST] += 1
@@ -303,7 +315,7 @@ class ClockStreams(Streams):
     def __init__(self, world: World) -> None:
         self.world = world
         self.compute, self.prefill, self.plan, self.copy = (
-            ClockStream(world, name) for name in ACTORS[1:]
+            ClockStream(world, name) for name in ACTORS[1:5]
         )
 
     def event(self) -> Event:

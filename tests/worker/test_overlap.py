@@ -87,7 +87,7 @@ def run(engine: Engine, asks: list[Ask]) -> list[Output]:
     assert allocator.free_count == allocator.total
     assert engine.core.scheduler.idle
     assert not engine.core.matchers
-    assert not engine.output_processor.handles
+    assert not engine.output_processor.open()
     return [output for output in outputs if output is not None]
 
 
