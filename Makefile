@@ -16,7 +16,8 @@ test: $(TESTED) lint
 
 # What a clock could change, beside six processes that compute and never wait.
 test-busy: $(TESTED)
-	$(BIN)/python -m tests.support.busy 6 $(BIN)/python -m pytest -m "clock and not slow"
+	$(BIN)/python -m tests.support.busy 6 $(BIN)/python -m pytest -m clock -n 2 \
+		$$(grep -rl "pytest.mark.clock" tests --include="*.py")
 
 test-slow: $(TESTED)
 	$(BIN)/python -m pytest -m slow

@@ -218,7 +218,6 @@ def test_requests_that_wait_do_not_add_up() -> None:
     assert chain(of, [1, 2, 1])[:2] == [2, 1]
 
 
-@pytest.mark.clock
 def test_a_step_costs_what_is_new() -> None:
     """After 100 and after 100,000 tokens."""
     rng = random.Random(1)

@@ -173,7 +173,6 @@ def test_pools_stay_below_their_bytes() -> None:
         assert of.public.bytes / 3 < held < of.public.bytes + 300_000
 
 
-@pytest.mark.clock
 def test_a_step_costs_what_is_new() -> None:
     """After 300 and after 30,000 tokens, and where one token is repeated."""
     rng = random.Random(1)

@@ -272,7 +272,8 @@ def test_a_faulty_matcher_ends_its_own_request_only(tiny: dict[str, str], fault:
 @pytest.mark.clock
 def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, str]) -> None:
     """The tree's fill hangs a little over the deadline: the request goes on, one token a step."""
-    want = Engine(**tiny, num_steps=3, overlap="none").generate("slow", DATE)
+    with Engine(**tiny, num_steps=3, overlap="none") as engine:
+        want = engine.generate("slow", DATE)
 
     class Slow(Faulty):
         def fill_tree(self, tokens: Any, first_child: Any, next_sibling: Any, rows: Any) -> None:
@@ -295,7 +296,8 @@ def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, st
 @pytest.mark.clock
 def test_masks_that_are_late_cost_no_request(tiny: dict[str, str]) -> None:
     """Every call of the matcher takes many times the deadline: it costs time alone."""
-    want = Engine(**tiny, num_steps=3, overlap="none").generate("slow", DATE)
+    with Engine(**tiny, num_steps=3, overlap="none") as engine:
+        want = engine.generate("slow", DATE)
 
     class Slow(Faulty):
         def fill(self, row: Any) -> None:

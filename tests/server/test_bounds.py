@@ -172,7 +172,6 @@ def response_format(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
-@pytest.mark.clock
 def test_a_slow_schema_holds_up_no_other(server: Server) -> None:
     slow = {"messages": HI, "max_tokens": 1} | response_format(slow_schema(20_000))
     properties = {f"property_{i}": {"enum": [f"value_{i}"]} for i in range(120)}
@@ -279,7 +278,6 @@ def test_unread_output_is_bounded() -> None:
     asyncio.run(_read_too_late())
 
 
-@pytest.mark.clock
 def test_a_stopped_engine_is_seen(server: Server) -> None:
     pid = server.state()["pid"]
     assert server.get("/health").status_code == 200

@@ -83,14 +83,12 @@ def test_a_head_that_does_not_come_is_closed(server: Server, said: bytes) -> Non
     assert seconds > 0.5
 
 
-@pytest.mark.clock
 def test_a_head_in_drops_is_closed(server: Server) -> None:
     said = b"GET /health HTTP/1.1\r\n" + b"X-Long: a\r\n" * 10
     with raw(server) as client, pytest.raises(ConnectionError):
         drip(client, [bytes([byte]) for byte in said], 0.1)
 
 
-@pytest.mark.clock
 def test_a_second_head_has_the_deadline_too(server: Server) -> None:
     ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with raw(server, ask) as client:
