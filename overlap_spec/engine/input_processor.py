@@ -390,8 +390,8 @@ def check_text(data: Any, param: str | None) -> None:
 
 
 def parse_output(grammar: Grammar, text: str) -> Any:
-    """The parsed output; None if the caller's stop string cut it short."""
+    """The parsed output; None if the caller's stop string cut it short, or its type refuses it."""
     try:
         return grammar.parse(text)
-    except ValueError:
+    except Exception:  # a type's own checks raise what they like, and cost its request alone
         return None

@@ -39,6 +39,7 @@ class Recordable(Protocol):
     @property
     def stops_drafts(self) -> bool: ...
 
+    note_fault: Callable[[Exception], None]
     draft_trees: Callable[..., Tensors]
     dead_trees: Callable[..., Tensors]
     verify_trees: Callable[..., Tensors]

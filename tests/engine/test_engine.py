@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 from safetensors.torch import load_file, save_file
 
 from overlap_spec import Engine, Generator, Grammar, SamplingParams
@@ -267,6 +267,23 @@ def test_a_faulty_matcher_ends_its_own_request_only(tiny: dict[str, str], fault:
                 time.sleep(0.02)
         assert engine.core.grammar.pool.quarantined == 0
         assert engine.core.scheduler.allocator.in_use == 0
+
+
+class Picky(BaseModel, extra="forbid"):
+    """A type whose own check raises no ValueError."""
+
+    word: Literal["yes"]
+
+    @model_validator(mode="after")
+    def check(self) -> Picky:
+        raise KeyError(self.word)
+
+
+def test_a_type_that_refuses_its_output_costs_its_own_request_only(engine: Engine) -> None:
+    picky, date = engine.generate(["go", "when"], [Grammar.of(Picky), DATE])
+    assert (picky.finish_reason, picky.parsed) == ("stop", None)
+    assert json.loads(picky.text) == {"word": "yes"}
+    assert date.parsed == date.text == engine.generate("when", DATE).text
 
 
 @pytest.mark.clock

@@ -91,6 +91,15 @@ def test_after_ctrl_c_at_any_moment_the_text_is_right(tiny: dict[str, Any], over
         assert engine.snapshot()["pages_in_use"] == 0
 
 
+@pytest.fixture
+def usual_ctrl_c() -> Iterator[None]:
+    """Python's own handler: a test that runs beside others may be told to ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("usual_ctrl_c")
 @pytest.mark.parametrize("presses", [1, 5])
 def test_ctrl_c_in_a_step_waits_for_its_end(tiny: dict[str, Any], presses: int) -> None:
     with build(tiny, algorithm=f"{__name__}:Interrupting") as engine:
@@ -102,6 +111,7 @@ def test_ctrl_c_in_a_step_waits_for_its_end(tiny: dict[str, Any], presses: int) 
         assert engine.snapshot()["pages_in_use"] == 0
 
 
+@pytest.mark.usefixtures("usual_ctrl_c")
 def test_a_step_that_is_cut_short_ends_the_engine(
     tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

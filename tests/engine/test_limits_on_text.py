@@ -24,7 +24,6 @@ def engine(tiny: dict[str, str], request: pytest.FixtureRequest) -> Iterator[Eng
         eagle_topk=2,
         adaptive="static",
         overlap=request.param,
-        mask_deadline_ms=5000.0,
     ) as made:
         yield made
 

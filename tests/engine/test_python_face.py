@@ -20,7 +20,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{
 
 @pytest.fixture(scope="module")
 def engine(tiny: dict[str, str]) -> Iterator[Engine]:
-    with Engine(**tiny, num_steps=3, adaptive="static", mask_deadline_ms=5000.0) as made:
+    with Engine(**tiny, num_steps=3, adaptive="static") as made:
         yield made
 
 
@@ -158,7 +158,7 @@ def test_the_async_engine_and_generators_take_n(engine: Engine, tiny: dict[str, 
     asked: dict[str, Any] = {"temperature": 1.2, "max_tokens": 12, "seed": 5}
 
     async def work() -> tuple[Any, Any]:
-        settings = {"num_steps": 3, "adaptive": "static", "mask_deadline_ms": 5000.0}
+        settings = {"num_steps": 3, "adaptive": "static"}
         async with AsyncEngine(**tiny, **settings) as made:
             return (
                 await made.generate("go", n=3, **asked),
