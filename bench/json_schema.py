@@ -81,6 +81,7 @@ def open_engines(
     """An engine for each backend."""
     settings: dict[str, Any] = {
         "adaptive": "static",
+        "additional_properties": "schema",
         "overlap": options.overlap,
         "max_running_requests": options.parallel,
         "mask_deadline_ms": None,

@@ -6,13 +6,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from copy import copy
-from typing import Any
+from typing import Any, cast
 
 from bench.backends.base import Batch, Reply, Task
 from overlap_spec.engine import Engine
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.spec import AdditionalProperties, Grammar
 from overlap_spec.timeline import Span, hidden_fraction, union_ms
 
 
@@ -52,15 +52,19 @@ class EngineSystem:
             GrammarError: the engine's backend does not take the schema.
         """
         start = time.perf_counter()
-        self.engine.compiler.compile(Grammar.json_schema(schema))
+        self.engine.compiler.compile(self._grammar(schema))
         return (time.perf_counter() - start) * 1e3
 
     def close(self) -> None:
         """See :class:`bench.backends.base.System`."""
         self.engine.close()
 
+    def _grammar(self, schema: dict[str, Any]) -> Grammar:
+        additional = cast("AdditionalProperties", self.engine.config.additional_properties)
+        return Grammar.json_schema(schema, additional_properties=additional)
+
     def _submit(self, task: Task) -> RequestHandle:
-        grammar = Grammar.json_schema(task.schema) if task.schema is not None else None
+        grammar = None if task.schema is None else self._grammar(task.schema)
         sampling = {"temperature": 0.0, "max_tokens": task.max_tokens, "stop": task.stop}
         return self.engine.submit(task.prompt, grammar, sampling, raw=task.raw)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar
 
-from overlap_spec.grammar.automata.charset import ALL, Ranges, intersect, negate, union
+from overlap_spec.grammar.automata.charset import ALL, Ranges, negate, union
 from overlap_spec.grammar.automata.regex_ast import (
     Alternation,
     CharClass,
@@ -338,16 +338,3 @@ def from_texts(texts: Iterable[str]) -> Dfa:
         final[state] = True
     moves = tuple(tuple((p, p, to) for p, to in sorted(row.items())) for row in rows)
     return minimal(Dfa(moves, tuple(final))) if any(final) else NONE
-
-
-def restricted(dfa: Dfa, members: Ranges) -> Dfa:
-    """Texts of the automaton whose characters are all in the set."""
-    rows = []
-    for moves in dfa.moves:
-        row = [
-            (low, high, to)
-            for first, last, to in moves
-            for low, high in intersect(((first, last),), members)
-        ]
-        rows.append(tuple(sorted(row)))
-    return minimal(Dfa(tuple(rows), dfa.final))

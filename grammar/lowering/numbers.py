@@ -1,7 +1,8 @@
 """Regular expressions for JSON numbers within bounds.
 
-Bounded numbers have no exponent. Where a bound is exclusive they have at most about 15 significant
-digits: a reader would round longer ones, possibly onto the bound.
+Numbers on one side of zero are written as free ones are. Beside any other bound they have no
+exponent, and at most 17 significant digits; where such a bound is exclusive about 15: a reader
+would round longer ones, possibly onto the bound.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ from decimal import Decimal
 
 INTEGER = "(0|-?[1-9][0-9]*)"
 # Two digits of exponent keep every value finite in a double.
-NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]{1,2})?"
+_EXPONENT = r"([eE][+\-]?[0-9]{1,2})?"
+_NOT_NEGATIVE = rf"(0|[1-9][0-9]*)(\.[0-9]+)?{_EXPONENT}"
+# With so few zeros before its digits, and such an exponent, no number is rounded to 0.
+_POSITIVE = rf"(0\.0{{0,15}}[1-9][0-9]*|[1-9][0-9]*(\.[0-9]+)?){_EXPONENT}"
+NUMBER = rf"-?{_NOT_NEGATIVE}"
 
 _FRACTION_DIGITS = 15
 # What a double is written with.
@@ -74,14 +79,25 @@ def integer_regex(low: int | None, high: int | None) -> str | None:
     return f"({'|'.join(parts)})" if parts else None
 
 
-def decimal_regex(bounds: Bounds) -> str | None:
-    """A regex for numbers inside the bounds; None if there are none."""
+def decimal_regex(bounds: Bounds, exponents: bool = True) -> str | None:
+    """A regex for numbers inside the bounds; None if there are none.
+
+    Args:
+        bounds: Of the numbers.
+        exponents: Whether numbers may have one, where the bounds allow to tell their size.
+    """
     if bounds.is_free:
         return NUMBER
     if bounds.is_empty:
         return None
+    if exponents and bounds.low == 0 and bounds.high is None:
+        return _POSITIVE if bounds.open_low else _NOT_NEGATIVE
+    if exponents and bounds.high == 0 and bounds.low is None:
+        return f"-{_POSITIVE}" if bounds.open_high else f"(-{_POSITIVE}|0(\\.0+)?)"
     parts = []
-    digits = _FRACTION_DIGITS if bounds.open_low or bounds.open_high else _CLOSED_DIGITS
+    # Nothing is rounded onto zero.
+    is_open = (bounds.open_low and bounds.low != 0) or (bounds.open_high and bounds.high != 0)
+    digits = _FRACTION_DIGITS if is_open else _CLOSED_DIGITS
     mirrored = bounds.negated()
     if mirrored.high is None or mirrored.high > 0:
         part = _nonnegative(_above_zero(mirrored), digits)
@@ -152,9 +168,13 @@ def _nonnegative(bounds: Bounds, digits: int) -> str | None:
     if bounds.is_empty or bounds.low is None:
         return None
     low, low_fraction = _split(bounds.low)
+    # A whole number that is inside is one of those between the bounds.
+    is_inside = not low_fraction and not bounds.open_low
+    first = low + (not is_inside)
     if bounds.high is None:
-        parts = [_with_fraction(_natural(low + 1, None), "", "", False, None, digits)]
-        parts.append(_with_fraction(str(low), low_fraction, "", bounds.open_low, None, digits))
+        parts = [_with_fraction(_natural(first, None), "", "", False, None, digits)]
+        if not is_inside:
+            parts.append(_with_fraction(str(low), low_fraction, "", bounds.open_low, None, digits))
     else:
         high, high_fraction = _split(bounds.high)
         if low == high:
@@ -162,10 +182,11 @@ def _nonnegative(bounds: Bounds, digits: int) -> str | None:
                 str(low), low_fraction, high_fraction, bounds.open_low, bounds.open_high, digits
             )
         parts = [
-            _with_fraction(_natural(low + 1, high - 1), "", "", False, None, digits),
-            _with_fraction(str(low), low_fraction, "", bounds.open_low, None, digits),
+            _with_fraction(_natural(first, high - 1), "", "", False, None, digits),
             _with_fraction(str(high), "", high_fraction, False, bounds.open_high, digits),
         ]
+        if not is_inside:
+            parts.append(_with_fraction(str(low), low_fraction, "", bounds.open_low, None, digits))
     kept = [part for part in parts if part]
     return f"({'|'.join(kept)})" if kept else None
 
@@ -176,7 +197,8 @@ def _with_fraction(
     """`whole` with fractions between two; `open_high` None means up to the next integer."""
     if whole is None:
         return None
-    room = max(digits - (len(whole) if whole.isdigit() else 1), len(low), len(high), 1)
+    before = 0 if whole == "0" else len(whole) if whole.isdigit() else 1
+    room = max(digits - before, len(low), len(high), 1)
     fraction = _fraction(low, None if open_high is None else high, open_low, bool(open_high), room)
     bare = not low and not open_low and not (open_high and not high)
     if fraction is None:

@@ -18,6 +18,7 @@ from overlap_spec.grammar.lowering.numbers import (
 from overlap_spec.grammar.lowering.shapes import Numbers
 
 _MOST_VALUES = 4096
+_MOST_DIGITS = 64
 # About 15 significant digits, as in `numbers`.
 _PLAIN = (
     r"-?(0|[1-9][0-9]*|0\.[0-9]{1,15}|[1-9][0-9]{0,6}\.[0-9]{1,8}|[1-9][0-9]{7,11}\.[0-9]{1,3})"
@@ -39,13 +40,14 @@ def number_language(shape: Numbers, path: str, once: bool = False) -> Node | Dfa
         once: Write each number in one form.
 
     Raises:
-        Refusal: a `multipleOf` needs too large an automaton.
+        Refusal: a `multipleOf` needs too large an automaton, or a bound has too many digits.
     """
     bounds = shape.bounds
+    _check_digits(bounds, path)
     plain = not shape.steps and not shape.not_steps and not shape.outside
     # Whole numbers have one form anyway.
     if plain and shape.whole is not False and (shape.whole or not once):
-        regex = _regex(bounds, shape.whole)
+        regex = _regex(bounds, shape.whole, exponents=True)
         return None if regex is None else parse(regex)
     try:
         made = _automaton(shape)
@@ -59,9 +61,26 @@ def number_language(shape: Numbers, path: str, once: bool = False) -> Node | Dfa
     return None if made is None or made.is_empty else made
 
 
-def _regex(bounds: Bounds, whole: bool | None) -> str | None:
+def _check_digits(bounds: Bounds, path: str) -> None:
+    # Each digit of a bound is a group inside that of the one before it.
+    low = "minimum", bounds.low, bounds.open_low, 1
+    high = "maximum", bounds.high, bounds.open_high, -1
+    for keyword, bound, is_open, side in (low, high):
+        if bound is None:
+            continue
+        # The numbers away from zero begin at the next whole one.
+        whole, _, fraction = f"{bound.copy_abs():f}".partition(".")
+        first = int(whole) + (is_open and bound * side > 0)
+        digits = len(str(first).rstrip("0")) + len(fraction)
+        if digits > _MOST_DIGITS:
+            named = f"exclusive{keyword.title()}" if is_open else keyword
+            reason = f"has {digits} digits: bounds of up to {_MOST_DIGITS} are supported"
+            raise keywords.refusal(named, path, reason)
+
+
+def _regex(bounds: Bounds, whole: bool | None, exponents: bool = False) -> str | None:
     if not whole:
-        return decimal_regex(bounds)
+        return decimal_regex(bounds, exponents)
     return INTEGER if bounds.is_free else integer_regex(*bounds.integers())
 
 

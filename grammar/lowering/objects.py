@@ -36,7 +36,6 @@ from overlap_spec.grammar.lowering.shapes import (
     negated,
 )
 from overlap_spec.grammar.lowering.strings import (
-    KEY_CHARS,
     any_key,
     automaton,
     found_in,
@@ -225,7 +224,7 @@ class ObjectWriter:
             return []
         used = set("".join(self.names))
         rare = next(point for point in range(0x10FFFF, 0, -1) if chr(point) not in used)
-        char, last = in_json(KEY_CHARS), in_json(((rare, rare),))
+        char, last = in_json(ALL), in_json(((rare, rare),))
         assert char is not None
         assert last is not None
         key = self.writer.rules.quoted(sequence(Repetition(char, 0, None), last))
@@ -277,7 +276,7 @@ class ObjectWriter:
             return kinds
         try:
             named = dfa.neither(dfa.from_texts(self.names)) if self.names else dfa.EVERY
-            kinds = [FreeKeys(frozenset(), dfa.restricted(named, KEY_CHARS))]
+            kinds = [FreeKeys(frozenset(), named)]
             for predicate in self._predicates:
                 inside, outside = self._split(predicate)
                 parts = [

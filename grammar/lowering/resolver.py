@@ -284,10 +284,8 @@ class Resolver:
         for names, wanted in groups.values():
             absent = Objects(named=tuple((name, NOTHING) for name in names))
             if isinstance(wanted, list):
-                # Free keys have no control characters: such a name must be a named one.
-                odd = tuple((name, ANY) for name in names if not name.isprintable())
                 stated = frozenset(wanted if self.closes_objects else ())
-                there: Shapes = (Objects(odd, required=tuple(wanted), stated=stated),)
+                there: Shapes = (Objects(required=tuple(wanted), stated=stated),)
             else:
                 here = json_path(path, keyword, names[0])
                 found = self.shapes(self.expr(wanted, here))

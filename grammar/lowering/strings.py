@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from overlap_spec.grammar import formats
 from overlap_spec.grammar.automata import dfa
-from overlap_spec.grammar.automata.charset import ALL, Ranges, negate
+from overlap_spec.grammar.automata.charset import ALL, Ranges
 from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError
 from overlap_spec.grammar.automata.escape import ANY_TEXT, Escape, in_json
 from overlap_spec.grammar.automata.regex import Pattern
@@ -16,9 +16,6 @@ from overlap_spec.grammar.automata.regex_ast import Node, Repetition
 from overlap_spec.grammar.ir.tokens import Except
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.shapes import Strings
-
-KEY_CHARS = negate(((0, 0x1F),))
-"""Characters of free keys."""
 
 
 def string_language(
@@ -106,12 +103,9 @@ def _shortened(shape: Strings, escape: Escape) -> Node | Dfa | None:
 
 
 def any_key(taken: Iterable[str]) -> Node | Except:
-    """Any key except the taken ones, as the text between the quotes.
-
-    Leaves out control characters if some keys are taken, to keep the automaton small.
-    """
+    """Any key except the taken ones, as the text between the quotes."""
     texts = tuple(taken)
-    return Except(KEY_CHARS, texts) if texts else ANY_TEXT
+    return Except(ALL, texts) if texts else ANY_TEXT
 
 
 def _pattern(pattern: Pattern, least: int, most: int | None, escape: Escape) -> Node | None:

@@ -167,6 +167,13 @@ REWRITES: dict[str, Any] = {
     "uniqueItems of one": {"type": "array", "uniqueItems": True, "maxItems": 1},
     "contains": {"type": "array", "contains": STR},
     "contains at most": {"type": "array", "contains": INT, "minContains": 0, "maxContains": 2},
+    "contains several": {"type": "array", "contains": INT, "minContains": 2},
+    "contains some of three": {"contains": INT, "minContains": 2, "maxContains": 2, "minItems": 3},
+    "does not contain several": {
+        "type": "array",
+        "not": {"contains": INT, "minContains": 2},
+        "maxItems": 3,
+    },
     "contains exactly": {"type": "array", "contains": INT, "maxContains": 1, "maxItems": 2},
     "contains beside items": {"type": "array", "items": INT, "contains": {"const": 2}},
     "patterns and a length": {"type": "string", "pattern": "a", "minLength": 2, "maxLength": 3},

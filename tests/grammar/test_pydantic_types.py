@@ -12,6 +12,7 @@ import random
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from functools import cache
 from typing import (
@@ -50,6 +51,7 @@ from pydantic import (
     CockroachDsn,
     ConfigDict,
     Discriminator,
+    EmailStr,
     EncodedBytes,
     FailFast,
     Field,
@@ -93,6 +95,7 @@ from pydantic import (
     Tag,
     TypeAdapter,
     UrlConstraints,
+    ValidationError,
     WebsocketUrl,
     computed_field,
     conbytes,
@@ -475,6 +478,33 @@ def test_all_types_parse_and_dump(name: str) -> None:
 
 def test_there_are_some_hundred_types() -> None:
     assert len(ALL) >= 300
+
+
+MAIL = Annotated[str, Field(json_schema_extra={"format": "email"})]
+TAKEN = ["maria.lopez@example.com", "a+b@x-y.co.uk", "a@b.locals", "a@test.co", "a'b@C.De"]
+NOT_TAKEN = [
+    "a@b", "a@localhost", "a@[127.0.0.1]", '"a b"@b.co', "a@b.test", "a@b.TeSt", "a@x.arpa",
+    "a@b.c1", "a@-b.co", "a@ab--c.de", "a@xn--a.de", "a..b@c.de", ".a@b.co", f"{'a' * 65}@b.co",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("most", [None, 30, 254])
+def test_an_address_is_one_that_pydantic_takes(most: int | None) -> None:
+    """What an `EmailStr` says of itself is the format alone; its validator asks for more."""
+    kind = MAIL if most is None else Annotated[MAIL, StringConstraints(max_length=most)]
+    made = compiler().compile(Grammar.json_schema(kind))
+    texts = [*TAKEN, *NOT_TAKEN]
+    assert [text for text in texts if takes(made, f'"{text}"'.encode())] == TAKEN
+    rng = random.Random(str(most))
+    addresses = [walk(made.matcher(), rng, soft) for soft in (0, 20, 40, 80)]
+    assert all(most is None or len(text) <= most + 2 for text in addresses)
+    with suppress(ImportError):
+        adapter = TypeAdapter(EmailStr)
+        for address in (*addresses, *(f'"{text}"'.encode() for text in TAKEN)):
+            adapter.validate_json(address)
+        for text in NOT_TAKEN:
+            with pytest.raises(ValidationError):
+                adapter.validate_python(text)
 
 
 def test_a_computed_field_is_no_part_of_what_is_parsed() -> None:
