@@ -4,21 +4,25 @@
 server of the embedded model on loopback, asks it good questions for some seconds, and goes on while
 each attack is made ``--rounds`` times: a million wrong items, 100,000 unknown fields, megabytes of
 text, too many choices, schemas that are slow to read, bodies and streams that stall, foreign names,
-small chunks, more connections than there may be. Then comes a fuzz of ``--fuzz`` bodies: half of
-them are what the server's own document forbids, half are valid ones with something changed, at
-sizes up to the limit. ``--seconds N`` repeats all of it until the time is over.
+small chunks, more connections than there may be, and what takes others' part
+(``bench.attack_shares``). The attackers have an address of their own. Then comes a fuzz of
+``--fuzz`` bodies: half of them are what the server's own document forbids, half are valid ones with
+something changed, at sizes up to the limit. ``--seconds N`` repeats all of it until the time is
+over.
 
 ``--disconnects N --minutes M`` sends clients that leave instead, N a minute, at every stage of a
 request: in its head or body, while its grammar compiles, before its answer or in its stream.
 
 It fails (exit status 1) where a good answer is wrong, an attack is answered with a 5xx, /health
-takes over half a second, a turn of the event loop over 50 ms of processor time, the good requests'
-p99 is over three times that without attack, the front has over 400 MiB, something is left over, or,
-with clients that leave, front or engine grow by over a tenth after the first fifth of the time.
+takes over half a second, a good new schema over two beside slow ones, a turn of the event loop over
+50 ms of processor time, the good requests' p99 is over three times that without attack, the front
+has over 400 MiB, something is left over, or, with clients that leave, front or engine grow by over
+a tenth after the first fifth of the time.
 
 Fields of the last line, beside those of every record (``bench.common``): ``good`` (requests,
 wrong, ``calm_p99_ms``, ``attacked_p99_ms``, and ``streams_p99_ms``: beside two users' long answers
-and no attack), ``health_worst_ms``, ``turn_worst_ms`` (processor time of the event loop's longest
+and no attack), ``health_worst_ms``, ``schema_worst_ms`` (a good new schema beside floods of slow
+ones), ``turn_worst_ms`` (processor time of the event loop's longest
 turn; ``turn_worst_wall_ms`` by the clock), ``front_peak_mib``, ``attacks`` (statuses and time of
 each, and the good requests' p99 beside it), ``left_over``. With ``--disconnects``, in place of
 ``attacks``: ``disconnects`` (how many left at which stage) and ``memory`` (``early_mib`` and
@@ -36,7 +40,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -44,6 +48,7 @@ import httpx
 
 from bench.attack_disconnects import disconnects
 from bench.attack_fuzz import almost_valid
+from bench.attack_shares import Attack, GoodSchemas, attacking_client, connect, shares_attacks
 from bench.attack_watch import CHAT, HI, Watch
 from bench.common import Run, fail, flags, rounded
 from bench.served import Served, rss_mib
@@ -62,11 +67,10 @@ FUZZ_AT_ONCE, PATIENCE_S = 8, 10.0
 LEFT_OVER = ("open", "running", "pages_in_use", "matchers")
 MOST_TURN_MS = 50.0
 MOST_HEALTH_MS, MOST_GROWTH, MOST_FRONT_MIB = 500.0, 3.0, 400.0
+MOST_SCHEMA_MS = 2000.0
 # Of front and engine, after this part of the time in which clients leave.
 MOST_MEMORY, EARLY = 1.1, 0.2
 LONG_TEXT = "hello world, this is " * 250_000
-Answer = Awaitable[int]
-Attack = Callable[[httpx.AsyncClient, str], Answer]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -97,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 async def attack(run: Run, options: argparse.Namespace, served: Served) -> dict[str, Any]:
     """Make all attacks beside good requests; the figures."""
     spans: list[tuple[str, float, float]] = []
-    async with httpx.AsyncClient(timeout=90, limits=httpx.Limits(max_connections=64)) as client:
+    schemas = GoodSchemas()
+    async with attacking_client(64) as client:
         with Watch(served.url, served.process.pid) as watch:
             # The server and the good client have begun: the attacker, who would be elsewhere, takes
             # no processor from them.
@@ -115,7 +120,7 @@ async def attack(run: Run, options: argparse.Namespace, served: Served) -> dict[
                 made = await _clients_that_leave(run, options, served, client)
                 spans.append(("disconnects", begun, time.monotonic()))
             else:
-                made = await _attacks(options, served, client, spans)
+                made = await _attacks(options, served, client, spans, schemas)
         await asyncio.sleep(1)
         state = (await client.get(f"{served.url}/server_info")).json()["state"]
     with httpx.Client(timeout=60) as plain:
@@ -138,6 +143,7 @@ async def attack(run: Run, options: argparse.Namespace, served: Served) -> dict[
             "attacked_p99_ms": percentile(attacked),
         },
         "health_worst_ms": seen.health_worst_ms,
+        "schema_worst_ms": schemas.worst_ms,
         "turn_worst_ms": 1e3 * figures["overlap_spec:front_turn_worst_seconds"],
         "turn_worst_wall_ms": 1e3 * figures["overlap_spec:front_turn_worst_wall_seconds"],
         "front_peak_mib": seen.front_peak_mib,
@@ -151,6 +157,7 @@ async def _attacks(
     served: Served,
     client: httpx.AsyncClient,
     spans: list[tuple[str, float, float]],
+    schemas: GoodSchemas,
 ) -> dict[str, Any]:
     """Each attack's statuses and seconds; when each was made goes to ``spans``."""
     made: dict[str, Any] = {}
@@ -164,7 +171,7 @@ async def _attacks(
         entry["seconds"] += spans[-1][2] - start
 
     while not made or time.monotonic() < end:
-        for name, one in attacks().items():
+        for name, one in (attacks() | shares_attacks(schemas)).items():
             start = time.monotonic()
             statuses = Counter([str(await one(client, served.url)) for _ in range(options.rounds)])
             add(name, statuses, start)
@@ -269,8 +276,6 @@ def attacks() -> dict[str, Attack]:
         "many_logprobs": _post("/generate", json.dumps(logprobs)),
         "streamed_logprobs": _post("/generate", json.dumps(streamed)),
         "small_chunks": small_chunks,
-        "idle_connections": idle_connections,
-        "slow_heads": slow_heads,
     }
 
 
@@ -311,37 +316,13 @@ async def small_chunks(_: httpx.AsyncClient, url: str) -> int:
     head = f"POST /generate HTTP/1.1\r\nHost: {where.netloc}\r\nTransfer-Encoding: chunked\r\n\r\n"
 
     async def one() -> int:
-        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        reader, writer = await connect(url)
         writer.write(head.encode() + b"1\r\n[\r\n" * 200_000 + b"0\r\n\r\n")
         status = await _status(reader)
         writer.transport.abort()
         return status
 
     return max(await asyncio.gather(*(one() for _ in range(4))))
-
-
-async def idle_connections(_: httpx.AsyncClient, url: str) -> int:
-    """More connections than the server keeps open, which ask for nothing."""
-    await _silent(url, 1200, b"")
-    return 0
-
-
-async def slow_heads(_: httpx.AsyncClient, url: str) -> int:
-    """Requests whose heads stop in the middle."""
-    await _silent(url, 200, b"GET /health HTTP/1.1\r\nHost: local")
-    return 0
-
-
-async def _silent(url: str, count: int, said: bytes) -> None:
-    where = urlsplit(url)
-    writers = []
-    for _ in range(count):
-        _, writer = await asyncio.open_connection(where.hostname, where.port)
-        writer.write(said)
-        writers.append(writer)
-    await asyncio.sleep(STALLED_S)
-    for writer in writers:
-        writer.transport.abort()
 
 
 async def _status(reader: asyncio.StreamReader) -> int:
@@ -358,7 +339,7 @@ async def _stalled(url: str, count: int, path: str, content: bytes, length: int)
     head = f"POST {path} HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: application/json\r\n"
     writers = []
     for _ in range(count):
-        _, writer = await asyncio.open_connection(where.hostname, where.port, limit=4096)
+        _, writer = await connect(url, limit=4096)
         writer.write(f"{head}Content-Length: {length}\r\n\r\n".encode() + content)
         writers.append(writer)
     await asyncio.sleep(STALLED_S)
@@ -381,6 +362,8 @@ def faults(record: dict[str, Any]) -> list[str]:
         found.append("the good requests' p99 grew over three times")
     if record["health_worst_ms"] > MOST_HEALTH_MS:
         found.append(f"/health took {record['health_worst_ms']} ms")
+    if record["schema_worst_ms"] > MOST_SCHEMA_MS:
+        found.append(f"a good new schema took {record['schema_worst_ms']} ms")
     if record["turn_worst_ms"] > MOST_TURN_MS:
         found.append(f"one turn of the event loop took {record['turn_worst_ms']} ms")
     if record["front_peak_mib"] > MOST_FRONT_MIB:

@@ -109,11 +109,11 @@ class FairQueue(Generic[Item]):
         """Let an item wait at the head of its holder's line."""
         self._lines.setdefault(self._holder(item), []).insert(0, item)
 
-    def line(self) -> Sequence[Item]:
-        """The line of the holder whose turn it is; IndexError where nothing waits."""
-        if not self._lines:
-            raise IndexError("nothing waits")
-        return self._lines[self._turns.first(self._lines)]
+    def line(self, may: Callable[[str], bool] = lambda _: True) -> Sequence[Item]:
+        """The line of the holder whose turn it is, of those who ``may`` have one; empty where none
+        may."""
+        holders = [holder for holder in self._lines if may(holder)]
+        return self._lines[self._turns.first(holders)] if holders else ()
 
     def take(self, item: Item) -> None:
         """Remove an item, which is its holder's turn."""
@@ -121,7 +121,7 @@ class FairQueue(Generic[Item]):
         self.remove(item)
 
     def popleft(self) -> Item:
-        """Take the item whose turn it is."""
+        """Take the item whose turn it is; IndexError where nothing waits."""
         item = self.line()[0]
         self.take(item)
         return item

@@ -50,9 +50,16 @@ def test_holders_take_turns_and_keep_their_order() -> None:
     queue.put_back("a0")
     assert [*queue.line()] == ["c1"]
     assert [queue.popleft() for _ in range(3)] == ["c1", "a0", "a3"]
-    assert len(queue) == 0
+    assert (len(queue), queue.line()) == (0, ())
     with pytest.raises(IndexError):
-        queue.line()
+        queue.popleft()
+
+
+def test_who_may_not_have_a_turn_holds_up_nobody() -> None:
+    queue = FairQueue[str](lambda item: item[0])
+    for item in ("a1", "b1"):
+        queue.append(item)
+    assert [*queue.line(lambda holder: holder != "a")] == ["b1"]
 
 
 def test_a_rank_orders_the_line_of_one_holder() -> None:

@@ -42,7 +42,8 @@ class CompileLimits:
 
     A compile starts on the fast queue. One that still runs after `fast_s` counts as long: it
     continues if fewer than `long_running` do, otherwise it is stopped and restarted when its turn
-    comes. Waiting compiles hold no memory.
+    comes. Waiting compiles hold no memory. All numbers are shared out by holder: see
+    :func:`overlap_spec.shares.has_room`.
 
     Args:
         time_s: Wall-clock seconds that a compile may run, without waiting.

@@ -149,25 +149,33 @@ class Supervisor:
     # Scheduling.
 
     def _schedule(self) -> None:
-        busy = [worker.is_long for worker in self.workers.values() if worker.item]
-        fast, long = busy.count(False), busy.count(True)
-        while self.fast and fast < self.limits.fast_running and self._give(self.fast, False):
-            fast += 1
-        while self.long and long < self.limits.long_running and self._give(self.long, True):
-            long += 1
+        for queue, is_long in ((self.fast, False), (self.long, True)):
+            while (item := self._next(queue, is_long)) and self._give(queue, item, is_long):
+                continue
         # Fork a spare worker while the others are busy, so that no grammar waits for a fork.
         if all(worker.item for worker in self.workers.values()):
             self._fork()
 
-    def _give(self, queue: FairQueue[WorkItem], is_long: bool) -> bool:
+    def _next(self, queue: FairQueue[WorkItem], is_long: bool) -> WorkItem | None:
+        """The item whose turn it is, of the holders who may run one more."""
+        line = queue.line(lambda holder: self._may_run(holder, is_long))
+        return line[0] if line else None
+
+    def _may_run(self, holder: str, is_long: bool) -> bool:
+        limits, workers = self.limits, self.workers.values()
+        busy = Counter(one.item.holder for one in workers if one.item and one.is_long == is_long)
+        return has_room(busy, holder, limits.long_running if is_long else limits.fast_running)
+
+    def _give(self, queue: FairQueue[WorkItem], item: WorkItem, is_long: bool) -> bool:
         for worker in [worker for worker in self.workers.values() if worker.item is None]:
-            if self._send(worker, queue, is_long):
+            if self._send(worker, queue, item, is_long):
                 return True
         new = self._fork()
-        return new is not None and self._send(new, queue, is_long)
+        return new is not None and self._send(new, queue, item, is_long)
 
-    def _send(self, worker: CompileWorker, queue: FairQueue[WorkItem], is_long: bool) -> bool:
-        item = queue.line()[0]
+    def _send(
+        self, worker: CompileWorker, queue: FairQueue[WorkItem], item: WorkItem, is_long: bool
+    ) -> bool:
         grammar = dataclasses.replace(item.grammar, output=None)
         try:
             channel.send_body(worker.end, pickle.dumps((grammar, item.text, item.states)))
@@ -459,8 +467,7 @@ class Supervisor:
 
     def _outgrow(self, worker: CompileWorker, item: WorkItem) -> None:
         """Handle a compile that turns out long: continue it, queue it, or refuse it."""
-        running = sum(one.is_long for one in self.workers.values() if one.item)
-        if running < self.limits.long_running:
+        if self._may_run(item.holder, True):
             self._make_long(worker)
             return
         self._kill(worker)

@@ -12,6 +12,7 @@ from bench.attack_fuzz import LIMITS, MOST_TOKENS, mutations
 RECORD: dict[str, Any] = {
     "good": {"requests": 100, "wrong": 0, "calm_p99_ms": 30.0, "attacked_p99_ms": 80.0},
     "health_worst_ms": 40.0,
+    "schema_worst_ms": 900.0,
     "turn_worst_ms": 20.0,
     "front_peak_mib": 300.0,
     "left_over": {"open": 0},
