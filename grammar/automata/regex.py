@@ -234,7 +234,7 @@ class Pattern:
                 parts = _absorbed(parts)
             if after != EMPTY:
                 parts = _absorbed(parts[::-1])[::-1]
-            if not parts and around in (before, after):
+            if not parts and around != EMPTY and around in (before, after):
                 return around
             ways.append(concat(before, concat(*parts), after))
         return alternate(*ways)
