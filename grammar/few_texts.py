@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.automata.regex import parse
+from overlap_spec.grammar.automata.regex import MOST_CHECKED, parse
 from overlap_spec.grammar.automata.regex_ast import (
     Alternation,
     CharClass,
@@ -37,7 +37,7 @@ def few_texts(grammar: Grammar) -> list[str]:
         return list(json.loads(grammar.source))
     if grammar.kind == "json_schema":
         return _values(json.loads(grammar.source))
-    if grammar.kind == "regex":
+    if grammar.kind == "regex" and len(grammar.source) <= MOST_CHECKED:
         try:
             return sorted(set(_few(_of(parse(grammar.source)))))
         except (_TooManyError, GrammarError, RecursionError):

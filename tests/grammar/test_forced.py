@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -19,6 +18,7 @@ from overlap_spec.grammar.guesses import KINDS, Guesses
 from overlap_spec.grammar.ir.forced_length import forced_length
 from overlap_spec.grammar.lowering import lower
 from overlap_spec.grammar.reasoning_matcher import wrap
+from tests.support.grammars import random_ebnf
 
 STOP, SPECIAL, LONG = 256, 257, 258
 # Every byte, a stop and a special token, and some longer ones; "{" once more as a second token.
@@ -334,27 +334,12 @@ def test_masks_tell_what_a_library_tells(name: str, grammar: str) -> None:
             break
 
 
-def random_body(rng: random.Random, names: list[str], depth: int) -> str:
-    """An expression of EBNF over some rules."""
-    kind = rng.randint(0, 7 if depth else 2)
-    if kind <= 1 or not names:
-        return json.dumps("".join(rng.choice("ab") for _ in range(rng.randint(1, 3))))
-    if kind == 2:
-        return rng.choice(names)
-    parts = [random_body(rng, names, depth - 1) for _ in range(rng.randint(1, 3))]
-    if kind <= 5:
-        return f"({' '.join(parts)})"
-    return f"({' | '.join(parts)})" if kind == 6 else f"({parts[0]}){rng.choice(['?', '*', '{2}'])}"
-
-
 def test_no_grammar_forces_more_than_its_bound() -> None:
     """Over random grammars, with rules that call each other in circles."""
     told = 0
     for seed in range(150):
         rng = random.Random(seed)
-        names = [f"r{i}" for i in range(rng.randint(1, 4))]
-        rules = [f"{name} ::= {random_body(rng, names, 2)}" for name in ("root", *names)]
-        text = "\n".join(rules)
+        text = random_ebnf(rng)
         try:
             syntax = lower(Grammar.ebnf(text))
         except GrammarError:
