@@ -38,6 +38,9 @@ FAILURES = 256
 # Kinds of failures that tell nothing of the grammar: it may be asked for again at once.
 PASSING = ("busy", "closed", "unavailable", "no_memory")
 TIMINGS = 1024
+# Grammars grow while they are used: their bytes are counted anew with each that is added, and
+# where one is asked for, at most so often.
+COUNT_EVERY_S = 1.0
 
 
 @dataclass(eq=False)
@@ -70,7 +73,8 @@ class GrammarCompiler:
     Args:
         backend: Compiles; each worker builds its own of the same class and vocabulary.
         cache_bytes: Limit on the sum of `memory_bytes` over the cache. A grammar that is larger
-            than that is compiled and returned, but not cached.
+            than that is compiled and returned, but not cached, and one that grows with its use
+            leaves it with those used before it.
         isolated: Whether to compile in worker processes; None means if the system can (Linux).
         limits: Resource limits of a compile, and how many run and wait.
         ceiling: Of this process's memory; None: it has none.
@@ -99,6 +103,7 @@ class GrammarCompiler:
         self._failed: OrderedDict[Key, tuple[float, GrammarError]] = OrderedDict()
         self._pending: dict[Key, _PendingCompile] = {}
         self._used_bytes = 0
+        self._counted_s = 0.0
         self._counts = Counter[str]()
         self._failures = Counter[str]()
         self._compile_ms = deque[float](maxlen=TIMINGS)
@@ -243,7 +248,10 @@ class GrammarCompiler:
         if key in self._done:
             self._counts["hits"] += 1
             self._done.move_to_end(key)
-            return self._done[key]
+            found = self._done[key]
+            if time.monotonic() >= self._counted_s + COUNT_EVERY_S:
+                self._recount()
+            return found
         until_s, error = self._failed.get(key, (0.0, None))
         if error is None:
             return None
@@ -332,13 +340,17 @@ class GrammarCompiler:
             self._failed.popitem(last=False)
 
     def _keep(self, key: Key, compiled: CompiledGrammar) -> None:
-        size = _size(compiled)
-        if size > self.cache_bytes or key in self._done:
+        if _size(compiled) > self.cache_bytes or key in self._done:
             return
-        while self._used_bytes + size > self.cache_bytes:
-            self._evict()
         self._done[key] = compiled
-        self._used_bytes += size
+        self._recount()
+
+    def _recount(self) -> None:
+        """Count the cache's bytes, and drop what was not used for longest until they fit."""
+        self._used_bytes = sum(map(_size, self._done.values()))
+        while self._used_bytes > self.cache_bytes:
+            self._evict()
+        self._counted_s = time.monotonic()
 
     def _evict(self) -> None:
         _, oldest = self._done.popitem(last=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.automata.regex import parse
+from overlap_spec.grammar.automata.regex import MOST_CHECKED, parse
 from overlap_spec.grammar.automata.regex_ast import (
     Alternation,
     CharClass,
@@ -19,7 +19,7 @@ from overlap_spec.grammar.spec import Grammar
 
 # Texts that a pattern may have.
 MOST_TEXTS = 512
-# Characters of a grammar that is looked at.
+# Characters of a grammar that is looked at, and of all texts of a pattern.
 LONGEST = 2**16
 # What says nothing of a value.
 NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$schema", "$id"})
@@ -37,7 +37,7 @@ def few_texts(grammar: Grammar) -> list[str]:
         return list(json.loads(grammar.source))
     if grammar.kind == "json_schema":
         return _values(json.loads(grammar.source))
-    if grammar.kind == "regex":
+    if grammar.kind == "regex" and len(grammar.source) <= MOST_CHECKED:
         try:
             return sorted(set(_few(_of(parse(grammar.source)))))
         except (_TooManyError, GrammarError, RecursionError):
@@ -74,18 +74,36 @@ def _of(node: Node) -> Iterator[str]:
         for way in node.ways:
             yield from _of(way)
     elif isinstance(node, Concat):
-        parts = [list(_few(_of(part))) for part in node.parts]
-        yield from map("".join, product(*parts))
+        yield from _joined([list(_few(_of(part))) for part in node.parts])
     else:
         if not isinstance(node, Repetition) or node.most is None:
             raise _TooManyError
         body = list(_few(_of(node.body)))
+        if not any(body):
+            yield from body
+            return
+        if node.most > LONGEST // max(map(len, body)):
+            raise _TooManyError
         for count in range(node.least, node.most + 1):
-            yield from map("".join, product(body, repeat=count))
+            yield from _joined([body] * count) if len(body) > 1 else [body[0] * count]
+
+
+def _joined(parts: list[list[str]]) -> list[str]:
+    """A text of each part, one after the other, in all ways."""
+    count, characters = 1, 0
+    for texts in parts:
+        count *= len(texts)
+        characters += max(map(len, texts), default=0)
+        if count * characters > LONGEST or count > MOST_TEXTS:
+            raise _TooManyError
+    return list(map("".join, product(*parts)))
 
 
 def _few(texts: Iterator[str]) -> Iterator[str]:
+    """The texts, if they are few enough."""
+    characters = 0
     for number, text in enumerate(texts):
-        if number >= MOST_TEXTS:
+        characters += len(text)
+        if number >= MOST_TEXTS or characters > LONGEST:
             raise _TooManyError
         yield text

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.automata.regex import parse
+from overlap_spec.grammar.automata.regex import MOST_CHECKED, check
 from overlap_spec.grammar.functions import arguments_type, is_function
 from overlap_spec.grammar.metaschema import check_schema
 from overlap_spec.grammar.outputs import pattern_text, schema_of, texts_of, value_of
@@ -163,12 +163,14 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Text that the pattern matches in full.
+        """Text that the pattern matches in full, as ECMA-262 reads it and Python too: `\\d` and
+        `\\w` are ASCII, `.` stops at `\\n`, `\\r` and the two line ends of Unicode.
 
         Raises:
-            GrammarError: the pattern does not parse, or has a construct that is not supported.
+            GrammarError: the pattern does not parse, or has a construct that is not supported. Of
+                one of more than 8,192 characters the compile says so.
         """
-        parse(pattern)
+        check(pattern)
         return cls("regex", pattern)
 
     @classmethod
@@ -178,11 +180,11 @@ class Grammar:
 
         Raises:
             GrammarError: the text is empty, or Lark that has an error or is not supported. The
-                syntax of EBNF is checked by the compile.
+                compile checks EBNF, and Lark of more than 8,192 characters.
         """
         if not text.strip():
             raise GrammarError("the EBNF grammar is empty; it needs a rule named root", "ebnf")
-        if lark.is_lark(text):
+        if len(text) <= MOST_CHECKED and lark.is_lark(text):
             lark.read(text)
         return cls("ebnf", text)
 

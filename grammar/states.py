@@ -13,7 +13,6 @@ from overlap_spec.grammar.contract import Links, Matcher, Row
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 State = TypeVar("State")
-LONGEST_FORCED = 256
 
 
 class Automaton(ABC, Generic[State]):
@@ -41,7 +40,7 @@ class Automaton(ABC, Generic[State]):
         tokens = self.vocabulary.byte_tokens
         if (tokens < 0).any():
             return b""
-        while len(found) < LONGEST_FORCED and not self.is_final(state):
+        while len(found) < walk.LONGEST_FORCED and not self.is_final(state):
             words = self.row(state)[tokens >> 5]
             (ahead,) = np.nonzero((words >> (tokens & 31)) & 1)
             after = self.after(state, int(tokens[ahead[0]])) if len(ahead) == 1 else None

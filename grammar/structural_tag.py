@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.automata.regex import parse
+from overlap_spec.grammar.automata.regex import check
 from overlap_spec.grammar.metaschema import check_schema
 from overlap_spec.grammar.source import canonical, check_text, json_path, read_json
 
@@ -200,7 +200,7 @@ def _schema(value: Any, path: str) -> Any:
 
 def _pattern(value: Any, path: str) -> str:
     try:
-        parse(_text(value, path))
+        check(_text(value, path))
         check_text("regex", value)
     except GrammarError as error:
         raise _error(path, str(error)) from error

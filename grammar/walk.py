@@ -1,13 +1,17 @@
-"""The depth-first walk over a draft tree, for any matcher.
+"""The depth-first walk over a draft tree, and one along forced bytes, for any matcher.
 
-The oracle of native walks, and the implementation of backends without one.
+The oracles of native walks, and the implementations of backends without one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from overlap_spec.grammar.contract import Links, Matcher, Row
+
+LONGEST_FORCED = 257
 
 
 def check_row(row: Row, words: int) -> None:
@@ -92,6 +96,30 @@ def _descend(
         matcher.fill(rows[node])
         path.append(node)
         node = first_child[node]
+
+
+def forced_bytes(matcher: Matcher, path: Sequence[int]) -> bytes:
+    """As `contract.Matcher.forced_bytes`, by masks: some microseconds a byte, and at most
+    :data:`LONGEST_FORCED`; none where the vocabulary lacks the token of some byte.
+
+    Raises:
+        RuntimeError: the matcher rejected a token of the path.
+    """
+    found, tokens = bytearray(), matcher.vocabulary.byte_tokens
+    if (tokens < 0).any():
+        return b""
+    ahead = matcher.fork()
+    for token in path:
+        if not ahead.accept(token):
+            raise RuntimeError(f"the matcher rejected the legal token {token}")
+    row = np.zeros(matcher.vocabulary.words, np.int32)
+    while len(found) < LONGEST_FORCED and not ahead.is_complete:
+        ahead.fill(row)
+        (legal,) = np.nonzero((row[tokens >> 5] >> (tokens & 31)) & 1)
+        if len(legal) != 1 or not ahead.accept(int(tokens[legal[0]])):
+            break
+        found.append(int(legal[0]))
+    return bytes(found)
 
 
 def allowed(row: Row, token: int) -> bool:

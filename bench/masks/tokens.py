@@ -58,9 +58,10 @@ def _embedded(size: int, seed: int) -> Tokens:
 
 
 def _hugging_face(path: Path, spec: dict[str, Any], size: int | None) -> Tokens:
-    added = {token["id"]: token["content"] for token in spec.get("added_tokens") or []}
-    ids = [*spec["model"]["vocab"].values(), *added]
-    ends = [i for i, text in added.items() if text in _ENDS]
+    added = spec.get("added_tokens") or []
+    ids = [*spec["model"]["vocab"].values(), *(token["id"] for token in added)]
+    # An ordinary token may be written like one: Gemma has `</s>` among those of HTML.
+    ends = [t["id"] for t in added if t["content"] in _ENDS and t.get("special", True)]
     if not ends:
         fail(f"{path.name} has no end token among {', '.join(sorted(_ENDS))}")
     return _load(path.name, path, size or max(ids) + 1, tuple(ends))

@@ -51,6 +51,8 @@ _LOOKS = ("ASSERT", "ASSERT_NOT")
 
 # Longer patterns are not kept, in characters.
 SHORT_PATTERN = 512
+# Longer ones are read under the limits of a compile alone: these take some 50 ms.
+MOST_CHECKED = 8192
 
 
 def _parse(source: str, dialect: Dialect) -> Any:
@@ -292,6 +294,17 @@ def parse(source: str) -> Node:
         GrammarError: it does not parse, or has a construct that is not supported.
     """
     return Pattern(source, "regex", "both").whole(plain)
+
+
+def check(source: str) -> None:
+    """Check a pattern as :func:`parse` does; one of more than :data:`MOST_CHECKED` characters is
+    left to the compile.
+
+    Raises:
+        GrammarError: as `parse`.
+    """
+    if len(source) <= MOST_CHECKED:
+        parse(source)
 
 
 def _absorbed(parts: list[Node]) -> list[Node]:

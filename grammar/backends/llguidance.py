@@ -6,12 +6,18 @@ no serialised form: the Lark text is stored and sent instead.
 
 Its calls release the GIL. A matcher stays in an error state, so it is never fed a token that its
 mask forbids, and errors are checked after each call.
+
+All matchers of a grammar share a lexer, which keeps each state that a text has led to. One that is
+full, or whose step took too long, fails all of them: so the states are a cache here. A lexer starts
+small, and one with more room takes a full one's place, where its matchers read their texts anew.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -20,6 +26,7 @@ from overlap_spec.errors import GrammarError, GrammarFailed
 from overlap_spec.grammar import walk
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
 from overlap_spec.grammar.dialects.lark import to_lark
+from overlap_spec.grammar.ir.forced_length import ForcedLength, forced_length, unpacked
 from overlap_spec.grammar.lowering import lower
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
@@ -38,8 +45,16 @@ _SLICES = [
     *(f"{_INSIDE}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 12, 16)),
     f"{_INSIDE}+",
 ]
-# Marks of the library's own limits in its errors.
+# Marks of the library's own limits in its errors, and of those of a lexer.
 OVER_LIMIT = ("too many", "too complex", "too large", "limit")
+OF_LEXER, OF_STATES = "lexer error", "too many states"
+# States of a grammar's lexer: of nine schemas in ten the first are enough, of one in a hundred the
+# second are not.
+STATES = (512, 4096, 32_768)
+STATE_BYTES = 768
+# The library walks along what is forced until its lexer fails: some 4 ms for as many bytes.
+MOST_FORCED = 2**12
+T = TypeVar("T")
 
 
 class LLGuidanceBackend(Backend):
@@ -63,17 +78,14 @@ class LLGuidanceBackend(Backend):
         self.compile(Grammar.json_schema({"type": "string"})).matcher().fill(row)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        return self.deserialize(grammar, to_lark(lower(grammar)).text.encode())
+        syntax = lower(grammar)
+        lark = to_lark(syntax).text.encode()
+        forced = forced_length(syntax.loops)
+        return _Compiled(self._tokenizer, self.vocabulary, grammar.kind, lark, forced)
 
     def deserialize(self, grammar: Grammar, data: bytes) -> CompiledGrammar:
-        lark = data.decode()
-        library = LLMatcher(self._tokenizer, lark, log_level=0, limits=LLParserLimits())
-        if library.is_error():
-            raise GrammarError(
-                f"llguidance cannot compile this {grammar.kind} grammar: {_reason(library)}",
-                grammar.kind,
-            )
-        return _Compiled(library, self.vocabulary, data)
+        forced, lark = unpacked(data)
+        return _Compiled(self._tokenizer, self.vocabulary, grammar.kind, lark, forced)
 
 
 class _Tokenizer:
@@ -90,33 +102,73 @@ class _Tokenizer:
         raise NotImplementedError("tokens are never forced")
 
 
+class _LexerFailed(Exception):
+    """A lexer is full, or its step took too long: it is of no use to any matcher any more."""
+
+
 class _Compiled(CompiledGrammar):
+    """``forced``: how long a text its rules may force."""
+
     backend = "llguidance"
 
-    def __init__(self, library: LLMatcher, vocabulary: Vocabulary, lark: bytes) -> None:
-        self._library = library
-        self._vocabulary = vocabulary
-        self._lark = lark
+    def __init__(
+        self,
+        tokenizer: LLTokenizer,
+        vocabulary: Vocabulary,
+        kind: str,
+        lark: bytes,
+        forced: ForcedLength,
+    ) -> None:
+        self.vocabulary, self.forced = vocabulary, forced
+        self._tokenizer, self._kind, self._lark = tokenizer, kind, lark
+        self._lock = threading.Lock()
+        self._size = 0
+        self._library = self._read()
 
     @property
     def memory_bytes(self) -> int:
-        # An estimate: the library does not say. Its lexer adds states in use, of 1-2 kB each.
-        return 64 * 2**10 + 20 * len(self._lark)
+        # The library does not say: what its lexer has room for.
+        return 64 * 2**10 + 20 * len(self._lark) + STATES[self._size] * STATE_BYTES
 
     def matcher(self) -> Matcher:
-        return _LLGuidanceMatcher(self._library, self._vocabulary, [], False)
+        return _LLGuidanceMatcher(self, [], False)
 
     def serialize(self) -> bytes:
-        return self._lark
+        return self.forced.packed(self._lark)
+
+    def fresh(self, instead: LLMatcher | None = None) -> LLMatcher:
+        """The library's matcher at the start, to be copied.
+
+        Args:
+            instead: One whose lexer failed.
+        """
+        with self._lock:
+            if self._library is instead:
+                self._size = min(self._size + 1, len(STATES) - 1)
+                self._library = self._read()
+            return self._library
+
+    def _read(self) -> LLMatcher:
+        """Read the grammar, with as much room as its first state needs."""
+        while True:
+            limits = LLParserLimits(max_lexer_states=STATES[self._size])
+            found = LLMatcher(self._tokenizer, self._lark.decode(), log_level=0, limits=limits)
+            if not found.is_error():
+                return found
+            if OF_STATES not in _reason(found) or self._size == len(STATES) - 1:
+                raise GrammarError(
+                    f"llguidance cannot compile this {self._kind} grammar: {_reason(found)}",
+                    self._kind,
+                )
+            self._size += 1
 
 
 class _LLGuidanceMatcher(Matcher):
-    def __init__(
-        self, fresh: LLMatcher, vocabulary: Vocabulary, history: list[int], terminated: bool
-    ) -> None:
-        self.vocabulary = vocabulary
-        self._fresh = fresh
-        self._library = fresh.deep_copy()
+    def __init__(self, compiled: _Compiled, history: list[int], terminated: bool) -> None:
+        self.vocabulary = compiled.vocabulary
+        self._compiled = compiled
+        self._fresh = compiled.fresh()
+        self._library = self._fresh.deep_copy()
         self._history = history
         # Stop tokens are tracked here: the library accepts one without a change of state.
         self._terminated = terminated
@@ -127,8 +179,7 @@ class _LLGuidanceMatcher(Matcher):
         if token_id in self.vocabulary.stop_ids:
             self._terminated = accepted = self.is_complete
         elif self.vocabulary.text[token_id]:
-            accepted = self._library.try_consume_tokens([token_id]) == 1
-            self._check()
+            accepted = self._retried(lambda: self._consume(self._library, [token_id]))
         else:
             accepted = False
         if accepted:
@@ -142,20 +193,22 @@ class _LLGuidanceMatcher(Matcher):
             return
         self._terminated = False
         del self._history[-count:]
-        self._library = self._again()
+        self._retried(self._restart)
 
     def fill(self, row: Row) -> None:
         walk.check_row(row, self.vocabulary.words)
         if self._terminated:
             row.fill(0)
             return
-        self._fill(row)
+        self._retried(lambda: self._fill(row))
 
     def fill_tree(self, tokens: Links, first_child: Links, next_sibling: Links, rows: Row) -> None:
         walk.check_tree(tokens, first_child, next_sibling, rows, self.vocabulary.words)
         rows.fill(0)
-        if self._terminated:
-            return
+        if not self._terminated:
+            self._retried(lambda: self._fill_tree(tokens, first_child, next_sibling, rows))
+
+    def _fill_tree(self, tokens: Links, first_child: Links, next_sibling: Links, rows: Row) -> None:
         self._fill(rows[0])
         drafted, child, sibling = tokens.tolist(), first_child.tolist(), next_sibling.tolist()
         open_nodes = [(child[0], 0, self._library)]
@@ -171,7 +224,7 @@ class _LLGuidanceMatcher(Matcher):
             # any more, unless it is the root's, so a chain takes one.
             last = sibling[node] == -1 and parent != 0
             own = library if last else library.deep_copy()
-            if own.try_consume_tokens([token]) != 1:
+            if not self._consume(own, [token]):
                 raise RuntimeError(f"token {token} is allowed by its mask row but was rejected")
             self._mask(own, rows[node])
             open_nodes.append((child[node], node, own))
@@ -179,10 +232,18 @@ class _LLGuidanceMatcher(Matcher):
     def forced_bytes(self, path: Sequence[int] = ()) -> bytes:
         if self._terminated:
             return b""
+        text = self.vocabulary.text
+        each, tokens = self._compiled.forced.each, (*self._history, *path)
+        size = sum(len(text[token]) for token in tokens) if each else 0
+        if self._compiled.forced.behind(size) > MOST_FORCED:
+            return walk.forced_bytes(self, path)
+        return self._retried(lambda: self._forced_bytes(path))
+
+    def _forced_bytes(self, path: Sequence[int]) -> bytes:
         library = self._library
         if path:
             library = library.deep_copy()
-            if library.try_consume_tokens(list(path)) != len(path):
+            if not self._consume(library, path):
                 raise RuntimeError(f"llguidance rejected legal tokens: {list(path)}")
         forced: bytes = library.compute_ff_bytes()
         return forced
@@ -200,15 +261,32 @@ class _LLGuidanceMatcher(Matcher):
         return len(self._history)
 
     def fork(self) -> Matcher:
-        copy = _LLGuidanceMatcher(
-            self._fresh, self.vocabulary, self._history.copy(), self._terminated
-        )
-        copy._library = self._library.deep_copy()
+        copy = _LLGuidanceMatcher(self._compiled, self._history.copy(), self._terminated)
+        copy._fresh, copy._library = self._fresh, self._library.deep_copy()
         return copy
+
+    def _retried(self, call: Callable[[], T]) -> T:
+        """The result of a call; if the lexer fails, of one with an empty lexer.
+
+        Raises:
+            GrammarFailed: an empty one with the most room failed too.
+        """
+        try:
+            return call()
+        except _LexerFailed as first:
+            failure = first
+        for _ in STATES:
+            self._fresh = self._compiled.fresh(instead=self._fresh)
+            try:
+                self._restart()
+                return call()
+            except _LexerFailed as again:
+                failure = again
+        raise _over_limit(str(failure))
 
     def _fill(self, row: Row) -> None:
         if not self._mask(self._library, row):
-            self._library = self._again()
+            self._restart()
 
     def _mask(self, library: LLMatcher, row: Row) -> bool:
         """Write the mask of a state; False if the library is now in an error state, as it is if no
@@ -216,7 +294,7 @@ class _LLGuidanceMatcher(Matcher):
         library.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if library.is_error():
             if not _reason(library).startswith("NoExtension"):
-                raise _failure(library)
+                raise _failure(_reason(library))
             row.fill(0)
             return False
         row &= self.vocabulary.text_row
@@ -224,31 +302,43 @@ class _LLGuidanceMatcher(Matcher):
             row |= self.vocabulary.stop_row
         return True
 
-    def _again(self) -> LLMatcher:
-        """A library matcher at this position, rebuilt from the start.
+    def _restart(self) -> None:
+        """Rebuild the library's matcher at this position, from the start.
 
         The library's own rollback is not exact: inside a lexeme, masks then differ from those of
         a matcher that only went forward. A copy costs 1.5 µs, and each token half of that.
         """
         library = self._fresh.deep_copy()
-        if library.try_consume_tokens(self._history) != len(self._history):
+        if not self._consume(library, self._history):
             raise RuntimeError("llguidance rejected tokens that it had accepted before")
-        return library
+        self._library = library
 
-    def _check(self) -> None:
-        if self._library.is_error():
-            raise _failure(self._library)
+    def _consume(self, library: LLMatcher, tokens: Sequence[int]) -> bool:
+        """Feed a library's matcher tokens; False if one is not legal."""
+        if library.try_consume_tokens(list(tokens)) == len(tokens):
+            return True
+        if not library.is_error():
+            # With a lexer that has failed nothing is legal: a mask tells.
+            row = np.zeros(self.vocabulary.words, np.int32)
+            self._mask(library.deep_copy(), row)
+            return False
+        raise _failure(_reason(library))
 
 
-def _failure(library: LLMatcher) -> Exception:
-    """The error of a library matcher: its grammar's fault where it is over one of its limits."""
-    reason = _reason(library)
+def _failure(reason: str) -> Exception:
+    """The error of a library's matcher: its grammar's fault where it is over one of its limits."""
+    if OF_LEXER in reason:
+        return _LexerFailed(reason)
     if any(mark in reason for mark in OVER_LIMIT):
-        return GrammarFailed(
-            f"the grammar is too much for llguidance: {reason}; simplify it (long repetitions are "
-            "the usual cause)"
-        )
+        return _over_limit(reason)
     return RuntimeError(f"llguidance failed: {reason}")
+
+
+def _over_limit(reason: str) -> GrammarFailed:
+    return GrammarFailed(
+        f"the grammar is too much for llguidance: {reason}; simplify it (long repetitions are the "
+        "usual cause)"
+    )
 
 
 def _reason(library: LLMatcher) -> str:

@@ -10,6 +10,7 @@ refuses read-only arrays, so arrays are checked or copied here.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Match
 from overlap_spec.grammar.dialects.gbnf import to_gbnf
 from overlap_spec.grammar.import_stubs import awaiting
 from overlap_spec.grammar.ir.epsilon import EpsilonFree
+from overlap_spec.grammar.ir.forced_length import UNKNOWN, ForcedLength, forced_length, unpacked
 from overlap_spec.grammar.lowering import lower
 from overlap_spec.grammar.parsing.ebnf import ForeignConstruct
 from overlap_spec.grammar.spec import Grammar
@@ -34,6 +36,10 @@ with awaiting("transformers"):
 # compiled form takes several times as long. The library releases the GIL while it compiles.
 QUICK_COMPILE_S = 0.1
 SOURCE = b"ebnf\n"
+# Reading a compiled form takes ten times its bytes for a moment, which the allocator would keep.
+LARGE_FORM = 2**20
+# The library's walk along forced bytes has no bound: some 14 ms and 8 MiB for as many.
+MOST_FORCED = 2**15
 
 
 class XGrammarBackend(Backend):
@@ -60,13 +66,14 @@ class XGrammarBackend(Backend):
         except ForeignConstruct:
             if grammar.kind != "ebnf":
                 raise
-            return self._compile(grammar, grammar.source)
+            return self._compile(grammar, grammar.source, UNKNOWN)
+        forced = forced_length(syntax.loops)
         if grammar.kind == "ebnf":
             # The library crashes the process if a rule is nullable and left-recursive.
             syntax = EpsilonFree(syntax).syntax
-        return self._compile(grammar, to_gbnf(syntax))
+        return self._compile(grammar, to_gbnf(syntax), forced)
 
-    def _compile(self, grammar: Grammar, text: str) -> CompiledGrammar:
+    def _compile(self, grammar: Grammar, text: str, forced: ForcedLength) -> CompiledGrammar:
         start = time.perf_counter()
         try:
             compiled = self._compiler.compile_grammar(text)
@@ -75,11 +82,12 @@ class XGrammarBackend(Backend):
                 f"{grammar.kind} grammar cannot be compiled: {_reason(error)}", grammar.kind
             ) from error
         again = text if time.perf_counter() - start < QUICK_COMPILE_S else None
-        return _Compiled(compiled, self.vocabulary, again)
+        return _Compiled(compiled, self.vocabulary, again, forced)
 
     def deserialize(self, grammar: Grammar, data: bytes) -> CompiledGrammar:
+        forced, data = unpacked(data)
         if data.startswith(SOURCE):
-            return self._compile(grammar, data.removeprefix(SOURCE).decode())
+            return self._compile(grammar, data.removeprefix(SOURCE).decode(), forced)
         try:
             compiled = xgr.CompiledGrammar.deserialize_json(data.decode(), self._info)
         except (RuntimeError, ValueError) as error:
@@ -87,18 +95,25 @@ class XGrammarBackend(Backend):
                 f"not a {grammar.kind} grammar that this xgrammar serialised: {_reason(error)}",
                 grammar.kind,
             ) from error
-        return _Compiled(compiled, self.vocabulary, None)
+        if len(data) > LARGE_FORM:
+            _trim()
+        return _Compiled(compiled, self.vocabulary, None, forced)
 
 
 class _Compiled(CompiledGrammar):
-    """``again``: the source text if compiling it is fast enough to replace the serialised form."""
+    """``again``: the source text if compiling it is fast enough to replace the serialised form.
+    ``forced``: how long a text its rules may force."""
 
     backend = "xgrammar"
 
     def __init__(
-        self, compiled: xgr.CompiledGrammar, vocabulary: Vocabulary, again: str | None
+        self,
+        compiled: xgr.CompiledGrammar,
+        vocabulary: Vocabulary,
+        again: str | None,
+        forced: ForcedLength,
     ) -> None:
-        self._compiled, self._again = compiled, again
+        self._compiled, self._again, self._forced = compiled, again, forced
         self._vocabulary = vocabulary
         self._memory_bytes = int(compiled.memory_size_bytes)
 
@@ -107,22 +122,28 @@ class _Compiled(CompiledGrammar):
         return self._memory_bytes
 
     def matcher(self) -> Matcher:
-        return _XGrammarMatcher(xgr.GrammarMatcher(self._compiled), self._vocabulary, [])
+        library = xgr.GrammarMatcher(self._compiled)
+        return _XGrammarMatcher(library, self._vocabulary, [], self._forced)
 
     def serialize(self) -> bytes:
         if self._again is not None:
-            return SOURCE + self._again.encode()
+            return self._forced.packed(SOURCE + self._again.encode())
         text: str = self._compiled.serialize_json()
-        return text.encode()
+        return self._forced.packed(text.encode())
 
 
 class _XGrammarMatcher(Matcher):
     def __init__(
-        self, library: xgr.GrammarMatcher, vocabulary: Vocabulary, history: list[int]
+        self,
+        library: xgr.GrammarMatcher,
+        vocabulary: Vocabulary,
+        history: list[int],
+        forced: ForcedLength,
     ) -> None:
         self._library = library
         self.vocabulary = vocabulary
-        self._history = history
+        self._history, self._size = history, 0
+        self._forced = forced
 
     def accept(self, token_id: int) -> bool:
         # The library rejects these too, but prints a warning for each.
@@ -131,6 +152,7 @@ class _XGrammarMatcher(Matcher):
         accepted = bool(self._library.accept_token(token_id))
         if accepted:
             self._history.append(token_id)
+            self._size += len(self.vocabulary.text[token_id])
         return accepted
 
     def rollback(self, count: int) -> None:
@@ -138,6 +160,7 @@ class _XGrammarMatcher(Matcher):
             raise ValueError(f"cannot roll back {count} of {len(self._history)} tokens")
         if count:
             self._library.rollback(count)
+            self._size -= self._bytes_of(self._history[-count:])
             del self._history[-count:]
 
     def fill(self, row: Row) -> None:
@@ -169,6 +192,8 @@ class _XGrammarMatcher(Matcher):
     def forced_bytes(self, path: Sequence[int] = ()) -> bytes:
         if self.is_terminated:
             return b""
+        if self._forced.behind(self._size + self._bytes_of(path)) > MOST_FORCED:
+            return walk.forced_bytes(self, path)
         accepted = 0
         try:
             for token in path:
@@ -196,7 +221,13 @@ class _XGrammarMatcher(Matcher):
         return len(self._history)
 
     def fork(self) -> Matcher:
-        return _XGrammarMatcher(self._library.fork(), self.vocabulary, self._history.copy())
+        history = self._history.copy()
+        copy = _XGrammarMatcher(self._library.fork(), self.vocabulary, history, self._forced)
+        copy._size = self._size
+        return copy
+
+    def _bytes_of(self, tokens: Sequence[int]) -> int:
+        return sum(len(self.vocabulary.text[token]) for token in tokens)
 
     def _replay(self) -> None:
         # The library's depth in the tree when it raised is unknown.
@@ -204,6 +235,13 @@ class _XGrammarMatcher(Matcher):
         for token in self._history:
             if not self._library.accept_token(token):
                 raise RuntimeError(f"xgrammar rejected token {token} that it had accepted before")
+
+
+def _trim() -> None:
+    """Give freed memory back to the system, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _exportable(links: Links) -> Links:

@@ -5,7 +5,8 @@ cheaper than rules. But it merges states wrongly if two alternatives share a pre
 accepts "ccc") or if `?` follows a loop. So only deterministic tokens become terminals, with `?`
 written as an alternation. Those that count or are not deterministic become automata, one rule per
 state, a character followed by the next state, which is as cheap; those that are too large for
-that, rules.
+that, rules. A start rule that is referred to loses tokens (`root ::= "c" root "a"? | "a"` after
+"c"), so the start rule is never one of these.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from overlap_spec.grammar.automata.regex_ast import (
     Repetition,
     is_deterministic,
     parts_of,
+    references,
 )
 from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth, states
 from overlap_spec.grammar.ir.tokens import Token
@@ -47,8 +49,11 @@ def to_gbnf(syntax: Syntax) -> str:
 class _Writer:
     def __init__(self, syntax: Syntax) -> None:
         self.names = {name: f"r{i}" for i, name in enumerate([*syntax.rules, *syntax.tokens])}
-        self.names["root"] = "root"
         self.lines: list[str] = []
+        if any("root" in references(body) for body in syntax.rules.values()):
+            self.lines.append(f"root ::= {self.names['root']}")
+        else:
+            self.names["root"] = "root"
         for name, body in syntax.rules.items():
             self.lines.append(f"{self.names[name]} ::= {self.rule(body)}")
         for name, token in syntax.tokens.items():

@@ -13,6 +13,7 @@ import pytest
 from bench import maskbench
 from bench.masks import tokens
 from bench.masks.order import Order
+from overlap_spec.config import EMBEDDED
 from overlap_spec.grammar import Grammar
 from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
 from overlap_spec.grammar.isolation.limits import CompileFailure
@@ -159,6 +160,21 @@ def test_a_tekken_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(SystemExit):
         tokens.read(tmp_path / "other.json", None, 0)
+
+
+def test_ordinary_tokens_that_look_like_ends_are_none(tmp_path: Path) -> None:
+    """Gemma has a token `</s>` among those of HTML tags, beside its end `<eos>`."""
+    spec = json.loads((EMBEDDED / "target" / "tokenizer.json").read_text())
+    more = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    size = max(*spec["model"]["vocab"].values(), *(t["id"] for t in spec["added_tokens"])) + 1
+    for at, (text, special) in enumerate({"</s>": False, "<eos>": True}.items()):
+        spec["added_tokens"].append({"id": size + at, "content": text, "special": special, **more})
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(spec))
+    found = tokens.read(path, None, 0).vocabulary
+    assert size + 1 in found.stop_ids
+    assert size not in found.stop_ids
+    assert found.text[size] == b"</s>"
 
 
 def test_a_stopped_run_is_resumed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -196,6 +197,20 @@ def test_few_texts() -> None:
         Grammar.choice(["a"]).after_thinking(),
     ):
         assert few_texts(grammar) == [], grammar
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a{2147483000}", "(a{60000}){60000}", "(a{40000}b){9}", "[ab]{2147483000}"]
+)
+def test_long_texts_are_not_unrolled(pattern: str) -> None:
+    """Each takes gigabytes if it is."""
+    grammar = Grammar.regex(pattern)
+    tracemalloc.start()
+    assert few_texts(grammar) == []
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**22
+    assert few_texts(Grammar.regex("(){2147483000}b|(ab){2,3}")) == ["abab", "ababab", "b"]
 
 
 def test_a_language_that_is_too_large_has_no_trie(still: dict[str, Any]) -> None:

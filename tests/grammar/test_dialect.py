@@ -2,6 +2,7 @@ r"""Patterns of schemas are ECMA-262's; expressions of their own match what Pyth
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from functools import cache
@@ -143,3 +144,36 @@ def test_an_automaton_and_its_expression_have_the_same_texts(name: str) -> None:
     again = dfa.from_node(node)
     assert dfa.both(again, dfa.neither(made)).is_empty
     assert dfa.both(made, dfa.neither(again)).is_empty
+
+
+ANCHORED = (r"^$|^\d{2}$", "(a|$)", "(?:^|a)", "x(a|$)", "^|a$", "(^a|b)c?", "$", "(^|a)b?")
+
+
+@pytest.mark.parametrize("pattern", ANCHORED)
+def test_anchors_leave_the_ways_beside_them(pattern: str) -> None:
+    texts = ["".join(text) for n in range(4) for text in itertools.product("abcx12", repeat=n)]
+    wanted = [text for text in texts if re.fullmatch(pattern, text)]
+    lark = Grammar.ebnf(f"start: /{pattern}/")
+    tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": pattern}}
+    for grammar in (Grammar.regex(pattern), lark, Grammar.structural_tag(tag)):
+        compiled = backend().compile(grammar)
+        assert [text for text in texts if takes(grammar, text)] == wanted, compiled
+    # A schema's pattern may match anywhere.
+    found = Grammar.json_schema({"type": "string", "pattern": pattern})
+    for text in texts[:60]:
+        assert takes(found, f'"{text}"') == bool(re.search(pattern, text)), text
+
+
+def test_long_patterns_and_lark_are_read_by_the_compile() -> None:
+    """They may take seconds, and a compile has limits."""
+    ways = "|".join(f"w{number}" for number in range(2000))
+    tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": f"({ways}"}}
+    for grammar in (
+        Grammar.regex(f"({ways}"),
+        Grammar.ebnf(f"start: /({ways}/"),
+        Grammar.structural_tag(tag),
+    ):
+        with pytest.raises(GrammarError, match=r"missing \), unterminated subpattern"):
+            backend().compile(grammar)
+    assert takes(Grammar.regex(ways), "w1999")
+    assert not takes(Grammar.regex(ways), "w2000")

@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 
 from overlap_spec.config import EMBEDDED
+from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, Vocabulary, backends, walk
 from overlap_spec.grammar.contract import Matcher
 from overlap_spec.grammar.forced import ForcedRuns
 from overlap_spec.grammar.guesses import KINDS, Guesses
+from overlap_spec.grammar.ir.forced_length import forced_length
+from overlap_spec.grammar.lowering import lower
 from overlap_spec.grammar.reasoning_matcher import wrap
+from tests.support.grammars import random_ebnf
 
 STOP, SPECIAL, LONG = 256, 257, 258
 # Every byte, a stop and a special token, and some longer ones; "{" once more as a second token.
@@ -275,3 +279,80 @@ def test_runs_of_a_real_tokenizer_are_its_own() -> None:
     found = runs.tokens(text.encode(), Guesses())
     assert found == tokenizer.encode(text)
     assert walk.allowed(tokenizer.vocabulary.text_row, found[0])
+
+
+def doubled(times: int, more: str = "") -> Grammar:
+    """A grammar of 2 ** times letters, before what else it has."""
+    rules = "".join(f"a{i} ::= a{i + 1} a{i + 1}\n" for i in range(times))
+    return Grammar.ebnf(f'root ::= a0 {more}\n{rules}a{times} ::= "a"\n')
+
+
+LONG_TEXTS = {
+    "ebnf": doubled(20),
+    "both ways": doubled(20, '("b" | "c")'),
+    "lark": Grammar.ebnf('start: a\na: b~1024\nb: "a"~1024\n'),
+    "regex": Grammar.regex("a{100000}"),
+    "items": Grammar.json_schema({"type": "array", "items": {"const": 1}, "minItems": 1_000_000}),
+    "closing": Grammar.ebnf('root ::= "(" root "' + "a" * 1000 + '" | "a"'),
+}
+
+
+@pytest.mark.parametrize("grammar", LONG_TEXTS)
+def test_long_forced_text_is_told_in_part(name: str, grammar: str) -> None:
+    """The libraries look for its end. The matcher, and others of its grammar, go on."""
+    try:
+        compiled = backends.load(name)(VOCABULARY).compile(LONG_TEXTS[grammar])
+    except GrammarError:
+        pytest.skip("the backend refuses this grammar")
+    matcher = compiled.matcher()
+    if grammar == "closing":
+        for _ in range(80):
+            assert matcher.accept(ord("("))
+        assert matcher.accept(ord("a"))
+    forced = matcher.forced_bytes()
+    assert 200 < len(forced) < 2**15
+    for byte in forced[:30]:
+        assert byte in legal(matcher)
+        assert matcher.accept(byte)
+        assert matcher.forced_bytes()
+    assert compiled.matcher().forced_bytes()[:1] in (b"a", b"[", b"")
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS)
+def test_masks_tell_what_a_library_tells(name: str, grammar: str) -> None:
+    rng = random.Random(grammar)
+    matcher = matcher_of(name, grammar).fork()
+    while choices := [t for t in legal(matcher) if t != STOP]:
+        told, by_masks = matcher.forced_bytes(), walk.forced_bytes(matcher, ())
+        # A library may stop at the start of a character of several bytes.
+        assert by_masks.startswith(told)
+        assert by_masks == told or by_masks[len(told)] >= 0x80
+        token = rng.choice(choices)
+        assert walk.forced_bytes(matcher, [token]).startswith(matcher.forced_bytes([token]))
+        assert matcher.accept(token)
+        if matcher.accepted_tokens > 40:
+            break
+
+
+def test_no_grammar_forces_more_than_its_bound() -> None:
+    """Over random grammars, with rules that call each other in circles."""
+    told = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        text = random_ebnf(rng)
+        try:
+            syntax = lower(Grammar.ebnf(text))
+        except GrammarError:
+            continue
+        bound = forced_length(syntax.loops)
+        matcher = backends.load("reference")(VOCABULARY).compile(Grammar.ebnf(text)).matcher()
+        size = 0
+        while choices := [t for t in legal(matcher) if t < 256]:
+            forced = matcher.forced_bytes()
+            assert len(forced) <= bound.behind(size), text
+            told += len(forced) > 1
+            assert matcher.accept(rng.choice(choices))
+            size += 1
+            if size > 20:
+                break
+    assert told > 100

@@ -1,0 +1,111 @@
+"""llguidance's lexer keeps each state that a text has led to: it is a cache, and is counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from overlap_spec.config import EMBEDDED
+from overlap_spec.errors import GrammarFailed
+from overlap_spec.grammar import Grammar, GrammarCompiler, Matcher
+from overlap_spec.grammar.backends import load
+from overlap_spec.grammar.contract import Backend, CompiledGrammar
+from overlap_spec.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.skipif(
+    not (EMBEDDED / "target" / "tokenizer.json").exists(), reason="no embedded tokenizer"
+)
+# Each text leads to states of its own.
+MANY = "{}([a-z ]*[aeiou][a-z ]{{20}})([a-z ]*[bcd][a-z ]{{21}})[a-z ]*"
+
+
+@pytest.fixture(scope="module")
+def backend() -> Backend:
+    vocabulary = Tokenizer(EMBEDDED / "target", 2048).vocabulary
+    return load("llguidance")(vocabulary)
+
+
+def mask(matcher: Matcher) -> npt.NDArray[np.int32]:
+    row = np.zeros(matcher.vocabulary.words, np.int32)
+    matcher.fill(row)
+    return row
+
+
+def write(matcher: Matcher, rng: np.random.Generator, tokens: int) -> list[int]:
+    """Text drawn from the masks, without stop tokens."""
+    found = []
+    for _ in range(tokens):
+        row = mask(matcher) & matcher.vocabulary.text_row
+        legal = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+        found.append(int(rng.choice(legal)))
+        assert matcher.accept(found[-1])
+    return found
+
+
+def anew(compiled: CompiledGrammar, backend: Backend, tokens: list[int]) -> Matcher:
+    """A matcher with a lexer of its own behind some tokens."""
+    matcher = backend.deserialize(Grammar.regex("a"), compiled.serialize() or b"").matcher()
+    assert all(map(matcher.accept, tokens))
+    return matcher
+
+
+def test_texts_outlast_a_full_lexer(backend: Backend) -> None:
+    """Two requests of one grammar, whose texts fill its lexer several times: their masks, trees
+    and drafts are those of lexers that have read nothing else."""
+    rng = np.random.default_rng(0)
+    compiled = backend.compile(Grammar.regex(MANY.format("w")))
+    one, two = compiled.matcher(), compiled.matcher()
+    texts: list[list[int]] = [[], []]
+    for turn in range(16):
+        matcher, text = (one, two)[turn % 2], texts[turn % 2]
+        text += write(matcher, rng, 25)
+        twin = anew(compiled, backend, text)
+        assert np.array_equal(mask(matcher), mask(twin))
+        drafts = np.array([text[-1], *write(twin, rng, 2)])
+        links = np.array([1, 2, -1]), np.full(3, -1)
+        rows = np.zeros((3, matcher.vocabulary.words), np.int32)
+        matcher.fill_tree(drafts, *links, rows)
+        assert np.array_equal(rows[2], mask(twin))
+        twin.rollback(1)
+        assert np.array_equal(rows[1], mask(twin))
+        assert matcher.forced_bytes() == b""
+        assert not matcher.accept(matcher.vocabulary.byte_tokens[ord("!")])
+        matcher.rollback(3)
+        del text[-3:]
+        assert matcher.accepted_tokens == len(text)
+
+
+def test_memory_is_counted_as_it_grows(backend: Backend) -> None:
+    compiled = backend.compile(Grammar.regex(MANY.format("w")))
+    before = compiled.memory_bytes
+    write(compiled.matcher(), np.random.default_rng(0), 100)
+    assert compiled.memory_bytes > before + 10 * 2**20
+    # Not without end.
+    write(compiled.matcher(), np.random.default_rng(1), 100)
+    assert compiled.memory_bytes < before + 32 * 2**20
+
+
+def test_a_cache_drops_grammars_that_have_grown(backend: Backend) -> None:
+    rng = np.random.default_rng(0)
+    with GrammarCompiler(backend, 64 * 2**20, isolated=False) as compiler:
+        for number in range(5):
+            compiled = compiler.compile(Grammar.regex(MANY.format(f"w{number}")))
+            assert compiler.used_bytes <= 64 * 2**20
+            write(compiled.matcher(), rng, 60)
+        compiler.compile(Grammar.regex("[ab]"))
+        assert compiler.used_bytes <= 64 * 2**20
+        assert 2 < compiler.snapshot()["cache_entries"] < 6
+
+
+def test_a_step_that_takes_too_long_ends_its_request_alone(backend: Backend) -> None:
+    ways = "|".join(f"(.*{letter}.{{30}})" for letter in "abcdefghijklmnopqrst")
+    compiled = backend.compile(Grammar.regex(f"a*b({ways})*"))
+    fine = compiled.matcher()
+    assert fine.accept(fine.vocabulary.byte_tokens[ord("a")])
+    before = mask(fine)
+    with pytest.raises(GrammarFailed, match="too many expressions"):
+        write(compiled.matcher(), np.random.default_rng(0), 150)
+    assert fine.accept(fine.vocabulary.byte_tokens[ord("a")])
+    assert np.array_equal(mask(fine), before)
+    assert np.array_equal(mask(compiled.matcher()), before)
