@@ -309,8 +309,10 @@ class Worker:
             return None
         proposed = None
         if proposal is not None:
-            parts = (uploaded(torch.from_numpy(part), self._device) for part in proposal)
-            proposed = Draft(*parts)
+            tokens, parents, scores = (
+                uploaded(torch.from_numpy(part), self._device) for part in proposal
+            )
+            proposed = Draft(tokens, parents, scores)
         return self.runner.draft(batch, sampled, proposed)
 
     def forget(self, history: History) -> None:
