@@ -143,8 +143,8 @@ def _circling(syntax: Syntax) -> frozenset[str]:
     while ready:
         name = ready.pop()
         left.discard(name)
-        for called in calls[name]:
-            callers[called] -= 1
-            if not callers[called]:
-                ready.append(called)
+        for other in calls[name]:
+            callers[other] -= 1
+            if not callers[other]:
+                ready.append(other)
     return frozenset(left)

@@ -39,7 +39,8 @@ class Recordable(Protocol):
     @property
     def stops_drafts(self) -> bool: ...
 
-    note_fault: Callable[[Exception], None]
+    def note_fault(self, error: Exception) -> None: ...
+
     draft_trees: Callable[..., Tensors]
     dead_trees: Callable[..., Tensors]
     verify_trees: Callable[..., Tensors]
