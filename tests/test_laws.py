@@ -270,10 +270,12 @@ GRAMMAR_MAY_IMPORT: dict[str, set[str]] = {
 # The rooms that have no folder of their own.
 GRAMMAR_FILES: dict[str, set[str]] = {
     "spec": {
+        "drafts",
         "few_texts",
         "formats",
         "functions",
         "markers",
+        "metaschema",
         "outputs",
         "reasoning",
         "source",

@@ -309,7 +309,7 @@ def test_what_is_about_all_replicas_reaches_all() -> None:
     assert whole_info["open_requests"] == 4
     assert set(whole_info["replicas"]) == {"r1", "r2"}
     # Another method is the route's own business.
-    assert ask(Fake(whole, answers=info), Client("/health", {})).data == {"ok": True}
+    assert ask(Fake(whole, answers=info), Client("/health")).data == {"ok": True}
 
 
 def test_lifespan_is_answered() -> None:

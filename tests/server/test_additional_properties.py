@@ -79,7 +79,7 @@ def test_the_field_goes_before_the_setting() -> None:
 
 @pytest.fixture(scope="module")
 def free(tiny: dict[str, str]) -> Iterator[Engine]:
-    with Engine(**tiny, additional_properties="schema", mask_deadline_ms=5000.0) as made:
+    with Engine(**tiny, additional_properties="schema") as made:
         yield made
 
 

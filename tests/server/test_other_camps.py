@@ -142,5 +142,5 @@ def test_choices_together_repeat_a_bounded_part_of_a_request(server: Server) -> 
     weighed = {"choice": texts, "probabilities": True}
     chat = {"messages": [{"role": "user", "content": SAID}], "n": 100, "max_tokens": 1}
     error = error_of(server.post(CHAT, chat | {"structured_outputs": weighed}))
-    assert error["param"] == "structured_outputs.probabilities"
+    assert error["param"] == "structured_outputs.choice"
     assert len(json.dumps(error)) < 1000

@@ -20,7 +20,7 @@ from overlap_spec.types import Tier
 from overlap_spec.worker.build import build_worker
 from overlap_spec.worker.follower import Spans, follow
 from overlap_spec.worker.lead import LeadWorker
-from overlap_spec.worker.messages import Call, encode
+from overlap_spec.worker.messages import Call, encode_calls
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.streams import InlineStream, InlineStreams, Value
 from overlap_spec.worker.worker import Worker
@@ -54,10 +54,11 @@ class Told:
     """A group whose rank 0 tells the same again and again, and then the end."""
 
     shard = SimpleNamespace(rank=1, size=2)
+    key = bytes(32)
 
     def __init__(self, call: Call, times: int) -> None:
         rounds: list[list[Call]] = [[call]] * times + [[("close", ())]]
-        self.left = deque(tensor for calls in rounds for tensor in encode(calls))
+        self.left = deque(tensor for calls in rounds for tensor in encode_calls(calls, self.key))
 
     def receive(self, tensor: Tensor, _: int = 0) -> None:
         tensor.copy_(self.left.popleft())
@@ -97,7 +98,8 @@ def test_nothing_is_told_of_a_step_in_which_a_rank_was_lost(
 ) -> None:
     """Sums that wait for it are let go of, and end with whatever there was."""
     lost = Lost()
-    group = SimpleNamespace(send=lambda _: None, abort=lambda: None, close=lambda: None)
+    calls = {name: lambda *_: None for name in ("send", "abort", "close")}
+    group = SimpleNamespace(key=bytes(32), **calls)
 
     def lead(config: Any, *rest: Any) -> Worker:
         worker = build_worker(config, *rest)

@@ -379,7 +379,7 @@ def test_logprobs_are_before_temperature_and_list_no_forbidden_token() -> None:
         ("temperature", float("nan")),
         ("top_p", 0),
         ("top_p", 1.5),
-        ("top_k", 0),
+        ("top_k", -2),
         ("min_p", 2),
         ("repetition_penalty", 0),
         ("presence_penalty", 3),
