@@ -34,7 +34,6 @@ from overlap_spec.worker.streams import (
     InlineStreams,
     RecordSpan,
     Streams,
-    torch_threads,
 )
 from overlap_spec.worker.tables import RowTables
 from overlap_spec.worker.worker import Worker
@@ -60,11 +59,14 @@ def build_worker(
     dtype = pick_dtype(config, device)
     if config.quantization is not None:
         check_quantization(config.quantization, device)
-    with torch_threads(count_threads(config, device) if device.type == "cpu" else None):
+    try:
         if config.tensor_parallel_size > 1:
             return _build_lead(config, device, dtype, reserve_tokens, streams, record)
-        runner = _build_runner(config, device, dtype, reserve_tokens, None)
+        runner = _build_runner(config, device, dtype, reserve_tokens, streams, None)
         return Worker(runner, streams, config.overlap, config.max_running_requests, record)
+    except BaseException:
+        streams.close()
+        raise
 
 
 def _build_lead(
@@ -92,7 +94,7 @@ def _build_lead(
         same = replace(config, device=device.type, dtype=name, threads=threads)
         group = Group(launched, device, (asdict(same), reserve_tokens))
         streams.prefill = streams.compute
-        runner = _build_runner(config, device, dtype, reserve_tokens, group)
+        runner = _build_runner(config, device, dtype, reserve_tokens, streams, group)
         rows = config.max_running_requests
         return LeadWorker(runner, streams, config.overlap, rows, record, group, processes)
     except BaseException:
@@ -115,11 +117,10 @@ def run_follower(launched: Launch) -> None:
     spans = Spans()
     streams = build_streams(config, spans.record)
     streams.prefill = streams.compute
-    with torch_threads(config.threads):
-        group = Group(launched, device)
-        runner = _build_runner(config, device, dtype, reserve_tokens, group)
-        rows = config.max_running_requests
-        follow(Worker(runner, streams, config.overlap, rows, spans.record), group, spans)
+    group = Group(launched, device)
+    runner = _build_runner(config, device, dtype, reserve_tokens, streams, group)
+    rows = config.max_running_requests
+    follow(Worker(runner, streams, config.overlap, rows, spans.record), group, spans)
 
 
 def _build_runner(
@@ -127,9 +128,28 @@ def _build_runner(
     device: torch.device,
     dtype: torch.dtype,
     reserve_tokens: int,
+    streams: Streams,
     group: Group | None,
 ) -> ModelRunner:
-    """Models, tables and caches; with a ``group`` one rank's part of the target."""
+    """Models, tables and caches; with a ``group`` one rank's part of the target.
+
+    By compute, in whose thread all torch's work in parallel is done: see :func:`host_zeros`.
+    """
+    built = streams.event()
+    runner = streams.compute.run("load", _load, config, device, dtype, reserve_tokens, group)
+    streams.compute.record(built)
+    built.synchronize()
+    return runner.get()
+
+
+@torch.inference_mode(False)
+def _load(
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    reserve_tokens: int,
+    group: Group | None,
+) -> ModelRunner:
     rows = config.max_running_requests
     if device.type == "cuda":
         # Float32 output must not depend on the device.
