@@ -29,9 +29,9 @@ from overlap_spec.training.templates import (
 )
 from overlap_spec.training.varied import VariedCases, VariedFillers, truths
 
-FILES = ("varied_scenes.txt", "varied_scenes_more.txt")
+FILES = ("varied_scenes.txt", "varied_scenes_more.txt", "varied_scenes_third.txt")
 # Of the extractions: those of scenes.
-SCENE_SHARE = 0.6
+SCENE_SHARE = 0.7
 # Of the values of a kind that has patterns: those made by one.
 PATTERN_SHARE = 0.55
 SPAN_UNITS = ("minutes", "hours", "days", "weeks", "months", "years", "seconds", "nights")
