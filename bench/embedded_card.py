@@ -10,7 +10,7 @@ NAMES = {
     "seen": "extraction, written phrasings",
     "unseen": "extraction, held-out phrasings",
     "fresh": "extraction, phrasings written afterwards",
-    "open": "extraction, sentences of ten open domains",
+    "open": "extraction, 100 sentences of ten open domains",
     "wide": "extraction, texts by grammar",
     "seen_tools": "tool calls, written phrasings",
     "unseen_tools": "tool calls, held-out phrasings",

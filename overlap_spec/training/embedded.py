@@ -6,11 +6,11 @@
 ``--only head`` the head: after a change of the target both are to be made again.
 
 ``--init FOLDER`` begins with the weights and the tokenizer of a folder that holds ``target`` (and
-``eagle3``) instead of random ones, with no copying curriculum; ``--new-tokenizer`` makes the
-tokenizer anew there, and carries the rows of the embedding over; ``--layers`` adds layers that do
-nothing yet. ``--resume`` goes on from a work folder's checkpoint, with the optimizers' state; a
-larger ``--tokens-target`` there moves the decay of the learning rate, which lasts for the last
-``--tokens-decay``.
+``eagle3``, ``draft_model``) instead of new ones, with no copying curriculum; ``--new-tokenizer``
+makes the tokenizer anew there, and carries the rows of the embedding over; ``--layers`` adds layers
+that do nothing yet. ``--resume`` goes on from a work folder's checkpoint, with the optimizers'
+state; a larger ``--tokens-target`` there moves the decay of the learning rate, which lasts for the
+last ``--tokens-decay``.
 """
 
 from __future__ import annotations
@@ -214,7 +214,12 @@ def build_draft_model(
     budget = Budget(minutes=options.minutes_draft_model)
     if options.tokens_draft_model:
         budget = Budget(tokens=round(1e6 * options.tokens_draft_model))
-    draft = cut_out(target, stream.next())
+    init = options.init / "draft_model" if options.init else None
+    if init and init.exists():
+        draft = load_decoder(init, torch.float32, torch.device("cpu"))
+        carry_over(draft.embed_tokens.weight, options.init, tokenizer)
+    else:
+        draft = cut_out(target, stream.next())
     trainer = DraftModelTrainer(target, draft, stream, recipe, budget)
     checkpoint = options.work / "draft_model.pt"
     if options.resume and checkpoint.exists():

@@ -502,3 +502,19 @@ def test_a_draft_model_is_made_anew_for_a_target_that_is_there(tokenizer, tiny_c
     embedded.main([*words.split(), "--tokens-draft-model", "0.02", "--resume"])
     made = load_decoder(tmp_path / "draft_model", torch.float32, torch.device("cpu"))
     assert 0 < (made.embed_tokens.weight - first).abs().max() < 0.5
+
+
+def test_a_draft_model_goes_on_from_the_one_of_init(tokenizer, tiny_config, tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    for seed, folder in ((3, old), (4, new)):
+        target = Decoder(tiny_config)
+        initialise(target, seed)
+        export_target(target, tokenizer, folder / "target")
+    known = Decoder(draft_model_config(tiny_config))
+    initialise(known, 5)
+    export_target(known, tokenizer, old / "draft_model")
+    words = f"--only draft-model --init {old} --out {new} --work {tmp_path}/work --no-compile"
+    embedded.main([*words.split(), "--tokens-draft-model", "0.002"])
+    made = load_decoder(new / "draft_model", torch.float32, torch.device("cpu"))
+    off = [made.embed_tokens.weight - model.embed_tokens.weight for model in (known, target)]
+    assert off[0].norm() < 0.5 * off[1].norm()
