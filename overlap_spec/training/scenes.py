@@ -27,7 +27,7 @@ from overlap_spec.training.templates import (
     fresh_library,
     parse_template,
 )
-from overlap_spec.training.varied import VariedCases, VariedFillers, truths
+from overlap_spec.training.varied import VariedAnything, VariedCases, VariedFillers, truths
 
 FILES = ("varied_scenes.txt", "varied_scenes_more.txt", "varied_scenes_third.txt")
 # Of the extractions: those of scenes.
@@ -174,8 +174,8 @@ class Scene:
     def take(self, fact: SharedFact) -> None:
         """Have a fact that any scene may have, where no field of the scene goes by its name."""
         fields = self.clauses.domain.fields
-        if fact.field.slot not in fields:
-            fields[fact.field.slot] = fact.field
+        if fact.about.slot not in fields:
+            fields[fact.about.slot] = fact.about
             for kind, part in fact.parts:
                 self.add(kind, part)
 
@@ -193,7 +193,7 @@ class Scene:
 class SharedFact:
     """A field that any scene may have, and its parts by kind."""
 
-    field: Field
+    about: Field
     parts: list[tuple[str, Template]] = field(default_factory=list)
 
 
@@ -266,6 +266,7 @@ class SceneCases(VariedCases):
         super().__init__(rng, held_out_fillers)
         self.fillers = SceneFillers(rng, held_out_fillers)
         self.scenes = all_scenes()
+        self.subjects = VariedAnything(rng)
         self.names = {scene.clauses.domain.name for scene in self.scenes}
 
     def extraction(self) -> Case:
@@ -277,7 +278,7 @@ class SceneCases(VariedCases):
             scene.take(self.rng.choice(list(shared_facts().values())))
         if self.rng.random() < 0.25:
             word, opposite, key = self.rng.choice(truths())
-            self.anything._add_truth(scene.clauses, word, opposite, key.replace(" ", "_"))
+            self.subjects.add_truth(scene.clauses, word, opposite, key.replace(" ", "_"))
             scene.relations.tails += scene.clauses.aside
         domain = scene.clauses.domain
         text, facts, _ = self._render(domain, self.scene_text(scene))
