@@ -67,10 +67,10 @@ class DocumentMaker:
     # Share of each kind of document, in the copying warm-up and after it.
     WARM_UP: ClassVar = {"random_copy": 0.45, "lookup": 0.4, "extraction": 0.15}
     MAIN: ClassVar = {
-        "extraction": 0.59,
-        "tool_call": 0.11,
+        "extraction": 0.57,
+        "tool_call": 0.12,
         "choice": 0.05,
-        "interview": 0.08,
+        "interview": 0.1,
         "short_answer": 0.025,
         "gsm8k": 0.03,
         "few_shot": 0.0015,

@@ -61,6 +61,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens-decay", type=float, default=8.0, help="of these, with a falling learning rate"
     )
+    parser.add_argument(
+        "--rate", type=float, default=1.0, help="factor on the target's learning rates"
+    )
     parser.add_argument("--init", type=Path, help="folder of a model to begin with")
     parser.add_argument(
         "--new-tokenizer", action="store_true", help="do not keep the tokenizer of --init"
@@ -120,6 +123,8 @@ def build_target(
 ) -> Decoder:
     """Train the target, or go on with it."""
     recipe = TargetRecipe(seed=options.seed, compile=not options.no_compile)
+    rates = {"muon_lr": options.rate * recipe.muon_lr, "adam_lr": options.rate * recipe.adam_lr}
+    recipe = replace(recipe, **rates)
     budget = Budget(minutes=options.minutes_target)
     if options.tokens_target:
         budget = Budget(tokens=round(1e6 * options.tokens_target))

@@ -31,7 +31,7 @@ from overlap_spec.training.varied import VariedAnything, VariedCases, VariedFill
 
 FILES = ("varied_scenes.txt", "varied_scenes_more.txt", "varied_scenes_third.txt")
 # Of the extractions: those of scenes.
-SCENE_SHARE = 0.7
+SCENE_SHARE = 0.55
 # Of the values of a kind that has patterns: those made by one.
 PATTERN_SHARE = 0.55
 SPAN_UNITS = ("minutes", "hours", "days", "weeks", "months", "years", "seconds", "nights")

@@ -409,6 +409,23 @@ def test_training_goes_on_from_given_weights(tokenizer, tiny_config, tmp_path):
     assert saved["tokens"] >= 4000
 
 
+def test_a_lower_rate_moves_the_weights_less(tokenizer, tiny_config, tmp_path):
+    first = Decoder(tiny_config)
+    initialise(first, 3)
+    export_target(first, tokenizer, tmp_path / "old" / "target")
+    moved = []
+    for rate in ("0", "0.1", "1"):
+        words = f"--init {tmp_path}/old --out {tmp_path}/{rate} --work {tmp_path}/work{rate}"
+        words += f" --only target --rate {rate} --tokens-target 0.004 --no-compile"
+        embedded.main(words.split())
+        old, new = (
+            load_decoder(tmp_path / name / "target", torch.float32, torch.device("cpu"))
+            for name in ("old", rate)
+        )
+        moved.append(float((new.embed_tokens.weight - old.embed_tokens.weight).norm()))
+    assert 0 == moved[0] < moved[1] < moved[2]
+
+
 def test_a_deeper_model_begins_as_the_same_function(tokenizer, tiny_config):
     first = Decoder(tiny_config)
     initialise(first, 3)
