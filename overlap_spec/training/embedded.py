@@ -8,7 +8,7 @@
 ``--init FOLDER`` begins with the weights and the tokenizer of a folder that holds ``target`` (and
 ``eagle3``, ``draft_model``) instead of new ones, with no copying curriculum; ``--new-tokenizer``
 makes the tokenizer anew there, and carries the rows of the embedding over; ``--layers`` adds layers
-that do nothing yet. ``--resume`` goes on from a work folder's checkpoint, with the optimizers'
+that do nothing yet; a lower ``--rate`` forgets less of what they know. ``--resume`` goes on from a work folder's checkpoint, with the optimizers'
 state; a larger ``--tokens-target`` there moves the decay of the learning rate, which lasts for the
 last ``--tokens-decay``.
 """
@@ -123,8 +123,9 @@ def build_target(
 ) -> Decoder:
     """Train the target, or go on with it."""
     recipe = TargetRecipe(seed=options.seed, compile=not options.no_compile)
-    rates = {"muon_lr": options.rate * recipe.muon_lr, "adam_lr": options.rate * recipe.adam_lr}
-    recipe = replace(recipe, **rates)
+    recipe = replace(
+        recipe, muon_lr=options.rate * recipe.muon_lr, adam_lr=options.rate * recipe.adam_lr
+    )
     budget = Budget(minutes=options.minutes_target)
     if options.tokens_target:
         budget = Budget(tokens=round(1e6 * options.tokens_target))
