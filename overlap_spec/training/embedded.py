@@ -2,15 +2,15 @@
 
 ``python -m overlap_spec.training.embedded --gsm8k FILE --tokens-target 100 --minutes-head 25``
 
-``--only draft-model`` makes the draft model anew from the target in ``--out``, and so does
+``--only draft-model`` makes the draft model anew for the target in ``--out``, and so does
 ``--only head`` the head: after a change of the target both are to be made again.
 
 ``--init FOLDER`` begins with the weights and the tokenizer of a folder that holds ``target`` (and
 ``eagle3``, ``draft_model``) instead of new ones, with no copying curriculum; ``--new-tokenizer``
 makes the tokenizer anew there, and carries the rows of the embedding over; ``--layers`` adds layers
-that do nothing yet; a lower ``--rate`` forgets less of what they know. ``--resume`` goes on from a work folder's checkpoint, with the optimizers'
-state; a larger ``--tokens-target`` there moves the decay of the learning rate, which lasts for the
-last ``--tokens-decay``.
+that do nothing yet; a lower ``--rate`` forgets less of what the target knows. ``--resume``
+goes on from a work folder's checkpoint, with the optimizers' state; a larger ``--tokens-target``
+there moves the decay of the learning rate, which lasts for the last ``--tokens-decay``.
 """
 
 from __future__ import annotations
