@@ -3,7 +3,8 @@
 ``python -m bench.embedded [--cases N] [--data GSM8K.jsonl] [--card FILE]`` runs cases through the
 engine, greedily, with fillers that training never saw: extractions and tool calls in phrasings of
 the training families, in held-out ones and in such as were written when training had ended,
-extractions of texts made by grammar, and questions about a text. Exact: the parsed object is the
+extractions of texts made by grammar, and questions about a text; and a hundred sentences in ten
+domains that were written by hand (``bench/data/open.jsonl``). Exact: the parsed object is the
 answer; fields: share of top-level fields that are. Accept length: tokens a verify emitted, over
 verifies. ``--card`` writes the figures into the model's card, beside the aims.
 """
@@ -14,13 +15,13 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bench.common import Run, flags, rounded
 from bench.embedded_card import write_card
 from bench.targets import add_model_flags, model_settings
 from overlap_spec import Engine, Grammar, Output, SamplingParams
-from overlap_spec.training.cases import Case
+from overlap_spec.training.cases import Case, object_schema
 from overlap_spec.training.data import CaseKind, held_out_cases, held_out_choices
 from overlap_spec.training.evaluate import prompt_text, shape_of
 from overlap_spec.training.questions import Choice
@@ -29,15 +30,31 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "chain of 5": {"num_steps": 5},
     "tree of 16, top-k 4": {"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 16},
 }
-KINDS: dict[str, tuple[CaseKind, ...]] = {
-    "chain of 5": ("seen", "unseen", "fresh", "seen_tools", "unseen_tools", "wide"),
+KINDS: dict[str, tuple[CaseKind | Literal["open"], ...]] = {
+    "chain of 5": ("seen", "unseen", "fresh", "open", "seen_tools", "unseen_tools", "wide"),
     "tree of 16, top-k 4": ("seen", "unseen"),
 }
+OPEN = Path(__file__).parent / "data" / "open.jsonl"
+JSON_TYPES = {str: "string", int: "integer", float: "number"}
 SAMPLE_QUESTIONS = [
     "Tom has 3 boxes with 12 pencils each. He gives 10 away. How many pencils are left?",
     "A ticket costs $8. How much do 7 tickets cost?",
 ]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=400)
+
+
+def open_cases() -> list[Case]:
+    """The sentences of ``open.jsonl``: each alone is the prompt, its answer's types the schema."""
+    rows = [json.loads(line) for line in OPEN.read_text("utf-8").splitlines()]
+    return [
+        Case(
+            row["prompt"],
+            object_schema({k: {"type": JSON_TYPES[type(v)]} for k, v in row["answer"].items()}),
+            row["answer"],
+            f"open:{row['domain']}",
+        )
+        for row in rows
+    ]
 
 
 def accept_length(outputs: Sequence[Output]) -> float:
@@ -152,7 +169,10 @@ def main(arguments: list[str] | None = None) -> None:
             with Engine(adaptive="static", mask_deadline_ms=None, **weights, **settings) as engine:
                 figures: dict[str, Any] = {}
                 for kind in KINDS[name]:
-                    cases = held_out_cases(options.seed, count, kind)
+                    if kind == "open":
+                        cases = open_cases()[:count]
+                    else:
+                        cases = held_out_cases(options.seed, count, kind)
                     figures[kind] = extractions(run, engine, name, kind, cases)
                     progress.advance(task)
                 outputs = engine.generate(asked, None, SamplingParams(max_tokens=160))

@@ -10,6 +10,7 @@ NAMES = {
     "seen": "extraction, written phrasings",
     "unseen": "extraction, held-out phrasings",
     "fresh": "extraction, phrasings written afterwards",
+    "open": "extraction, 100 sentences of ten open domains",
     "wide": "extraction, texts by grammar",
     "seen_tools": "tool calls, written phrasings",
     "unseen_tools": "tool calls, held-out phrasings",
@@ -19,6 +20,7 @@ AIMS: tuple[tuple[str, tuple[str, ...], float], ...] = (
     ("exact, written phrasings", ("seen", "exact"), 0.85),
     ("fields, written phrasings", ("seen", "fields"), 0.95),
     ("exact, held-out phrasings", ("unseen", "exact"), 0.60),
+    ("exact, open domains", ("open", "exact"), 0.60),
     ("tool calls, written phrasings", ("seen_tools", "exact"), 0.90),
     ("tool calls, held-out phrasings", ("unseen_tools", "exact"), 0.65),
     ("questions about a text", ("choice", "exact"), 0.85),
@@ -62,10 +64,10 @@ def card_figures(results: dict[str, Any], cases: int, command: str) -> str:
         "",
         "Fields by the shape of the right value:",
         "",
-        "| | written | held out | written afterwards |",
-        "|---|---|---|---|",
+        "| | written | held out | written afterwards | open domains |",
+        "|---|---|---|---|---|",
     ]
-    parts = [chain[kind]["shapes"] for kind in ("seen", "unseen", "fresh")]
+    parts = [chain[kind]["shapes"] for kind in ("seen", "unseen", "fresh", "open")]
     for shape in sorted(set().union(*parts)):
         texts = [f"{part[shape]:.2f}" if shape in part else "" for part in parts]
         lines.append(f"| {shape} | {' | '.join(texts)} |")

@@ -45,7 +45,7 @@ def value_schema(field: Field, value: Any) -> dict[str, Any]:
         return {"type": "boolean"}
     if kind in ("int", "snum"):
         return {"type": "integer"}
-    if kind in ("num", "money"):
+    if kind in ("num", "money", "salary"):
         return {"type": "number"}
     if kind == "enum":
         return {"type": "string", "enum": field.kind.partition(":")[2].split("|")}

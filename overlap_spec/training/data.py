@@ -17,10 +17,10 @@ from overlap_spec.training.fillers import invented_word, read_lines
 from overlap_spec.training.interviews import Interviews
 from overlap_spec.training.mixed import WideCases, with_schema, written
 from overlap_spec.training.questions import Choice, Questions
+from overlap_spec.training.scenes import SceneCases, SceneFillers
 from overlap_spec.training.sums import Sums
 from overlap_spec.training.templates import fresh_library
 from overlap_spec.training.turns import WideTools, result_turn
-from overlap_spec.training.varied import VariedCases, VariedFillers
 
 BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 SYSTEM, USER, ASSISTANT, TOOL = "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"
@@ -67,10 +67,10 @@ class DocumentMaker:
     # Share of each kind of document, in the copying warm-up and after it.
     WARM_UP: ClassVar = {"random_copy": 0.45, "lookup": 0.4, "extraction": 0.15}
     MAIN: ClassVar = {
-        "extraction": 0.53,
-        "tool_call": 0.13,
+        "extraction": 0.57,
+        "tool_call": 0.12,
         "choice": 0.05,
-        "interview": 0.12,
+        "interview": 0.1,
         "short_answer": 0.025,
         "gsm8k": 0.03,
         "few_shot": 0.0015,
@@ -88,12 +88,12 @@ class DocumentMaker:
     def __init__(self, rng: Random, gsm8k: list[tuple[str, str]]) -> None:
         self.rng = rng
         self.gsm8k_pairs = gsm8k
-        self.cases = VariedCases(rng)
+        self.cases = SceneCases(rng)
         self.tools = WideTools(rng)
         self.questions = Questions(rng, cases=self.cases)
         self.interviews = Interviews(self.cases)
         self.sums = Sums(rng)
-        self.fillers = VariedFillers(rng)
+        self.fillers = SceneFillers(rng)
         self.pairs = [tuple(line.split(" => ")) for line in read_lines("chat.txt")]
 
     def make(self, warm_up: bool) -> Document:

@@ -2,15 +2,15 @@
 
 ``python -m overlap_spec.training.embedded --gsm8k FILE --tokens-target 100 --minutes-head 25``
 
-``--only draft-model`` makes the draft model anew from the target in ``--out``, and so does
+``--only draft-model`` makes the draft model anew for the target in ``--out``, and so does
 ``--only head`` the head: after a change of the target both are to be made again.
 
 ``--init FOLDER`` begins with the weights and the tokenizer of a folder that holds ``target`` (and
-``eagle3``) instead of random ones, with no copying curriculum; ``--new-tokenizer`` makes the
-tokenizer anew there, and carries the rows of the embedding over; ``--layers`` adds layers that do
-nothing yet. ``--resume`` goes on from a work folder's checkpoint, with the optimizers' state; a
-larger ``--tokens-target`` there moves the decay of the learning rate, which lasts for the last
-``--tokens-decay``.
+``eagle3``, ``draft_model``) instead of new ones, with no copying curriculum; ``--new-tokenizer``
+makes the tokenizer anew there, and carries the rows of the embedding over; ``--layers`` adds layers
+that do nothing yet; a lower ``--rate`` forgets less of what the target knows. ``--resume``
+goes on from a work folder's checkpoint, with the optimizers' state; a larger ``--tokens-target``
+there moves the decay of the learning rate, which lasts for the last ``--tokens-decay``.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     limit.add_argument("--tokens-target", type=float, help="million tokens, padding left out")
     parser.add_argument(
         "--tokens-decay", type=float, default=8.0, help="of these, with a falling learning rate"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=1.0, help="factor on the target's learning rates"
     )
     parser.add_argument("--init", type=Path, help="folder of a model to begin with")
     parser.add_argument(
@@ -120,6 +123,9 @@ def build_target(
 ) -> Decoder:
     """Train the target, or go on with it."""
     recipe = TargetRecipe(seed=options.seed, compile=not options.no_compile)
+    recipe = replace(
+        recipe, muon_lr=options.rate * recipe.muon_lr, adam_lr=options.rate * recipe.adam_lr
+    )
     budget = Budget(minutes=options.minutes_target)
     if options.tokens_target:
         budget = Budget(tokens=round(1e6 * options.tokens_target))
@@ -214,7 +220,12 @@ def build_draft_model(
     budget = Budget(minutes=options.minutes_draft_model)
     if options.tokens_draft_model:
         budget = Budget(tokens=round(1e6 * options.tokens_draft_model))
-    draft = cut_out(target, stream.next())
+    init = options.init / "draft_model" if options.init else None
+    if init and init.exists():
+        draft = load_decoder(init, torch.float32, torch.device("cpu"))
+        carry_over(draft.embed_tokens.weight, options.init, tokenizer)
+    else:
+        draft = cut_out(target, stream.next())
     trainer = DraftModelTrainer(target, draft, stream, recipe, budget)
     checkpoint = options.work / "draft_model.pt"
     if options.resume and checkpoint.exists():

@@ -21,7 +21,7 @@ from overlap_spec.training.wide import WideFillers
 
 # Of the extractions: texts about subjects that no file of phrasings has.
 ANYTHING_SHARE = 0.25
-TEXT_KINDS = ("int", "snum", "num", "money", "bool", "enum")
+TEXT_KINDS = ("int", "snum", "num", "money", "salary", "bool", "enum")
 LIST_KINDS = ("list", "persons", "ilist", "nlist", "items", "foods")
 VERBS = (
     *("Extract", "Get", "Find", "Return", "Give me", "Give", "List", "Take", "Collect", "Note"),

@@ -134,10 +134,11 @@ class VariedAnything(Anything):
     def make(self) -> Clauses:
         clauses = super().make()
         for word, opposite, key in self.rng.sample(truths(), self.rng.choice((0, 0, 1, 1, 2))):
-            self._add_truth(clauses, word, opposite, key.replace(" ", "_"))
+            self.add_truth(clauses, word, opposite, key.replace(" ", "_"))
         return clauses
 
-    def _add_truth(self, clauses: Clauses, word: str, opposite: str, key: str) -> None:
+    def add_truth(self, clauses: Clauses, word: str, opposite: str, key: str) -> None:
+        """A field that is true or not, with some of the forms that state it."""
         slot = f"is_{key}" if opposite else f"has_{key}"
         if slot in clauses.domain.fields or key in clauses.domain.fields:
             return

@@ -22,7 +22,7 @@ def test_values_have_shapes():
 
 def results(exact: float) -> dict[str, Any]:
     row = {"exact": exact, "fields": 0.9, "accept_length": 4.0, "shapes": {"date": 1.0}}
-    kinds = ("seen", "unseen", "fresh", "seen_tools", "unseen_tools", "wide")
+    kinds = ("seen", "unseen", "fresh", "open", "seen_tools", "unseen_tools", "wide")
     chain = dict.fromkeys(kinds, row) | {
         "choice": {"exact": exact}, "free": {"json": 1.0, "accept_length": 4.0},
         "gsm8k_accept_length": 4.1,

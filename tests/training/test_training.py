@@ -409,6 +409,23 @@ def test_training_goes_on_from_given_weights(tokenizer, tiny_config, tmp_path):
     assert saved["tokens"] >= 4000
 
 
+def test_a_lower_rate_moves_the_weights_less(tokenizer, tiny_config, tmp_path):
+    first = Decoder(tiny_config)
+    initialise(first, 3)
+    export_target(first, tokenizer, tmp_path / "old" / "target")
+    moved = []
+    for rate in ("0", "0.1", "1"):
+        words = f"--init {tmp_path}/old --out {tmp_path}/{rate} --work {tmp_path}/work{rate}"
+        words += f" --only target --rate {rate} --tokens-target 0.004 --no-compile"
+        embedded.main(words.split())
+        old, new = (
+            load_decoder(tmp_path / name / "target", torch.float32, torch.device("cpu"))
+            for name in ("old", rate)
+        )
+        moved.append(float((new.embed_tokens.weight - old.embed_tokens.weight).norm()))
+    assert 0 == moved[0] < moved[1] < moved[2]
+
+
 def test_a_deeper_model_begins_as_the_same_function(tokenizer, tiny_config):
     first = Decoder(tiny_config)
     initialise(first, 3)
@@ -502,3 +519,19 @@ def test_a_draft_model_is_made_anew_for_a_target_that_is_there(tokenizer, tiny_c
     embedded.main([*words.split(), "--tokens-draft-model", "0.02", "--resume"])
     made = load_decoder(tmp_path / "draft_model", torch.float32, torch.device("cpu"))
     assert 0 < (made.embed_tokens.weight - first).abs().max() < 0.5
+
+
+def test_a_draft_model_goes_on_from_the_one_of_init(tokenizer, tiny_config, tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    for seed, folder in ((3, old), (4, new)):
+        target = Decoder(tiny_config)
+        initialise(target, seed)
+        export_target(target, tokenizer, folder / "target")
+    known = Decoder(draft_model_config(tiny_config))
+    initialise(known, 5)
+    export_target(known, tokenizer, old / "draft_model")
+    words = f"--only draft-model --init {old} --out {new} --work {tmp_path}/work --no-compile"
+    embedded.main([*words.split(), "--tokens-draft-model", "0.002"])
+    made = load_decoder(new / "draft_model", torch.float32, torch.device("cpu"))
+    off = [made.embed_tokens.weight - model.embed_tokens.weight for model in (known, target)]
+    assert off[0].norm() < 0.5 * off[1].norm()

@@ -17,6 +17,7 @@ from overlap_spec.training.fillers import plain_words, read_lines
 from overlap_spec.training.labels import Labelled, label
 from overlap_spec.training.mixed import with_articles
 from overlap_spec.training.relations import all_relations, capital, sentence
+from overlap_spec.training.scenes import all_scenes
 from overlap_spec.training.templates import (
     Field,
     forbidden_grams,
@@ -72,6 +73,9 @@ def test_fresh_phrasings_share_no_four_words_with_training():
             trained |= part.grams()
     for parts in all_relations().values():
         for part in (*parts.cores, *parts.tails, *parts.booleans):
+            trained |= part.grams()
+    for scene in all_scenes():
+        for part in (*scene.relations.cores, *scene.relations.tails, *scene.clauses.alone):
             trained |= part.grams()
     fresh = [t for domain in fresh_library().domains for t in domain.held_out]
     assert len(fresh) == 36

@@ -1,0 +1,138 @@
+"""Scenes to train on, and the sentences of open domains that are kept from training."""
+
+from __future__ import annotations
+
+import json
+import re
+from random import Random
+
+import jsonschema
+import pytest
+
+from bench.embedded import open_cases
+from overlap_spec.training.clauses import all_clauses
+from overlap_spec.training.data import DocumentMaker
+from overlap_spec.training.mixed import with_articles
+from overlap_spec.training.relations import all_relations
+from overlap_spec.training.scenes import (
+    SceneCases,
+    SceneFillers,
+    all_scenes,
+    kept_out_grams,
+    shared_facts,
+)
+from overlap_spec.training.templates import fresh_library, library, parse_template
+
+
+def grams(text: str) -> set[tuple[str, ...]]:
+    return parse_template("open", text).grams()
+
+
+def without_values(sentence: str, values: list[str]) -> str:
+    for value in sorted(values, key=len, reverse=True):
+        sentence = sentence.replace(value, " ")
+    return sentence
+
+
+def test_open_sentences_are_a_hundred_of_ten_domains_whose_values_stand_in_them():
+    cases = open_cases()
+    domains = [case.template_id for case in cases]
+    assert len(cases) == len({case.prompt for case in cases}) == 100
+    assert {domains.count(domain) for domain in domains} == {10}
+    assert len(set(domains[:10])) == 10
+    for case in cases:
+        jsonschema.validate(case.answer, case.schema)
+        assert all(str(value) in case.prompt for value in case.answer.values()), case.prompt
+
+
+def test_open_sentences_share_no_four_words_with_training():
+    parts = list(library().training())
+    for scene in all_scenes():
+        parts += [*scene.relations.cores, *scene.relations.tails, *scene.clauses.alone]
+    for clauses in all_clauses().values():
+        parts += [*clauses.follow, *clauses.aside, *clauses.front, *clauses.alone]
+    for relations in all_relations().values():
+        parts += [*relations.cores, *relations.tails, *relations.booleans]
+    trained = set().union(*(part.grams() for part in parts))
+    for case in open_cases():
+        values = [str(value) for value in case.answer.values()]
+        shared = (grams(case.prompt) | grams(without_values(case.prompt, values))) & trained
+        assert not shared, case.prompt
+
+
+def test_scene_texts_share_no_four_words_with_held_out_or_fresh_phrasings():
+    cases = SceneCases(Random(1))
+    fresh = [t for domain in fresh_library().domains for t in domain.held_out]
+    held = set().union(*(t.grams() for t in (*fresh, *library().held_out())))
+    assert held == kept_out_grams()
+    for scene in all_scenes():
+        for _ in range(10):
+            made = cases.scene_text(scene)
+            assert not made.grams() & held, made.text
+            assert set(made.slots) <= set(scene.clauses.domain.fields)
+
+
+def test_scenes_have_forms_enough_and_every_own_field_is_stated_by_one():
+    scenes = all_scenes()
+    assert len(scenes) > 80
+    assert sum(len(scene.relations.cores) for scene in scenes) > 700
+    for scene in scenes:
+        stated = {
+            slot
+            for part in (*scene.relations.cores, *scene.relations.tails, *scene.clauses.alone)
+            for slot in part.slots
+        }
+        assert stated == set(scene.clauses.domain.fields), scene.clauses.domain.name
+        assert len(scene.relations.cores) >= 4
+
+
+def test_a_fact_added_for_one_text_stays_out_of_the_next():
+    scene = all_scenes()[0]
+    before = set(scene.clauses.domain.fields), len(scene.relations.tails), len(scene.clauses.alone)
+    copy = scene.copy()
+    for fact in shared_facts().values():
+        copy.take(fact)
+    assert set(copy.clauses.domain.fields) > before[0]
+    assert before == (
+        set(scene.clauses.domain.fields), len(scene.relations.tails), len(scene.clauses.alone)
+    )  # fmt: skip
+
+
+def test_scene_cases_fit_their_schemas_and_their_answers_stand_in_the_text():
+    cases = SceneCases(Random(2))
+    seen: set[str] = set()
+    while len(seen) < 60:
+        case = cases.extraction()
+        jsonschema.validate(case.answer, case.schema)
+        if not case.template_id.startswith("scene:"):
+            continue
+        seen.add(case.template_id)
+        for value in case.answer.values():
+            # Dates and times are written in many ways, a text of words in one.
+            if isinstance(value, str) and not re.search(r"\d", value):
+                text = case.prompt
+                assert value in text or with_articles(value) in text, (value, text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("score", r"\d+( ?: ?|-| to )\d+"), ("plate", r"[A-Z0-9 -]{7,}"), ("team", r".*[A-Z].*"),
+        ("short", r".*[a-z0-9].*"), ("dose", r".* ?(mg|drops|tablets?|ml|g)"),
+        ("doctor", r"(Dr\.?|Doctor|Professor) [A-Z].*"), ("salary", r"\d{3,6}"),
+    ],
+)  # fmt: skip
+def test_values_of_scenes_have_their_shape(kind, shape):
+    fillers = SceneFillers(Random(3))
+    for _ in range(60):
+        value, text = fillers.draw(kind)
+        assert re.fullmatch(shape, str(value)), value
+        assert text.replace(",", "") == str(value).replace(",", "")
+
+
+def test_training_draws_scenes():
+    maker = DocumentMaker(Random(4), [])
+    made = [maker.cases.extraction() for _ in range(300)]
+    share = sum(case.template_id.startswith("scene:") for case in made) / len(made)
+    assert 0.4 < share < 0.8
+    assert all(json.loads(case.text) == case.answer for case in made)
