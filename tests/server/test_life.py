@@ -175,7 +175,7 @@ def test_a_full_queue_is_429(server: Server) -> None:
         assert server.state()["waiting"] == 2
     server.settle()
     assert server.post(CHAT, {"messages": HI, "max_tokens": 1}).status_code == 200
-    reply = server.post(CHAT, {"messages": HI, "n": 5, "max_tokens": 1})
+    reply = server.post(CHAT, {"messages": HI, "n": 5, "max_tokens": 400, "ignore_eos": True})
     assert reply.status_code == 429
     server.settle()
 
