@@ -287,6 +287,16 @@ def test_a_type_that_refuses_its_output_costs_its_own_request_only(engine: Engin
     assert date.parsed == date.text == engine.generate("when", DATE).text
 
 
+def output_by(engine: Engine, matcher: type[Faulty]) -> Any:
+    """The output of a request whose matcher is wrapped by ``matcher``."""
+    handle = engine.submit("slow", DATE)
+    inner = engine.core.matchers[handle.request.id]
+    engine.core.grammar.matchers[handle.request.id] = matcher(inner, "none")
+    while handle.output is None:
+        engine.step()
+    return handle.output
+
+
 @pytest.mark.clock
 def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, str]) -> None:
     """The tree's fill hangs until it is given up: the request goes on, one token a step."""
@@ -301,15 +311,11 @@ def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, st
             self.inner.fill_tree(tokens, first_child, next_sibling, rows)
 
     with Engine(**{**tiny, "mask_deadline_ms": 200.0}, num_steps=3) as engine:
-        handle = engine.submit("slow", DATE)
-        inner = engine.core.matchers[handle.request.id]
-        engine.core.grammar.matchers[handle.request.id] = Slow(inner, "none")
-        while handle.output is None:
-            engine.step()
-        assert handle.output.error is None
-        assert handle.output.text == want.text
+        output = output_by(engine, Slow)
+        assert output.error is None
+        assert output.text == want.text
         # A busy machine may give up more of them.
-        assert handle.output.stats.limited_steps >= 2
+        assert output.stats.limited_steps >= 2
 
 
 @pytest.mark.clock
@@ -332,14 +338,10 @@ def test_masks_that_are_late_cost_no_request(tiny: dict[str, str]) -> None:
             return self.inner.accept(token_id)
 
     with Engine(**{**tiny, "mask_deadline_ms": 1.0}, num_steps=3) as engine:
-        handle = engine.submit("slow", DATE)
-        inner = engine.core.matchers[handle.request.id]
-        engine.core.grammar.matchers[handle.request.id] = Slow(inner, "none")
-        while handle.output is None:
-            engine.step()
-        assert handle.output.error is None
-        assert handle.output.text == want.text
-        assert handle.output.stats.limited_steps
+        output = output_by(engine, Slow)
+        assert output.error is None
+        assert output.text == want.text
+        assert output.stats.limited_steps
 
 
 def test_a_closed_engine_takes_no_requests(tiny: dict[str, str]) -> None:
