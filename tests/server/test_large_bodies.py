@@ -11,11 +11,10 @@ import pytest
 
 from overlap_spec.config import EMBEDDED
 from overlap_spec.server.body import MOST_VALUES, count_values
-from tests.support.serving import FIXED, Server
+from tests.support.serving import FIXED, MOST_TURN_S, Server
 
 RESPONSES, MESSAGES, CHAT = "/v1/responses", "/v1/messages", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
-MOST_TURN_S = 0.05
 pytestmark = pytest.mark.skipif(
     not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
 )

@@ -23,11 +23,10 @@ from overlap_spec.server.protocol.text import GenerateBody
 from overlap_spec.server.sglang import SGLangFormatter
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Delta, Output, Request, SamplingParams, TokenLogprobs
-from tests.support.serving import FIXED, Server
+from tests.support.serving import FIXED, MOST_TURN_S, Server
 
 CHAT = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
-MOST_TURN_S = 0.05
 LONG = "hello world, this is " * 250_000
 needs_weights = pytest.mark.skipif(
     not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
