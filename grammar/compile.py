@@ -269,7 +269,7 @@ class GrammarCompiler:
         else:
             self._counts["compiles"] += 1
             pending = self._pending[key] = _PendingCompile(key, time.perf_counter_ns(), [waiter])
-            apart = replace(key[0], apart=key[0].kind == "json_schema")
+            apart = replace(key[0], apart=key[0].kind in ("json_schema", "json_object"))
             inner = pending.inner = self._executor.submit(apart, holder)
             if self.makes_states:
                 pending.states = self._executor.states(apart, holder)

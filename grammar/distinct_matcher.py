@@ -5,8 +5,9 @@ takes out of a mask row the tokens that complete an item or key a second time, a
 nothing but a repeated item could follow. Both are exact for tokens of any length: a token is cut
 into its bytes.
 
-Few tokens can do either: those that continue the text of an earlier item, and those with a comma or
-a closing bracket outside of strings. Only these are looked at.
+Few tokens can do either: those that continue the text of an earlier item or key, and those with a
+comma or a closing bracket outside of strings; where only keys must differ, of these those that hold
+a whole key. Only these are looked at.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def wrap(compiled: CompiledGrammar, plan: bytes) -> CompiledGrammar:
         plan: Of the same grammar, by `lowering.to_plan`.
 
     Raises:
-        GrammarError: the vocabulary has no token for some byte.
+        GrammarError: items must differ, and the vocabulary has no token for some byte.
     """
     return DistinctGrammar(compiled, plan) if plan else compiled
 
@@ -64,11 +65,11 @@ class DistinctGrammar(CompiledGrammar):
         self.backend, self.reason = inner.backend, inner.reason
         blanks, nodes = json.loads(plan)
         self.reader = Reader([_node(node) for node in nodes], blanks)
+        self.has_items = any(node.distinct_items for node in self.reader.nodes)
         vocabulary = inner.matcher().vocabulary
-        if (vocabulary.byte_tokens < 0).any():
+        if self.has_items and (vocabulary.byte_tokens < 0).any():
             raise GrammarError(
-                "uniqueItems and minProperties need a vocabulary with a token for every byte",
-                "schema",
+                "uniqueItems needs a vocabulary with a token for every byte", "schema"
             )
         self.tokens = _token_sets(vocabulary)
 
@@ -94,6 +95,9 @@ class TokenSets:
         outside: Those with a comma or a closing bracket, or with white space.
         inside: Those that do so after a quote, for texts that stand in a string.
         fresh: Those that may open an array or object and repeat something in it.
+        keyed: Those that may begin and end a key behind a comma or white space.
+        quoted: Those with a quote.
+        escaped: Those with a quote and a backslash, which may spell a key in another way.
         words: The texts of all tokens, sorted.
         ids: Their tokens.
     """
@@ -102,6 +106,9 @@ class TokenSets:
         outside: list[int] = []
         inside: list[int] = []
         fresh: list[int] = []
+        keyed: list[int] = []
+        quoted: list[int] = []
+        escaped: list[int] = []
         found = sorted((text, token) for token, text in enumerate(vocabulary.text) if text)
         self.words = [text for text, _ in found]
         self.ids = [token for _, token in found]
@@ -113,8 +120,16 @@ class TokenSets:
             opened = min((text.index(mark) for mark in b"[{" if mark in text), default=None)
             if opened is not None and b"," in text[opened:]:
                 fresh.append(token)
+            if b'"' in text:
+                quoted.append(token)
+                if b"\\" in text:
+                    escaped.append(token)
+                behind = text if text[0] in BLANK else text.partition(b",")[2]
+                if behind.count(b'"') > 1:
+                    keyed.append(token)
         self.outside, self.inside = _row(outside, vocabulary), _row(inside, vocabulary)
-        self.fresh = _row(fresh, vocabulary)
+        self.fresh, self.keyed = _row(fresh, vocabulary), _row(keyed, vocabulary)
+        self.quoted, self.escaped = _row(quoted, vocabulary), _row(escaped, vocabulary)
 
     def beginning(self, text: bytes) -> Iterator[int]:
         """Tokens that begin with a text."""
@@ -245,12 +260,16 @@ class DistinctMatcher(Matcher):
     def _suspects(self, row: Row) -> set[int]:
         """The tokens of a row that may repeat something, or leave nothing but a repetition."""
         place, tokens = self._places[-1], self._compiled.tokens
-        frame = watched(place)
+        frame, has_items = watched(place), self._compiled.has_items
+        found = set(_ids(row & (tokens.fresh if has_items else tokens.keyed)))
         if frame is None:
-            return set(_ids(row & tokens.fresh))
-        in_text = place.mode in (STRING, KEY)
-        found = set(_ids(row & (tokens.inside if in_text else tokens.outside)))
-        found |= set(_ids(row & tokens.fresh))
+            return found
+        if has_items:
+            in_text = place.mode in (STRING, KEY)
+            found.update(_ids(row & (tokens.inside if in_text else tokens.outside)))
+        if place.mode in (KEY, KEY_START) and place.frame is frame and frame.seen:
+            is_escaped = place.mode == KEY and b"\\" in self._text[place.start :]
+            found.update(_ids(row & (tokens.quoted if is_escaped else tokens.escaped)))
         for text, is_whole in self._ahead(place, frame):
             found.update(t for t in tokens.beginning(text) if walk.allowed(row, t))
             if not is_whole:

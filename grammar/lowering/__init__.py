@@ -15,7 +15,7 @@ from overlap_spec.grammar.automata.regex_ast import Node
 from overlap_spec.grammar.ir.rules import Rules, choice, literal
 from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
 from overlap_spec.grammar.lowering.composite import KINDS, lower_composite
-from overlap_spec.grammar.lowering.distinct import packed
+from overlap_spec.grammar.lowering.distinct import of_objects, packed
 from overlap_spec.grammar.lowering.schema import SchemaLowering
 from overlap_spec.grammar.parsing import read
 from overlap_spec.grammar.spec import Grammar
@@ -40,6 +40,8 @@ def to_plan(grammar: Grammar) -> bytes:
     Raises:
         GrammarError: it cannot be told where items must differ.
     """
+    if grammar.apart and grammar.kind == "json_object":
+        return packed(of_objects(), grammar.whitespace == "bounded")
     asks = any(f'"{keyword}"' in grammar.source for keyword in _COUNTED)
     # A published metaschema asks too, which the source refers to by its URI.
     asks |= grammar.source.count(_PUBLISHED) > grammar.source.count('"$schema":"http')

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -179,6 +179,11 @@ def _differ(shapes: Iterable[Shape]) -> bool:
                 if any(left == right for left, right in pairwise(keys)):
                     return False
     return True
+
+
+def of_objects() -> list[dict[str, Any]]:
+    """The plan of any JSON object that repeats no key at any depth."""
+    return [asdict(Node()), asdict(Node(distinct_keys=True, rest=1, other=1))]
 
 
 def packed(nodes: list[dict[str, Any]], blanks: bool) -> bytes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -394,3 +396,81 @@ def test_a_key_with_a_control_character_may_depend_on_others() -> None:
     made = compiled(schema)
     assert takes(made, '{"c":2,"a\\nb":1}')
     assert not takes(made, '{"a\\nb":1,"d":2}')
+
+
+def goes(made: CompiledGrammar, text: str) -> bool:
+    matcher = made.matcher()
+    return all(map(matcher.accept, text.encode()))
+
+
+def said(token: int) -> str:
+    return VOCABULARY.text[token].decode("latin-1")
+
+
+def repeats_a_key(text: str) -> bool:
+    """Whether an object in the beginning of a JSON text has a key twice, by reading it again."""
+    open_keys: list[set[str] | None] = []
+    at_key = False
+    for found in re.finditer(r'"(?:[^"\\]|\\.)*(?:"|\\?$)|[{}\[\],:]', text):
+        mark = found.group()
+        if mark[0] == '"':
+            if len(mark) == 1 or not mark.endswith('"') or re.search(r"(?<!\\)(\\\\)*\\\"$", mark):
+                return False
+            keys = open_keys[-1] if open_keys else None
+            if at_key and keys is not None:
+                key = json.loads(mark)
+                if key in keys:
+                    return True
+                keys.add(key)
+            at_key = False
+        elif mark in "{[":
+            open_keys.append(set() if mark == "{" else None)
+            at_key = mark == "{"
+        elif mark in "}]":
+            open_keys.pop()
+        else:
+            at_key = mark == "," and open_keys[-1] is not None
+    return False
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+@pytest.mark.parametrize("whitespace", ["compact", "bounded"])
+def test_an_object_repeats_no_key_at_any_depth(backend: str, whitespace: Any) -> None:
+    grammar = Grammar.json_object(whitespace=whitespace)
+    made = compiler(backend).compile(grammar)
+    # The rules alone, which let keys repeat.
+    plain = load(backend)(VOCABULARY).compile(replace(grammar, apart=True))
+    for text in ('{"a":1,"b":[{"a":{"x":2}}],"é":""}', '{"a":{"a":{"a":[]}}}', "{}"):
+        assert takes(made, text)
+    twice = ['{"a":1,"a"', '{"x":[{"b":1,"b"', '{"a":{"b":1},"a"']
+    for text in (*twice, '{"é":1,"\\u00e9"', '{"a":1,"\\u0061"'):
+        assert goes(plain, text), text
+        assert not goes(made, text), text
+    chosen = random.Random(7)
+    looked = refused = 0
+    for start in (
+        '{"a":1,',
+        '{"a":[{"b":1,"a":2},',
+        '{"x":{"a":1},"b":"',
+        '{"a":1,"\\u00',
+        '{"b":1',
+    ):
+        matcher, free = made.matcher(), plain.matcher()
+        text = start
+        for token in text.encode():
+            assert matcher.accept(token)
+            assert free.accept(token)
+        for _ in range(12):
+            row, every = legal(matcher), legal(free)
+            want = [t for t in every if not repeats_a_key(text + said(t))]
+            assert row == want, text
+            looked, refused = looked + len(every), refused + len(every) - len(want)
+            # Short names come again.
+            token = chosen.choice([t for t in row if said(t).strip('"ab,:{}1 x') == ""] or row)
+            if token == STOP:
+                break
+            text += said(token)
+            assert matcher.accept(token)
+            assert free.accept(token)
+    assert looked > 2000
+    assert refused > 20
