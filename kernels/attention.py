@@ -9,19 +9,18 @@ One operation serves prefill, decode, tree verify, draft steps and draft extend:
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, List, NamedTuple, Optional  # noqa: UP035
+from typing import List, NamedTuple, Optional  # noqa: UP035
 
 import torch
 from torch import Tensor
-from torch.jit._trace import is_tracing
 from torch.nn import functional as F
 
 from overlap_spec.kernels.dispatch import operation
 from overlap_spec.kernels.elementwise import apply_rope, rms_norm
+from overlap_spec.kernels.scripting import traceable
 
 # The CPU's products give a row the same bits, in bfloat16, at all multiples of these; in float32
 # fewer keys are enough to let most requests share a call.
@@ -347,9 +346,8 @@ def _attend(
     if q.is_cuda:
         mixed = _at_once(queries, k_cache, v_cache, pages, added, *rule)
     else:
-        attend = _scripted() if is_tracing() else _by_request
         shared = own, order, added, TOGETHER_BYTES
-        mixed = attend(queries, k_cache, v_cache, pages, *shared, *rule)
+        mixed = _by_request(queries, k_cache, v_cache, pages, *shared, *rule)
     mixed = mixed.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4)
     return span.flat(mixed.flatten(2))
 
@@ -384,14 +382,6 @@ def _mix(
     return torch.bmm(weights.to(values.dtype).flatten(0, 1), flat_values).view_as(q)
 
 
-@lru_cache
-def _scripted() -> Any:
-    """:func:`_by_request` in TorchScript: a trace has no loops."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.script(_by_request)
-
-
 def _at_once(
     q: Tensor,
     k_cache: Tensor,
@@ -420,6 +410,7 @@ def _at_once(
     return mixed[:, :, :rows] if missing > 0 else mixed
 
 
+@traceable
 def _by_request(
     q: Tensor,
     k_cache: Tensor,

@@ -3,15 +3,13 @@
 # mypy: disable-error-code="no-any-return"
 # TorchScript reads the annotations of a function as they are, and knows no newer spelling.
 
-import warnings
-from functools import cache
-from typing import Any, List, Optional  # noqa: UP035
+from typing import List, Optional  # noqa: UP035
 
 import torch
 from torch import Tensor, nn
-from torch.jit._trace import is_tracing
 from torch.nn import functional as F
 
+from overlap_spec.kernels.scripting import traceable
 from overlap_spec.models.config import ExpertsConfig
 from overlap_spec.models.shard import WHOLE, Shard
 
@@ -75,22 +73,8 @@ class Experts(nn.Module):
         down: Tensor = own.down_proj
         if limit is not None:
             up, down = up.transpose(1, 2), down.transpose(1, 2)
-        if x.is_cuda:
-            work: Any = _by_all
-        else:
-            work = _scripted() if is_tracing() else _by_chosen
-        out: Tensor = work(
-            x, ids, shares, up, down, own.gate_up_proj_bias, own.down_proj_bias, limit
-        )
-        return out
-
-
-@cache
-def _scripted() -> Any:
-    """:func:`_by_chosen` in TorchScript: a trace has no loops."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.script(_by_chosen)
+        work = _by_all if x.is_cuda else _by_chosen
+        return work(x, ids, shares, up, down, own.gate_up_proj_bias, own.down_proj_bias, limit)
 
 
 def _expert(
@@ -112,6 +96,7 @@ def _expert(
     return F.linear((other + 1) * (gate * torch.sigmoid(gate * 1.702)), down, down_bias)
 
 
+@traceable
 def _by_chosen(
     x: Tensor,
     ids: Tensor,

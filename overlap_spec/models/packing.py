@@ -3,14 +3,13 @@
 # mypy: disable-error-code="no-any-return"
 # TorchScript reads the annotations of a function as they are, and knows no newer spelling.
 
-import warnings
-from functools import cache
-from typing import Any, List, Optional, Union  # noqa: UP035
+from typing import List, Optional, Union  # noqa: UP035
 
 import torch
 from torch import Tensor, nn
-from torch.jit._trace import is_tracing
 from torch.nn import functional as F
+
+from overlap_spec.kernels.scripting import is_tracing, traceable
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -35,24 +34,18 @@ class PackedLinear(nn.Module):
         """``(T, in_features)`` → ``(T, out_features)``."""
         if is_tracing():
             # A recorded pass has few sizes of its own (``worker/graphs.py``), and no branches.
-            return packed_linear()(x, self.packed, self.bias)
+            return packed_linear(x, self.packed, self.bias)
         rows = len(x)
         more = rounded_rows(rows) - rows
         if more:
             x = F.pad(x, (0, 0, 0, more))
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        out = packed_linear(x, self.packed, self.bias)
         return out[:rows] if more else out
 
 
-@cache
-def packed_linear() -> Any:
-    """oneDNN's product in TorchScript: its list of optional numbers cannot be traced."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.script(_packed_linear)
-
-
-def _packed_linear(x: Tensor, packed: Tensor, bias: Optional[Tensor]) -> Tensor:  # noqa: UP045
+@traceable
+def packed_linear(x: Tensor, packed: Tensor, bias: Optional[Tensor]) -> Tensor:  # noqa: UP045
+    """oneDNN's product, whose list of optional numbers cannot be traced."""
     none: List[Optional[Union[int, float, complex]]] = []  # noqa: UP006, UP007, UP045
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", none, "")
 

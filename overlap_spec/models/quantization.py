@@ -15,17 +15,15 @@ many as a verify has, it was slower than the packed bfloat16 product.
 # mypy: disable-error-code="no-any-return"
 # TorchScript reads the annotations of a function as they are, and knows no newer spelling.
 
-import warnings
 from collections.abc import Iterable
-from functools import cache
-from typing import Any, List, Optional, Union  # noqa: UP035
+from typing import List, Optional, Union  # noqa: UP035
 
 import torch
 from torch import Tensor, nn
-from torch.jit._trace import is_tracing
 from torch.nn import functional as F
 
 from overlap_spec.errors import ConfigError
+from overlap_spec.kernels.scripting import is_tracing, traceable
 from overlap_spec.models.experts import Experts
 from overlap_spec.models.packing import rounded_rows
 
@@ -73,30 +71,24 @@ class Int8Linear(nn.Module):
         """``(T, in_features)`` → ``(T, out_features)``."""
         if is_tracing():
             # A recorded pass has few sizes of its own (``worker/graphs.py``), and no branches.
-            return int8_linear()(x, self.packed, self.scale, self.zero, self.bias)
+            return int8_linear(x, self.packed, self.scale, self.zero, self.bias)
         rows = len(x)
         more = rounded_rows(rows) - rows
         if more:
             x = F.pad(x, (0, 0, 0, more))
-        out: Tensor = _int8_linear(x, self.packed, self.scale, self.zero, self.bias)
+        out = int8_linear(x, self.packed, self.scale, self.zero, self.bias)
         return out[:rows] if more else out
 
 
-@cache
-def int8_linear() -> Any:
-    """The product in TorchScript: its list of optional numbers cannot be traced."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.script(_int8_linear)
-
-
-def _int8_linear(
+@traceable
+def int8_linear(
     x: Tensor,
     packed: Tensor,
     scale: Tensor,
     zero: Tensor,
     bias: Optional[Tensor],  # noqa: UP045
 ) -> Tensor:
+    """The product, whose list of optional numbers cannot be traced."""
     none: List[Optional[Union[int, float, complex]]] = []  # noqa: UP006, UP007, UP045
     wide = x.float()
     # LEAST and LARGEST, which a script cannot read. A row that is not finite has such a scale.

@@ -14,16 +14,14 @@ import json
 import os
 import secrets
 import time
-import warnings
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _distributed_c10d
-from torch.jit._trace import is_tracing
 
+from overlap_spec.kernels.scripting import traceable
 from overlap_spec.parallel.launch import Launch, Store, dist
 
 c10d: Any = _distributed_c10d
@@ -97,14 +95,11 @@ class Group:
 
     def sum(self, x: Tensor) -> Tensor:
         """See :class:`overlap_spec.models.parallel.Collectives`."""
-        summed: Tensor = (_scripted(_sum) if is_tracing() else _sum)(x, self.name)
-        return summed
+        return _sum(x, self.name)
 
     def gather(self, x: Tensor) -> Tensor:
         """See :class:`overlap_spec.models.parallel.Collectives`."""
-        work: Any = _scripted(_gather) if is_tracing() else _gather
-        gathered: Tensor = work(x, self.shard.size, self.name)
-        return gathered
+        return _gather(x, self.shard.size, self.name)
 
     # Of the host
 
@@ -163,19 +158,14 @@ def told(store: Store) -> Any:
     return json.loads(store.get(SETTINGS))
 
 
-@cache
-def _scripted(work: Any) -> Any:
-    """The work in TorchScript: a group's name cannot be traced."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.script(work)
-
-
+# A group's name cannot be traced.
+@traceable
 def _sum(x: Tensor, group: str) -> Tensor:
     out = torch.ops._c10d_functional.all_reduce(x, "sum", group)
     return torch.ops._c10d_functional.wait_tensor(out)
 
 
+@traceable
 def _gather(x: Tensor, size: int, group: str) -> Tensor:
     out = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group)
     parts = torch.ops._c10d_functional.wait_tensor(out)

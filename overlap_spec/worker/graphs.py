@@ -11,7 +11,6 @@ the caches and tables in place, and depends on nothing else but its inputs.
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Tensors = tuple[Tensor, ...]
+from overlap_spec.kernels.scripting import Tensors as Tensors
+from overlap_spec.kernels.scripting import Trace
 
 
 class Recorded(ABC):
@@ -37,48 +37,16 @@ class Recorded(ABC):
 class TracedGraph(Recorded):
     """Operations in the order in which they were seen, run without the interpreter.
 
-    What ``torch.jit.trace`` makes belongs to the process and is never freed, some 25 MB an engine.
-    So the graph is traced by itself, with all that it touches as inputs, and owned here.
-
     Args:
-        owner: Holds every parameter and buffer that ``work`` touches: what is not found there
-            would be taken for a constant.
-
-    Attributes:
-        function: The graph, whose inputs are those of ``work`` and ``held``.
-        held, owners: What it touches; and the same as a list of torch's own.
+        owner: Holds every parameter and buffer that ``work`` touches.
     """
 
     def __init__(self, owner: nn.Module, work: Callable[..., Tensors], inputs: Tensors) -> None:
-        held = [*owner.parameters(), *owner.buffers()]
-        with warnings.catch_warnings():
-            # That sizes are read: those of a tier.
-            warnings.simplefilter("ignore")
-            graph, _ = torch._C._create_graph_by_tracing(
-                lambda *given: work(*given[: len(inputs)]),
-                [*inputs, *held],
-                lambda _: "",
-                strict=True,
-                force_outplace=False,
-            )
-        used = [bool(value.uses()) for value in graph.inputs()][len(inputs) :]
-        for index in reversed(range(len(held))):
-            if not used[index]:
-                graph.eraseInput(len(inputs) + index)
-        self.held = [tensor for tensor, is_used in zip(held, used, strict=True) if is_used]
-        # What its Python object alone owns takes the interpreter's lock when another owner comes or
-        # goes: in a replay once a tensor, beside a host that holds the lock.
-        self.owners = torch._C.ScriptList(self.held)
-        self.function = torch._C._create_function_from_graph("recorded", graph)
+        self.trace = Trace(work, inputs, [*owner.parameters(), *owner.buffers()])
         self(*inputs)
 
     def __call__(self, *inputs: Tensor) -> Tensors:
-        owners = torch._C.ScriptList(list(inputs))  # As above.
-        # Its optimiser is for graphs that can be fused: here it would cost time and give none.
-        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-            outputs: Tensors = self.function(*inputs, *self.held)
-        del owners
-        return outputs
+        return self.trace(*inputs)
 
 
 class Eager(Recorded):

@@ -7,10 +7,8 @@ On the CPU, where it is known after each step how sure the drafter was. The step
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from torch.nn import functional as F
 from overlap_spec.drafters.base import Draft, Drafter, Roots
 from overlap_spec.drafters.states import GrammarStanding
 from overlap_spec.drafters.tree_drafter import ChainLink, TreeDrafter
+from overlap_spec.kernels.scripting import compiled, replay
 from overlap_spec.types import DraftStop
 from overlap_spec.worker.grammar_states import GrammarStates
 from overlap_spec.worker.graphs import Recorded, Tensors, TracedGraph
@@ -61,12 +60,22 @@ def stops(scores: Tensor, expected: Tensor, curves: Tensor, costs_ms: list[float
     return (tokens + further) / costs_ms[longer] <= tokens / costs_ms[steps]
 
 
-@cache
-def _compiled_stops() -> Any:
-    """:func:`stops` for recordings: the process's own, as compiled functions are never freed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.jit.script(stops)
+# A chain's way through its parts, each followed by the tensors that its recording touches.
+CHAIN = """
+def draft(rows: Tensor, pages: Tensor, expected: Tensor, curves: Tensor, costs_ms: List[float],
+          a: List[Tensor], b: List[Tensor], c: List[Tensor]):
+    root, place, behind, token, score, {carried} = first(rows, pages{a})
+    known = root, place, behind
+    tokens, scores = [token], [score]
+    for steps in range(1, len(costs_ms) - 1):
+        if costs_ms[steps] > 0.0 and stops(torch.cat(scores, 1), expected, curves, costs_ms):
+            break
+        place, behind, token, score, {carried} = onward(
+            rows, pages, place, behind, token, {carried}{b})
+        tokens.append(token)
+        scores.append(score)
+    return known, link(root, torch.cat(tokens, 1), torch.cat(scores, 1){c})
+"""
 
 
 class ChainDraft:
@@ -75,38 +84,18 @@ class ChainDraft:
     Args:
         first, onward, link: :func:`first_step`, :func:`next_step` and :func:`link_steps`, or their
             recordings: all of them recorded, or none.
+        told: Whether the states of grammars are carried along.
     """
 
     def __init__(self, first: Recorded, onward: Recorded, link: Recorded, told: bool) -> None:
-        self._steps, self._unit = (first, onward, link), None
-        if not all(isinstance(step, TracedGraph) for step in self._steps):
-            return
-        begin, further, linked = (
-            ", ".join(f"{name}[{n}]" for n in range(len(step.held)))  # type: ignore[attr-defined]
-            for name, step in zip(("a", "b", "c"), self._steps, strict=True)
-        )
-        carried = "state" + ", states" * told
-        steps = {"first": first, "onward": onward, "link": link}
-        functions = {name: step.function for name, step in steps.items()}  # type: ignore[attr-defined]
-        self._unit = _compile(
-            f"""
-def draft(rows: Tensor, pages: Tensor, expected: Tensor, curves: Tensor, costs_ms: List[float],
-          a: List[Tensor], b: List[Tensor], c: List[Tensor]):
-    root, positions, forced, token, score, {carried} = first(rows, pages, {begin})
-    place, behind = positions, forced
-    tokens, scores = [token], [score]
-    for steps in range(1, len(costs_ms) - 1):
-        if costs_ms[steps] > 0.0 and stops(torch.cat(scores, 1), expected, curves, costs_ms):
-            break
-        place, behind, token, score, {carried} = onward(
-            rows, pages, place, behind, token, {carried}, {further})
-        tokens.append(token)
-        scores.append(score)
-    every = torch.cat(tokens, 1), torch.cat(scores, 1)
-    return (root, positions, forced), link(root, *every{", " * bool(linked)}{linked})
-""",
-            functions | {"stops": _compiled_stops(), "torch": torch},
-        )
+        parts = {"first": first, "onward": onward, "link": link}
+        traces = {n: part.trace for n, part in parts.items() if isinstance(part, TracedGraph)}
+        self._held = [traces[n].owners if n in traces else [] for n in parts]
+        letters = zip("abc", self._held, strict=True)
+        held = {x: "".join(f", {x}[{n}]" for n in range(len(own))) for x, own in letters}
+        source = CHAIN.format(carried="state" + ", states" * told, **held)
+        names = {"torch": torch, "stops": stops, **parts, **traces}
+        self._draft = compiled(source, "draft", names)
 
     def of(self, steps: int) -> FixedChain:
         """Chains of ``steps`` drafts each."""
@@ -121,28 +110,9 @@ def draft(rows: Tensor, pages: Tensor, expected: Tensor, curves: Tensor, costs_m
         self, rows: Tensor, pages: Tensor, expected: Tensor, curves: Tensor, costs_ms: list[float]
     ) -> Tensors:
         """The same, the stop's parts as recordings take them."""
-        if self._unit is not None:
-            inputs = rows, pages, expected, curves
-            owners = torch._C.ScriptList(list(inputs))  # As in `TracedGraph`.
-            held = (step.owners for step in self._steps)  # type: ignore[attr-defined]
-            with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-                known, linked = self._unit.draft(*inputs, costs_ms, *held)
-            del owners
-            return *known, *linked
-        first, onward, link = self._steps
-        root, positions, forced, token, score, *carried = first(rows, pages)
-        place, behind = positions, forced
-        tokens, scores = [token], [score]
-        for steps in range(1, len(costs_ms) - 1):
-            ends = costs_ms[steps] > 0.0
-            if ends and stops(torch.cat(scores, 1), expected, curves, costs_ms):
-                break
-            at = onward(rows, pages, place, behind, token, *carried)
-            place, behind, token, score, *carried = at
-            tokens.append(token)
-            scores.append(score)
-        every = torch.cat(tokens, 1), torch.cat(scores, 1)
-        return root, positions, forced, *link(root, *every)
+        inputs = rows, pages, expected, curves
+        known, linked = replay(self._draft, inputs, costs_ms, *self._held)
+        return *known, *linked
 
 
 class FixedChain(Recorded):
@@ -154,18 +124,6 @@ class FixedChain(Recorded):
     def __call__(self, *inputs: Tensor) -> Tensors:
         rows, pages = inputs
         return self._chain.replay(rows, pages, *self._never)
-
-
-def _compile(source: str, functions: dict[str, Any]) -> Any:
-    """``source`` in TorchScript, with ``functions`` by these names: a loop over recordings needs
-    no interpreter's lock between them, which the host may hold."""
-
-    def resolve(name: str) -> Any:
-        return functions.get(name)
-
-    unit = torch._C.CompilationUnit()
-    unit.define(source, resolve)
-    return unit
 
 
 def first_step(runner: Stepped, sampled: bool, told: bool, rows: Tensor, pages: Tensor) -> Tensors:

@@ -12,6 +12,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.kernels.scripting import scripted
 from overlap_spec.models.packing import PackedLinear
 from overlap_spec.models.quantization import (
     Int8Embedding,
@@ -59,7 +60,8 @@ def test_a_row_has_the_same_bits_at_any_number_of_rows(
         for rows in (1, 2, 3, 6, 9, 16, 24, 33, 64, 129):
             assert torch.equal(layer(x[:rows]), want[:rows]), rows
             assert torch.equal(layer(x[-rows:]), want[-rows:]), rows
-            recorded = int8_linear()(x[:rows], layer.packed, layer.scale, layer.zero, layer.bias)
+            held = layer.packed, layer.scale, layer.zero, layer.bias
+            recorded = scripted(int8_linear)(x[:rows], *held)
             assert torch.equal(recorded, want[:rows]), rows
 
 
