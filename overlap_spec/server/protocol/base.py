@@ -258,7 +258,9 @@ class GenerationBody(Body, Sampling, Constraint):
     logit_bias: Annotated[dict[str, Number], Few] | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)] | None = Field(
-        None, description="Of the requests that wait, those with a higher one start first."
+        None,
+        description="Of the waiting requests of one API key or address, those with a higher one "
+        "start first.",
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         None, description="Computed prompts are shared among requests of the same salt alone."
