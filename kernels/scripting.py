@@ -119,7 +119,9 @@ def compiled(source: str, name: str, names: Mapping[str, Any]) -> Any:
     unit = torch._C.CompilationUnit()
     functions = {name: _callable(named) for name, named in names.items()}
     unit.define(source, functions.get)  # type: ignore[arg-type]
-    return getattr(unit, name)
+    function = getattr(unit, name)
+    # A compiled function does not hold those that it calls.
+    return lambda *given, held=functions: function(*given)  # noqa: ARG005
 
 
 def _callable(named: Any) -> Any:

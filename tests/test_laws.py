@@ -30,8 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": {"scheduler"},
     "speculation": {"speculation"},
     "models": {"models", "kernels"},
-    # Of the models it knows how they are cut.
-    "parallel": {"models"},
+    # Of the models it knows how they are cut, of the kernels how a pass is traced.
+    "parallel": {"models", "kernels"},
     "drafters": {"drafters", "models", "kernels"},
     "worker": {"worker", "drafters", "models", "kernels", "parallel"},
     "training": {"training", "drafters", "models", "kernels", "grammar", "tokenizer"},
