@@ -36,10 +36,13 @@ PARTS = (
     ("norms", ("rms_norm", "rsqrt", "pow", "mean")),
     ("activation", ("silu", "gelu")),
     ("choice", ("argmax", "topk", "sort", "max", "where", "gather", "bitwise", "cumsum")),
-    ("writes", ("index_copy", "index_put", "copy_", "cat", "::to")),
+    ("copies", ("index", "copy", "cat", "::to", "clone", "pad", "repeat")),
+    ("arithmetic", ("add", "mul", "sub", "div", "tanh", "exp", "neg", "clamp", "compare", "::eq")),
 )
+# The rest are views and the like, which compute nothing: their time is dispatch.
+DISPATCH = "dispatch"
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {"drafter": "none"},
+    "plain": {"algorithm": "none"},
     "6 nodes": {"num_steps": 5},
     "16 nodes": {"num_steps": 15},
 }
@@ -55,7 +58,7 @@ def part_of(name: str, shapes: Sequence[Sequence[int]], vocab: int) -> str:
         if any(piece in name for piece in names):
             wide = part == "products" and any(vocab in shape for shape in shapes)
             return "logits" if wide else part
-    return "other"
+    return DISPATCH
 
 
 def timed(engine: Engine, label_times: dict[str, list[float]]) -> Callable[[], None]:
@@ -128,7 +131,7 @@ def measure(case: str, batch: int, settings: dict[str, Any]) -> dict[str, Any]:
         weights = sum(t.numel() * t.itemsize for t in (*target.parameters(), *target.buffers()))
         weights -= target.embed_tokens.weight.numel() * target.embed_tokens.weight.itemsize
         steps = sum(one.steps for one in done)
-        passes = {
+        passes: dict[str, dict[str, Any]] = {
             label: {"ms": round(sum(each) / steps, 3), "parts": dict(parts[label])}
             for label, each in times.items()
             if sum(each) / steps > 0.01
