@@ -73,6 +73,11 @@ def wants_flash() -> bool:
     return _forced == "flash"
 
 
+def wants_references() -> bool:
+    """Whether the torch references are to run, whatever the device."""
+    return _forced == "reference"
+
+
 def operation(reference: Callable[P, R]) -> Callable[P, R]:
     """Dispatch calls of ``reference`` by its first argument, a tensor given by position."""
     module = reference.__module__.replace(".kernels.", ".kernels.triton.")

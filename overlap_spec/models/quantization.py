@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from overlap_spec.errors import ConfigError
+from overlap_spec.kernels import cpu
 from overlap_spec.kernels.scripting import is_tracing, traceable
 from overlap_spec.models.experts import Experts
 from overlap_spec.models.packing import rounded_rows
@@ -78,6 +79,30 @@ class Int8Linear(nn.Module):
             x = F.pad(x, (0, 0, 0, more))
         out = int8_linear(x, self.packed, self.scale, self.zero, self.bias)
         return out[:rows] if more else out
+
+
+class NativeInt8Linear(nn.Module):
+    """:class:`Int8Linear`, to the bit, at the speed of memory (``kernels/cpu/``)."""
+
+    packed: Tensor
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight, scale = round_rows(linear.weight.data)
+        self.register_buffer("packed", cpu.pack(weight), persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
+        # Of what is read, 128 too much: products are of bytes without a sign.
+        shift = weight.sum(1, dtype=torch.int32) * 128
+        self.register_buffer("shift", shift, persistent=False)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(T, in_features)`` → ``(T, out_features)``."""
+        held = self.packed, self.scale, self.shift, self.bias
+        return torch.ops.overlap_spec.int8_product(x, *held)
 
 
 @traceable
@@ -139,7 +164,8 @@ def quantize(modules: Iterable[nn.Module]) -> None:
                 )
             for name, child in part.named_children():
                 if child not in made and isinstance(child, nn.Linear):
-                    made[child] = Int8Linear(child)
+                    native = child.in_features % 4 == 0 and cpu.native()
+                    made[child] = NativeInt8Linear(child) if native else Int8Linear(child)
                 elif child not in made and isinstance(child, nn.Embedding):
                     made[child] = Int8Embedding(child)
                 if child in made:

@@ -1,0 +1,229 @@
+// Products of a few rows with a weight, at the speed at which memory is read: see __init__.py.
+//
+// A packed weight (N, K) is (ceil(N / 16), K / P, 16, P), of P = 2 numbers in bfloat16 and 4 in int8:
+// what one instruction multiplies for 16 outputs lies together, and what a thread reads is one run.
+// Each output is summed over K in one order, so a row has the same bits beside any others.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <immintrin.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t LANES = 16;
+// Blocks of outputs whose part of the weight stays in a core's cache while more rows come.
+constexpr int64_t BLOCKS = 12;
+// Words of a packed weight that are fetched ahead, and that are worth a thread.
+constexpr int64_t AHEAD = 8, GRAIN = 1 << 18;
+
+template <typename T>
+const T* data(const Tensor& x) {
+  return static_cast<const T*>(x.const_data_ptr());
+}
+
+int64_t words(const Tensor& rows) { return rows.size(1) * rows.element_size() / 4; }
+
+struct Bfloat16 {
+  using Sum = __m512;
+  static Sum zero() { return _mm512_setzero_ps(); }
+  static Sum add(Sum sum, __m512i weight, __m512i x) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)weight, (__m512bh)x);
+  }
+};
+
+struct Int8 {
+  using Sum = __m512i;
+  static Sum zero() { return _mm512_setzero_si512(); }
+  static Sum add(Sum sum, __m512i weight, __m512i x) { return _mm512_dpbusd_epi32(sum, x, weight); }
+};
+
+__m512 wide(__mmask16 mask, const uint16_t* from) {
+  __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
+struct Out {
+  void* to;
+  bool half;
+  const void* bias;
+
+  void put(int64_t at, int64_t column, __mmask16 mask, __m512 sum) const {
+    if (half) {
+      if (bias) sum += wide(mask, static_cast<const uint16_t*>(bias) + column);
+      __m256i bits = (__m256i)_mm512_cvtneps_pbh(sum);
+      _mm256_mask_storeu_epi16(static_cast<uint16_t*>(to) + at, mask, bits);
+    } else {
+      if (bias) sum += _mm512_maskz_loadu_ps(mask, static_cast<const float*>(bias) + column);
+      _mm512_mask_storeu_ps(static_cast<float*>(to) + at, mask, sum);
+    }
+  }
+};
+
+// What becomes of the sum of row m for the outputs from `column` on.
+struct Plain {
+  Out out;
+  int64_t n;
+
+  void put(int64_t m, int64_t column, __mmask16 mask, __m512 sum) const {
+    out.put(m * n + column, column, mask, sum);
+  }
+};
+
+struct Scaled {
+  Out out;
+  int64_t n;
+  const float *units, *scale;
+  const int32_t* shift;
+
+  void put(int64_t m, int64_t column, __mmask16 mask, __m512i sum) const {
+    sum = _mm512_sub_epi32(sum, _mm512_maskz_loadu_epi32(mask, shift + column));
+    __m512 scaled = _mm512_cvtepi32_ps(sum) * _mm512_maskz_loadu_ps(mask, scale + column);
+    out.put(m * n + column, column, mask, scaled * _mm512_set1_ps(units[m]));
+  }
+};
+
+// M rows with B blocks of 16 outputs: all sums stay in registers.
+template <typename Kind, int M, int B, typename Put>
+void tile(const int32_t* x, const int32_t* weight, int64_t depth, int64_t row, int64_t block,
+          const Put& put) {
+  typename Kind::Sum sums[B][M];
+  for (auto& each : sums) std::fill(each, each + M, Kind::zero());
+  weight += block * depth * LANES;
+  for (int64_t p = 0; p < depth; ++p) {
+    __m512i here[B];
+    for (int b = 0; b < B; ++b) {
+      const int32_t* at = weight + (b * depth + p) * LANES;
+      _mm_prefetch(reinterpret_cast<const char*>(at + AHEAD * LANES), _MM_HINT_T0);
+      here[b] = _mm512_loadu_si512(at);
+    }
+    for (int m = 0; m < M; ++m) {
+      __m512i each = _mm512_set1_epi32(x[m * depth + p]);
+      for (int b = 0; b < B; ++b) sums[b][m] = Kind::add(sums[b][m], here[b], each);
+    }
+  }
+  for (int b = 0; b < B; ++b) {
+    int64_t column = (block + b) * LANES, left = std::min(put.n - column, LANES);
+    for (int m = 0; m < M; ++m) put.put(row + m, column, (1u << left) - 1, sums[b][m]);
+  }
+}
+
+template <typename Kind, int M, typename Put>
+void strip(const int32_t* x, const int32_t* weight, int64_t depth, int64_t row, int64_t block,
+           int64_t end, const Put& put) {
+  constexpr int B = M <= 6 ? 4 : M <= 8 ? 3 : 2;
+  for (; block + B <= end; block += B) tile<Kind, M, B>(x, weight, depth, row, block, put);
+  for (; block < end; ++block) tile<Kind, M, 1>(x, weight, depth, row, block, put);
+}
+
+template <typename Kind, typename Put>
+void multiply(const int32_t* x, const int32_t* weight, int64_t m, int64_t depth, const Put& put) {
+  using Strip = void (*)(const int32_t*, const int32_t*, int64_t, int64_t, int64_t, int64_t,
+                         const Put&);
+  constexpr Strip STRIPS[] = {strip<Kind, 1, Put>, strip<Kind, 2, Put>,  strip<Kind, 3, Put>,
+                              strip<Kind, 4, Put>, strip<Kind, 5, Put>,  strip<Kind, 6, Put>,
+                              strip<Kind, 7, Put>, strip<Kind, 8, Put>,  strip<Kind, 9, Put>,
+                              strip<Kind, 10, Put>, strip<Kind, 11, Put>, strip<Kind, 12, Put>};
+  constexpr int64_t MOST = std::size(STRIPS);
+  int64_t parts = (m + MOST - 1) / MOST, rows = (m + parts - 1) / parts;
+  int64_t grain = std::max<int64_t>(1, GRAIN / (depth * LANES));
+  at::parallel_for(0, (put.n + LANES - 1) / LANES, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; block += BLOCKS)
+      for (int64_t row = 0; row < m; row += rows) {
+        int64_t count = std::min(rows, m - row);
+        STRIPS[count - 1](x + row * depth, weight, depth, row, block,
+                          std::min(block + BLOCKS, end), put);
+      }
+  });
+}
+
+Tensor pack(const Tensor& given) {
+  Tensor weight = given.contiguous();
+  int64_t n = weight.size(0), depth = words(weight), blocks = (n + LANES - 1) / LANES;
+  Tensor packed = at::empty({blocks, depth, LANES, 4 / given.element_size()}, weight.options());
+  const int32_t* from = data<int32_t>(weight);
+  int32_t* to = static_cast<int32_t*>(packed.mutable_data_ptr());
+  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block)
+      for (int64_t p = 0; p < depth; ++p)
+        for (int64_t lane = 0; lane < LANES; ++lane) {
+          int64_t row = block * LANES + lane;
+          to[(block * depth + p) * LANES + lane] = row < n ? from[row * depth + p] : 0;
+        }
+  });
+  return packed;
+}
+
+Out into(const Tensor& out, const std::optional<Tensor>& bias) {
+  return {out.mutable_data_ptr(), out.scalar_type() == at::kBFloat16,
+          bias.has_value() ? bias->const_data_ptr() : nullptr};
+}
+
+Tensor product(const Tensor& given, const Tensor& weight, const std::optional<Tensor>& bias,
+               int64_t n) {
+  Tensor x = given.contiguous(), out = at::empty({x.size(0), n}, x.options());
+  multiply<Bfloat16>(data<int32_t>(x), data<int32_t>(weight), x.size(0), words(x),
+                     Plain{into(out, bias), n});
+  return out;
+}
+
+// A row in 8 bits and the size of its unit, which is not finite where some number is not.
+template <typename Read>
+float round_row(int64_t k, uint8_t* digits, Read read) {
+  float most = 0;
+  for (int64_t i = 0; i < k; ++i) {
+    float size = std::abs(read(i));
+    most = size > most || std::isnan(size) ? size : most;
+    if (std::isnan(size)) break;
+  }
+  float unit = std::isnan(most) ? most : std::max(most, 1e-30f) / 127;
+  bool finite = std::isfinite(unit);
+  for (int64_t i = 0; i < k; ++i)
+    digits[i] = finite ? static_cast<uint8_t>(std::nearbyint(read(i) / unit) + 128) : 128;
+  return unit;
+}
+
+Tensor int8_product(const Tensor& given, const Tensor& weight, const Tensor& scale,
+                    const Tensor& shift, const std::optional<Tensor>& bias) {
+  Tensor x = given.contiguous(), out = at::empty({x.size(0), scale.size(0)}, x.options());
+  int64_t m = x.size(0), k = x.size(1);
+  bool half = x.scalar_type() == at::kBFloat16;
+  std::vector<int32_t> digits(m * k / 4);
+  std::vector<float> units(m);
+  at::parallel_for(0, m, std::max<int64_t>(1, GRAIN / (8 * k)), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      uint8_t* to = reinterpret_cast<uint8_t*>(digits.data()) + row * k;
+      units[row] = half ? round_row(k, to, [from = data<c10::BFloat16>(x) + row * k](int64_t i) {
+        return static_cast<float>(from[i]);
+      }) : round_row(k, to, [from = data<float>(x) + row * k](int64_t i) { return from[i]; });
+    }
+  });
+  multiply<Int8>(digits.data(), data<int32_t>(weight), m, k / 4,
+                 Scaled{into(out, bias), scale.size(0), units.data(), data<float>(scale),
+                        data<int32_t>(shift)});
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(overlap_spec, m) {
+  m.def("pack(Tensor weight) -> Tensor");
+  m.def("product(Tensor x, Tensor weight, Tensor? bias, int n) -> Tensor");
+  m.def("int8_product(Tensor x, Tensor weight, Tensor scale, Tensor shift, Tensor? bias) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(overlap_spec, CPU, m) {
+  m.impl("pack", &pack);
+  m.impl("product", &product);
+  m.impl("int8_product", &int8_product);
+}
