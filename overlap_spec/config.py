@@ -107,9 +107,9 @@ class EngineConfig:
     adaptive: Annotated[
         str,
         Help(
-            "Length policy: auto (depth and width by survival and measured cost), guarded, "
-            "adaspec, static (always num_steps), off, threshold, specinfer, a published preset "
-            "(default, aggressive, with-off), or a JSON config file.",
+            "Length policy: auto (depth and width by survival and measured cost), adaspec, static "
+            "(always num_steps), off, a published preset (default, aggressive, with-off), a JSON "
+            "config file, or package.module:Class of your own.",
             ("--adaptive", "--speculative-adaptive-config"),
         ),
     ] = "auto"

@@ -477,7 +477,7 @@ def _policy(config: EngineConfig) -> LengthPolicy:
     # What a drafter of one's own can draft, only its launch tier tells.
     trees = ":" not in config.drafter
     policy = load_policy(config.adaptive, steps, top_k, config.num_draft_tokens, trees)
-    if isinstance(policy, StaticPolicy):
+    if type(policy) is StaticPolicy:
         return policy
     nearest = nearest_tier(config, policy.tiers)
     return FallbackPolicy(policy, StaticPolicy(nearest, reason="the policy failed"))

@@ -100,7 +100,7 @@ def test_one_verify_an_answer_in_all_modes(
     assert found["none"] == found["double-sync"] == found["once-sync"]
 
 
-@pytest.mark.parametrize("adaptive", ["guarded", "adaspec", "auto", "threshold", "off"])
+@pytest.mark.parametrize("adaptive", ["default", "adaspec", "auto", "off"])
 def test_under_every_policy(
     still: dict[str, Any], plain: list[list[list[Output]]], adaptive: str
 ) -> None:
