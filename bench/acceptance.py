@@ -35,8 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 RULES: dict[str, dict[str, Any]] = {
     "alone": {"algorithm": "bench.acceptance:Alone"},
     "exact": {},
-    "rejection": {"acceptance": "rejection"},
-    "threshold 0.5": {"acceptance": "threshold", "threshold_acc": 0.5},
+    "threshold 0.5": {"threshold_acc": 0.5},
 }
 BATCH, TOKENS = 8, 64
 

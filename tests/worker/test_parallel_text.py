@@ -88,14 +88,11 @@ def test_what_a_prompt_a_choice_and_a_thought_may_need(tiny: dict[str, str]) -> 
         )
 
 
-@pytest.mark.parametrize("rule", ["rejection", "threshold"])
-def test_other_rules_of_acceptance_draw_alike(tiny: dict[str, str], rule: str) -> None:
+def test_thresholds_of_acceptance_draw_alike(tiny: dict[str, str]) -> None:
     """Coins are those of seed and position in every rank: ranks that differed would not go on."""
-    settings = {**TREE, "acceptance": rule, "mask_deadline_ms": None, "graphs": False}
+    settings = {**TREE, "threshold_acc": 0.5, "mask_deadline_ms": None, "graphs": False}
     # Such text depends on how long drafts are.
     settings["adaptive"] = "static"
-    if rule == "threshold":
-        settings["threshold_acc"] = 0.5
     with (
         build(tiny, **settings) as oracle,
         build(tiny, tensor_parallel_size=2, **settings) as engine,
