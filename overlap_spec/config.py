@@ -26,6 +26,8 @@ ELSEWHERE = {
     "speculative_num_steps": "num_steps",
     "speculative_eagle_topk": "eagle_topk",
     "speculative_num_draft_tokens": "num_draft_tokens",
+    "speculative_accept_threshold_single": "threshold_single",
+    "speculative_accept_threshold_acc": "threshold_acc",
     "num_speculative_tokens": "num_steps",
     "max_model_len": "context_length",
     "tp_size": "tensor_parallel_size",

@@ -144,13 +144,13 @@ def test_thresholds_near_one_have_the_targets_distribution(
     setting: dict[str, Any], shape: str
 ) -> None:
     tables, features = rows_of(setting)
-    # The same tree for all seeds: it must not know of the coins.
+    # One tree for all seeds, of drafts that are allowed: it must not know of the coins.
     tree = drafted(SHAPES[shape])
-    tree = Tree(*(x[:1].expand(COUNT, *x.shape[1:]).contiguous() for x in tree))
+    tree = Tree(*(x[4:5].expand(COUNT, *x.shape[1:]).contiguous() for x in tree))
     rule = AcceptanceRule(least_threshold(), tables)
     run, lengths, logits = emitted(rule, tables, features, tree)
     check_distribution(run, lengths, tree, logits, SamplingParams(**setting))
-    assert int(lengths.max()) == 2
+    assert 0 < float(lengths.double().mean()) < 2
 
 
 def test_thresholds_accept_more_and_never_what_is_forbidden() -> None:
