@@ -1,4 +1,4 @@
-"""Accept lengths of sampled requests under each rule of acceptance, on the embedded model.
+"""Accept lengths of sampled requests, exact and by thresholds, on the embedded model.
 
 ``python -m bench.acceptance [--quick] [--json PATH] [--seed S]`` gives each rule an engine with a
 chain and one with a tree. Every group of requests, free text and JSON, goes through all of them at
@@ -35,8 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 RULES: dict[str, dict[str, Any]] = {
     "alone": {"algorithm": "bench.acceptance:Alone"},
     "exact": {},
-    "rejection": {"acceptance": "rejection"},
-    "threshold 0.5": {"acceptance": "threshold", "threshold_acc": 0.5},
+    "threshold 0.5": {"threshold_acc": 0.5},
 }
 BATCH, TOKENS = 8, 64
 
@@ -110,7 +109,7 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = flags("acceptance", "Accept lengths under each rule of acceptance.")
+    parser = flags("acceptance", "Accept lengths, exact and by thresholds.")
     options = parser.parse_args(arguments)
     run = Run("acceptance", options, arguments)
     groups = 6 if options.quick else 24

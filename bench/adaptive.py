@@ -2,9 +2,9 @@
 
 ``python -m bench.adaptive [--quick] [--json PATH] [--seed S] [--batch N] [--busy N] [--groups N]
 [--policies NAME,...] [--model DIR --draft DIR]`` gives each policy the same work: no drafts, static
-chains of 1, 3, 5 and 7 steps, a static tree, the published ``default``, ``guarded``, ``adaspec``
-and ``auto``. All of them live through all phases in one engine, which has recorded all their
-lengths before, as a server has: two engines of the same settings differ by more than policies do.
+chains of 1, 3, 5 and 7 steps, a static tree, the published ``default``, ``adaspec`` and ``auto``.
+All of them live through all phases in one engine, which has recorded all their lengths before, as a
+server has: two engines of the same settings differ by more than policies do.
 Text is easy, hard, and easy; then the batch grows from N (1) to ``--busy`` (16) and falls back;
 then the same prompts are answered under their schemas and without. Every group of requests goes
 through all policies, in an order drawn anew, before the next group starts: what the machine does to
@@ -68,7 +68,7 @@ FIXED: dict[str, tuple[str, int, int, int | None]] = {
     **{f"static {n}": ("static", n, 1, None) for n in (1, 3, 5, 7)},
     "static tree": ("static", 5, 4, 16),
 }
-ADAPTIVE = ("default", "guarded", "adaspec", "auto")
+ADAPTIVE = ("default", "adaspec", "auto")
 POLICIES = FIXED | {name: (name, 5, 1, None) for name in ADAPTIVE}
 # Times that the groups are drawn again.
 DRAWS = 1000

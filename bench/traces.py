@@ -66,8 +66,8 @@ MACHINES: dict[str, CostModel] = {
 }  # fmt: skip
 STATIC = {f"static {n}": ("static", n) for n in (1, 3, 5)}
 POLICIES = {
-    "off": ("off", 5), **STATIC, "threshold": ("threshold", 5), "specinfer": ("specinfer", 5),
-    "adaspec": ("adaspec", 5), "auto": ("auto", 5),
+    "off": ("off", 5), **STATIC, "threshold": ("bench.baselines:ThresholdPolicy", 5),
+    "specinfer": ("bench.baselines:SpecInfer", 5), "adaspec": ("adaspec", 5), "auto": ("auto", 5),
 }  # fmt: skip
 TARGETED = ("adaspec", "auto")
 SCALES = (0.8, 1.0, 1.2)

@@ -111,11 +111,6 @@ class GrammarCompiler:
         stop = self._executor.stop if isinstance(self._executor, Pool) else self._executor.close
         self._finalizer = weakref.finalize(self, stop)
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes in the cache now."""
-        return self._used_bytes
-
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """The compiled grammar, from the cache if it is there; blocks until it is ready.
 

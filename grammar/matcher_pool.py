@@ -283,12 +283,6 @@ class MatcherPool:
         self._latest.pop(request_id, None)
         self._scratch.pop(request_id, None)
 
-    @property
-    def quarantined(self) -> int:
-        """Number of abandoned calls that have not returned yet."""
-        with self._lock:
-            return len(self._stuck)
-
     def close(self) -> None:
         """End the threads; one whose call does not return ends with the process."""
         with self._lock:

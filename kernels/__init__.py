@@ -3,13 +3,7 @@
 On CUDA a Triton kernel with the same signature runs instead (``kernels/dispatch.py``).
 """
 
-from overlap_spec.kernels.acceptance import (
-    Odds,
-    Residual,
-    accept_by_rejection,
-    accept_by_threshold,
-    relaxed_children,
-)
+from overlap_spec.kernels.acceptance import accept_by_probability
 from overlap_spec.kernels.attention import (
     KeySpan,
     Scoring,
@@ -58,13 +52,10 @@ __all__ = [
     "Grown",
     "KeySpan",
     "Noise",
-    "Odds",
-    "Residual",
     "Scoring",
     "Selected",
     "Tree",
-    "accept_by_rejection",
-    "accept_by_threshold",
+    "accept_by_probability",
     "accept_path",
     "add_rms_norm",
     "after_tokens",
@@ -84,7 +75,6 @@ __all__ = [
     "noise_keys",
     "pack_mask",
     "page_slots",
-    "relaxed_children",
     "rerank",
     "rms_norm",
     "rotate_and_store",

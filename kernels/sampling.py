@@ -26,7 +26,7 @@ _ROUND_1, _ROUND_2 = 2146121005, -2073254261
 # What random numbers are for: those of different purposes are independent. Drafters share CHOICE
 # with the target, so that both pick the same token where their distributions are alike. WHOLE
 # texts are drawn at once.
-CHOICE, DRAFT, ACCEPT, RESIDUAL, WHOLE = PURPOSES = range(5)
+CHOICE, ACCEPT, RESIDUAL, WHOLE = PURPOSES = (0, 2, 3, 4)
 
 # Logits that a block of rows may have, so that it stays in a core's cache.
 CACHED_LOGITS = 2**17
@@ -245,20 +245,16 @@ def masked_choose(
 
 class Noise(NamedTuple):
     """Noise of a draft's rows: ``temperature`` float32 ``(T,)``, 0 for none; ``keys`` int64
-    ``(T,)``, those of the choice that the target makes there.
-
-    ``support``: over 0, candidates are drawn from so many tokens: see :func:`drawn_candidates`.
-    """
+    ``(T,)``, those of the choice that the target makes there."""
 
     temperature: Tensor
     keys: Tensor
-    support: int = 0
 
 
 @operation
 def top_candidates(
     logits: Tensor, count: int, offsets: Tensor | None = None, noise: Noise | None = None
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """A draft step's ``count`` best next tokens of every row, descending.
 
     With noise a row's logits are divided by its temperature, and each token has the Gumbel noise
@@ -274,43 +270,13 @@ def top_candidates(
     Returns:
         Log-probabilities float32 ``(T, count)``, which with noise are shares of what the noise has
         left of the odds, and target ids int64 ``(T, count)``. Which of equally probable tokens come
-        first is open. With a ``noise.support`` what :func:`drawn_candidates` returns.
+        first is open.
     """
-    if noise is not None and noise.support:
-        return drawn_candidates(logits, count, offsets, noise)
     if noise is None:
         best, ids = logits.float().log_softmax(-1).topk(count)
     else:
         best, ids = _noisy_candidates(logits, count, offsets, noise)
     return best, ids if offsets is None else ids + offsets[ids]
-
-
-def drawn_candidates(
-    logits: Tensor, count: int, offsets: Tensor | None, noise: Noise
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``count`` tokens of every row, drawn one after the other and none twice, with their odds.
-
-    They are drawn from the ``noise.support`` most probable ones; of a greedy row they are its most
-    probable ones, descending. What was drawn does not show in the scores: which of several drafts
-    are verified must not depend on the outcome, or the odds would be others.
-
-    Returns:
-        Scores float32 ``(T, count)``: log-probabilities of the row's best tokens, descending;
-        target ids int64 ``(T, count)``, as drawn; and the ids ``(T, M)`` from which they were
-        drawn, with their probabilities float32 ``(T, M)``.
-    """
-    best, ids = logits.float().topk(min(max(noise.support, count), logits.shape[1]))
-    if offsets is not None:
-        ids = ids + offsets[ids]
-    heat = torch.where(noise.temperature > 0, noise.temperature, 1.0)[:, None]
-    probs = (best / heat).softmax(-1)
-    # One row of noise for its own ids: the hash counts tokens, whatever their order.
-    order = torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device)
-    race = torch.where(
-        noise.temperature[:, None] > 0, probs / -negative_exponentials(noise.keys, order), probs
-    )
-    tokens = ids.gather(1, race.topk(count).indices)
-    return probs[:, :count].log(), tokens, ids, probs
 
 
 def log_probs_among(
@@ -323,7 +289,7 @@ def log_probs_among(
         own: int64 ``(T, K)``: the tokens' draft ids; one that is out of range counts as the last.
         ids: int64 ``(T, K)``: their target ids, distinct where they count.
         bias: float32 ``(T, K)``: 0, or -inf where there is no token.
-        noise: Without support.
+        noise: As there.
 
     Returns:
         float32 ``(T, K)``, as told there; all NaN where there is no token.

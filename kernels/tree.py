@@ -218,7 +218,7 @@ def accept_path(targets: Tensor, tree: Tree, width: int, limits: Tensor | None =
     A node is accepted when its whole path is: each token on it is the target's choice at its
     parent, and no node on it is dead. Choices are argmax, in sampling under noise that depends on
     seed, position and token alone, so that the emitted text is plain decoding's, token by token.
-    (Other rules of acceptance change the choices: :mod:`overlap_spec.kernels.acceptance`.)
+    (Acceptance by probability changes the choices: :mod:`overlap_spec.kernels.acceptance`.)
 
     Args:
         targets: int64 ``(B, N)``, the target's choice after each node; -1 for an empty row.

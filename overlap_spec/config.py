@@ -15,7 +15,6 @@ DRAFTERS = Path(__file__).parent / "drafters"
 OVERLAP_MODES = ("once-sync", "double-sync", "none")
 # The mode that fits the processor: see `overlap_spec.worker.build.overlap_mode`.
 AUTO_MODE = "auto"
-ACCEPTANCE_RULES = ("exact", "rejection", "threshold")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
 ADDITIONAL_PROPERTIES = ("closed", "schema")
@@ -27,6 +26,8 @@ ELSEWHERE = {
     "speculative_num_steps": "num_steps",
     "speculative_eagle_topk": "eagle_topk",
     "speculative_num_draft_tokens": "num_draft_tokens",
+    "speculative_accept_threshold_single": "threshold_single",
+    "speculative_accept_threshold_acc": "threshold_acc",
     "num_speculative_tokens": "num_steps",
     "max_model_len": "context_length",
     "tp_size": "tensor_parallel_size",
@@ -107,9 +108,9 @@ class EngineConfig:
     adaptive: Annotated[
         str,
         Help(
-            "Length policy: auto (depth and width by survival and measured cost), guarded, "
-            "adaspec, static (always num_steps), off, threshold, specinfer, a published preset "
-            "(default, aggressive, with-off), or a JSON config file.",
+            "Length policy: auto (depth and width by survival and measured cost), adaspec, static "
+            "(always num_steps), off, a published preset (default, aggressive, with-off), a JSON "
+            "config file, or package.module:Class of your own.",
             ("--adaptive", "--speculative-adaptive-config"),
         ),
     ] = "auto"
@@ -120,27 +121,18 @@ class EngineConfig:
             "auto plan no step that takes longer, where they can."
         ),
     ] = None
-    acceptance: Annotated[
-        str,
-        Help(
-            "Which drafts a sampled request accepts: exact (those that plain decoding would choose "
-            "with its seed), rejection (rejection sampling: the same distribution, another text), "
-            "or threshold (lossy: see the two thresholds).",
-            ("--acceptance", "--speculative-acceptance"),
-        ),
-    ] = "exact"
     threshold_single: Annotated[
         float,
         Help(
-            "threshold: accept a draft whose probability is at least this.",
+            "Accept every draft of a sampled request whose probability is at least this; below 1 "
+            "lossy.",
             ("--threshold-single", "--speculative-accept-threshold-single"),
         ),
     ] = 1.0
     threshold_acc: Annotated[
         float,
         Help(
-            "threshold: multiply the chance of refusing a draft's probability by this; lower "
-            "accepts more, 1 changes no distribution.",
+            "Accept a sampled request's drafts with their probability over this; below 1 lossy.",
             ("--threshold-acc", "--speculative-accept-threshold-acc"),
         ),
     ] = 1.0
@@ -334,7 +326,6 @@ class EngineConfig:
         _one_of("dtype", self.dtype, DTYPES)
         if self.quantization is not None:
             _one_of("quantization", self.quantization, QUANTIZATIONS)
-        _one_of("acceptance", self.acceptance, ACCEPTANCE_RULES)
         self._check_acceptance()
         least = {
             "num_steps": 0,
@@ -404,12 +395,16 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise ConfigError(f"{name} must be a number from 0 to 1: {value!r}")
-            if name != "relaxed_delta" and value < 1 and self.acceptance != "threshold":
-                raise ConfigError(f"{name} needs acceptance='threshold': {value!r}")
         if self.threshold_acc == 0:
             raise ConfigError("threshold_acc must be over 0")
         if self.relaxed_delta and not self.relaxed_topk:
             raise ConfigError("relaxed_delta needs relaxed_topk, which is 0")
+
+    @property
+    def by_threshold(self) -> bool:
+        """Whether sampled requests accept drafts by their probability, and so not those alone that
+        plain decoding would choose."""
+        return min(self.threshold_single, self.threshold_acc) < 1
 
     @property
     def lanes(self) -> int:

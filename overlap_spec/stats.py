@@ -17,9 +17,8 @@ class RequestStats:
 
     ``grammar_ms``: its matcher's time. ``exposed_ms``: its share of the time that compute waited
     for masks, by grammar time. ``idle_ms``: its share of all time that compute stood idle in its
-    steps, in equal parts. ``acceptance``: which drafts it accepted; ``lossy``: whether that rule
-    changes the distribution of its tokens. ``relaxed_steps``: its steps under relaxed acceptance,
-    which does.
+    steps, in equal parts. ``lossy``: whether thresholds of acceptance changed its distribution.
+    ``relaxed_steps``: its steps under relaxed acceptance, which does so too.
     """
 
     prompt_tokens: int = 0
@@ -41,7 +40,6 @@ class RequestStats:
     idle_ms: float = 0.0
     limited_steps: int = 0
     grammar_compile_ms: float = 0.0
-    acceptance: str = "exact"
     lossy: bool = False
     relaxed_steps: int = 0
 

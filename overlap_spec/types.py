@@ -99,8 +99,8 @@ class SamplingParams:
         prompt_logprobs: None: none. n: of each prompt token but the first, its log-probability,
             its rank, and the n most probable tokens at its place, as the model has them: before
             bias, mask, penalties and temperature. Nothing of the prompt is taken from the cache.
-        speculate: Whether drafts may be accepted; the text is the same either way, under the exact
-            rule of acceptance.
+        speculate: Whether drafts may be accepted; the text is the same either way, unless
+            acceptance is by thresholds or relaxed.
         origins: Whether to tell of each output token how it came: an accepted draft, an accepted
             draft whose text the grammar had forced (grafted), the target's own choice behind these
             (bonus), or the only token that the mask allowed (forced).

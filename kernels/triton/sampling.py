@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overlap_spec.kernels.sampling import CHOICE, PURPOSE_STEP, Noise, drawn_candidates
+from overlap_spec.kernels.sampling import CHOICE, PURPOSE_STEP, Noise
 from overlap_spec.kernels.triton.filters import cut_of, kept
 from overlap_spec.kernels.triton.launch import launch, power_of_two, require_float
 from overlap_spec.kernels.tuning import config
@@ -328,10 +328,8 @@ def _rank(
 
 def top_candidates(
     logits: Tensor, count: int, offsets: Tensor | None = None, noise: Noise | None = None
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """See :func:`overlap_spec.kernels.top_candidates`."""
-    if noise is not None and noise.support:
-        return drawn_candidates(logits, count, offsets, noise)
     require_float("top_candidates", logits)
     rows, vocab = logits.shape
     tuned = config("top_candidates", logits.device)
@@ -345,7 +343,7 @@ def top_candidates(
     out_scores = torch.empty(rows, count, dtype=torch.float32, device=device)
     out_tokens = torch.empty(rows, count, dtype=torch.int64, device=device)
     names = out_tokens if offsets is None else offsets
-    heat, keys = (bests, out_tokens) if noise is None else noise[:2]
+    heat, keys = (bests, out_tokens) if noise is None else noise
     launch(
         _shortlist, (rows, chunks),
         logits, names, heat, keys, scores, tokens, bests, masses, vocab, logits.stride(0),

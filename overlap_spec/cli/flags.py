@@ -12,7 +12,6 @@ import typer
 
 from overlap_spec.cluster.settings import ROUTINGS, ClusterSettings
 from overlap_spec.config import (
-    ACCEPTANCE_RULES,
     ADDITIONAL_PROPERTIES,
     AUTO_MODE,
     DTYPES,
@@ -46,7 +45,6 @@ ENGINE_FLAGS = {
     "tree": SPECULATION,
     "adaptive": SPECULATION,
     "tpot_slo_ms": SPECULATION,
-    "acceptance": SPECULATION,
     "threshold_single": SPECULATION,
     "threshold_acc": SPECULATION,
     "relaxed_topk": SPECULATION,
@@ -101,7 +99,6 @@ VALUES: dict[str, Callable[[], list[str]]] = {
     "algorithm": lambda: [*drafter_names(), "none"],
     "additional_properties": lambda: list(ADDITIONAL_PROPERTIES),
     "overlap": lambda: [AUTO_MODE, *OVERLAP_MODES],
-    "acceptance": lambda: list(ACCEPTANCE_RULES),
     "dtype": lambda: list(DTYPES),
     "quantization": lambda: list(QUANTIZATIONS),
     "routing": lambda: list(ROUTINGS),

@@ -11,19 +11,14 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.states import GrammarStanding
-from overlap_spec.kernels import Noise, Odds, noise_keys
-from overlap_spec.kernels.sampling import CHOICE, DRAFT
+from overlap_spec.kernels import Noise, noise_keys
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.models.decoder import Attend, Decoder
 from overlap_spec.types import Floats, History, Int64s, Tier
-
-# More branches than a draft step can have.
-MOST_BRANCHES = 2**20
 
 
 class DraftCache(Protocol):
@@ -73,8 +68,7 @@ class Roots(NamedTuple):
     the grammar forces behind each root, -1 behind their end.
 
     ``temperature`` float32 ``(B,)``, 0 where a row is greedy, and ``seeds`` int64 ``(B,)``: with
-    them :meth:`noise` is that of the target's choices. None where all rows are greedy. ``support``:
-    over 0, drafts are draws of their own from so many tokens each, whose odds are told.
+    them :meth:`noise` is that of the target's choices. None where all rows are greedy.
 
     ``standing``: where each root stands in its grammar's table; None: no row has a grammar, or the
     drafter does not read them.
@@ -87,7 +81,6 @@ class Roots(NamedTuple):
     forced: Tensor
     temperature: Tensor | None = None
     seeds: Tensor | None = None
-    support: int = 0
     standing: GrammarStanding | None = None
 
     def noise(self, depth: int, branches: int) -> Noise | None:
@@ -95,15 +88,8 @@ class Roots(NamedTuple):
         ``branches`` nodes a root, ``(B * branches,)``."""
         if self.temperature is None or self.seeds is None:
             return None
-        heat = self.temperature.repeat_interleave(branches)
-        if not self.support:
-            keys = noise_keys(self.seeds, self.positions + depth, CHOICE)
-            return Noise(heat, keys.repeat_interleave(branches))
-        # No two nodes of a tree, nor of two steps, may share it: which of them are verified
-        # would tell of what the others drew.
-        keys = noise_keys(self.seeds, self.positions, DRAFT).repeat_interleave(branches)
-        branch = torch.arange(branches, device=keys.device).repeat(self.positions.shape[0])
-        return Noise(heat, noise_keys(keys, branch + depth * MOST_BRANCHES, DRAFT), self.support)
+        keys = noise_keys(self.seeds, self.positions + depth)
+        return Noise(*(each.repeat_interleave(branches) for each in (self.temperature, keys)))
 
 
 class Draft(NamedTuple):
@@ -112,15 +98,12 @@ class Draft(NamedTuple):
     ``tokens`` int64 ``(B, M)``: siblings are distinct and in descending probability. ``parents``
     int64 ``(B, M)``: each one's parent node (0: the root), which comes earlier; None: a chain.
     ``scores`` float32 ``(B, M)``: summed log-probability of the node's path; at most the parent's.
-    -inf is a dead node: it is not verified, nor is any node after it on its path. ``odds``: from
-    what each node's children were drawn, the root's first: node n's are number n; None where
-    they were not drawn.
+    -inf is a dead node: it is not verified, nor is any node after it on its path.
     """
 
     tokens: Tensor
     parents: Tensor | None
     scores: Tensor
-    odds: Odds | None = None
 
 
 class HostDraft(NamedTuple):

@@ -13,7 +13,6 @@ class Level(NamedTuple):
     """The inner nodes of one depth, and their children; int64 unless said otherwise.
 
     Attributes:
-        number ``(m,)``: their numbers, from -1 for the root, as in a :class:`Draft`.
         nodes ``(m,)``: which children of the level before they are.
         above ``(m,)``: their parents among that level's inner nodes.
         seen: bool ``(m, W)``: which of all inner nodes up to here, the root not counted, each one
@@ -22,7 +21,6 @@ class Level(NamedTuple):
         owner, rank ``(c,)``: of each child, its parent among ``nodes`` and its place there.
     """
 
-    number: Tensor
     nodes: Tensor
     above: Tensor
     seen: Tensor
@@ -67,7 +65,6 @@ def shape_of(parents: tuple[int, ...], device: torch.device) -> Shape:
         born = [(row, rank, n) for row, x in enumerate(inner) for rank, n in enumerate(children[x])]
         levels.append(
             Level(
-                torch.tensor([node - 1 for node in inner], device=device),
                 torch.tensor([candidates.index(node) for node in inner], device=device),
                 torch.tensor([before.index(above[node]) for node in inner], device=device),
                 seen.to(device),

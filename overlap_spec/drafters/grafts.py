@@ -61,10 +61,10 @@ def lengthen(draft: Draft, roots: Roots, tier: Tier) -> Draft:
     drafted already, as one more branch.
 
     Args:
-        draft: Of ``tier.base``; not drawn.
+        draft: Of ``tier.base``.
         tier: With a base.
     """
-    tokens, parents, scores, _ = draft
+    tokens, parents, scores = draft
     batch, drafted = tokens.shape
     index = torch.arange(tier.nodes - 1, device=tokens.device)
     if parents is None:

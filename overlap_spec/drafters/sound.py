@@ -23,10 +23,10 @@ def sound(draft: Draft, tier: Tier, vocab_size: int) -> tuple[Draft, Tensor]:
     Raises:
         ValueError: tensors of another shape or type than the tier asks for.
     """
-    tokens, parents, scores, odds = draft
+    tokens, parents, scores = draft
     shape = len(tokens), tier.nodes - 1
     wanted = {"tokens": torch.int64, "parents": torch.int64, "scores": torch.float32}
-    for (name, dtype), given in zip(wanted.items(), draft[:3], strict=True):
+    for (name, dtype), given in zip(wanted.items(), draft, strict=True):
         if given is not None and (tuple(given.shape) != shape or given.dtype != dtype):
             raise ValueError(
                 f"a draft's {name} must be {dtype} {shape}, not {given.dtype} {tuple(given.shape)}"
@@ -48,4 +48,4 @@ def sound(draft: Draft, tier: Tier, vocab_size: int) -> tuple[Draft, Tensor]:
         alive = torch.minimum(alive, F.pad(alive, (1, 0)).gather(1, own))
     refused = ((scores != -torch.inf) & (alive == -torch.inf)).sum(1)
     above = None if parents is None else own
-    return Draft(torch.where(good, tokens, 0), above, alive, odds), refused
+    return Draft(torch.where(good, tokens, 0), above, alive), refused

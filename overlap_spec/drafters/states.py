@@ -83,7 +83,7 @@ def legal_candidates(
     Args:
         logits: ``(T, V)`` over the draft vocabulary.
         offsets, draft_ids: As :class:`overlap_spec.drafters.tree_drafter.TreeDrafter` has them.
-        noise: Without support.
+        noise: As :func:`overlap_spec.kernels.top_candidates` has it.
 
     Returns:
         Log-probabilities float32 ``(T, k)`` among what is allowed, as far as it was looked at;

@@ -7,13 +7,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from overlap_spec.drafters.base import Committed, Draft, DraftCache, Drafter, Roots
 from overlap_spec.drafters.fixed_tree import Shape, shape_of
 from overlap_spec.drafters.grafts import Grafts
 from overlap_spec.drafters.states import GrammarStanding, Options, legal_candidates
-from overlap_spec.kernels import Noise, Odds, grow, rerank, top_candidates
+from overlap_spec.kernels import Noise, grow, rerank, top_candidates
 from overlap_spec.models.decoder import Attend
 from overlap_spec.types import Tier
 
@@ -21,14 +20,13 @@ from overlap_spec.types import Tier
 class ChainLink(NamedTuple):
     """One more draft of each chain: ``token`` int64 and ``score``, its log-probability, ``(B, 1)``.
 
-    ``state (B, 1, H)``: the one from which it was drafted. ``odds``: from what it was drawn, empty
-    where it was not; ``options``: what the grammars allow beside it, None where none was asked.
+    ``state (B, 1, H)``: the one from which it was drafted. ``options``: what the grammars allow
+    beside it, None where none was asked.
     """
 
     token: Tensor
     score: Tensor
     state: Tensor
-    odds: list[Tensor]
     options: Options | None
 
 
@@ -88,23 +86,19 @@ class TreeDrafter(Drafter):
         k: int,
         noise: Noise | None = None,
         standing: GrammarStanding | None = None,
-    ) -> tuple[Tensor, Tensor, list[Tensor], Options | None]:
+    ) -> tuple[Tensor, Tensor, Options | None]:
         """Log-probabilities and target ids of the k best next tokens, descending:
-        ``(T, H)`` → ``(T, k)``, as :func:`overlap_spec.kernels.top_candidates` makes them; their
-        odds, where they are drawn; and, of ``standing``, what the grammars allow.
+        ``(T, H)`` → ``(T, k)``, as :func:`overlap_spec.kernels.top_candidates` makes them; and,
+        of ``standing``, what the grammars allow.
 
         Args:
             standing: Where the ``T`` rows stand: the candidates are those of
-                :func:`overlap_spec.drafters.states.legal_candidates`; not where drafts are drawn.
+                :func:`overlap_spec.drafters.states.legal_candidates`.
         """
         logits = self.logits(states)
-        if standing is None or (noise is not None and noise.support):
-            score, token, *odds = top_candidates(logits, k, self.offsets, noise)
-            return score, token, odds, None
-        score, token, options = legal_candidates(
-            logits, k, standing, self.offsets, self.draft_ids, noise
-        )
-        return score, token, [], options
+        if standing is None:
+            return *top_candidates(logits, k, self.offsets, noise), None
+        return legal_candidates(logits, k, standing, self.offsets, self.draft_ids, noise)
 
     def states_before(self, features: Tensor | None) -> Tensor | None:
         """What stands for the states before committed tokens: the target's features ``(T, F)``."""
@@ -153,47 +147,39 @@ class TreeDrafter(Drafter):
         self, roots: Roots, state: Tensor, standing: GrammarStanding | None, step: int
     ) -> ChainLink:
         noise = roots.noise(step + 1, 1)
-        score, token, odds, options = self.candidates(state.flatten(0, 1), 1, noise, standing)
+        score, token, options = self.candidates(state.flatten(0, 1), 1, noise, standing)
         score, token = Grafts(roots, step + 1).first(score, token, step)
-        return ChainLink(token, score, state, odds, options)
+        return ChainLink(token, score, state, options)
 
     def _chain(self, roots: Roots, tier: Tier) -> Draft:
         links = [self.first_link(roots)]
         for step in range(1, tier.nodes - 1):
-            token, _, state, _, options = links[-1]
+            token, _, state, options = links[-1]
             standing = options and options.along(token)
             links.append(self.next_link(roots, token, state, standing, step))
-        tokens, scores, _, odds, _ = zip(*links, strict=True)
-        return Draft(
-            torch.cat(tokens, 1),
-            None,
-            torch.cat(scores, 1).cumsum(1),
-            _stacked(list(odds), len(tokens[0])) if odds[0] else None,
-        )
+        tokens, scores, _, _ = zip(*links, strict=True)
+        return Draft(torch.cat(tokens, 1), None, torch.cat(scores, 1).cumsum(1))
 
     def _tree(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
         batch, k, device = roots.rows.shape[0], tier.top_k, roots.rows.device
         grafts = Grafts(roots, tier.steps)
         standing = roots.standing
-        score, token, odds, options = self.candidates(state, k, roots.noise(1, 1), standing)
+        score, token, options = self.candidates(state, k, roots.noise(1, 1), standing)
         score, token = grafts.first(score, token, 0)
         standing = options and options.along(token)
-        scores, tokens, draws = [score], [token], [odds]
+        scores, tokens = [score], [token]
         parents = [torch.full_like(token, -1)]
         number = torch.arange(k, device=device).expand(batch, k)
-        drawn_at = [torch.full_like(number[:, :1], -1)]
         before = state[:, None].expand(batch, k, -1)
         mask = torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k)
         for step in range(1, tier.steps):
             out = self._advance(roots, token, before, step, mask)
             noise = roots.noise(step + 1, k)
-            added, choices, odds, options = self.candidates(out.flatten(0, 1), k, noise, standing)
+            added, choices, options = self.candidates(out.flatten(0, 1), k, noise, standing)
             # A run goes on in the first branch: nothing outranks its score, nor comes before it.
             added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0] = grafts.first(
                 added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0], step
             )
-            draws.append(odds)
-            drawn_at.append(number)
             grown = grow(score, added, choices, mask)
             parents.append(number.repeat_interleave(k, 1))
             scores.append(added.view(batch, k * k))
@@ -210,14 +196,13 @@ class TreeDrafter(Drafter):
             torch.cat(tokens, 1).gather(1, kept),
             _renumber(torch.cat(parents, 1), kept),
             every.gather(1, kept),
-            _placed(_stacked(draws, batch), torch.cat(drawn_at, 1), kept) if odds else None,
         )
 
     def _fixed(self, roots: Roots, state: Tensor, shape: Shape) -> Draft:
         """The tree whose nodes are the best children of theirs, level by level."""
         batch, out, token = roots.rows.shape[0], state[:, None], roots.tokens[:, None]
         score = out.new_zeros(batch, 1, dtype=torch.float32)
-        scores, tokens, draws, grown, standing = [], [], [], 1, roots.standing
+        scores, tokens, grown, standing = [], [], 1, roots.standing
         for step, level in enumerate(shape.levels):
             if step:
                 token, before = token[:, level.nodes], out[:, level.above]
@@ -226,26 +211,19 @@ class TreeDrafter(Drafter):
                 grown += len(level.nodes)
                 standing = standing and standing.among(batch, level.nodes)
             noise = roots.noise(step + 1, out.shape[1])
-            added, choices, odds, options = self.candidates(
+            added, choices, options = self.candidates(
                 out.flatten(0, 1), level.most, noise, standing
             )
-            draws.append(odds)
             place = level.owner * level.most + level.rank
             token = choices.view(batch, -1)[:, place]
             score = score[:, level.owner] + added.view(batch, -1)[:, place]
             standing = options and options.along(token, level.owner.expand_as(token))
             scores.append(score)
             tokens.append(token)
-        every = None
-        if odds:
-            drawn_at = torch.cat([level.number for level in shape.levels]).expand(batch, -1)
-            kept = torch.arange(len(shape.order), device=drawn_at.device).expand(batch, -1)
-            every = _placed(_stacked(draws, batch), drawn_at, kept)
         return Draft(
             torch.cat(tokens, 1)[:, shape.order],
             shape.parents.expand(batch, -1),
             torch.cat(scores, 1)[:, shape.order],
-            every,
         )
 
     def _advance(
@@ -280,25 +258,6 @@ def _inverse(offsets: Tensor) -> Tensor:
     found = torch.full((int(ids.max()) + 1,), -1, device=offsets.device)
     found[ids] = index
     return found
-
-
-def _stacked(draws: list[list[Tensor]], batch: int) -> Odds:
-    """The odds of all steps' draws side by side, and at the end those of a node without any."""
-    ids, probs = (
-        torch.cat([x.view(batch, -1, x.shape[-1]) for x in each], 1)
-        for each in zip(*draws, strict=True)
-    )
-    return Odds(F.pad(ids, (0, 0, 0, 1)), F.pad(probs, (0, 0, 0, 1)))
-
-
-def _placed(odds: Odds, drawn_at: Tensor, kept: Tensor) -> Odds:
-    """The odds in node order, of draws made at candidates ``drawn_at (B, E)``, the root being -1:
-    of the root, then of the candidates ``kept (B, N - 1)``."""
-    nodes = F.pad(kept, (1, 0), value=-1)
-    value, place = (nodes[:, :, None] == drawn_at[:, None, :]).to(torch.uint8).max(-1)
-    place = torch.where(value > 0, place, drawn_at.shape[1])[:, :, None]
-    width = odds.ids.shape[2]
-    return Odds(*(x.gather(1, place.expand(-1, -1, width)) for x in odds))
 
 
 def _renumber(parents: Tensor, kept: Tensor) -> Tensor:

@@ -147,8 +147,7 @@ class EngineCore:
         self._unmeasured = False
         config = self.config
         if config.drafter != "none" and sequence.request.sampling.temperature != 0:
-            sequence.stats.acceptance = config.acceptance
-            sequence.stats.lossy = min(config.threshold_single, config.threshold_acc) < 1
+            sequence.stats.lossy = config.by_threshold
         if sequence.matcher is not None:
             self.grammar.matchers[sequence.request.id] = sequence.matcher
         self.scheduler.add(sequence)
@@ -263,9 +262,8 @@ class EngineCore:
 
     @property
     def grafts(self) -> bool:
-        """Whether drafts may be what the grammar tells: not where they must be draws."""
-        config = self.config
-        return config.drafter != "none" and config.acceptance != "rejection"
+        """Whether drafts may be what the grammar tells."""
+        return self.config.drafter != "none"
 
     @property
     def context_length(self) -> int:
@@ -477,7 +475,7 @@ def _policy(config: EngineConfig) -> LengthPolicy:
     # What a drafter of one's own can draft, only its launch tier tells.
     trees = ":" not in config.drafter
     policy = load_policy(config.adaptive, steps, top_k, config.num_draft_tokens, trees)
-    if isinstance(policy, StaticPolicy):
+    if type(policy) is StaticPolicy:
         return policy
     nearest = nearest_tier(config, policy.tiers)
     return FallbackPolicy(policy, StaticPolicy(nearest, reason="the policy failed"))

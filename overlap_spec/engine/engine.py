@@ -72,7 +72,6 @@ class Engine:
         self.core = EngineCore(self.config)
         self.context_length = self.core.context_length
         self.tokenizer = Tokenizer(self.config.target_path, self.core.vocab_size)
-        # Under the rule of rejection drafts must be draws, and a forced token is none.
         if self.core.grafts:
             self.core.grammar.pool.forced = ForcedRuns(
                 self.tokenizer.vocabulary,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,12 +143,6 @@ class Sequence:
     def history(self) -> History:
         """Its known tokens, as a drafter on the host reads them."""
         return History(self.request.id, self.request.prompt_ids, self.output_ids)
-
-    def ended_by(self, tokens: Iterable[int]) -> bool:
-        """Whether ``tokens``, next in its output, end it whatever its text is."""
-        run = list(tokens)
-        room = self.request.max_tokens - len(self.output_ids)
-        return len(run) >= room or not self.request.stop_ids.isdisjoint(run)
 
     def fail(self, error: Exception) -> None:
         """End this sequence, and only this one, with an error."""

@@ -162,7 +162,6 @@ async def server_info(service: Service) -> Response:
             "speculative_observed_step_ms": speculation.get("observed_step_ms"),
             "speculative_eagle_topk": active.get("top_k", config["eagle_topk"]),
             "speculative_num_draft_tokens": active.get("nodes", config["num_draft_tokens"]),
-            "speculative_acceptance": config["acceptance"],
             "speculative_accept_threshold_single": config["threshold_single"],
             "speculative_accept_threshold_acc": config["threshold_acc"],
             "speculative_relaxed_topk": config["relaxed_topk"],

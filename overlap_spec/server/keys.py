@@ -27,11 +27,6 @@ class Keys:
         """Whether clients need a key."""
         return bool(self._clients)
 
-    @property
-    def has_admin(self) -> bool:
-        """Whether there is a key for administration."""
-        return bool(self._admins)
-
     def owner(self, authorization: bytes, address: str) -> str | None:
         """Who asks: stands for the key that was sent, or, where none is asked for, for the address;
         None for a wrong key."""

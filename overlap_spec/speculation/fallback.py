@@ -49,7 +49,10 @@ class FallbackPolicy(LengthPolicy):
 
     def choose(self, view: StepView) -> Budget:
         try:
-            return self.policy.choose(view)
+            budget = self.policy.choose(view)
+            if budget.tier not in self.tiers:
+                raise ValueError(f"{budget.tier} is none of the policy's tiers")
+            return budget
         except Exception as error:  # a policy's fault costs no request
             self._fall_back(error)
             return self.policy.choose(view)

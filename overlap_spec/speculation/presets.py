@@ -1,10 +1,12 @@
-"""Policies by name, and the published JSON config files."""
+"""Policies by name, the published JSON config files, and policies of a user's own."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -13,12 +15,9 @@ from typing import Any
 from overlap_spec.errors import ConfigError
 from overlap_spec.speculation.adaspec import AdaSpecPolicy
 from overlap_spec.speculation.auto import AutoPolicy
-from overlap_spec.speculation.baselines import ThresholdPolicy
-from overlap_spec.speculation.guarded import GUARDED, GuardedSlot
 from overlap_spec.speculation.policy import OFF, LengthPolicy
-from overlap_spec.speculation.slots import SlotPolicy
 from overlap_spec.speculation.static import StaticPolicy, static_tier
-from overlap_spec.speculation.tiers import EmaSlot, SlotSettings
+from overlap_spec.speculation.tiers import EmaSlot, SlotPolicy, SlotSettings
 from overlap_spec.types import Tier
 
 PRESETS: dict[str, dict[int, SlotSettings]] = {
@@ -40,25 +39,23 @@ PRESETS: dict[str, dict[int, SlotSettings]] = {
         64: SlotSettings((0,), down_hysteresis=0.0),
     },
 }
-POLICY_NAMES = (
-    "auto", "adaspec", "guarded", "static", "off", "threshold", "specinfer", *PRESETS
-)  # fmt: skip
-# Depths of chains that adaspec and the threshold choose from, and auto; auto's trees.
+POLICY_NAMES = ("auto", "adaspec", "static", "off", *PRESETS)
+# Depths of chains that adaspec chooses from, and auto; auto's trees.
 CHAINS = (0, 1, 2, 3, 4, 5, 6, 7)
 AUTO_CHAINS = (0, 1, 2, 3, 5, 7)
 AUTO_TREES = (Tier(3, 4, 16), Tier(5, 4, 16))
-# SpecInfer's depth (ASPLOS 2024), at width 1: all of a chain is verified, whatever it costs.
-SPECINFER_STEPS = 8
 
 
 def load_policy(
     name_or_path: str, steps: int, top_k: int, nodes: int | None, trees: bool = True
 ) -> LengthPolicy:
-    """The policy of a name, or of a JSON file.
+    """The policy of a name, of a class or of a JSON file.
 
     Args:
         name_or_path: One of :data:`POLICY_NAMES` (hyphen and underscore are the same, case does
-            not matter), or a file's path. A file of such a name is reached as ``./default``.
+            not matter), ``package.module:Class``, a :class:`LengthPolicy` of the user's own that
+            is called with the launch tier, or a file's path. A file of such a name is reached as
+            ``./default``.
         steps: Launch steps: the static tier's, and where adaptive slots begin.
         top_k: Branches of a draft step; 1 is a chain.
         nodes: Launch draft tokens: the static tier's nodes and the most of any tree, root
@@ -66,30 +63,37 @@ def load_policy(
         trees: Whether the drafter is known to draft trees, whatever ``top_k`` is.
 
     Raises:
-        ConfigError: No such policy or file, or a broken file; names the key at fault.
+        ConfigError: No such policy, class or file, or a broken file; names the key at fault.
     """
     name = name_or_path.lower().replace("-", "_")
+    launch = static_tier(steps, top_k, nodes)
     if name == "static":
-        return StaticPolicy(static_tier(steps, top_k, nodes))
+        return StaticPolicy(launch)
     if name == "off":
         return StaticPolicy(OFF, name)
-    if name == "specinfer":
-        return StaticPolicy(static_tier(SPECINFER_STEPS, 1, None), name)
-    if name in ("adaspec", "threshold"):
-        chains = [static_tier(depth, 1, None) for depth in CHAINS]
-        return AdaSpecPolicy(chains) if name == "adaspec" else ThresholdPolicy(chains)
+    if name == "adaspec":
+        return AdaSpecPolicy([static_tier(depth, 1, None) for depth in CHAINS])
     if name == "auto":
-        launch = static_tier(steps, top_k, nodes)
         chains = [static_tier(depth, 1, None) for depth in AUTO_CHAINS]
         tiers = dict.fromkeys((*chains, *(AUTO_TREES if trees else ()), launch))
         return AutoPolicy(tuple(tiers), launch)
+    if re.fullmatch(r"[\w.]+:\w+", name_or_path):
+        return _of_class(name_or_path)(launch)
     tier_of = partial(_tier_of, top_k=top_k, nodes=nodes)
-    if name == "guarded":
-        guarded = {bound: GuardedSlot(slot, steps) for bound, slot in GUARDED.items()}
-        return SlotPolicy(name, guarded, tier_of)
     settings = PRESETS[name] if name in PRESETS else read_config(name_or_path)
     slots = {bound: EmaSlot(slot, steps) for bound, slot in settings.items()}
     return SlotPolicy(name if name in PRESETS else name_or_path, slots, tier_of)
+
+
+def _of_class(name: str) -> Callable[[Tier], LengthPolicy]:
+    module, _, wanted = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), wanted, None)
+    except ImportError as error:
+        raise ConfigError(f"adaptive policy {name!r}: {error}") from error
+    if not (inspect.isclass(found) and issubclass(found, LengthPolicy)):
+        raise ConfigError(f"adaptive policy {name!r}: {wanted} is no LengthPolicy of {module}")
+    return found
 
 
 def read_config(path: str) -> dict[int, SlotSettings]:
@@ -106,7 +110,7 @@ def read_config(path: str) -> dict[int, SlotSettings]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        known = ", ".join(POLICY_NAMES).replace("_", "-")
+        known = ", ".join((*POLICY_NAMES, "package.module:Class")).replace("_", "-")
         raise ConfigError(
             f"adaptive policy {path!r} is neither a name ({known}) nor a readable file: {error}"
         ) from error

@@ -6,10 +6,19 @@ As in SGLang's adaptive speculative decoding (``--speculative-adaptive-config``)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from overlap_spec.speculation.slots import Slot
+from overlap_spec.speculation.policy import (
+    LengthPolicy,
+    StepOutcome,
+    StepView,
+    active_snapshot,
+    slot_snapshot,
+)
+from overlap_spec.types import Budget, Tier
 
 
 @dataclass(frozen=True)
@@ -35,8 +44,10 @@ class SlotSettings:
     ceiling_coeff: float = 0.0
 
 
-class EmaSlot(Slot):
-    """``ema = (1 - α) ema + α mean(accepted)``, from steps - 1; every interval, a walk by it.
+class EmaSlot:
+    """One range of batch sizes: its candidate steps, the active one, and what it has seen.
+
+    ``ema = (1 - α) ema + α mean(accepted)``, from steps - 1; every interval, a walk by it.
 
     The EMA belongs to the slot and is carried from tier to tier, so a late result counts in full
     whichever tier is active by then; it moved the EMA of the published policy too. What decides
@@ -47,22 +58,32 @@ class EmaSlot(Slot):
     A slot that is off probes one tier up at its next decision, every time: off for one interval,
     on for one, until the probe's EMA says to stay. The probe starts from the EMA that led to
     off; a slot that never drafted has none, and starts from the probed tier's steps - 1.
+
+    Attributes:
+        candidates: Steps it may choose, ascending and distinct.
+        steps: The active ones. At first the launch steps, or the middle candidate where these are
+            no candidate (of an even number, the upper middle).
+        ema: Smoothed count of accepted drafts a verify, bonus not counted.
+        count: Verifies observed.
+        switches: Changes of ``steps``.
+        reason: Of the last change.
     """
 
     def __init__(self, settings: SlotSettings, launch_steps: int) -> None:
-        super().__init__(settings.candidate_steps, launch_steps)
         self.settings = settings
-        self._ema = self.steps - 1.0
-
-    @property
-    def ema(self) -> float:
-        return self._ema
+        self.candidates = tuple(sorted(set(settings.candidate_steps)))
+        middle = self.candidates[len(self.candidates) // 2]
+        self.steps = launch_steps if launch_steps in self.candidates else middle
+        self.ema = self.steps - 1.0
+        self.count = self.switches = 0
+        self.reason = "launch"
 
     def observe(self, steps: int, accepted: Sequence[int]) -> None:
+        """Take in a verify that drafted ``steps``, a candidate; ``accepted`` is not empty."""
         settings = self.settings
         if steps > 0:
             mean = sum(accepted) / len(accepted)
-            self._ema = (1 - settings.ema_alpha) * self._ema + settings.ema_alpha * mean
+            self.ema = (1 - settings.ema_alpha) * self.ema + settings.ema_alpha * mean
         self.count += 1
         settled = self.count - settings.warmup_batches
         if settled > 0 and settled % settings.update_interval == 0:
@@ -70,24 +91,30 @@ class EmaSlot(Slot):
             target = self._probe() if self.steps == 0 else self._walk(index)
             self._switch(self.candidates[target])
 
+    def _switch(self, steps: int) -> None:
+        if steps != self.steps:
+            self.reason = f"{self.ema:.2f} accepted drafts a verify at {self.steps} steps"
+            self.steps = steps
+            self.switches += 1
+
     def _probe(self) -> int:
         target = min(1, len(self.candidates) - 1)
-        if target > 0 and self._ema < 0:
-            self._ema = self.candidates[target] - 1.0
+        if target > 0 and self.ema < 0:
+            self.ema = self.candidates[target] - 1.0
         return target
 
     def _walk(self, start: int) -> int:
         """Index of the candidate that the EMA asks for, from the active one at ``start``."""
         index = start
-        while index > 0 and self._ema <= self._down_threshold(index):
+        while index > 0 and self.ema <= self._down_threshold(index):
             index -= 1
         if index == start:
             last = len(self.candidates) - 1
             rise = self.settings.up_hysteresis - 0.5
-            while index < last and self._ema > self.candidates[index] + rise:
+            while index < last and self.ema > self.candidates[index] + rise:
                 index += 1
         if index <= start and self.settings.ceiling_coeff > 0:
-            ceiling = max(1, math.ceil(self._ema * self.settings.ceiling_coeff))
+            ceiling = max(1, math.ceil(self.ema * self.settings.ceiling_coeff))
             while index > 0 and self.candidates[index] > ceiling:
                 index -= 1
         return index
@@ -97,3 +124,54 @@ class EmaSlot(Slot):
         # No EMA is below 0, so the rule of the other tiers would never turn speculation off.
         base = 0.5 if previous == 0 else previous - 0.5
         return base + self.settings.down_hysteresis
+
+
+class SlotPolicy(LengthPolicy):
+    """A policy with a slot for each range of batch sizes; no slot learns from another's batches.
+
+    Args:
+        name: What the policy is called in its snapshot.
+        slots: Least batch size of a slot → the slot. Batches below the first bound use the first.
+        tier_of: Tier of a number of steps.
+    """
+
+    def __init__(
+        self, name: str, slots: Mapping[int, EmaSlot], tier_of: Callable[[int], Tier]
+    ) -> None:
+        self.name = name
+        self._bounds = sorted(slots)
+        self._slots = [slots[bound] for bound in self._bounds]
+        steps = sorted({s for slot in self._slots for s in slot.candidates})
+        self._budgets = {s: Budget(tier_of(s)) for s in steps}
+        self.tiers = tuple(budget.tier for budget in self._budgets.values())
+        self._last_batch = 1
+
+    def largest_batch(self, tier: Tier) -> int | None:
+        ends: list[int | None] = [*(bound - 1 for bound in self._bounds[1:]), None]
+        takes = [tier.steps in slot.candidates for slot in self._slots]
+        return ends[max(number for number, taken in enumerate(takes) if taken)]
+
+    def choose(self, view: StepView) -> Budget:
+        return self._budgets[self._slot(view.batch).steps]
+
+    def observe(self, outcome: StepOutcome) -> None:
+        self._last_batch = outcome.view.batch
+        slot, tier = self._slot(self._last_batch), outcome.budget.tier
+        if tier.steps not in slot.candidates or tier != self._budgets[tier.steps].tier:
+            return
+        if outcome.requests:
+            slot.observe(tier.steps, outcome.accepted)
+
+    def snapshot(self) -> dict[str, Any]:
+        slots = [
+            slot_snapshot(bound, self._budgets[slot.steps].tier, slot.candidates)
+            | {"ema": slot.ema, "count": slot.count, "switches": slot.switches}
+            for bound, slot in zip(self._bounds, self._slots, strict=True)
+        ]
+        totals = {key: sum(slot[key] for slot in slots) for key in ("count", "switches")}
+        slot = self._slot(self._last_batch)
+        active = active_snapshot(self._budgets[slot.steps].tier, slot.reason, 1 + slot.ema)
+        return {"policy": self.name, **totals, "active": active, "slots": slots}
+
+    def _slot(self, batch_size: int) -> EmaSlot:
+        return self._slots[max(0, bisect_right(self._bounds, batch_size) - 1)]

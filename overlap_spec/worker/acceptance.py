@@ -2,55 +2,40 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 from torch import Tensor
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.kernels import (
-    Odds,
-    Tree,
-    accept_by_rejection,
-    accept_by_threshold,
-    coins,
-    noise_keys,
-    relaxed_children,
-    sampled_probs,
-)
-from overlap_spec.kernels.sampling import ACCEPT, RESIDUAL, draw, negative_exponentials
+from overlap_spec.kernels import Tree, accept_by_probability, coins, noise_keys, sampled_probs
+from overlap_spec.kernels.sampling import ACCEPT, RESIDUAL, draw
 from overlap_spec.worker.sampler import Masks, Nodes
 from overlap_spec.worker.tables import RowTables, SamplingFeatures
-
-# Tokens from which a draft is drawn under rejection: real odds, of a truncated distribution.
-SUPPORT = 32
 
 
 class AcceptanceRule:
     """The settings' rule, over all nodes of a step: it changes what is chosen after them.
 
-    Only sampled rows have a rule but the exact one; relaxed acceptance is for all rows.
+    Thresholds are for sampled rows; relaxed acceptance is for all of them, inside the thinking.
     """
 
     def __init__(self, config: EngineConfig, tables: RowTables) -> None:
-        self.tables, self.name = tables, config.acceptance
+        self.tables, self.by_threshold = tables, config.by_threshold
         self.single, self.total = config.threshold_single, config.threshold_acc
         self.top_k, self.delta = config.relaxed_topk, config.relaxed_delta
-        if self.single >= 1 or self.name != "threshold":
+        if self.single >= 1:
             # A draft that is certain passes anyhow; rounding must not make others so.
-            self.single = 2.0
-
-    @property
-    def support(self) -> int:
-        """:attr:`overlap_spec.drafters.base.Roots.support` of sampled rows."""
-        return SUPPORT if self.name == "rejection" else 0
+            self.single = inf
 
     @property
     def coupled(self) -> bool:
         """Whether drafts share the noise of the target's choices; else they are the likeliest."""
-        return self.name != "threshold"
+        return not self.by_threshold
 
     def applies(self, features: SamplingFeatures, free: Tensor | None) -> bool:
         """Whether a step's choices are to be changed."""
-        return free is not None or (features.sampled and self.name != "exact")
+        return free is not None or (features.sampled and self.by_threshold)
 
     def __call__(
         self,
@@ -58,7 +43,6 @@ class AcceptanceRule:
         logits: Tensor,
         nodes: Nodes,
         features: SamplingFeatures,
-        odds: Odds | None,
         masks: Masks | None,
         free: Tensor | None,
     ) -> Tensor:
@@ -68,104 +52,56 @@ class AcceptanceRule:
             choices: int64 ``(L,)``: the target's own, negative where there is none.
             logits: ``(L, V)``, masked and penalised.
             nodes: With their trees, of which there may be more than have nodes here.
-            odds: Of the trees' drafts; None where they were not drawn.
             masks: Of the nodes.
             free: bool ``(S,)``: whether each tree's root is inside the thinking; None: none is.
         """
-        tables, rows = self.tables, nodes.rows
-        assert nodes.tree is not None
-        tree, heat = nodes.tree, tables.temperature[rows]
+        tables, rows, tree = self.tables, nodes.rows, nodes.tree
+        assert tree is not None
+        heat = tables.temperature[rows]
         filters = None
         if features.filtered:
             filters = (tables.top_k[rows], tables.top_p[rows], tables.min_p[rows])
         probs = sampled_probs(logits, heat, filters)
         places = _Places(nodes, tree)
-        chosen = choices
-        if features.sampled and self.name != "exact":
-            if odds is None:
-                drawn = self._by_threshold(probs, nodes, tree, places, choices)
-            else:
-                drawn = self._by_rejection(probs, nodes, tree, places, odds, choices)
-            chosen = torch.where((heat > 0) & (choices >= 0), drawn, choices)
-        if free is None or masks is None:
-            return chosen
-        return self._relaxed(probs, tree, places, chosen, masks, free)
+        least, coin, others = torch.full_like(heat, inf), None, choices
+        # A child that is the target's own choice comes first, but where a coin decides.
+        settled = places.has_child(choices, tree)
+        if features.sampled and self.by_threshold:
+            warm = heat > 0
+            thrown = coins(noise_keys(tables.seed[rows], nodes.positions, ACCEPT)) * self.total
+            least = torch.where(warm, self.single, inf)
+            coin = places.spread(torch.where(warm, thrown, inf))
+            others = torch.where(warm, self._residual(probs, nodes, places, choices), choices)
+            settled = settled & ~warm
+        if free is not None and masks is not None:
+            least = torch.minimum(least, self._relaxed(probs, places, masks, free))
+        own, spread = places.own(probs, tree), places.spread(least)
+        child = accept_by_probability(own, spread, tree, coin).flatten()[places.flat]
+        first = places.tree * tree.tokens.shape[1]
+        drafted = tree.tokens.flatten()[first + child.clamp(min=0)]
+        chosen = torch.where(child >= 0, drafted, others)
+        return torch.where(settled | (choices < 0), choices, chosen)
 
-    def _by_threshold(
-        self, probs: Tensor, nodes: Nodes, tree: Tree, places: _Places, choices: Tensor
-    ) -> Tensor:
-        tables = self.tables
-        coin = coins(noise_keys(tables.seed[nodes.rows], nodes.positions, ACCEPT))
-        own = places.own(probs, tree)
-        child = accept_by_threshold(own, places.spread(coin), tree, self.single, self.total)
-        # What no child was accepted of is drawn from the other tokens.
+    def _residual(self, probs: Tensor, nodes: Nodes, places: _Places, choices: Tensor) -> Tensor:
+        """Draws from the tokens that are no children; the target's own choice where rounding left
+        these without mass."""
+        tree = nodes.tree
+        assert tree is not None
         above = places.above(tree) * probs.shape[1] + tree.tokens.clamp(min=0)
         gone = torch.where(tree.parents >= 0, 0.0, torch.inf)
         left = probs.view(-1).scatter_reduce(0, above.flatten(), gone.flatten(), "amin")
-        return self._emitted(child, left.view_as(probs), nodes, tree, places, choices)
-
-    def _by_rejection(
-        self,
-        probs: Tensor,
-        nodes: Nodes,
-        tree: Tree,
-        places: _Places,
-        odds: Odds,
-        choices: Tensor,
-    ) -> Tensor:
-        ids = odds.ids.flatten(0, 1)[places.flat]
-        keys = noise_keys(self.tables.seed[nodes.rows], nodes.positions, ACCEPT)
-        rounds = torch.arange(_most_children(tree, odds), dtype=torch.int32, device=ids.device)
-        uniform = negative_exponentials(keys, rounds).exp_()
-        left = accept_by_rejection(
-            places.spread(probs.gather(1, ids)), places.spread(uniform), odds, tree
-        )
-        own, scale = left.own.flatten(0, 1)[places.flat], left.scale.flatten()[places.flat]
-        real = odds.probs.flatten(0, 1)[places.flat] > 0
-        own = torch.where(real, own, probs.gather(1, ids) * scale[:, None])
-        weights = (probs * scale[:, None]).scatter_(1, ids, own)
-        return self._emitted(left.child, weights, nodes, tree, places, choices)
-
-    def _emitted(
-        self,
-        child: Tensor,
-        weights: Tensor,
-        nodes: Nodes,
-        tree: Tree,
-        places: _Places,
-        choices: Tensor,
-    ) -> Tensor:
-        """The accepted children's tokens; where none is, a draw from ``weights``, and the target's
-        own choice where rounding left these without mass."""
-        token = draw(weights, noise_keys(self.tables.seed[nodes.rows], nodes.positions, RESIDUAL))
+        left = left.view_as(probs)
+        token = draw(left, noise_keys(self.tables.seed[nodes.rows], nodes.positions, RESIDUAL))
         # Lost to the draw: of a row without mass all quotients are 0.
-        token = torch.where(weights.amin(-1) < 0, token, choices)
-        child = child.flatten()[places.flat]
-        drafted = tree.tokens.flatten()[places.tree * tree.tokens.shape[1] + child.clamp(min=0)]
-        return torch.where(child >= 0, drafted, token)
+        return torch.where(left.amin(-1) < 0, token, choices)
 
-    def _relaxed(
-        self,
-        probs: Tensor,
-        tree: Tree,
-        places: _Places,
-        chosen: Tensor,
-        masks: Masks,
-        free: Tensor,
-    ) -> Tensor:
+    def _relaxed(self, probs: Tensor, places: _Places, masks: Masks, free: Tensor) -> Tensor:
+        """float32 ``(L,)``: the probability from which on relaxed acceptance takes a child."""
         best = probs.topk(min(self.top_k, probs.shape[1])).values
-        own = places.own(probs, tree)
-        child = relaxed_children(
-            own, places.spread(best[:, 0]), places.spread(best[:, -1]), tree, self.delta
-        ).flatten()[places.flat]
         # Inside the thinking all mask rows are one; behind its end they are others.
         rows = masks.of(torch.arange(len(probs), device=probs.device))
         inside = free[places.tree] & (rows == rows[places.root]).all(-1)
-        first = places.tree * tree.tokens.shape[1]
-        drafted = tree.tokens.flatten()[first + child.clamp(min=0)]
-        # A child that is the target's own choice comes first.
-        kept = places.has_child(chosen, tree)
-        return torch.where(inside & ~kept & (child >= 0) & (chosen >= 0), drafted, chosen)
+        return torch.where(inside, torch.maximum(best[:, 0] - self.delta, best[:, -1]), inf)
 
 
 class _Places:
@@ -207,8 +143,3 @@ class _Places:
         place = (first + tree.parents.clamp(min=0)).flatten()
         found.index_add_(0, place, matching.flatten().to(torch.int32))
         return found[self.flat] > 0
-
-
-def _most_children(tree: Tree, odds: Odds) -> int:
-    """A bound on the children of any node: those that can be drawn, and those that a tree has."""
-    return min(odds.ids.shape[2], tree.tokens.shape[1] - 1)

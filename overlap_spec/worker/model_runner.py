@@ -18,7 +18,6 @@ from overlap_spec.drafters.states import GrammarStanding
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.kernels import (
     KeySpan,
-    Odds,
     Tree,
     accept_path,
     apply_bitmask,
@@ -137,11 +136,9 @@ class ModelRunner(nn.Module):
     @property
     def stops_drafts(self) -> bool:
         """Whether drafts can be stopped between two steps: of a built drafter's chains, where a
-        step's confidences are read without waiting. What is drawn from the drafter's own odds has
-        noise by its depth, which a step does not know."""
+        step's confidences are read without waiting."""
         built = self.reads_states and self.recorded_drafter and not self.checked
-        drawn = self.rule.coupled and self.rule.support > 0
-        return self.device.type == "cpu" and built and not drawn
+        return self.device.type == "cpu" and built
 
     def guard_drafter(self) -> DrafterFaults:
         """Keeps what the drafter raises as :attr:`fault`: it costs no request but its drafts. In
@@ -208,10 +205,9 @@ class ModelRunner(nn.Module):
                 rows, pages = recorded.kept(rows, pages)
         if outputs is None:
             outputs = self.draft_trees(tier, sampled, told, rows, pages, proposed)
-        tokens, positions, forced, links, *rest = outputs
-        tree, odds = Tree(*rest[: len(Tree._fields)]), rest[len(Tree._fields) :]
+        tokens, positions, forced, links, *tree = outputs
         roots = Roots(rows, pages, tokens, positions, forced)
-        drafted = Drafted(roots, tree, links, None, Odds(*odds) if odds else None, tier)
+        drafted = Drafted(roots, Tree(*tree), links, None, tier)
         return drafted if plan.budget.nodes is None else self._select(batch, drafted)
 
     def draft_trees(
@@ -236,7 +232,7 @@ class ModelRunner(nn.Module):
             draft = _no_draft(roots, 0)
         elif proposed is not None:
             missing = len(rows) - len(proposed.tokens)
-            tokens, parents, scores, _ = proposed
+            tokens, parents, scores = proposed
             above = None if parents is None else padded(parents, len(rows))
             draft = Draft(padded(tokens, len(rows)), above, padded(scores, len(rows)))
             if missing:
@@ -252,8 +248,7 @@ class ModelRunner(nn.Module):
             draft = lengthen(draft, roots, tier)
             draft = draft_known(draft, roots, tables.tries, tables.place, tier)
         known = roots.tokens, roots.positions, roots.forced
-        linked = *known, *self.link(roots.tokens, draft, tier.steps)
-        return linked if draft.odds is None else (*linked, *draft.odds)
+        return *known, *self.link(roots.tokens, draft, tier.steps)
 
     def dead_trees(self, tier: Tier, rows: Tensor, pages: Tensor) -> Tensors:
         """As :meth:`draft_trees`, where nothing is drafted: what a recording needs of a tree."""
@@ -275,11 +270,7 @@ class ModelRunner(nn.Module):
             standing = GrammarStanding(self.states.tables, self.states.state[rows])
             roots = roots._replace(standing=standing)
         if sampled and self.rule.coupled:
-            roots = roots._replace(
-                temperature=tables.temperature[rows],
-                seeds=tables.seed[rows],
-                support=self.rule.support,
-            )
+            roots = roots._replace(temperature=tables.temperature[rows], seeds=tables.seed[rows])
         return roots
 
     def _draft_or_none(self, roots: Roots, tier: Tier) -> Draft:
@@ -458,7 +449,7 @@ class ModelRunner(nn.Module):
         choices = self.sampler.choose(logits, place, features, None if ruled else allowed)
         if ruled:
             assert place is not None
-            choices = self.rule(choices, logits, place, features, drafted.odds, allowed, free)
+            choices = self.rule(choices, logits, place, features, allowed, free)
         every = choices.new_full((rows * nodes,), -1)
         every = every.index_copy_(0, self._count(count) if pack is None else pack, choices)
         commit = self.graphs.find(drafted.tier, rows).commit

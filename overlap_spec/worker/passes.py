@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from overlap_spec.drafters.base import Committed, DraftCache, Roots
-from overlap_spec.kernels import KeySpan, Odds, Tree
+from overlap_spec.kernels import KeySpan, Tree
 from overlap_spec.models.decoder import Attend
 from overlap_spec.types import Tier
 from overlap_spec.worker.kv_pool import KVPool, PagedAttend
@@ -23,15 +23,14 @@ class Drafted(NamedTuple):
 
     ``links`` int64 ``(3, S, N)``: the trees' tokens, first children and next siblings, for the
     host. ``pack`` int64 ``(T,)``: the flat numbers of the nodes that are verified; None: all.
-    ``odds``: as in :class:`overlap_spec.drafters.base.Draft`. ``tier``: what was drafted: the
-    plan's, or a shorter one where its budget's ``stop`` ended the drafts.
+    ``tier``: what was drafted: the plan's, or a shorter one where its budget's ``stop`` ended the
+    drafts.
     """
 
     roots: Roots
     tree: Tree
     links: Tensor
     pack: Tensor | None
-    odds: Odds | None
     tier: Tier
 
 

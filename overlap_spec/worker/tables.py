@@ -101,11 +101,6 @@ class RowTables(nn.Module):
         self._features: dict[int, SamplingFeatures] = {}
         self._kinds: dict[SamplingFeatures, SamplingFeatures] = {}
 
-    @property
-    def extent(self) -> tuple[int, int]:
-        """Columns of the page tables, and the row that is padding_row's."""
-        return self.pages.shape[1], self.padding_row
-
     def wide(self, name: str, dtype: torch.dtype) -> Tensor:
         """A ``(R, vocab)`` table, made on first use."""
         if name not in self._wide:

@@ -32,13 +32,13 @@ def draft_known(draft: Draft, roots: Roots, tries: Tensor, place: Tensor, tier: 
     """A draft; in its place, where it fits, what is left of a trie.
 
     Args:
-        draft: Of ``tier``'s size, with parents; not drawn.
+        draft: Of ``tier``'s size, with parents.
         tries, place: Of all rows, as in :class:`overlap_spec.worker.tables.RowTables`.
         tier: With a base.
     """
     count = tier.nodes - 1
     index = torch.arange(count, device=place.device)
-    tokens, parents, scores, _ = draft
+    tokens, parents, scores = draft
     assert parents is not None
     place = place[roots.rows]
     whole = fits(tries, roots.rows, place, tier)[:, None]

@@ -369,21 +369,21 @@ def test_shares_of_the_best_static_tier() -> None:
                 "cpu_seconds": 2 * seconds, "output_tokens": 60, "verifies": 20,
                 "verified_tokens": 50, "drafted_tokens": 60, "switches": 3, "ran": []}  # fmt: skip
 
-    times = {"static 1": (3.0, 3.0), "static 3": (2.0, 2.0), "guarded": (1.0, 4.0)}
+    times = {"static 1": (3.0, 3.0), "static 3": (2.0, 2.0), "auto": (1.0, 4.0)}
     rows = [at(name, pair[group], group) for group in (0, 1) for name, pair in times.items()]
     found = adaptive.summary(rows)
     phase = found["phases"][0]
     assert phase["best"] == "static 3"
-    assert phase["policies"]["guarded"]["tokens_per_second"] == pytest.approx(24)
-    assert phase["policies"]["guarded"]["tokens_per_cpu_second"] == pytest.approx(12)
-    assert found["whole"]["guarded"] == pytest.approx(24)
-    assert phase["policies"]["guarded"]["of_best"] == pytest.approx(0.8)
-    assert phase["policies"]["guarded"]["of_best_spread"]["max"] == pytest.approx(2)
+    assert phase["policies"]["auto"]["tokens_per_second"] == pytest.approx(24)
+    assert phase["policies"]["auto"]["tokens_per_cpu_second"] == pytest.approx(12)
+    assert found["whole"]["auto"] == pytest.approx(24)
+    assert phase["policies"]["auto"]["of_best"] == pytest.approx(0.8)
+    assert phase["policies"]["auto"]["of_best_spread"]["max"] == pytest.approx(2)
     # Two groups drawn again are at times the same one twice.
-    assert phase["policies"]["guarded"]["of_best_interval"] == pytest.approx([0.5, 2])
-    assert phase["policies"]["guarded"]["accept_length"] == pytest.approx(2.5)
-    assert phase["policies"]["guarded"]["draft_length"] == pytest.approx(3)
-    assert found["worst_of_best"] == {"guarded": pytest.approx(0.8)}
+    assert phase["policies"]["auto"]["of_best_interval"] == pytest.approx([0.5, 2])
+    assert phase["policies"]["auto"]["accept_length"] == pytest.approx(2.5)
+    assert phase["policies"]["auto"]["draft_length"] == pytest.approx(3)
+    assert found["worst_of_best"] == {"auto": pytest.approx(0.8)}
 
 
 def test_equal_steps_leave_lengths_and_take_load_away() -> None:

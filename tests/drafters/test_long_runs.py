@@ -96,7 +96,7 @@ def test_a_key_of_fifteen_tokens_is_one_verify(still: dict[str, Any]) -> None:
     assert output.text == '{"street_address"'
 
 
-@pytest.mark.parametrize("adaptive", ["guarded", "adaspec", "auto", "threshold", "off"])
+@pytest.mark.parametrize("adaptive", ["default", "adaspec", "auto", "off"])
 def test_under_every_policy(still: dict[str, Any], plain: list[Output], adaptive: str) -> None:
     with Engine(**still, adaptive=adaptive) as engine:
         assert key(answers(engine)) == key(plain)

@@ -260,13 +260,8 @@ def test_a_faulty_matcher_ends_its_own_request_only(tiny: dict[str, str], fault:
                 want[index].finish_reason,
             )
         if fault == "hangs":
-            # Nobody waited for the call, and nobody touches its matcher until it returns.
-            assert engine.core.grammar.pool.quarantined == 1
+            # Nobody waited for the call.
             faulty.released.set()
-            deadline = time.perf_counter() + 60
-            while engine.core.grammar.pool.quarantined and time.perf_counter() < deadline:
-                time.sleep(0.02)
-        assert engine.core.grammar.pool.quarantined == 0
         assert engine.core.scheduler.allocator.in_use == 0
 
 
@@ -303,11 +298,15 @@ def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, st
     with Engine(**tiny, num_steps=3, overlap="none") as engine:
         want = engine.generate("slow", DATE)
 
+    def limited() -> int:
+        return sum(s.stats.limited_steps for s in engine.core.scheduler.running)
+
     class Slow(Faulty):
         def fill_tree(self, tokens: Any, first_child: Any, next_sibling: Any, rows: Any) -> None:
             self.fills += 1
             if self.fills in (3, 5):
-                wait_for(lambda: engine.core.grammar.pool.quarantined, 60)
+                before = limited()
+                wait_for(lambda: limited() > before, 60)
             self.inner.fill_tree(tokens, first_child, next_sibling, rows)
 
     with Engine(**{**tiny, "mask_deadline_ms": 200.0}, num_steps=3) as engine:
@@ -434,7 +433,7 @@ def test_trace_shows_every_lane(tiny: dict[str, str], tmp_path: Path) -> None:
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
-@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("name", [*POLICY_NAMES, "bench.baselines:ThresholdPolicy"])
 def test_greedy_text_is_the_same_under_every_policy(tiny: dict[str, str], name: str) -> None:
     sampling = SamplingParams(max_tokens=60)
     with Engine(**tiny, algorithm="none") as plain, Engine(**tiny, adaptive=name) as engine:
@@ -443,7 +442,7 @@ def test_greedy_text_is_the_same_under_every_policy(tiny: dict[str, str], name: 
         switches = engine.snapshot()["speculation"]["switches"]
     assert [g.token_ids for g in got] == [w.token_ids for w in want]
     # A random head is always wrong: every adaptive policy gives its long drafts up.
-    assert (switches > 0) == (name not in ("static", "off", "specinfer"))
+    assert (switches > 0) == (name not in ("static", "off"))
 
 
 def test_targets_are_asked_for_and_counted(tiny: dict[str, str]) -> None:

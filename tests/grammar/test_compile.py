@@ -74,12 +74,12 @@ def test_the_least_recently_used_goes_first() -> None:
     compiler = GrammarCompiler(backend, cache_bytes=10, isolated=False)
     for source in ("a" * 4, "b" * 4, "a" * 4, "c" * 4, "a" * 4, "b" * 4):
         compiler.compile(Grammar.regex(source))
-        assert compiler.used_bytes <= 10
+        assert compiler.snapshot()["cache_bytes"] <= 10
     assert backend.compiled == ["aaaa", "bbbb", "cccc", "bbbb"]
     compiler.compile(Grammar.regex("d" * 11))
     compiler.compile(Grammar.regex("d" * 11))
     assert backend.compiled[-2:] == ["d" * 11] * 2
-    assert compiler.used_bytes == 8
+    assert compiler.snapshot()["cache_bytes"] == 8
 
 
 def test_a_failure_is_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

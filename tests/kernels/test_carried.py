@@ -19,8 +19,8 @@ from triton.runtime.cache import FileCacheManager
 from bench.kernel_work import Draw, works
 from overlap_spec.kernels import tuning
 from overlap_spec.kernels.triton.carried import VARIABLE, CarriedCache
-from overlap_spec.kernels.triton.launch import Launch, compile_for
-from tests.support.kernel_ir import noted
+from overlap_spec.kernels.triton.launch import Launch
+from tests.support.kernel_ir import compile_for, noted
 
 
 def is_found(one: Launch, capability: int, folder: Path, manager: Any) -> bool:

@@ -14,8 +14,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from overlap_spec.errors import ConfigError
 from overlap_spec.kernels import dispatch
 from overlap_spec.kernels.triton import flash
-from overlap_spec.kernels.triton.launch import compile_for, recorded
+from overlap_spec.kernels.triton.launch import recorded
 from tests.support.kernel_cases import enter_interpreter, run_flash
+from tests.support.kernel_ir import compile_for
 
 FAULTY = [
     ("tree_attention", "logarithms in base 2"),

@@ -16,8 +16,8 @@ from bench.kernel_work import Draw, Work, attention, works
 from overlap_spec import kernels
 from overlap_spec.kernels import tuning
 from overlap_spec.kernels.dispatch import use
-from overlap_spec.kernels.triton.launch import Launch, compile_for
-from tests.support.kernel_ir import SHARED_BYTES, figures, noted
+from overlap_spec.kernels.triton.launch import Launch
+from tests.support.kernel_ir import SHARED_BYTES, compile_for, figures, noted
 
 CPU = torch.device("cpu")
 

@@ -41,7 +41,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3, tree of a fixed shape": ("eagle3", {"tree": "tree"}),
     "eagle3, several lengths": ("eagle3", {"adaptive": "default"}),
     "eagle3, tries": ("eagle3", {**TREE, "tries": True}),
-    "eagle3, draws of its own": ("eagle3", {**TREE, "acceptance": "rejection"}),
+    "eagle3, thresholds": ("eagle3", {**TREE, "threshold_acc": 0.5}),
     "eagle3 of three layers": ("eagle3 of three layers", TREE),
     "eagle": ("eagle", TREE),
     "draft_model": ("draft_model", TREE),

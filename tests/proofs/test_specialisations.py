@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.speculation.slots import SlotPolicy
+from overlap_spec.speculation.tiers import SlotPolicy
 from overlap_spec.worker import model_runner as runner_module
 from overlap_spec.worker import warm_up as warm_up_module
 from overlap_spec.worker.worker import Worker

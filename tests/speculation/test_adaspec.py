@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bench.baselines import ThresholdPolicy
 from overlap_spec.speculation.acceptance import (
     Calibration,
     DepthCounts,
@@ -20,7 +21,6 @@ from overlap_spec.speculation.adaspec import (
     kept_nodes,
     predicted_steps,
 )
-from overlap_spec.speculation.baselines import ThresholdPolicy
 from overlap_spec.speculation.cost import CostModel
 from overlap_spec.speculation.online_cost import OnlineCost
 from overlap_spec.speculation.policy import (
@@ -284,9 +284,9 @@ def test_adaspec_is_off_where_drafts_fail_and_looks_again() -> None:
 
 def test_threshold_by_hand() -> None:
     """What nobody has seen is 0.7: 0.7² = 0.49 and 0.7³ = 0.34, two steps at the threshold 0.4."""
-    policy = ThresholdPolicy(TIERS)
+    policy = ThresholdPolicy(OFF)
     assert policy.choose(view(3)).tier.steps == 2
-    assert ThresholdPolicy(TIERS, threshold=0.2).choose(view(1)).tier.steps == 4
+    assert ThresholdPolicy(OFF, threshold=0.2).choose(view(1)).tier.steps == 4
     # The least that it drafts, whatever it costs.
     for _ in range(40):
         policy.observe(outcome(0, (0.02,), policy.choose(view(1)).tier))
@@ -299,5 +299,5 @@ def test_threshold_by_hand() -> None:
 
 def test_off_and_specinfer_never_change() -> None:
     assert load_policy("off", 5, 4, 16).tiers == (OFF,)
-    (tier,) = load_policy("specinfer", 5, 4, 16).tiers
+    (tier,) = load_policy("bench.baselines:SpecInfer", 5, 4, 16).tiers
     assert tier == Tier(8, 1, 9)

@@ -266,6 +266,22 @@ def test_a_policy_that_raises_gives_way(method: str, caplog: pytest.LogCaptureFi
     assert data["active"]["reason"] == "the policy failed"
 
 
+class Beyond(StaticPolicy):
+    """Chooses a tier that it did not name, for which nothing has room."""
+
+    def __init__(self) -> None:
+        super().__init__(static_tier(3, 1, None))
+
+    def choose(self, view: StepView) -> Budget:  # noqa: ARG002
+        return Budget(static_tier(9, 1, None))
+
+
+def test_a_policy_that_chooses_beyond_its_tiers_gives_way() -> None:
+    policy = FallbackPolicy(Beyond(), StaticPolicy(static_tier(1, 1, None)))
+    assert policy.choose(view(2)).tier.steps == 1
+    assert "none of the policy's tiers" in policy.snapshot()["error"]
+
+
 def test_auto_has_the_launch_tier_too() -> None:
     assert Tier(4, 2, 8) in load_policy("auto", 4, 2, 8).tiers
     assert all(tier.top_k == 1 for tier in load_policy("auto", 5, 1, None, trees=False).tiers)

@@ -261,7 +261,6 @@ def test_batches_below_the_first_slot_use_it(tmp_path: Path) -> None:
         ("default", {1: [1, 3, 7], 8: [1, 3], 32: [1]}),
         ("Aggressive", {1: [1, 3, 7], 8: [1, 3, 7], 64: [1, 3], 128: [1, 3]}),
         ("WITH_OFF", {1: [1, 3, 5, 7], 8: [0, 1, 3], 32: [0, 1], 64: [0]}),
-        ("guarded", {1: [1, 3, 5, 7], 8: [0, 1, 3], 32: [0, 1]}),
     ],
 )
 def test_presets(name: str, ladders: dict[int, list[int]]) -> None:
@@ -408,9 +407,39 @@ def test_config_errors_name_the_key(tmp_path: Path, text: str, names: str) -> No
     assert "broken.json" in str(caught.value)
 
 
-def test_unknown_names_and_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"with-off.*No such file"):
-        load_policy("agressive", 3, 1, None)
+class Own(StaticPolicy):
+    """A user's own policy: one step less than the launch."""
+
+    def __init__(self, launch: Tier) -> None:
+        super().__init__(chain(launch.steps - 1), "own")
+
+
+def test_a_policy_of_ones_own() -> None:
+    policy = load_policy(f"{__name__}:Own", 3, 1, None)
+    assert policy.tiers == (chain(2),)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("no.such.module:Class", "No module named 'no"),
+        ("json:NoSuchClass", "NoSuchClass is no LengthPolicy of json"),
+        ("json:JSONDecoder", "JSONDecoder is no LengthPolicy of json"),
+    ],
+)
+def test_a_class_that_is_no_policy(name: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        load_policy(name, 3, 1, None)
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["agressive", "guarded", "threshold", "specinfer"])
+def test_an_unknown_name_is_told_what_there_is(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"auto, .*with-off, package\.module:Class.*No such file"):
+        load_policy(name, 3, 1, None)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="readable file"):
         load_policy(str(tmp_path), 3, 1, None)
     binary = tmp_path / "binary.json"

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench.kernel_work import Work
 from overlap_spec.kernels import tuning
 from overlap_spec.kernels.dispatch import use
-from overlap_spec.kernels.triton.launch import Launch, compile_for, recorded
+from overlap_spec.kernels.triton.launch import Launch, recorded
 from overlap_spec.kernels.tuning import Table
 
 KIB = 1024
@@ -42,6 +42,73 @@ class Figures(NamedTuple):
     shared_bytes: int
     programs: int
     waits: tuple[int, ...]
+
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+}
+
+
+def compile_for(noted: Launch, capability: int) -> Any:
+    """Compile a launch's kernel down to machine code; needs no GPU.
+
+    What Triton would specialise on at run time (pointers and numbers divisible by 16, numbers that
+    are 1) is specialised on here too.
+
+    Args:
+        noted: From :func:`overlap_spec.kernels.triton.launch.recorded`.
+        capability: 80, 90 …
+
+    Returns:
+        Triton's compiled kernel: ``asm["cubin"]``, ``asm["ptx"]``, ``metadata.shared``.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = noted.kernel
+    free = {p.name for p in kernel.params if p.do_not_specialize}
+    anywhere = {p.name for p in kernel.params if p.do_not_specialize_on_alignment}
+    names = [p.name for p in kernel.params if not p.is_constexpr]
+    constants = {k: v for k, v in noted.constants.items() if k in kernel.arg_names}
+    constants |= dict(zip(kernel.arg_names[len(names) :], noted.args[len(names) :], strict=False))
+    signature = dict.fromkeys(constants, "constexpr")
+    attributes = {}
+    for name, value in zip(names, noted.args, strict=True):
+        if value is None:
+            signature[name], constants[name] = "constexpr", None
+        elif isinstance(value, torch.Tensor):
+            signature[name] = POINTERS[value.dtype]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+        if isinstance(value, int) and value == 1 and name not in free:
+            signature[name], constants[name] = "constexpr", 1
+        elif name not in free | anywhere and divisible(value):
+            attributes[(kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        fn=kernel,
+        signature={name: signature[name] for name in kernel.arg_names},
+        constexprs=constants,
+        attrs=attributes,
+    )
+    options = {k: v for k, v in noted.constants.items() if k not in kernel.arg_names}
+    options["enable_fp_fusion"] = True
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def divisible(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        # Allocations are aligned; and tensors of shapes alone have no address.
+        return value.storage_offset() * value.element_size() % 16 == 0
+    return isinstance(value, int) and value % 16 == 0
 
 
 def noted(work: Work, blocks: Table) -> list[Launch]:

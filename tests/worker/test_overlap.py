@@ -120,7 +120,7 @@ ROOM: dict[str, dict[str, Any]] = {
 
 def build(tiny: dict[str, str], **settings: Any) -> Engine:
     """Lengths that go by what was accepted alone: drafts that pay or not are the same each run."""
-    small = {"context_length": 160, "max_running_requests": 4, "adaptive": "guarded"}
+    small = {"context_length": 160, "max_running_requests": 4, "adaptive": "default"}
     return Engine(**{**tiny, **small, **settings})
 
 

@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "draft-model": {"algorithm": "draft_model", "draft": "target", **TREE},
     "adaptive": {"adaptive": "default", **TREE},
     "by-cost": {"adaptive": "auto", "num_steps": 3},
-    "packed": {"adaptive": "threshold", **TREE},
+    "packed": {"adaptive": "adaspec", **TREE},
     "tries": {"tries": True, "num_steps": 3},
     "serial": {"overlap": "none", "num_steps": 3},
 }
@@ -88,14 +88,11 @@ def test_what_a_prompt_a_choice_and_a_thought_may_need(tiny: dict[str, str]) -> 
         )
 
 
-@pytest.mark.parametrize("rule", ["rejection", "threshold"])
-def test_other_rules_of_acceptance_draw_alike(tiny: dict[str, str], rule: str) -> None:
+def test_thresholds_of_acceptance_draw_alike(tiny: dict[str, str]) -> None:
     """Coins are those of seed and position in every rank: ranks that differed would not go on."""
-    settings = {**TREE, "acceptance": rule, "mask_deadline_ms": None, "graphs": False}
+    settings = {**TREE, "threshold_acc": 0.5, "mask_deadline_ms": None, "graphs": False}
     # Such text depends on how long drafts are.
     settings["adaptive"] = "static"
-    if rule == "threshold":
-        settings["threshold_acc"] = 0.5
     with (
         build(tiny, **settings) as oracle,
         build(tiny, tensor_parallel_size=2, **settings) as engine,

@@ -27,7 +27,6 @@ from overlap_spec.server.protocol.chat import (
 from overlap_spec.server.protocol.task import ChatTask, Effort, ToolAsk
 from overlap_spec.types import SamplingParams
 
-Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 LOGPROBS = "message.output_text.logprobs"
 NOT_STORED = "nothing is stored: send the whole conversation as input"
 

@@ -1,8 +1,11 @@
-"""Baselines that adaptive lengths are compared with: a confidence threshold, and SpecInfer."""
+"""Baselines that adaptive lengths are compared with: a confidence threshold, and SpecInfer.
+
+An engine takes them as ``--adaptive bench.baselines:ThresholdPolicy`` and
+``bench.baselines:SpecInfer``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from overlap_spec.speculation.adaspec import Confidences
@@ -13,10 +16,21 @@ from overlap_spec.speculation.policy import (
     active_snapshot,
     slot_snapshot,
 )
+from overlap_spec.speculation.presets import CHAINS
+from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.types import Budget, Tier
 
 # Below it a draft is not worth its step: the transformers library's default.
 THRESHOLD = 0.4
+# SpecInfer's depth (ASPLOS 2024), at width 1: all of a chain is verified, whatever it costs.
+SPECINFER_STEPS = 8
+
+
+class SpecInfer(StaticPolicy):
+    """A chain of :data:`SPECINFER_STEPS`, always."""
+
+    def __init__(self, launch: Tier) -> None:  # noqa: ARG002
+        super().__init__(static_tier(SPECINFER_STEPS, 1, None), "specinfer")
 
 
 class ThresholdPolicy(LengthPolicy):
@@ -26,11 +40,12 @@ class ThresholdPolicy(LengthPolicy):
     confidence to that power. Load and cost play no part.
 
     Args:
-        tiers: Chains; the shortest one that drafts is the least.
+        launch: Has no part in it: the chains are :data:`overlap_spec.speculation.presets.CHAINS`,
+            of which the shortest one that drafts is the least.
     """
 
-    def __init__(self, tiers: Sequence[Tier], threshold: float = THRESHOLD) -> None:
-        self.tiers = tuple(sorted((t for t in tiers if t.steps), key=lambda t: t.steps))
+    def __init__(self, launch: Tier, threshold: float = THRESHOLD) -> None:  # noqa: ARG002
+        self.tiers = tuple(static_tier(steps, 1, None) for steps in CHAINS if steps)
         self._budgets = [Budget(tier) for tier in self.tiers]
         self._threshold, self._confidences = threshold, Confidences()
         self._active = self.tiers[0]
