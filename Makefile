@@ -45,7 +45,7 @@ docs: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p overlap_spec -p bench -m tests.support.typed_arguments
+	$(BIN)/mypy -p overlap_spec -p bench -p examples.embedded_model -m tests.support.typed_arguments
 
 $(STAMP): pyproject.toml
 	@echo "installing into $(VENV): some minutes the first time, with nothing printed until it is done"

@@ -21,11 +21,11 @@ from rich.table import Table
 
 from bench.common import Run, fail, flags, paired, rounded
 from bench.workloads import free_asks
+from examples.embedded_model.data import held_out_cases
 from overlap_spec.drafters.base import Draft, Roots
 from overlap_spec.drafters.eagle3 import Eagle3Drafter
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.training.data import held_out_cases
 from overlap_spec.types import Tier
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -56,11 +56,11 @@ from bench.measure import measure
 from bench.targets import add_model_flags, check_model_flags, model_settings
 from bench.turns import Turns, install
 from bench.workloads import Ask
+from examples.embedded_model.data import held_out_cases
 from overlap_spec.engine import Engine
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.speculation.presets import load_policy
-from overlap_spec.training.data import held_out_cases
 
 # Name → what :func:`load_policy` takes: policy, draft steps, branches, verified rows.
 FIXED: dict[str, tuple[str, int, int, int | None]] = {

@@ -61,11 +61,11 @@ from bench.targets import (
     work_folder,
 )
 from bench.workloads import CITIES, NAMES, Ask
+from examples.embedded_model.data import held_out_cases
 from overlap_spec.config import EngineConfig, drafter_names
 from overlap_spec.engine import Engine
 from overlap_spec.errors import CheckpointError, ConfigError, OverlapSpecError
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.training.data import held_out_cases
 from overlap_spec.worker.build import pick_device, pick_dtype
 
 PLAIN = "plain"

@@ -1,17 +1,18 @@
 """What the embedded model can do: answers under a grammar by kind, and the head's accept length.
 
-``python -m bench.embedded [--cases N] [--data GSM8K.jsonl] [--card FILE]`` runs cases through the
-engine, greedily, with fillers that training never saw: extractions and tool calls in phrasings of
-the training families, in held-out ones and in such as were written when training had ended,
-extractions of texts made by grammar, and questions about a text; and a hundred sentences in ten
-domains that were written by hand (``bench/data/open.jsonl``). Exact: the parsed object is the
-answer; fields: share of top-level fields that are. Accept length: tokens a verify emitted, over
+``python -m bench.embedded [--cases N] [--data GSM8K.jsonl] [--algorithm NAME] [--card FILE]`` runs
+cases through the engine, greedily, with fillers that training never saw: extractions and tool calls
+in phrasings of the training families, in held-out ones and in such as were written when training
+had ended, extractions of texts made by grammar, and questions about a text; and a hundred sentences
+in ten domains that were written by hand (``bench/data/open.jsonl``). Exact: the parsed object is
+the answer; fields: share of top-level fields that are. Accept length: tokens a verify emitted, over
 verifies. ``--card`` writes the figures into the model's card, beside the aims.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,11 +21,10 @@ from typing import Any, Literal
 from bench.common import Run, flags, rounded
 from bench.embedded_card import write_card
 from bench.targets import add_model_flags, model_settings
+from examples.embedded_model.cases import Case, object_schema
+from examples.embedded_model.data import CaseKind, held_out_cases, held_out_choices, prompt_text
+from examples.embedded_model.questions import Choice
 from overlap_spec import Engine, Grammar, Output, SamplingParams
-from overlap_spec.training.cases import Case, object_schema
-from overlap_spec.training.data import CaseKind, held_out_cases, held_out_choices
-from overlap_spec.training.evaluate import prompt_text, shape_of
-from overlap_spec.training.questions import Choice
 
 DRAFTS: dict[str, dict[str, Any]] = {
     "chain of 5": {"num_steps": 5},
@@ -41,6 +41,11 @@ SAMPLE_QUESTIONS = [
     "A ticket costs $8. How much do 7 tickets cost?",
 ]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=400)
+SHAPES = {
+    "e-mail address": r"[^@ ]+@[^@ ]+",
+    "date": r"\d{4}-\d\d-\d\d",
+    "time": r"\d\d:\d\d",
+}
 
 
 def open_cases() -> list[Case]:
@@ -61,6 +66,22 @@ def accept_length(outputs: Sequence[Output]) -> float:
     """Tokens per verify over all outputs."""
     verifies = sum(o.stats.verifies for o in outputs)
     return sum(o.stats.verified_tokens for o in outputs) / max(verifies, 1)
+
+
+def shape_of(value: Any) -> str:
+    """What a value looks like, for figures by shape."""
+    if value is None or value in ("", []):
+        return "not stated"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, (int, float)):
+        return "number"
+    if isinstance(value, (list, dict)):
+        return "array" if isinstance(value, list) else "object"
+    for shape, pattern in SHAPES.items():
+        if re.fullmatch(pattern, value):
+            return shape
+    return "lower-case words" if value == value.lower() else "name or code"
 
 
 def score(cases: Sequence[Case], outputs: Sequence[Output]) -> dict[str, Any]:
@@ -155,12 +176,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cases", type=int, default=300, help="of each kind (default 300)")
     parser.add_argument("--data", type=Path, help="GSM8K test split, .jsonl")
     add_model_flags(parser)
+    parser.add_argument("--algorithm", help="drafter, such as draft_model (default eagle3)")
     parser.add_argument("--card", type=Path, help="model card to write the figures into")
     options = parser.parse_args(arguments)
     run = Run("embedded", options, arguments)
     count = 40 if options.quick else options.cases
     asked = questions(options.data, 16 if options.quick else 64)
     weights = model_settings(options, run.console)
+    if options.algorithm is not None:
+        weights["algorithm"] = options.algorithm
     results: dict[str, Any] = {}
     with run.progress() as progress:
         total = sum(len(kinds) + 1 for kinds in KINDS.values()) + 2

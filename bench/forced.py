@@ -53,12 +53,12 @@ from bench.lost_drafts import LostDrafts, winnable
 from bench.measure import GREEDY, Measured, measure
 from bench.targets import add_model_flags, check_model_flags, model_settings
 from bench.workloads import Ask, choose_samples, read_samples
+from examples.embedded_model.cases import Case
+from examples.embedded_model.data import held_out_cases
 from overlap_spec.engine import Engine
 from overlap_spec.errors import ConfigError, OverlapSpecError
 from overlap_spec.grammar.forced import ForcedRuns, Openings
 from overlap_spec.grammar.spec import Grammar, Whitespace
-from overlap_spec.training.cases import Case
-from overlap_spec.training.data import held_out_cases
 from overlap_spec.types import RUN_TOKENS
 
 DRAFTERS: dict[str, dict[str, Any]] = {

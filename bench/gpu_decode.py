@@ -17,11 +17,11 @@ from bench.gpu_setup import Context, Result, figure
 from bench.measure import GREEDY, Measured, measure
 from bench.overlap import accepts
 from bench.workloads import Ask, choose_samples, free_asks, json_asks, read_samples
+from examples.embedded_model.data import held_out_cases
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.matcher_pool import MatcherPool
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.models.config import read_config
-from overlap_spec.training.data import held_out_cases
 from overlap_spec.types import Output
 from overlap_spec.worker.streams import Event
 

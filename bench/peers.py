@@ -67,10 +67,10 @@ from bench.client import ServerSystem
 from bench.common import Run, fail, flags, median, paired, rounded
 from bench.json_schema import is_valid
 from bench.targets import add_model_flags, check_model_flags, model_settings
+from examples.embedded_model.data import held_out_cases
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
 from overlap_spec.errors import CheckpointError, ConfigError, OverlapSpecError
-from overlap_spec.training.data import held_out_cases
 from overlap_spec.worker.build import pick_device, pick_dtype
 
 OURS = "overlap-spec"

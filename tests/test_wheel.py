@@ -15,6 +15,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "overlap_spec"
 # What a build reads.
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "overlap_spec", "grammar", "kernels")
+# A package beside it that it leaves out.
+LEFT_OUT = "examples"
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +25,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    for name in SOURCES:
+    for name in (*SOURCES, LEFT_OUT):
         given = ROOT / name
         if given.is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
@@ -66,6 +68,7 @@ def test_it_has_every_file_of_the_package(site: Path) -> None:
             if path.is_file() and "__pycache__" not in name.parts and not made.is_file():
                 missing.append(str(name))
     assert not missing
+    assert {path.name.partition("-")[0] for path in site.iterdir()} == {"overlap_spec"}
 
 
 def test_its_commands_load_and_its_bench_has_requests(site: Path) -> None:

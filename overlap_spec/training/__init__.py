@@ -1,1 +1,1 @@
-"""Training of the embedded model and of EAGLE-3 draft heads."""
+"""Training of EAGLE-3 draft heads for a user's own target."""

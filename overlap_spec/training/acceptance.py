@@ -10,8 +10,7 @@ from torch import Tensor
 
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.eagle3 import Eagle3Head
-from overlap_spec.training.attention import CausalRows
-from overlap_spec.training.head import DraftPass
+from overlap_spec.training.head import DraftPass, HeadRecipe
 
 # Prompt and greedy output of a target, in tokens.
 Run = tuple[Sequence[int], Sequence[int]]
@@ -52,26 +51,15 @@ class Acceptance:
 
 def head_guesses(target: Decoder, head: Eagle3Head, steps: int) -> Guesses:
     """The guesses of an EAGLE-3 head; both in one dtype, on one device."""
+    recipe = HeadRecipe(steps=steps, compile=False)
 
     def guesses(tokens: Tensor) -> Tensor:
-        draft = DraftPass(head, target, 1, len(tokens), steps)
+        draft = DraftPass(head, target, 1, len(tokens), recipe)
         features, _ = draft.observe(tokens[None])
         chain = draft.chain(tokens[None], features)
         best = torch.stack([draft.ids[head.logits(hidden).argmax(-1)] for hidden in chain])
         # Row r - 1 of a pass has the root r; there is no draft below the first token.
         return torch.cat([best.new_full((steps, 1), -1), best], 1)
-
-    return guesses
-
-
-def model_guesses(model: Decoder, steps: int) -> Guesses:
-    """The guesses of a draft model."""
-
-    def guesses(tokens: Tensor) -> Tensor:
-        size = len(tokens)
-        positions = torch.arange(size, device=tokens.device)
-        best = model.logits(model(tokens, positions, CausalRows(1, size))[0]).argmax(-1)
-        return torch.stack([best.roll(-step) for step in range(steps)])
 
     return guesses
 

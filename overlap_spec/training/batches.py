@@ -1,25 +1,27 @@
-"""Documents → token batches in a few fixed shapes."""
+"""Rows of tokens with loss weights, and batches of a fixed set of them, epoch after epoch."""
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
-
-from overlap_spec.training.data import PAD, Document, DocumentMaker
-from overlap_spec.training.tokenizer import special_id
 
 # Fine steps where most rows are: padding is work for nothing.
 WIDTHS = (48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 288, 384, 576, 1024, 3072)
-
+# Of what is read and not answered: it teaches little, and a drafter meets it too.
+PROMPT_WEIGHT = 0.1
 
 # Ids and loss weights of one document.
 Row = tuple[Sequence[int], Sequence[float]]
+
+
+def answer_row(prompt: list[int], answer: list[int]) -> Row:
+    """A prompt with its answer, which weighs 1."""
+    return prompt + answer, [PROMPT_WEIGHT] * len(prompt) + [1.0] * len(answer)
 
 
 @dataclass(frozen=True)
@@ -37,87 +39,68 @@ class Batch:
     numbers: tuple[int, ...] = ()
 
 
-def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> list[Row]:
-    """Ids and loss weights of each document."""
-    texts = [text for document in documents for text, _ in document]
-    encodings = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
-    rows: list[Row] = []
-    for document in documents:
-        ids: list[int] = []
-        weights: list[float] = []
-        for _, weight in document:
-            piece = next(encodings).ids
-            ids += piece
-            weights += [weight] * len(piece)
-        rows.append((ids, weights))
-    return rows
+def padded(rows: Sequence[Row], width: int, pad: int, numbers: tuple[int, ...] = ()) -> Batch:
+    """``rows``, none of them longer than ``width``, as a batch."""
+    tokens = torch.full((len(rows), width), pad)
+    weights = torch.zeros(len(rows), width)
+    for i, (ids, loss) in enumerate(rows):
+        tokens[i, : len(ids)] = torch.tensor(ids)
+        weights[i, : len(ids)] = torch.tensor(loss)
+    return Batch(tokens, weights, sum(len(ids) for ids, _ in rows), numbers)
 
 
 @dataclass
-class BatchStream:
-    """An endless, seeded and resumable stream of batches.
+class RowStream:
+    """An endless, seeded and resumable stream of batches of ``rows``.
 
-    Documents wait in the bucket of the smallest width that holds them; a full bucket is a batch.
+    Rows wait in the bucket of the smallest width that holds them, and a full bucket is a batch:
+    with few rows one may hold a row twice.
 
     Attributes:
-        tokens_per_batch: B × W of every batch, padding included.
-        max_length: Longer documents are dropped.
-        replay: Rows (ids, weights) that are drawn again and again beside new documents.
-        replay_share: Their share of what is drawn.
+        rows: Ids and loss weights; none longer than the widest bucket.
+        tokens_per_batch: B × W of every batch, padding included; one row at least.
+        pad: Id that fills up a row.
     """
 
-    tokenizer: Tokenizer
-    gsm8k: list[tuple[str, str]]
+    rows: Sequence[Row]
     seed: int
-    tokens_per_batch: int = 12288
-    max_length: int = 4096
-    chunk: int = 256
+    tokens_per_batch: int
+    pad: int
     widths: tuple[int, ...] = WIDTHS
-    replay: list[Row] = field(default_factory=list)
-    replay_share: float = 0.0
-    buckets: dict[int, list[Row]] = field(default_factory=dict)
+    epoch: int = 0
+    drawn: int = 0
+    buckets: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.rng = Random(self.seed)
-        self.maker = DocumentMaker(self.rng, self.gsm8k)
-        self.pad = special_id(self.tokenizer, PAD)
-        self.widths = tuple(w for w in self.widths if w <= self.max_length)
+        self.order = self._shuffled()
 
-    def rows(self, width: int) -> int:
-        """Rows of a batch of this width."""
-        return max(1, self.tokens_per_batch // width)
+    def _shuffled(self) -> list[int]:
+        order = list(range(len(self.rows)))
+        Random(f"{self.seed} {self.epoch}").shuffle(order)
+        return order
 
-    def next(self, warm_up: bool = False) -> Batch:
-        """The next batch; ``warm_up`` draws new documents from the copying curriculum."""
+    def next(self) -> Batch:
+        """The next batch, with the numbers of its rows."""
         while True:
-            full = [w for w, rows in self.buckets.items() if len(rows) >= self.rows(w)]
-            if full:
-                return self._cut(self.rng.choice(full))
-            for row in self._draw(warm_up):
-                width = next((w for w in self.widths if w >= len(row[0])), None)
-                if width is not None:
-                    self.buckets.setdefault(width, []).append(row)
-
-    def _draw(self, warm_up: bool) -> list[Row]:
-        again = round(self.chunk * self.replay_share)
-        made = [self.maker.make(warm_up) for _ in range(self.chunk - again)]
-        return encode_documents(self.tokenizer, made) + self.rng.choices(self.replay, k=again)
-
-    def _cut(self, width: int) -> Batch:
-        count = self.rows(width)
-        rows, self.buckets[width] = self.buckets[width][:count], self.buckets[width][count:]
-        tokens = torch.full((count, width), self.pad)
-        loss = torch.zeros(count, width)
-        for i, (ids, weights) in enumerate(rows):
-            tokens[i, : len(ids)] = torch.tensor(ids)
-            loss[i, : len(ids)] = torch.tensor(weights)
-        return Batch(tokens, loss, sum(len(ids) for ids, _ in rows))
+            if self.drawn == len(self.order):
+                self.epoch, self.drawn = self.epoch + 1, 0
+                self.order = self._shuffled()
+            number = self.order[self.drawn]
+            self.drawn += 1
+            length = len(self.rows[number][0])
+            width = next(width for width in self.widths if width >= length)
+            bucket = self.buckets.setdefault(width, [])
+            bucket.append(number)
+            if len(bucket) >= max(1, self.tokens_per_batch // width):
+                del self.buckets[width]
+                return padded([self.rows[n] for n in bucket], width, self.pad, tuple(bucket))
 
     def state(self) -> bytes:
         """What :meth:`restore` needs to go on exactly here."""
-        return pickle.dumps((self.rng.getstate(), self.buckets))
+        return json.dumps([self.epoch, self.drawn, list(self.buckets.items())]).encode()
 
     def restore(self, state: bytes) -> None:
         """Go on from :meth:`state`."""
-        rng_state, self.buckets = pickle.loads(state)
-        self.rng.setstate(rng_state)
+        self.epoch, self.drawn, buckets = json.loads(state)
+        self.buckets = {width: list(numbers) for width, numbers in buckets}
+        self.order = self._shuffled()

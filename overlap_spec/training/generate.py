@@ -1,18 +1,16 @@
-"""Greedy generation in batches: the target's own outputs, for training a head and for checks."""
+"""Greedy generation in batches: the target's own answers, to train a head on and to check it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from overlap_spec.models.decoder import Decoder, Heads
-from overlap_spec.training.batches import Row
 
-# Changes the logits (rows, vocab) in place, given the indices of the prompts still running.
-Mask = Callable[[list[int], Tensor], None]
+AT_ONCE = 16
 
 
 class CachedRows:
@@ -64,13 +62,11 @@ def greedy(
     prompts: list[list[int]],
     end_ids: Collection[int],
     max_new: int,
-    mask: Mask | None = None,
 ) -> list[list[int]]:
     """The greedy continuation of each prompt, at most ``max_new`` tokens.
 
     Args:
         end_ids: An output ends with the first of these.
-        mask: Forbids tokens; ``-inf`` in the logits.
     """
     longest = max(len(prompt) for prompt in prompts)
     device = decoder.norm.weight.device
@@ -83,8 +79,6 @@ def greedy(
     for _ in range(max_new):
         hidden, _ = decoder(tokens.flatten(), attend.positions().flatten(), attend)
         logits = decoder.logits(hidden.view(len(prompts), -1, hidden.shape[-1])[:, -1]).float()
-        if mask is not None:
-            mask(sorted(running), logits)
         tokens = logits.argmax(-1, keepdim=True)
         for row in sorted(running):
             outputs[row].append(int(tokens[row]))
@@ -96,26 +90,24 @@ def greedy(
     return outputs
 
 
-def own_outputs(
+def answers(
     decoder: Decoder,
-    prompts: list[list[int]],
+    prompts: Sequence[list[int]],
     end_ids: Collection[int],
     max_new: int,
-    batch: int = 64,
-    report: Callable[[float], None] | None = None,
-) -> list[Row]:
-    """Prompts with their greedy continuations as training rows: ids, and weights of 0.1 on the
-    prompt and 1 on the output.
+    max_length: int,
+) -> Iterator[list[tuple[int, list[int]]]]:
+    """Greedy answers to many prompts, those of like lengths together: least padding.
 
     Args:
-        report: Called with the share that is done.
+        max_new, max_length: Most tokens of an answer, and of a prompt with its answer.
+
+    Yields:
+        Some of the prompts' numbers, each with its answer.
     """
-    ordered = sorted(prompts, key=len)
-    rows: list[Row] = []
-    for start in range(0, len(ordered), batch):
-        part = ordered[start : start + batch]
-        for prompt, output in zip(part, greedy(decoder, part, end_ids, max_new), strict=True):
-            rows.append((prompt + output, [0.1] * len(prompt) + [1.0] * len(output)))
-        if report is not None:
-            report(min(1.0, (start + batch) / len(ordered)))
-    return rows
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    for start in range(0, len(order), AT_ONCE):
+        part = order[start : start + AT_ONCE]
+        rows = [prompts[number] for number in part]
+        room = min(max_new, max_length - len(rows[-1]))
+        yield list(zip(part, greedy(decoder, rows, end_ids, room), strict=True))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,32 +13,22 @@ from overlap_spec.training.attention import CausalRows, ChainRows, FirstRows
 from overlap_spec.training.batches import Batch
 from overlap_spec.training.budget import Budget
 from overlap_spec.training.features import FeatureCache
-from overlap_spec.training.target import COMPILED_WIDTH, initialise
-from overlap_spec.training.trainer import Batches, Trainer
+from overlap_spec.training.trainer import Batches, Recipe, Trainer, initialise
 
 
 @dataclass(frozen=True)
-class HeadRecipe:
+class HeadRecipe(Recipe):
     """Settings of a head's training.
 
     Attributes:
         steps: Steps of training-time test.
         step_decay: Weight of step j is ``step_decay ** j``.
         draft_vocab: Target ids that the head can draft, ascending; None for all of them.
-        scored_share: Share of a batch's slots that the loss is taken at, the heaviest ones: the
-            product with the vocabulary, five times a batch, is not spent on prompts.
     """
 
-    muon_lr: float = 0.02
-    adam_lr: float = 0.002
-    clip: float = 1.0
     steps: int = 5
     step_decay: float = 0.8
-    seed: int = 1
-    compile: bool = True
-    save_every: int = 50
     draft_vocab: tuple[int, ...] | None = None
-    scored_share: float = 0.5
 
 
 def spread_layers(num_layers: int) -> tuple[int, int, int]:
@@ -89,32 +77,23 @@ class DraftPass:
     Args:
         head, target: The modules; the target is not trained.
         rows, width: Shape of the token rows.
-        steps: Length of the chain.
-        compile: Compile the passes; one graph serves all later steps.
+        recipe: Length of the chain, and whether passes are compiled; one graph serves all later
+            steps.
     """
 
     def __init__(
-        self,
-        head: Eagle3Head,
-        target: Decoder,
-        rows: int,
-        width: int,
-        steps: int,
-        compile: bool = False,
+        self, head: Eagle3Head, target: Decoder, rows: int, width: int, recipe: HeadRecipe
     ) -> None:
         self.head, self.target = head, target
-        self.rows, self.width, self.steps = rows, width, steps
+        self.rows, self.width, self.steps = rows, width, recipe.steps
         device = target.embed_tokens.weight.device
         self.positions = torch.arange(width, device=device)
         assert head.config.feature_layers is not None
         self.layers = head.config.feature_layers
         self.ids = torch.arange(head.config.draft_vocab_size, device=device) + head.d2t
-
-        def ready(function: Callable[..., Any]) -> Callable[..., Any]:
-            return torch.compile(function, dynamic=False) if compile else function
-
-        self.observe, self.first = ready(self._observe), ready(self._first)
-        self.later, self.term = ready(self._later), ready(self._term)
+        self.observe = recipe.ready(self._observe, width)
+        self.first, self.later = recipe.ready(self._first, width), recipe.ready(self._later, width)
+        self.term = recipe.ready(self._term, width)
 
     def _observe(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """What the target makes of ``tokens (B, W)``.
@@ -213,40 +192,39 @@ class HeadTrainer(Trainer[Eagle3Head]):
 
     Args:
         target: The frozen target.
-        batches: Source of token rows.
-        recipe: Settings.
-        budget: When to stop.
-        init: A head to begin with, in place of a new one.
+        head: The head to begin with, such as :func:`new_head` makes.
+        batches, recipe, budget: As for :class:`Trainer`.
         cache: Features of all rows, kept from one pass; None: the target runs at every step.
     """
 
     def __init__(
         self,
         target: Decoder,
+        head: Eagle3Head,
         batches: Batches,
         recipe: HeadRecipe,
         budget: Budget,
-        init: Eagle3Head | None = None,
         cache: FeatureCache | None = None,
     ) -> None:
         self.cache = cache
         self.target = target.eval().requires_grad_(False)
         self.recipe, self.device = recipe, target.embed_tokens.weight.device
-        head = new_head(target, recipe)
-        if init is not None:
-            head.load_state_dict(init.state_dict())
         super().__init__(head.to(self.device), batches, recipe, budget)
-        self.head = self.model
         self._passes: dict[tuple[int, int], DraftPass] = {}
+
+    def backward(self) -> float:
+        batch = self.batches.next()
+        loss = self.loss(batch)
+        loss.backward()
+        self.budget.tokens_done += batch.length
+        return loss.item()
 
     def loss(self, batch: Batch) -> Tensor:
         """Weighted loss over all steps of the chain, a scalar."""
         tokens, weights = batch.tokens.to(self.device), batch.weights.to(self.device)
         shape = (tokens.shape[0], tokens.shape[1])
         if shape not in self._passes:
-            steps = self.recipe.steps
-            compile = self.recipe.compile and shape[1] <= COMPILED_WIDTH
-            self._passes[shape] = DraftPass(self.head, self.target, *shape, steps, compile)
+            self._passes[shape] = DraftPass(self.model, self.target, *shape, self.recipe)
         draft = self._passes[shape]
         total = torch.zeros((), device=self.device)
         with torch.autocast(self.device.type, torch.bfloat16):
@@ -263,10 +241,3 @@ class HeadTrainer(Trainer[Eagle3Head]):
                 term = draft.term(hidden[slots], wanted, weight[slots])
                 total = total + self.recipe.step_decay**step * term
         return total
-
-    def averaged(self) -> Eagle3Head:
-        """A copy of the head with the averaged weights."""
-        copy = Eagle3Head(self.head.config).to(self.device)
-        copy.load_state_dict(self.head.state_dict())
-        self.average.copy_to(copy)
-        return copy.eval().requires_grad_(False)

@@ -24,20 +24,18 @@ from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.weights import load_decoder, load_eagle3
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.training.acceptance import Acceptance, Run, acceptance, head_guesses
-from overlap_spec.training.batches import WIDTHS, Row
+from overlap_spec.training.batches import WIDTHS, Row, RowStream, answer_row
 from overlap_spec.training.budget import Budget
 from overlap_spec.training.export import export_head
 from overlap_spec.training.features import FeatureCache, fill_cache
-from overlap_spec.training.generate import greedy
-from overlap_spec.training.head import HeadRecipe, HeadTrainer, spread_layers
+from overlap_spec.training.generate import answers
+from overlap_spec.training.head import HeadRecipe, HeadTrainer, new_head, spread_layers
 from overlap_spec.training.progress import Bars
-from overlap_spec.training.rows import RowStream
-from overlap_spec.training.samples import PROMPT_WEIGHT, Sample, read_samples
+from overlap_spec.training.samples import Sample, read_samples
 from overlap_spec.training.trainer import Report, save_atomically
 
 CHECKED_PROMPTS = 32
 CHECKED_TOKENS = 128
-GENERATED_AT_ONCE = 16
 # The embedded head's rate of AdamW and the width it was found at; wider heads take smaller steps.
 ADAM_LR, ADAM_WIDTH = 0.002, 256
 
@@ -207,24 +205,18 @@ def own_rows(
         whole = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
         path.write_text("".join(whole))
         done = dict(json.loads(line) for line in whole)
-    # Of like lengths together: least padding.
-    left = sorted(set(range(len(samples))) - set(done), key=lambda n: samples[n].prompt)
+    left = [number for number in range(len(samples)) if number not in done]
+    prompts = [prompt_of(samples[number]) for number in left]
+    longest = settings.max_length
     report = bars.share("own answers")
     with path.open("a") as file:
-        for start in range(0, len(left), GENERATED_AT_ONCE):
-            part = left[start : start + GENERATED_AT_ONCE]
-            prompts = [prompt_of(samples[n]) for n in part]
-            room = settings.max_length - len(prompts[-1])
-            answers = greedy(target, prompts, tokenizer.eos_ids, room)
-            done.update(zip(part, answers, strict=True))
-            file.writelines(json.dumps([n, done[n]]) + "\n" for n in part)
+        for some in answers(target, prompts, tokenizer.eos_ids, longest, longest):
+            new = {left[index]: answer for index, answer in some}
+            file.writelines(json.dumps(item) + "\n" for item in new.items())
             file.flush()
+            done.update(new)
             report(len(done) / len(samples))
-    rows: list[Row] = []
-    for number, sample in enumerate(samples):
-        prompt, answer = prompt_of(sample), done[number]
-        rows.append((prompt + answer, [PROMPT_WEIGHT] * len(prompt) + [1.0] * len(answer)))
-    return rows
+    return [answer_row(prompt_of(sample), done[n]) for n, sample in enumerate(samples)]
 
 
 def draft_vocabulary(rows: Sequence[Row], size: int, eos_ids: Sequence[int]) -> tuple[int, ...]:
@@ -264,7 +256,7 @@ def make_trainer(
     else:
         assert settings.epochs is not None
         budget = Budget(tokens=round(settings.epochs * sum(len(ids) for ids, _ in rows)))
-    return HeadTrainer(target, stream, recipe, budget, cache=cache)
+    return HeadTrainer(target, new_head(target, recipe), stream, recipe, budget, cache)
 
 
 def run(trainer: HeadTrainer, checkpoint: Path, report: Report) -> None:
@@ -286,14 +278,10 @@ def target_runs(
 ) -> list[Run]:
     """The target's greedy answers to the prompts that were kept apart, cut at CHECKED_TOKENS."""
     runs: list[Run] = []
-    ordered = sorted(samples, key=lambda sample: sample.prompt)
-    for start in range(0, len(ordered), GENERATED_AT_ONCE):
-        part = ordered[start : start + GENERATED_AT_ONCE]
-        prompts = [prompt_of(sample) for sample in part]
-        room = min(CHECKED_TOKENS, target.config.max_position - len(prompts[-1]))
-        answers = greedy(target, prompts, tokenizer.eos_ids, room)
-        runs += zip(prompts, answers, strict=True)
-        report(len(runs) / len(ordered))
+    prompts, longest = [prompt_of(sample) for sample in samples], target.config.max_position
+    for some in answers(target, prompts, tokenizer.eos_ids, CHECKED_TOKENS, longest):
+        runs += ((prompts[number], answer) for number, answer in some)
+        report(len(runs) / len(samples))
     return runs
 
 

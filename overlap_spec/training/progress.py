@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
@@ -14,33 +15,6 @@ COLUMNS: tuple[ProgressColumn, ...] = (
     TextColumn("{task.fields[note]}"),
     TimeElapsedColumn(),
 )
-
-
-def progress_bar(progress: Progress, title: str) -> Report:
-    """A Report that moves a bar of ``progress`` and shows the smoothed loss."""
-    task = progress.add_task(title, total=1.0, note="")
-    smooth: list[float] = []
-
-    def report(share: float, step: int, loss: float) -> None:
-        smooth.append(loss)
-        mean = sum(smooth[-50:]) / len(smooth[-50:])
-        progress.update(task, completed=share, note=f"step {step} loss {mean:.3f}")
-        if not progress.console.is_terminal and step % 50 == 0:
-            progress.console.print(f"{title} {share:.3f} step {step} loss {mean:.4f}")
-
-    return report
-
-
-def share_bar(progress: Progress, title: str) -> Callable[[float], None]:
-    """A bar for work without steps or a loss: called with the share that is done."""
-    task = progress.add_task(title, total=1.0, note="")
-
-    def report(share: float) -> None:
-        progress.update(task, completed=share)
-        if not progress.console.is_terminal and share >= 1:
-            progress.console.print(f"{title} done")
-
-    return report
 
 
 class Bars:
@@ -59,24 +33,36 @@ class Bars:
         self.progress.console.print(text, highlight=False, soft_wrap=True)
 
     def steps(self, title: str) -> Report:
-        """For a phase with steps and losses."""
-        bar = progress_bar(self.progress, title)
+        """For a phase with steps and losses, of which the smoothed one is shown."""
+        task = self.progress.add_task(title, total=1.0, note="")
+        last: deque[float] = deque(maxlen=50)
 
         def report(share: float, step: int, loss: float) -> None:
-            bar(share, step, loss)
+            last.append(loss)
+            mean = sum(last) / len(last)
+            self.progress.update(task, completed=share, note=f"step {step} loss {mean:.3f}")
+            if step % 50 == 0:
+                self._log(f"{title} {share:.3f} step {step} loss {mean:.4f}")
             self._check()
 
         return report
 
     def share(self, title: str) -> Callable[[float], None]:
         """For a phase without."""
-        bar = share_bar(self.progress, title)
+        task = self.progress.add_task(title, total=1.0, note="")
 
         def report(share: float) -> None:
-            bar(share)
+            self.progress.update(task, completed=share)
+            if share >= 1:
+                self._log(f"{title} done")
             self._check()
 
         return report
+
+    def _log(self, line: str) -> None:
+        """What a log gets in place of a bar."""
+        if not self.progress.console.is_terminal:
+            self.progress.console.print(line)
 
     def _check(self) -> None:
         if self.stop():

@@ -11,10 +11,9 @@ from typing import Any
 
 from overlap_spec.errors import ConfigError, InvalidRequest
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.training.batches import Row
+from overlap_spec.training.batches import PROMPT_WEIGHT, Row
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-PROMPT_WEIGHT = 0.1
 
 
 @dataclass(frozen=True)

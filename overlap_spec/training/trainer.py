@@ -1,23 +1,30 @@
-"""The loop that both trainers share: steps until the budget is used, resumably."""
+"""What every training shares: settings, first weights, and steps until the budget is used."""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from overlap_spec.training.batches import Batch
 from overlap_spec.training.budget import Budget
 from overlap_spec.training.optim import Average, make_optimizers, schedule
 
+# Rows wider than this are too rare to be worth a compiler's minute.
+COMPILED_WIDTH = 400
+
 # Report of one step: progress 0 to 1, step, loss.
 Report = Callable[[float, int, float], None]
 Model = TypeVar("Model", bound=nn.Module)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Batches(Protocol):
@@ -33,57 +40,82 @@ class Batches(Protocol):
         """Go on from :meth:`state`."""
 
 
-class Rates(Protocol):
-    """What a recipe says of the optimizers; rates are those of the schedule's plateau."""
+@dataclass(frozen=True)
+class Recipe:
+    """Settings of a training.
 
-    @property
-    def muon_lr(self) -> float: ...
-    @property
-    def adam_lr(self) -> float: ...
-    @property
-    def clip(self) -> float: ...
-    @property
-    def save_every(self) -> int: ...
+    Attributes:
+        muon_lr, adam_lr: Rates on the schedule's plateau.
+        clip: Longest gradient.
+        decay_from: From this share of the budget on the rates fall.
+        scored_share: Share of a batch's slots that the loss is taken at, the heaviest ones: the
+            product with the vocabulary is not spent on padding and on most of the prompts.
+        compile: Compile the passes over rows of at most COMPILED_WIDTH tokens.
+        save_every: Steps between checkpoints.
+    """
+
+    muon_lr: float = 0.02
+    adam_lr: float = 0.002
+    clip: float = 1.0
+    decay_from: float = 0.45
+    scored_share: float = 0.5
+    seed: int = 1
+    compile: bool = True
+    save_every: int = 50
+
+    def ready(self, function: Callable[P, R], width: int) -> Callable[P, R]:
+        """``function`` of rows of ``width`` tokens, compiled where that pays.
+
+        One graph a shape: with dynamic shapes the CPU code is slower than eager.
+        """
+        if not self.compile or width > COMPILED_WIDTH:
+            return function
+        made: Callable[P, R] = torch.compile(function, dynamic=False)
+        return made
+
+
+def initialise(module: nn.Module, seed: int) -> None:
+    """Normal weights: 0.02 for embeddings, 1/sqrt(fan in) for matrices, a third of that for
+    projections back into the residual stream."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        spread = float(parameter.shape[1] ** -0.5)
+        if "embed_tokens" in name or "lm_head" in name:
+            spread = 0.02
+        elif "o_proj" in name or "down_proj" in name:
+            spread /= 3
+        with torch.no_grad():
+            parameter.normal_(0, spread, generator=generator)
 
 
 class Trainer(ABC, Generic[Model]):
     """Optimizers, schedule, averaged weights and checkpoints of one model's training.
 
     Args:
-        model: What is trained.
+        model: What is trained, from the weights that it has.
         batches: Source of token rows.
-        rates: Settings of the optimizers.
+        recipe: Settings.
         budget: When to stop.
     """
 
-    def __init__(self, model: Model, batches: Batches, rates: Rates, budget: Budget) -> None:
-        self.model, self.batches, self.budget, self._settings = model, batches, budget, rates
-        self.optimizers = make_optimizers(model, rates.muon_lr, rates.adam_lr)
+    def __init__(self, model: Model, batches: Batches, recipe: Recipe, budget: Budget) -> None:
+        self.model, self.batches, self.budget, self._recipe = model, batches, budget, recipe
+        self.optimizers = make_optimizers(model, recipe.muon_lr, recipe.adam_lr)
         self.rates = [group["lr"] for o in self.optimizers for group in o.param_groups]
         self.average = Average(model)
 
     @abstractmethod
-    def loss(self, batch: Batch) -> Tensor:
-        """Weighted loss of a batch, a scalar."""
-
-    @abstractmethod
-    def averaged(self) -> Model:
-        """A copy of the model with the averaged weights."""
-
-    def next_batch(self, progress: float) -> Batch:  # noqa: ARG002
-        """The batch of a step at ``progress`` of the budget."""
-        return self.batches.next()
-
-    def factor(self, progress: float) -> float:
-        """Factor on the learning rates at ``progress`` of the budget."""
-        return schedule(progress, self.budget.done)
+    def backward(self) -> float:
+        """Gradients of one step, whose tokens are counted; returns its loss."""
 
     def step(self) -> float:
         """One optimizer step; returns the loss."""
         progress = self.budget.progress()
-        loss = self.backward(progress)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.clip)
-        factor = self.factor(progress)
+        loss = self.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._recipe.clip)
+        factor = schedule(progress, self.budget.done, decay_from=self._recipe.decay_from)
         groups = [group for o in self.optimizers for group in o.param_groups]
         for group, rate in zip(groups, self.rates, strict=True):
             group["lr"] = rate * factor
@@ -94,14 +126,6 @@ class Trainer(ABC, Generic[Model]):
         self.budget.done += 1
         return loss
 
-    def backward(self, progress: float) -> float:
-        """Gradients of one step; returns its loss."""
-        batch = self.next_batch(progress)
-        loss = self.loss(batch)
-        loss.backward()
-        self.budget.tokens_done += batch.length
-        return float(loss.detach())
-
     def run(self, checkpoint: Path | None = None, report: Report | None = None) -> Model:
         """Train until the budget is used; returns the model with averaged weights."""
         # Every bucket width has a graph of its own.
@@ -110,11 +134,17 @@ class Trainer(ABC, Generic[Model]):
             loss = self.step()
             if report is not None:
                 report(self.budget.progress(), self.budget.done, loss)
-            if checkpoint is not None and self.budget.done % self._settings.save_every == 0:
+            if checkpoint is not None and self.budget.done % self._recipe.save_every == 0:
                 save_atomically(self.state(), checkpoint)
         if checkpoint is not None:
             save_atomically(self.state(), checkpoint)
         return self.averaged()
+
+    def averaged(self) -> Model:
+        """A copy of the model with the averaged weights."""
+        copy = deepcopy(self.model)
+        self.average.copy_to(copy)
+        return copy.eval().requires_grad_(False)
 
     def state(self) -> dict[str, Any]:
         """Everything that :meth:`restore` needs to go on."""
@@ -136,7 +166,7 @@ class Trainer(ABC, Generic[Model]):
         self.average.values = state["average"]
         self.batches.restore(state["batches"])
         self.budget.done = state["step"]
-        self.budget.tokens_done = state.get("tokens", 0)
+        self.budget.tokens_done = state["tokens"]
         self.budget.restart_clock(state["seconds"])
 
 

@@ -17,10 +17,10 @@ from bench.backends.engine import EngineSystem
 from bench.backends.gguf_file import write_gguf
 from bench.backends.llamacpp import LlamaCppError, LlamaCppSystem
 from bench.padding.tensors import Source
+from examples.embedded_model.data import held_out_cases
 from overlap_spec.config import EMBEDDED
 from overlap_spec.engine import Engine
 from overlap_spec.errors import CheckpointError
-from overlap_spec.training.data import held_out_cases
 from tests.support.checkpoints import SHAPE, write_target
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import overlap_spec
-from overlap_spec.training.averaging import main, mean_of
+from examples.embedded_model.averaging import main, mean_of
 
 TARGET = Path(overlap_spec.__file__).parent / "embedded" / "target"
 

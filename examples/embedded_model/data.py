@@ -12,15 +12,15 @@ from pathlib import Path
 from random import Random
 from typing import ClassVar, Literal, get_args
 
-from overlap_spec.training.cases import Case, CaseMaker, compact
-from overlap_spec.training.fillers import invented_word, read_lines
-from overlap_spec.training.interviews import Interviews
-from overlap_spec.training.mixed import WideCases, with_schema, written
-from overlap_spec.training.questions import Choice, Questions
-from overlap_spec.training.scenes import SceneCases, SceneFillers
-from overlap_spec.training.sums import Sums
-from overlap_spec.training.templates import fresh_library
-from overlap_spec.training.turns import WideTools, result_turn
+from examples.embedded_model.cases import Case, CaseMaker, compact
+from examples.embedded_model.fillers import invented_word, read_lines
+from examples.embedded_model.interviews import Interviews
+from examples.embedded_model.mixed import WideCases, with_schema, written
+from examples.embedded_model.questions import Choice, Questions
+from examples.embedded_model.scenes import SceneCases, SceneFillers
+from examples.embedded_model.sums import Sums
+from examples.embedded_model.templates import fresh_library
+from examples.embedded_model.turns import WideTools, result_turn
 
 BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 SYSTEM, USER, ASSISTANT, TOOL = "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"
@@ -40,6 +40,11 @@ def chat(prompt: str, answer: str, system: str = "") -> Document:
     """One exchange as the chat template writes it; only the answer and its end weigh 1."""
     head = f"{BOS}{SYSTEM}{system}{END}" if system else BOS
     return [(f"{head}{USER}{prompt}{END}{ASSISTANT}", PROMPT_WEIGHT), (f"{answer}{END}", 1.0)]
+
+
+def prompt_text(case: Case) -> str:
+    """The prompt of a case through the chat template."""
+    return chat(case.prompt, "", tools_text(case) if case.tools else "")[0][0]
 
 
 def tools_text(case: Case) -> str:

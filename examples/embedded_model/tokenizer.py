@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from random import Random
@@ -10,7 +9,7 @@ from random import Random
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from overlap_spec.training.data import (
+from examples.embedded_model.data import (
     ASSISTANT,
     BOS,
     END,
@@ -21,6 +20,7 @@ from overlap_spec.training.data import (
     USER,
     DocumentMaker,
 )
+from overlap_spec.training.export import write_json
 
 VOCAB_SIZE = 2048
 # Words that are hardly ever a value: they take the space before them along.
@@ -52,17 +52,9 @@ CHAT_TEMPLATE = (
     "{{- '): ' + (f.description or '') }}"
     "{%- endfor %}{%- endif %}" + END + "{%- endif %}"
     "{%- for message in messages %}"
-    "{%- if message.role == 'user' %}"
-    + USER
-    + "{{- message.content }}"
-    + END
-    + "{%- elif message.role == 'tool' %}"
-    + TOOL
-    + "{{- message.content }}"
-    + END
-    + "{%- elif message.role == 'assistant' %}"
-    + ASSISTANT
-    + "{{- message.content or '' }}"
+    f"{{%- if message.role == 'user' %}}{USER}{{{{- message.content }}}}{END}"
+    f"{{%- elif message.role == 'tool' %}}{TOOL}{{{{- message.content }}}}{END}"
+    f"{{%- elif message.role == 'assistant' %}}{ASSISTANT}{{{{- message.content or '' }}}}"
     "{%- for call in message.tool_calls or [] %}"
     "{%- set f = call.function if call.function is defined else call %}"
     '{{- \'{"name":"\' + f.name + \'","arguments":\' }}'
@@ -140,7 +132,6 @@ def special_id(tokenizer: Tokenizer, token: str) -> int:
 
 def save_tokenizer(tokenizer: Tokenizer, out: Path, max_length: int) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json`` with the chat template."""
-    out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -152,4 +143,4 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path, max_length: int) -> None:
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_json(out / "tokenizer_config.json", config)

@@ -10,18 +10,18 @@ import jsonschema
 import pytest
 
 from bench.embedded import open_cases
-from overlap_spec.training.clauses import all_clauses
-from overlap_spec.training.data import DocumentMaker
-from overlap_spec.training.mixed import with_articles
-from overlap_spec.training.relations import all_relations
-from overlap_spec.training.scenes import (
+from examples.embedded_model.clauses import all_clauses
+from examples.embedded_model.data import DocumentMaker
+from examples.embedded_model.mixed import with_articles
+from examples.embedded_model.relations import all_relations
+from examples.embedded_model.scenes import (
     SceneCases,
     SceneFillers,
     all_scenes,
     kept_out_grams,
     shared_facts,
 )
-from overlap_spec.training.templates import fresh_library, library, parse_template
+from examples.embedded_model.templates import fresh_library, library, parse_template
 
 
 def grams(text: str) -> set[tuple[str, ...]]:

@@ -6,23 +6,24 @@ import json
 from random import Random
 from typing import Any
 
-from overlap_spec.training.anything import Anything
-from overlap_spec.training.cases import SINGULAR, Case, CaseMaker, compact
-from overlap_spec.training.clauses import Composer, all_clauses
-from overlap_spec.training.fillers import Filler, read_lines
-from overlap_spec.training.templates import (
+from examples.embedded_model.anything import Anything
+from examples.embedded_model.cases import SINGULAR, Case, CaseMaker, compact
+from examples.embedded_model.clauses import Clauses, Composer, all_clauses
+from examples.embedded_model.fillers import Filler, read_lines
+from examples.embedded_model.templates import (
+    LIST_KINDS,
     Domain,
     Field,
+    Template,
     forbidden_grams,
     library,
     parse_template,
 )
-from overlap_spec.training.wide import WideFillers
+from examples.embedded_model.wide import WideFillers
 
 # Of the extractions: texts about subjects that no file of phrasings has.
 ANYTHING_SHARE = 0.25
 TEXT_KINDS = ("int", "snum", "num", "money", "salary", "bool", "enum")
-LIST_KINDS = ("list", "persons", "ilist", "nlist", "items", "foods")
 VERBS = (
     *("Extract", "Get", "Find", "Return", "Give me", "Give", "List", "Take", "Collect", "Note"),
     *("Write down", "Read off", "Tell me", "Show", "I want", "Please extract", "Please find"),
@@ -63,13 +64,23 @@ class WideCases(CaseMaker):
         if self.rng.random() > ANYTHING_SHARE:
             return super().extraction()
         made = self.anything.make()
-        text, facts, _ = self._render(made.domain, self.composer.compose(made))
-        document = self.distracted(made.domain, with_articles(text))
-        return self._asked(made.domain, document, facts, f"anything:{made.domain.name}")
+        return self._asked(made.domain, *self.about(made))
+
+    def about(self, made: Clauses) -> tuple[str, dict[str, Filler], str]:
+        """A text about a subject that was made for it, the facts it states and its id."""
+        text, facts, _ = self.written(made.domain, self.template_about(made))
+        return self.distracted(made.domain, text), facts, f"anything:{made.domain.name}"
+
+    def template_about(self, made: Clauses) -> Template:
+        """The phrasing of a text about a subject that was made for it."""
+        return self.composer.compose(made)
 
     def composed(self, domain: Domain) -> tuple[str, dict[str, Filler], str]:
         """A grammar-made text of ``domain``, the facts it states and its id."""
-        template = self.composer.compose(self.clauses[domain.name])
+        return self.written(domain, self.composer.compose(self.clauses[domain.name]))
+
+    def written(self, domain: Domain, template: Template) -> tuple[str, dict[str, Filler], str]:
+        """A template's text with its articles mended, the facts it states and its id."""
         text, facts, identity = self._render(domain, template)
         return with_articles(text), facts, identity
 
@@ -93,8 +104,7 @@ class WideCases(CaseMaker):
                 aside = self.rng.choice(self.asides)
                 kinds = {field.kind for field in domain.fields.values()}
                 if not set(aside.slots) & kinds:
-                    filled = {slot: self.fillers.draw(slot)[1] for slot in aside.slots}
-                    extra = "".join(filled[p.slot] if p.slot else p.text for p in aside.parts)
+                    extra = aside.filled({s: self.fillers.draw(s)[1] for s in aside.slots})
             text = f"{extra} {text}" if self.rng.random() < 0.5 else f"{text} {extra}"
         return text
 

@@ -11,21 +11,21 @@ from random import Random
 import jsonschema
 import pytest
 
-from overlap_spec.training.clauses import all_clauses
-from overlap_spec.training.data import DocumentMaker, held_out_cases, held_out_choices
-from overlap_spec.training.fillers import plain_words, read_lines
-from overlap_spec.training.labels import Labelled, label
-from overlap_spec.training.mixed import with_articles
-from overlap_spec.training.relations import all_relations, capital, sentence
-from overlap_spec.training.scenes import all_scenes
-from overlap_spec.training.templates import (
+from examples.embedded_model.clauses import all_clauses
+from examples.embedded_model.data import DocumentMaker, held_out_cases, held_out_choices
+from examples.embedded_model.fillers import plain_words, read_lines
+from examples.embedded_model.labels import Labelled, label
+from examples.embedded_model.mixed import with_articles
+from examples.embedded_model.relations import all_relations, capital, sentence
+from examples.embedded_model.scenes import all_scenes
+from examples.embedded_model.templates import (
     Field,
     forbidden_grams,
     fresh_library,
     library,
     parse_template,
 )
-from overlap_spec.training.varied import VariedAnything, VariedCases, VariedFillers, truths
+from examples.embedded_model.varied import VariedAnything, VariedCases, VariedFillers, truths
 
 # What the published figures were measured on: digests of prompts and answers.
 EVALUATION = {

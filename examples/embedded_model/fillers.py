@@ -10,54 +10,22 @@ import hashlib
 import re
 from datetime import date, timedelta
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
+PHRASINGS = Path(__file__).parent / "phrasings"
 Filler = tuple[Any, str]
 
 MONTHS = (
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
+    *("January", "February", "March", "April", "May", "June"),
+    *("July", "August", "September", "October", "November", "December"),
 )
 NUMBER_WORDS = (
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
+    *("zero", "one", "two", "three", "four", "five", "six"),
+    *("seven", "eight", "nine", "ten", "eleven", "twelve"),
 )
-_ONSETS = (
-    *"bcdfghjklmnprstvwz",
-    "br",
-    "ch",
-    "dr",
-    "gr",
-    "kl",
-    "pr",
-    "sh",
-    "st",
-    "th",
-    "tr",
-)
+_ONSETS = (*"bcdfghjklmnprstvwz", "br", "ch", "dr", "gr", "kl", "pr", "sh", "st", "th", "tr")
 _VOWELS = ["a", "e", "i", "o", "u", "ai", "ea", "ia", "oo"]
 _CODAS = ["", "", "n", "r", "l", "s", "k", "m", "x", "th", "nd"]
 HELD_OUT_SHARE = 0.2
@@ -72,7 +40,7 @@ def share_of(text: str) -> float:
 
 def read_lines(name: str) -> list[str]:
     """The lines of a file in ``phrasings/``, without comments and empty lines."""
-    text = resources.files("overlap_spec.training").joinpath("phrasings", name).read_text("utf-8")
+    text = (PHRASINGS / name).read_text("utf-8")
     return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
 
 
@@ -97,8 +65,7 @@ def plain_words() -> tuple[str, ...]:
     reserved = {
         word for _, held_out in word_lists().values() for v in held_out for word in v.split()
     }
-    folder = resources.files("overlap_spec.training").joinpath("phrasings")
-    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".txt"))
+    names = sorted(path.name for path in PHRASINGS.glob("*.txt"))
     # Evaluation draws from these words: what is for training alone must not change its cases.
     names = [name for name in names if not name.startswith(("varied_", "fresh"))]
     text = " ".join(line for name in names for line in read_lines(name))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
-from overlap_spec.training.clauses import Clauses
-from overlap_spec.training.fillers import invented_word, read_lines
-from overlap_spec.training.templates import Domain, Field, forbidden_grams, parse_template
+from examples.embedded_model.clauses import Clauses
+from examples.embedded_model.fillers import invented_word, read_lines
+from examples.embedded_model.templates import Domain, Field
 
 # Place in a sentence (see clauses.txt), and the form: {n} is the noun, {v} its value, {u} a unit.
 FORMS: dict[str, tuple[str, ...]] = {
@@ -152,12 +152,6 @@ class Anything:
             keys.append(f"{key}_{noun.unit.lower()}")
         kind = f"list:{noun.kind}" if noun.form == "many" else noun.kind
         clauses.domain.fields[slot] = Field(slot, kind, tuple(dict.fromkeys(keys)))
-        places = {
-            "v": clauses.follow, "a": clauses.aside, "p": clauses.front, "s": clauses.alone,
-        }  # fmt: skip
-        for form in rng.sample(FORMS[noun.form], 4):
-            place, _, text = form.partition(" ")
-            filled = text.format(n=words, N=words.capitalize(), v=f"{{{slot}}}", u=noun.unit)
-            part = parse_template(f"{clauses.domain.name}:{slot}", filled)
-            if not part.grams() & forbidden_grams():
-                places[place].append(part)
+        forms = rng.sample(FORMS[noun.form], 4)
+        filled = {"n": words, "N": words.capitalize(), "v": f"{{{slot}}}", "u": noun.unit}
+        clauses.add_forms(slot, forms, **filled)

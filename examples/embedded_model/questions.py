@@ -7,11 +7,11 @@ from datetime import date
 from random import Random
 from typing import Any
 
-from overlap_spec.training.cases import compact
-from overlap_spec.training.clauses import Question
-from overlap_spec.training.fillers import Filler, read_lines, share_of
-from overlap_spec.training.mixed import WideCases, with_articles
-from overlap_spec.training.templates import Domain, parse_template
+from examples.embedded_model.cases import compact
+from examples.embedded_model.clauses import Question
+from examples.embedded_model.fillers import Filler, read_lines, share_of
+from examples.embedded_model.mixed import WideCases, with_articles
+from examples.embedded_model.templates import Domain, parse_template
 
 FEASTS = {
     "Christmas": (12, 25),
@@ -148,8 +148,7 @@ class Questions:
             wording = {slot: facts[slot][1] for slot in asked.slots}
         else:
             right, wording = self._perhaps_wrong(domain, facts, asked)
-        parts = parse_template("q", asked.text).parts
-        question = "".join(wording[p.slot] if p.slot else p.text for p in parts)
+        question = parse_template("q", asked.text).filled(wording)
         return with_articles(question), ("yes", "no"), "yes" if right else "no"
 
     def _not_stated(
@@ -168,8 +167,7 @@ class Questions:
         wording = {
             s: facts[s][1] if s in facts else self.cases.fillers.draw(kinds[s])[1] for s in kinds
         }
-        parts = parse_template("q", asked.text).parts
-        text = "".join(wording[p.slot] if p.slot else p.text for p in parts)
+        text = parse_template("q", asked.text).filled(wording)
         return with_articles(text), ("yes", "no", "unknown"), "unknown"
 
     def _perhaps_wrong(

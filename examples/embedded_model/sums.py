@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from overlap_spec.training.wide import WideFillers
+from examples.embedded_model.wide import WideFillers
 
 PRONOUN = ("He", "She")
 

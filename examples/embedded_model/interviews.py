@@ -6,12 +6,12 @@ Evaluation draws nothing from here.
 
 from __future__ import annotations
 
-from overlap_spec.training.clauses import Clauses
-from overlap_spec.training.fillers import Filler
-from overlap_spec.training.mixed import with_articles
-from overlap_spec.training.questions import Choice, Questions, compound
-from overlap_spec.training.templates import Domain
-from overlap_spec.training.varied import VariedCases
+from examples.embedded_model.clauses import Clauses
+from examples.embedded_model.fillers import Filler
+from examples.embedded_model.mixed import with_articles
+from examples.embedded_model.questions import Choice, Questions, compound
+from examples.embedded_model.templates import Domain
+from examples.embedded_model.varied import VariedCases
 
 ANYTHING_SHARE = 0.25
 # {l} the label, {v} the right value or a wrong one.

@@ -9,28 +9,21 @@ is combined with others, any other line a whole document. ``{slot}`` is a filler
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from overlap_spec.training.fillers import read_lines, share_of
+from examples.embedded_model.fillers import read_lines, share_of
 
 DOMAINS = (
-    "people",
-    "orders",
-    "events",
-    "bookings",
-    "products",
-    "weather",
-    "contacts",
-    "addresses",
-    "tickets",
-    "invoices",
-    "travel",
-    "recipes",
+    *("people", "orders", "events", "bookings", "products", "weather"),
+    *("contacts", "addresses", "tickets", "invoices", "travel", "recipes"),
 )
+# Kinds of field whose values are lists.
+LIST_KINDS = ("list", "persons", "ilist", "nlist", "items", "foods")
 HELD_OUT_SHARE = 0.07
 FRAME_HELD_OUT_SHARE = 0.15
+TRIES = 20
 _SLOT = re.compile(r"\{(\w+)(?:\|([^|{}]*)\|([^|{}]*))?\}")
 
 
@@ -71,6 +64,10 @@ class Template:
             words = re.findall(r"[^\W_]+(?:'\w+)?", plain.lower())
             found.update(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
         return found
+
+    def filled(self, texts: Mapping[str, str]) -> str:
+        """The text with a slot's own in place of each slot; there are no booleans."""
+        return "".join(texts[part.slot] if part.slot else part.text for part in self.parts)
 
 
 @dataclass
@@ -129,6 +126,19 @@ def parse_template(identity: str, text: str) -> Template:
     return Template(identity, text, tuple(parts), tuple(slots))
 
 
+def part_of(domain: Domain, identity: str, text: str) -> Template:
+    """A template that states fields of ``domain``.
+
+    Raises:
+        ValueError: It names a field that the domain does not declare.
+    """
+    made = parse_template(f"{domain.name}:{identity}", text)
+    unknown = set(made.slots) - set(domain.fields)
+    if unknown:
+        raise ValueError(f"{made.id} names fields that are not declared: {unknown}")
+    return made
+
+
 def add_line(domain: Domain, line: str, number: int) -> None:
     """Read one line of a phrasings file into ``domain``."""
     if line.startswith("@"):
@@ -145,10 +155,7 @@ def add_line(domain: Domain, line: str, number: int) -> None:
         domain.groups = tuple(line[1:].split())
     else:
         fact = line.startswith("+ ")
-        template = parse_template(f"{domain.name}:{number}", line.removeprefix("+ "))
-        unknown = set(template.slots) - set(domain.fields)
-        if unknown:
-            raise ValueError(f"{template.id} names fields that are not declared: {unknown}")
+        template = part_of(domain, str(number), line.removeprefix("+ "))
         if fact:
             domain.facts.append(template)
         elif share_of(template.text) < HELD_OUT_SHARE:
@@ -196,11 +203,7 @@ def library() -> Library:
 
 @cache
 def fresh_library() -> Library:
-    """The library with the phrasings of ``fresh.txt`` for held-out ones; no tools.
-
-    Raises:
-        ValueError: A phrasing names a field that its domain does not declare.
-    """
+    """The library with the phrasings of ``fresh.txt`` for held-out ones; no tools."""
     known = {domain.name: domain for domain in library().domains}
     held: dict[str, list[Template]] = {}
     name = ""
@@ -209,11 +212,7 @@ def fresh_library() -> Library:
             name = line.removeprefix("= ")
             held[name] = []
             continue
-        made = parse_template(f"{name}:fresh{number}", line)
-        unknown = set(made.slots) - set(known[name].fields)
-        if unknown:
-            raise ValueError(f"{made.id} names fields that are not declared: {unknown}")
-        held[name].append(made)
+        held[name].append(part_of(known[name], f"fresh{number}", line))
     domains = tuple(replace(known[name], held_out=held[name]) for name in held)
     return replace(library(), domains=domains, tools=())
 
@@ -222,3 +221,22 @@ def fresh_library() -> Library:
 def forbidden_grams() -> frozenset[tuple[str, ...]]:
     """The runs of four words of the held-out templates: nothing in training may hold one."""
     return frozenset().union(*(template.grams() for template in library().held_out()))
+
+
+def drawn(
+    identity: str, text: Callable[[], str], forbidden: frozenset[tuple[str, ...]] | None = None
+) -> Template:
+    """The first of some texts that states a fact and holds none of the forbidden runs of words.
+
+    Args:
+        text: Draws one.
+        forbidden: By default those of :func:`forbidden_grams`.
+
+    Raises:
+        ValueError: All of them do.
+    """
+    for _ in range(TRIES):
+        made = parse_template(identity, text())
+        if made.slots and not made.grams() & (forbidden or forbidden_grams()):
+            return made
+    raise ValueError(f"{identity}: every text shares words with a held-out one")

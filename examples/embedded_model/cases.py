@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from overlap_spec.training.fillers import Filler, Fillers, read_lines
-from overlap_spec.training.templates import Domain, Field, Library, Template, library
+from examples.embedded_model.fillers import Filler, Fillers, read_lines
+from examples.embedded_model.templates import Domain, Field, Library, Template, library
 
 SINGULAR = {"people": "person", "addresses": "address", "travel": "trip", "weather": "weather"}
 
@@ -271,8 +271,7 @@ class CaseMaker:
         if len(names) > 1 and self.rng.random() < 0.6:
             listed = ", ".join(names[:-1]) + " and " + names[-1]
         kind = SINGULAR.get(domain.name, domain.name.removesuffix("s"))
-        filled = {"doc": document, "fields": listed, "kind": kind}
-        return "".join(filled[p.slot] if p.slot else p.text for p in frame.parts)
+        return frame.filled({"doc": document, "fields": listed, "kind": kind})
 
     def tool_call(self) -> Case:
         """A user turn, a list of tools, and the call that serves the turn."""

@@ -1,6 +1,6 @@
 """The mean of targets that were trained one from another: between what each of them is best at.
 
-``python -m overlap_spec.training.averaging FOLDER=SHARE FOLDER=SHARE … --out FOLDER`` writes the
+``python -m examples.embedded_model.averaging FOLDER=SHARE FOLDER=SHARE … --out FOLDER`` writes the
 target whose weights are the mean of theirs by share ("model soups", arXiv 2203.05482; of a model
 and what it was trained on to, arXiv 2109.01903).
 """

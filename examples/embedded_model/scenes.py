@@ -13,21 +13,22 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from random import Random
 
-from overlap_spec.training.cases import Case
-from overlap_spec.training.clauses import TRIES, Clauses
-from overlap_spec.training.fillers import MONTHS, Filler, invented_word, read_lines
-from overlap_spec.training.mixed import with_articles
-from overlap_spec.training.relations import Relations, sentence, unused
-from overlap_spec.training.templates import (
+from examples.embedded_model.cases import Case
+from examples.embedded_model.clauses import Clauses
+from examples.embedded_model.fillers import MONTHS, Filler, invented_word, read_lines
+from examples.embedded_model.relations import Relations, sentence, unused
+from examples.embedded_model.templates import (
     Domain,
     Field,
     Template,
     add_line,
+    drawn,
     forbidden_grams,
     fresh_library,
     parse_template,
+    part_of,
 )
-from overlap_spec.training.varied import VariedAnything, VariedCases, VariedFillers, truths
+from examples.embedded_model.varied import VariedCases, VariedFillers, truths
 
 FILES = ("varied_scenes.txt", "varied_scenes_more.txt", "varied_scenes_third.txt")
 # Of the extractions: those of scenes.
@@ -222,11 +223,7 @@ def shared_facts() -> dict[str, SharedFact]:
 
 @cache
 def all_scenes() -> tuple[Scene, ...]:
-    """Every scene of the files.
-
-    Raises:
-        ValueError: A part names a field that its scene does not declare.
-    """
+    """Every scene of the files."""
     found: list[Scene] = []
     facts: list[tuple[Scene, list[str]]] = []
     for name in FILES:
@@ -243,11 +240,7 @@ def all_scenes() -> tuple[Scene, ...]:
                 add_line(scene.clauses.domain, line, number)
                 scene.clauses.subject = scene.clauses.subject or kind[1:]
                 continue
-            part = parse_template(f"{scene.clauses.domain.name}:{kind}{number}", rest)
-            unknown = set(part.slots) - set(scene.clauses.domain.fields)
-            if unknown:
-                raise ValueError(f"{part.id} names fields that are not declared: {unknown}")
-            scene.add(kind, part)
+            scene.add(kind, part_of(scene.clauses.domain, f"{kind}{number}", rest))
     for scene, listed_facts in facts:
         for slot in listed_facts:
             scene.take(shared_facts()[slot])
@@ -266,7 +259,6 @@ class SceneCases(VariedCases):
         super().__init__(rng, held_out_fillers)
         self.fillers = SceneFillers(rng, held_out_fillers)
         self.scenes = all_scenes()
-        self.subjects = VariedAnything(rng)
         self.names = {scene.clauses.domain.name for scene in self.scenes}
 
     def extraction(self) -> Case:
@@ -278,24 +270,17 @@ class SceneCases(VariedCases):
             scene.take(self.rng.choice(list(shared_facts().values())))
         if self.rng.random() < 0.25:
             word, opposite, key = self.rng.choice(truths())
-            self.subjects.add_truth(scene.clauses, word, opposite, key.replace(" ", "_"))
+            self.anything.add_truth(scene.clauses, word, opposite, key.replace(" ", "_"))
             scene.relations.tails += scene.clauses.aside
         domain = scene.clauses.domain
-        text, facts, _ = self._render(domain, self.scene_text(scene))
-        document = self.distracted(domain, with_articles(text))
+        text, facts, _ = self.written(domain, self.scene_text(scene))
+        document = self.distracted(domain, text)
         return self._asked(domain, document, facts, f"scene:{domain.name}")
 
     def scene_text(self, scene: Scene) -> Template:
-        """A text of one to four sentences; its grams are none of evaluation's.
-
-        Raises:
-            ValueError: Every text that was drawn shares four words with one of evaluation.
-        """
-        for _ in range(TRIES):
-            made = parse_template("scene", self._scene_text(scene))
-            if made.slots and not made.grams() & kept_out_grams():
-                return made
-        raise ValueError(f"{scene.clauses.domain.name}: every text shares words with evaluation")
+        """A text of one to four sentences; its grams are none of evaluation's."""
+        identity = f"scene:{scene.clauses.domain.name}"
+        return drawn(identity, lambda: self._scene_text(scene), kept_out_grams())
 
     def _scene_text(self, scene: Scene) -> str:
         rng = self.rng

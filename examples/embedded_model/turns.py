@@ -6,10 +6,10 @@ from functools import cache
 from random import Random
 from typing import Any
 
-from overlap_spec.training.cases import CaseMaker, compact
-from overlap_spec.training.fillers import read_lines
-from overlap_spec.training.templates import Domain, Template, forbidden_grams, parse_template
-from overlap_spec.training.wide import WideFillers
+from examples.embedded_model.cases import CaseMaker, compact
+from examples.embedded_model.fillers import read_lines
+from examples.embedded_model.templates import Domain, Template, forbidden_grams, parse_template
+from examples.embedded_model.wide import WideFillers
 
 BEFORE = (
     *("", "", "", "", "Please ", "please ", "Could you ", "Can you ", "I want to ", "Would you "),

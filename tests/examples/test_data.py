@@ -11,21 +11,21 @@ from random import Random
 import jsonschema
 import pytest
 
-from overlap_spec.training.clauses import Composer, all_clauses
-from overlap_spec.training.data import (
+from examples.embedded_model.clauses import Composer, all_clauses
+from examples.embedded_model.data import (
     DocumentMaker,
     chat,
     held_out_cases,
     held_out_choices,
     tools_text,
 )
-from overlap_spec.training.fillers import MONTHS, word_lists
-from overlap_spec.training.mixed import WideCases, sketch, with_articles, with_schema, written
-from overlap_spec.training.questions import KEPT_BACK, Questions
-from overlap_spec.training.sums import Sums
-from overlap_spec.training.templates import forbidden_grams, library, parse_template
-from overlap_spec.training.turns import RESULTS, WideTools, more_turns, result_turn
-from overlap_spec.training.wide import WideFillers, number_words, ordinal
+from examples.embedded_model.fillers import MONTHS, word_lists
+from examples.embedded_model.mixed import WideCases, sketch, with_articles, with_schema, written
+from examples.embedded_model.questions import KEPT_BACK, Questions
+from examples.embedded_model.sums import Sums
+from examples.embedded_model.templates import forbidden_grams, library, parse_template
+from examples.embedded_model.turns import RESULTS, WideTools, more_turns, result_turn
+from examples.embedded_model.wide import WideFillers, number_words, ordinal
 
 GSM8K = [("How many are 2 and 3?", "2+3=<<2+3=5>>5.\n#### 5"), ("What is 4 less 1?", "#### 3")]
 

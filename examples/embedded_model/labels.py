@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from overlap_spec.training.clauses import Clauses
-from overlap_spec.training.fillers import plain_words
-from overlap_spec.training.templates import Field
+from examples.embedded_model.clauses import Clauses
+from examples.embedded_model.fillers import plain_words
+from examples.embedded_model.templates import LIST_KINDS, Field
 
 # {l} the label, {s} the subject, {v} the value, {w} another value that is wrong.
 OF_SUBJECT = (
@@ -60,7 +60,6 @@ NO_LABELS = frozenset(
     )
 )
 PREFIXES = ("is_", "has_", "num_", "with_")
-LISTS = ("list", "persons", "ilist", "nlist", "items", "foods")
 # Kinds that a list of bare values may hold one of each.
 BARE = (
     "person", "email", "phone", "city", "date", "time", "firm", "thing", "title", "code", "brand",
@@ -111,7 +110,7 @@ class Labelled:
         kind = about.kind.partition(":")[0]
         if kind == "bool":
             return self._truth(clauses, slot, name)
-        if kind in LISTS:
+        if kind in LIST_KINDS:
             forms: tuple[str, ...] = SEVERAL if with_subject else SEVERAL_ITSELF
         else:
             forms = OF_SUBJECT if with_subject else OF_ITSELF
@@ -162,7 +161,7 @@ class Labelled:
         pieces: list[str] = []
         for slot in slots:
             value, words = f"{{{slot}}}", self._words()
-            if clauses.domain.fields[slot].kind.partition(":")[0] in LISTS:
+            if clauses.domain.fields[slot].kind.partition(":")[0] in LIST_KINDS:
                 # Where a list begins and ends must be seen.
                 value, words = f"{value}.", f"{words.rstrip(',;:.')}:" if words else ""
             pieces += [words, value]

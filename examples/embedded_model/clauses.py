@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
 
-from overlap_spec.training.fillers import read_lines
-from overlap_spec.training.templates import (
+from examples.embedded_model.fillers import read_lines
+from examples.embedded_model.templates import (
     Domain,
     Template,
     add_line,
+    drawn,
     forbidden_grams,
     library,
     parse_template,
+    part_of,
 )
 
 FILES = ("clauses.txt", "clauses_more.txt")
-TRIES = 20
 # Domains whose subject is a common noun.
 WITH_ARTICLE = ("products", "jobs")
 
@@ -53,6 +55,19 @@ class Clauses:
     questions: list[Question] = field(default_factory=list)
     article: bool = False
 
+    def add(self, place: str, part: Template) -> None:
+        """A part for place v, a, p or s, unless a held-out phrasing says the same."""
+        places = {"v": self.follow, "a": self.aside, "p": self.front, "s": self.alone}
+        if not part.grams() & forbidden_grams():
+            places[place].append(part)
+
+    def add_forms(self, slot: str, forms: Iterable[str], **words: str) -> None:
+        """Parts that state ``slot``, of forms that are a place and a text with ``words``."""
+        for form in forms:
+            place, _, text = form.partition(" ")
+            identity = f"{self.domain.name}:{slot}"
+            self.add(place, parse_template(identity, text.format(**words)))
+
 
 def _question(line: str) -> Question:
     text, _, about = line.partition(" | ")
@@ -84,15 +99,7 @@ def all_clauses() -> dict[str, Clauses]:
             if kind == "q":
                 current.questions.append(_question(rest))
                 continue
-            part = parse_template(f"{current.domain.name}:{kind}{number}", rest)
-            unknown = set(part.slots) - set(current.domain.fields)
-            if unknown:
-                raise ValueError(f"{part.id} names fields that are not declared: {unknown}")
-            places = {
-                "v": current.follow, "a": current.aside, "p": current.front, "s": current.alone,
-            }  # fmt: skip
-            if not part.grams() & forbidden_grams():
-                places[kind].append(part)
+            current.add(kind, part_of(current.domain, f"{kind}{number}", rest))
     return found
 
 
@@ -112,11 +119,7 @@ class Composer:
 
     def compose(self, clauses: Clauses, most: int = 6) -> Template:
         """A text about one subject; no four words in a row are those of a held-out phrasing."""
-        for _ in range(TRIES):
-            made = parse_template(f"{clauses.domain.name}:clauses", self._text(clauses, most))
-            if not made.grams() & forbidden_grams():
-                return made
-        raise ValueError(f"{clauses.domain.name}: every text shares words with a held-out one")
+        return drawn(f"{clauses.domain.name}:clauses", lambda: self._text(clauses, most))
 
     def _text(self, clauses: Clauses, most: int) -> str:
         count = self.rng.choice((1, 2, 2, 3, 3, 3, 4, 4, 5, most))

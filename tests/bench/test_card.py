@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench import embedded_card
-from overlap_spec.training.evaluate import shape_of
+from bench.embedded import shape_of
 
 
 def test_values_have_shapes():

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from examples.embedded_model.target import (
+    Documents,
+    TargetRecipe,
+    TargetTrainer,
+    logits_at,
+    scored,
+)
 from overlap_spec.kernels import silu_and_mul
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.models.decoder import MLP, Decoder
-from overlap_spec.training.attention import CausalRows
-from overlap_spec.training.batches import Batch, BatchStream
+from overlap_spec.training.batches import Batch
 from overlap_spec.training.budget import Budget
-from overlap_spec.training.target import COMPILED_WIDTH, TargetRecipe, TargetTrainer, scored
 
 LAYERS = 3
 CHANNELS = 96
 
 
-@dataclass(frozen=True)
-class DraftModelRecipe(TargetRecipe):
-    """Settings of a draft model's training; it begins with weights that work."""
-
-    muon_lr: float = 0.01
-    adam_lr: float = 0.002
-    tokens_per_step: int = 3072
+# It begins with weights that work.
+RECIPE = TargetRecipe(muon_lr=0.01, adam_lr=0.002, warm_up_share=0.0, tokens_per_step=3072)
 
 
 def draft_model_config(target: ModelConfig) -> ModelConfig:
@@ -81,11 +80,8 @@ def with_layers(target: Decoder, layers: tuple[int, ...]) -> Decoder:
 @torch.no_grad()
 def loss_of(model: Decoder, batch: Batch) -> float:
     """Weighted mean cross-entropy of the next tokens of ``batch``."""
-    rows, width = batch.tokens.shape
     slots, targets, weights = scored(batch, 0.5, torch.Generator().manual_seed(0))
-    positions = torch.arange(width).repeat(rows)
-    hidden, _ = model(batch.tokens.flatten(), positions, CausalRows(rows, width))
-    each = F.cross_entropy(model.logits(hidden[slots]).float(), targets, reduction="none")
+    each = F.cross_entropy(logits_at(model, batch.tokens, slots), targets, reduction="none")
     return float((each * weights).sum() / weights.sum())
 
 
@@ -112,41 +108,21 @@ class DraftModelTrainer(TargetTrainer):
     Args:
         target: The frozen target; its vocabulary is the draft model's.
         draft: The draft model to begin with, such as :func:`cut_out` makes.
-        stream, recipe, budget: As for :class:`TargetTrainer`.
+        documents, recipe, budget: As for :class:`TargetTrainer`.
     """
 
     def __init__(
         self,
         target: Decoder,
         draft: Decoder,
-        stream: BatchStream,
-        recipe: DraftModelRecipe,
+        documents: Documents,
+        recipe: TargetRecipe,
         budget: Budget,
     ) -> None:
-        super().__init__(draft.config, stream, replace(recipe, warm_up_share=0.0), budget, draft)
+        super().__init__(draft, documents, recipe, budget)
         self.target = target.eval().requires_grad_(False)
 
-    def sum_of_losses(self, batch: Batch, choice: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Weighted sum of the cross-entropy to the target's probabilities at the chosen slots."""
-        slots, _, weights = choice
-        shape = (batch.tokens.shape[0], batch.tokens.shape[1])
-        if shape not in self._losses:
-            self._losses[shape] = self._make_loss(*shape)
-        with torch.autocast("cpu", torch.bfloat16):
-            return self._losses[shape](batch.tokens.flatten(), slots, weights)
-
-    def _make_loss(self, rows: int, width: int) -> Callable[..., Tensor]:
-        attend = CausalRows(rows, width)
-        positions = torch.arange(width).repeat(rows)
-
-        def loss(tokens: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-            with torch.no_grad():
-                known, _ = self.target(tokens, positions, attend)
-                wanted = self.target.logits(known[slots]).float().softmax(-1)
-            hidden, _ = self.model(tokens, positions, attend)
-            drafted = self.model.logits(hidden[slots]).float().log_softmax(-1)
-            return -((wanted * drafted).sum(-1) * weights).sum()
-
-        if not self.recipe.compile or width > COMPILED_WIDTH:
-            return loss
-        return torch.compile(loss, dynamic=False)
+    @torch.no_grad()
+    def wanted(self, tokens: Tensor, slots: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002
+        """The target's probabilities ``(K, V)``."""
+        return logits_at(self.target, tokens, slots).softmax(-1)

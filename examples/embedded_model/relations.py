@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from random import Random
 
-from overlap_spec.training.clauses import all_clauses
-from overlap_spec.training.fillers import read_lines
-from overlap_spec.training.templates import Template, forbidden_grams, parse_template
+from examples.embedded_model.clauses import all_clauses
+from examples.embedded_model.fillers import read_lines
+from examples.embedded_model.templates import Template, forbidden_grams, part_of
 
 BEHIND = (" ", " ", " ", " ", ", ")
 
@@ -35,11 +35,7 @@ class Relations:
 
 @cache
 def all_relations() -> dict[str, Relations]:
-    """The parts of every written domain, by its name.
-
-    Raises:
-        ValueError: A part names a field that its domain does not declare.
-    """
+    """The parts of every written domain, by its name."""
     found: dict[str, Relations] = {}
     name = ""
     for number, line in enumerate(read_lines("varied_relations.txt")):
@@ -48,10 +44,7 @@ def all_relations() -> dict[str, Relations]:
             name = rest
             found[name] = Relations()
             continue
-        part = parse_template(f"{name}:{kind}{number}", rest)
-        unknown = set(part.slots) - set(all_clauses()[name].domain.fields)
-        if unknown:
-            raise ValueError(f"{part.id} names fields that are not declared: {unknown}")
+        part = part_of(all_clauses()[name].domain, f"{kind}{number}", rest)
         made = found[name]
         places = {"h": made.cores, "t": made.tails, "b": made.booleans}
         if not part.grams() & forbidden_grams():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import date, timedelta
 from typing import ClassVar
 
-from overlap_spec.training.fillers import MONTHS, Filler, Fillers, invented_word
+from examples.embedded_model.fillers import MONTHS, Filler, Fillers, invented_word
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")

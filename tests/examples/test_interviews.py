@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from overlap_spec.training.data import ASSISTANT, BOS, DocumentMaker
-from overlap_spec.training.interviews import Interviews
-from overlap_spec.training.mixed import with_articles
-from overlap_spec.training.templates import Field
-from overlap_spec.training.varied import VariedCases
+from examples.embedded_model.data import ASSISTANT, BOS, DocumentMaker
+from examples.embedded_model.interviews import Interviews
+from examples.embedded_model.mixed import with_articles
+from examples.embedded_model.templates import Field
+from examples.embedded_model.varied import VariedCases
 
 
 def interviews(seed):

@@ -9,21 +9,20 @@ from functools import cache
 from random import Random
 from typing import Any
 
-from overlap_spec.training.anything import Anything
-from overlap_spec.training.cases import Case, CaseMaker
-from overlap_spec.training.clauses import TRIES, Clauses
-from overlap_spec.training.fillers import Filler, read_lines
-from overlap_spec.training.labels import Labelled
-from overlap_spec.training.mixed import ANYTHING_SHARE, WideCases, with_articles
-from overlap_spec.training.relations import Relations, all_relations, capital, sentence, unused
-from overlap_spec.training.templates import (
+from examples.embedded_model.anything import Anything
+from examples.embedded_model.clauses import Clauses
+from examples.embedded_model.fillers import Filler, read_lines
+from examples.embedded_model.labels import Labelled
+from examples.embedded_model.mixed import WideCases
+from examples.embedded_model.relations import Relations, all_relations, capital, sentence, unused
+from examples.embedded_model.templates import (
     Domain,
     Field,
     Template,
-    forbidden_grams,
+    drawn,
     parse_template,
 )
-from overlap_spec.training.wide import WideFillers
+from examples.embedded_model.wide import WideFillers
 
 # Of grammar-made texts: those of relations and labels.
 VARIED_SHARE = 0.65
@@ -143,17 +142,8 @@ class VariedAnything(Anything):
         if slot in clauses.domain.fields or key in clauses.domain.fields:
             return
         clauses.domain.fields[slot] = Field(slot, "bool", (key, key, slot))
-        places = {
-            "v": clauses.follow, "a": clauses.aside, "p": clauses.front, "s": clauses.alone,
-        }  # fmt: skip
-        for form in self.rng.sample(STATES if opposite else THINGS, 5):
-            place, _, text = form.partition(" ")
-            filled = text.format(
-                s=slot, p=word, o=opposite, n=word, N=word.capitalize(), P=word.capitalize()
-            )
-            part = parse_template(f"{clauses.domain.name}:{slot}", filled)
-            if not part.grams() & forbidden_grams():
-                places[place].append(part)
+        forms, large = self.rng.sample(STATES if opposite else THINGS, 5), word.capitalize()
+        clauses.add_forms(slot, forms, s=slot, p=word, o=opposite, n=word, N=large, P=large)
 
 
 class VariedCases(WideCases):
@@ -167,31 +157,17 @@ class VariedCases(WideCases):
     def __init__(self, rng: Random, held_out_fillers: bool = False) -> None:
         super().__init__(rng, held_out_fillers)
         self.fillers = VariedFillers(rng, held_out_fillers)
-        self.anything = VariedAnything(rng)
+        self.anything: VariedAnything = VariedAnything(rng)
         self.labelled = Labelled(rng, lambda kind: self.fillers.draw(kind)[1])
 
     def composed(self, domain: Domain) -> tuple[str, dict[str, Filler], str]:
         if self.rng.random() > VARIED_SHARE:
             return super().composed(domain)
-        template = self.varied(self.clauses[domain.name])
-        text, facts, identity = self._render(domain, template)
-        return with_articles(text), facts, identity
+        return self.written(domain, self.varied(self.clauses[domain.name]))
 
-    def extraction(self) -> Case:
-        """Of a written domain, or of one made for this text alone, in free word order or not."""
-        if self.rng.random() > ANYTHING_SHARE:
-            return CaseMaker.extraction(self)
-        made = self.anything.make()
-        document, facts, identity = self.about(made)
-        return self._asked(made.domain, document, facts, identity)
-
-    def about(self, made: Clauses) -> tuple[str, dict[str, Filler], str]:
-        """A text about a subject that was made for it, the facts it states and its id."""
-        free = self.rng.random() < 0.4
-        template = self.varied(made) if free else self.composer.compose(made)
-        text, facts, _ = self._render(made.domain, template)
-        document = self.distracted(made.domain, with_articles(text))
-        return document, facts, f"anything:{made.domain.name}"
+    def template_about(self, made: Clauses) -> Template:
+        """In free word order or not."""
+        return self.varied(made) if self.rng.random() < 0.4 else super().template_about(made)
 
     def _nest(
         self, domain: Domain, values: dict[str, Any], schemas: dict[str, Any]
@@ -204,16 +180,8 @@ class VariedCases(WideCases):
         return values, schemas
 
     def varied(self, clauses: Clauses) -> Template:
-        """A text of relations, of labels or of bare values; its grams are none of held-out ones.
-
-        Raises:
-            ValueError: Every text that was drawn shares four words with a held-out phrasing.
-        """
-        for _ in range(TRIES):
-            made = parse_template(f"{clauses.domain.name}:varied", self._text(clauses))
-            if made.slots and not made.grams() & forbidden_grams():
-                return made
-        raise ValueError(f"{clauses.domain.name}: every text shares words with a held-out one")
+        """A text of relations, of labels or of bare values."""
+        return drawn(f"{clauses.domain.name}:varied", lambda: self._text(clauses))
 
     def _text(self, clauses: Clauses) -> str:
         relations = all_relations().get(clauses.domain.name)

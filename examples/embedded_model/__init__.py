@@ -1,0 +1,1 @@
+"""How the embedded model is made: ``python -m examples.embedded_model``."""
