@@ -134,6 +134,7 @@ void multiply(const int32_t* x, const int32_t* weight, int64_t m, int64_t depth,
                               strip<Kind, 4, Put>, strip<Kind, 5, Put>,  strip<Kind, 6, Put>,
                               strip<Kind, 7, Put>, strip<Kind, 8, Put>,  strip<Kind, 9, Put>,
                               strip<Kind, 10, Put>, strip<Kind, 11, Put>, strip<Kind, 12, Put>};
+  if (m == 0) return;
   constexpr int64_t MOST = std::size(STRIPS);
   int64_t parts = (m + MOST - 1) / MOST, rows = (m + parts - 1) / parts;
   int64_t grain = std::max<int64_t>(1, GRAIN / (depth * LANES));
@@ -165,12 +166,15 @@ Tensor pack(const Tensor& given) {
 }
 
 Out into(const Tensor& out, const std::optional<Tensor>& bias) {
+  TORCH_CHECK(!bias.has_value() || bias->scalar_type() == out.scalar_type(), "bias: of x's type");
   return {out.mutable_data_ptr(), out.scalar_type() == at::kBFloat16,
           bias.has_value() ? bias->const_data_ptr() : nullptr};
 }
 
 Tensor product(const Tensor& given, const Tensor& weight, const std::optional<Tensor>& bias,
                int64_t n) {
+  TORCH_CHECK(given.scalar_type() == at::kBFloat16, "x: bfloat16");
+  TORCH_CHECK(words(given) == weight.size(1), "x: as many columns as the weight");
   Tensor x = given.contiguous(), out = at::empty({x.size(0), n}, x.options());
   multiply<Bfloat16>(data<int32_t>(x), data<int32_t>(weight), x.size(0), words(x),
                      Plain{into(out, bias), n});
@@ -195,9 +199,11 @@ float round_row(int64_t k, uint8_t* digits, Read read) {
 
 Tensor int8_product(const Tensor& given, const Tensor& weight, const Tensor& scale,
                     const Tensor& shift, const std::optional<Tensor>& bias) {
+  bool half = given.scalar_type() == at::kBFloat16;
+  TORCH_CHECK(half || given.scalar_type() == at::kFloat, "x: bfloat16 or float32");
+  TORCH_CHECK(given.size(1) == 4 * weight.size(1), "x: as many columns as the weight");
   Tensor x = given.contiguous(), out = at::empty({x.size(0), scale.size(0)}, x.options());
   int64_t m = x.size(0), k = x.size(1);
-  bool half = x.scalar_type() == at::kBFloat16;
   std::vector<int32_t> digits(m * k / 4);
   std::vector<float> units(m);
   at::parallel_for(0, m, std::max<int64_t>(1, GRAIN / (8 * k)), [&](int64_t begin, int64_t end) {

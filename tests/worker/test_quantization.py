@@ -17,6 +17,7 @@ from overlap_spec.models.packing import PackedLinear
 from overlap_spec.models.quantization import (
     Int8Embedding,
     Int8Linear,
+    NativeInt8Linear,
     has_int8,
     int8_linear,
     quantize,
@@ -88,7 +89,7 @@ def test_shared_layers_stay_shared() -> None:
     quantize([target, drafter])
     assert isinstance(target.table, Int8Embedding)
     assert drafter.table is target.table
-    assert isinstance(target.head, Int8Linear)
+    assert isinstance(target.head, Int8Linear | NativeInt8Linear)
     with torch.inference_mode():
         got = target.table(tokens)
     limit = table.weight.abs().amax(1)[tokens][..., None] / 254
@@ -118,7 +119,8 @@ def test_speculation_changes_no_text(tiny: dict[str, Any], dtype: str) -> None:
     """Law 8, with and without recordings, alone and in a batch."""
     settings = {**tiny, "dtype": dtype, "quantization": "int8", "context_length": 256}
     with Engine(**settings, algorithm="none", overlap="none") as engine:
-        linear = [m for m in engine.core.worker.runner.modules() if isinstance(m, Int8Linear)]
+        every = engine.core.worker.runner.modules()
+        linear = [m for m in every if isinstance(m, Int8Linear | NativeInt8Linear)]
         assert len(linear) == 4 * engine.core.worker.runner.target.config.num_layers + 1
         want = [output.token_ids for output in answer(engine, 1)]
         assert [output.token_ids for output in answer(engine, 8)] == want
