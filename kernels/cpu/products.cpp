@@ -34,18 +34,23 @@ const T* data(const Tensor& x) {
 
 int64_t words(const Tensor& rows) { return rows.size(1) * rows.element_size() / 4; }
 
+// Not by the intrinsics, around which GCC copies the sums and spills them.
 struct Bfloat16 {
   using Sum = __m512;
   static Sum zero() { return _mm512_setzero_ps(); }
   static Sum add(Sum sum, __m512i weight, __m512i x) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)weight, (__m512bh)x);
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weight));
+    return sum;
   }
 };
 
 struct Int8 {
   using Sum = __m512i;
   static Sum zero() { return _mm512_setzero_si512(); }
-  static Sum add(Sum sum, __m512i weight, __m512i x) { return _mm512_dpbusd_epi32(sum, x, weight); }
+  static Sum add(Sum sum, __m512i weight, __m512i x) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weight));
+    return sum;
+  }
 };
 
 __m512 wide(__mmask16 mask, const uint16_t* from) {
@@ -107,8 +112,10 @@ void tile(const int32_t* x, const int32_t* weight, int64_t depth, int64_t row, i
       _mm_prefetch(reinterpret_cast<const char*>(at + AHEAD * LANES), _MM_HINT_T0);
       here[b] = _mm512_loadu_si512(at);
     }
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       __m512i each = _mm512_set1_epi32(x[m * depth + p]);
+#pragma GCC unroll 4
       for (int b = 0; b < B; ++b) sums[b][m] = Kind::add(sums[b][m], here[b], each);
     }
   }
@@ -181,19 +188,31 @@ Tensor product(const Tensor& given, const Tensor& weight, const std::optional<Te
   return out;
 }
 
-// A row in 8 bits and the size of its unit, which is not finite where some number is not.
-template <typename Read>
-float round_row(int64_t k, uint8_t* digits, Read read) {
-  float most = 0;
-  for (int64_t i = 0; i < k; ++i) {
-    float size = std::abs(read(i));
-    most = size > most || std::isnan(size) ? size : most;
-    if (std::isnan(size)) break;
+__m512 read(const void* from, bool half, int64_t at, __mmask16 mask) {
+  if (half) return wide(mask, static_cast<const uint16_t*>(from) + at);
+  return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(from) + at);
+}
+
+// A row in 8 bits, and the size of its unit, which is not finite where some number is not.
+float round_row(const void* from, bool half, int64_t start, int64_t k, uint8_t* digits) {
+  auto mask = [k](int64_t i) { return static_cast<__mmask16>((1u << std::min(k - i, LANES)) - 1); };
+  __m512 most = _mm512_setzero_ps();
+  __mmask16 unknown = 0;
+  for (int64_t i = 0; i < k; i += LANES) {
+    __m512 x = read(from, half, start + i, mask(i));
+    unknown |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    most = _mm512_max_ps(most, _mm512_abs_ps(x));
   }
-  float unit = std::isnan(most) ? most : std::max(most, 1e-30f) / 127;
-  bool finite = std::isfinite(unit);
-  for (int64_t i = 0; i < k; ++i)
-    digits[i] = finite ? static_cast<uint8_t>(std::nearbyint(read(i) / unit) + 128) : 128;
+  float unit = std::max(_mm512_reduce_max_ps(most), 1e-30f) / 127;
+  if (unknown) unit = std::numeric_limits<float>::quiet_NaN();
+  // Of what is not finite nothing is left but the unit.
+  __mmask16 kept = std::isfinite(unit) ? 0xffff : 0;
+  for (int64_t i = 0; i < k; i += LANES) {
+    __m512 x = _mm512_div_ps(read(from, half, start + i, mask(i)), _mm512_set1_ps(unit));
+    __m512i near = _mm512_maskz_cvtps_epi32(kept, x);
+    near = _mm512_add_epi32(near, _mm512_set1_epi32(128));
+    _mm_mask_storeu_epi8(digits + i, mask(i), _mm512_cvtepi32_epi8(near));
+  }
   return unit;
 }
 
@@ -209,9 +228,7 @@ Tensor int8_product(const Tensor& given, const Tensor& weight, const Tensor& sca
   at::parallel_for(0, m, std::max<int64_t>(1, GRAIN / (8 * k)), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       uint8_t* to = reinterpret_cast<uint8_t*>(digits.data()) + row * k;
-      units[row] = half ? round_row(k, to, [from = data<c10::BFloat16>(x) + row * k](int64_t i) {
-        return static_cast<float>(from[i]);
-      }) : round_row(k, to, [from = data<float>(x) + row * k](int64_t i) { return from[i]; });
+      units[row] = round_row(x.const_data_ptr(), half, row * k, k, to);
     }
   });
   multiply<Int8>(digits.data(), data<int32_t>(weight), m, k / 4,
