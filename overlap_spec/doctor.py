@@ -77,6 +77,7 @@ def examine(model: str | None, draft: str | None, algorithm: str | None = None) 
 def _device() -> list[Finding]:
     import torch
 
+    from overlap_spec.kernels import cpu
     from overlap_spec.worker.cores import physical_cores
 
     threads = torch.get_num_threads()
@@ -86,7 +87,8 @@ def _device() -> list[Finding]:
         ("memory", memory(MEMORY), True),
     ]
     if not torch.cuda.is_available():
-        return [*found, ("device", "cpu (no CUDA device)", True), ("kernels", "torch", True)]
+        products = "torch, native products" if cpu.native() else "torch"
+        return [*found, ("device", "cpu (no CUDA device)", True), ("kernels", products, True)]
     for index in range(torch.cuda.device_count()):
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
         major, minor = torch.cuda.get_device_capability(index)

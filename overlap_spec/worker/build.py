@@ -14,6 +14,7 @@ from overlap_spec.config import AUTO_MODE, EngineConfig
 from overlap_spec.drafters.base import Drafter
 from overlap_spec.drafters.registry import load_drafter
 from overlap_spec.errors import ConfigError
+from overlap_spec.kernels import cpu
 from overlap_spec.models.config import ModelConfig, read_config, read_json
 from overlap_spec.models.packing import pack
 from overlap_spec.models.quantization import has_int8, quantize
@@ -241,8 +242,15 @@ def machine_key(config: EngineConfig) -> dict[str, Any]:
         "dtype": config.quantization or str(dtype),
         "threads": threads,
         "graphs": config.graphs,
+        **({"products": "native"} if _is_native(config, device, dtype) else {}),
         **({"ranks": config.tensor_parallel_size} if config.tensor_parallel_size > 1 else {}),
     }
+
+
+def _is_native(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the weights are multiplied by :mod:`overlap_spec.kernels.cpu`."""
+    wanted = config.quantization is not None or dtype == torch.bfloat16
+    return device.type == "cpu" and wanted and cpu.native()
 
 
 def weight_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
