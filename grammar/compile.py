@@ -80,6 +80,7 @@ class GrammarCompiler:
         ceiling: Of this process's memory; None: it has none.
 
     Attributes:
+        ceiling: As given; may be set when what the process holds besides is there.
         makes_states: Whether each grammar gets a table of its states, where it has one.
 
     Raises:
@@ -96,7 +97,7 @@ class GrammarCompiler:
         ceiling: MemoryCeiling | None = None,
     ) -> None:
         self.backend = backend
-        self.cache_bytes, self._ceiling = cache_bytes, ceiling
+        self.cache_bytes, self.ceiling = cache_bytes, ceiling
         self.makes_states = False
         self._lock = threading.RLock()
         self._done: OrderedDict[Key, CompiledGrammar] = OrderedDict()
@@ -355,7 +356,7 @@ class GrammarCompiler:
     def _has_memory(self) -> bool:
         """Whether the process is under its ceiling; evicts half of the cache at a time until it
         is."""
-        while self._ceiling is not None and self._ceiling.is_reached():
+        while self.ceiling is not None and self.ceiling.is_reached():
             if not self._done:
                 return False
             for _ in range((len(self._done) + 1) // 2):
@@ -364,11 +365,11 @@ class GrammarCompiler:
         return True
 
     def _refuse(self, grammar: Grammar) -> CompileFailure:
-        assert self._ceiling is not None
+        assert self.ceiling is not None
         self._failures["no_memory"] += 1
         return CompileFailure(
             f"the {grammar.kind} grammar was not compiled: the engine's process has reached its "
-            f"ceiling of {self._ceiling.most_bytes} bytes (memory_limit_bytes); try again later",
+            f"ceiling of {self.ceiling.most_bytes} bytes (memory_limit_bytes); try again later",
             "no_memory",
             grammar.kind,
         )

@@ -80,6 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine.output_processor",
         "engine.own_process",
         "engine.request_handle",
+        "models",
         "timeline",
         "tokenizer",
     },

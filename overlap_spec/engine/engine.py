@@ -41,6 +41,7 @@ from overlap_spec.grammar.forced import ForcedRuns
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.memory import MemoryCeiling, machine_bytes, rss_bytes
+from overlap_spec.models.config import read_config
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
 from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.stats import Standing
@@ -69,39 +70,42 @@ class Engine:
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         self.config = EngineConfig.build(model=model, **settings)
-        self.core = EngineCore(self.config)
-        self.context_length = self.core.context_length
-        self.tokenizer = Tokenizer(self.config.target_path, self.core.vocab_size)
-        if self.core.grafts:
-            self.core.grammar.pool.forced = ForcedRuns(
-                self.tokenizer.vocabulary,
-                self.tokenizer.encode,
-                RUN_TOKENS,
-                weighed=self.core.worker.reads_states,
-            )
-        self._choice_tokens = ChoiceTokens(self.tokenizer.vocabulary, self.tokenizer.encode)
-        # Those of the requests that are open.
-        self._weighed: WeakValueDictionary[tuple[Any, ...], WeighedChoices] = WeakValueDictionary()
-        limits = Limits(self.context_length, self.core.longest)
-        self.input_processor = InputProcessor(
-            self.tokenizer, limits, self.config.additional_properties
-        )
+        vocab_size = read_config(self.config.target_path).vocab_size
+        self.tokenizer = Tokenizer(self.config.target_path, vocab_size)
+        vocabulary = self.tokenizer.vocabulary
         backend = load(self.config.grammar_backend)
-        ceiling = _ceiling(self.config.memory_limit_bytes, self.core)
-        self.memory_limit_bytes = ceiling.most_bytes
         self.compiler = GrammarCompiler(
-            backend(self.tokenizer.vocabulary),
+            backend(vocabulary),
             self.config.grammar_cache_bytes,
             isolated=self.config.grammar_isolated,
             limits=CompileLimits(
                 time_s=self.config.grammar_compile_timeout_s,
                 memory_bytes=self.config.grammar_compile_memory_bytes,
             ),
-            ceiling=ceiling,
         )
-        vocabulary = self.tokenizer.vocabulary
-        self.core.tell_tokens(vocabulary.text, vocabulary.stop_ids)
+        # Its processes start while the weights are read.
+        self.compiler.warm()
+        try:
+            self.core = EngineCore(self.config)
+            self.compiler.ceiling = _ceiling(self.config.memory_limit_bytes, self.core)
+        except BaseException:
+            self.compiler.close()
+            raise
+        self.memory_limit_bytes = self.compiler.ceiling.most_bytes
         self.compiler.makes_states = self.core.tables is not None
+        self.core.tell_tokens(vocabulary.text, vocabulary.stop_ids)
+        self.context_length = self.core.context_length
+        if self.core.grafts:
+            self.core.grammar.pool.forced = ForcedRuns(
+                vocabulary, self.tokenizer.encode, RUN_TOKENS, weighed=self.core.worker.reads_states
+            )
+        self._choice_tokens = ChoiceTokens(vocabulary, self.tokenizer.encode)
+        # Those of the requests that are open.
+        self._weighed: WeakValueDictionary[tuple[Any, ...], WeighedChoices] = WeakValueDictionary()
+        limits = Limits(self.context_length, self.core.longest)
+        self.input_processor = InputProcessor(
+            self.tokenizer, limits, self.config.additional_properties
+        )
         self._ids, self._own_process = itertools.count(), OwnProcess()
         self.output_processor = OutputProcessor(self.compiler.check)
         self._lock = threading.RLock()
