@@ -20,7 +20,7 @@ from bench import report
 from bench.common import ROOT, fail
 
 USUAL = ("overlap", "adaptive", "gsm8k", "json_schema", "peers", "maskbench", "soak")
-OTHERS = ("arrivals", "embedded", "compile", "forced", "kernels", "scaling", "drafters")
+OTHERS = ("embedded", "compile", "forced", "kernels", "scaling", "drafters")
 
 
 def command(name: str, options: argparse.Namespace) -> list[str]:
