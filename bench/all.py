@@ -20,7 +20,7 @@ from bench import report
 from bench.common import ROOT, fail
 
 USUAL = ("overlap", "adaptive", "gsm8k", "json_schema", "peers", "maskbench", "soak")
-OTHERS = ("embedded", "compile", "forced", "kernels", "scaling", "drafters")
+OTHERS = ("embedded", "forced", "kernels", "scaling", "drafters")
 
 
 def command(name: str, options: argparse.Namespace) -> list[str]:
@@ -33,7 +33,7 @@ def command(name: str, options: argparse.Namespace) -> list[str]:
         words += ["--data", str(options.gsm8k)]
     if options.gsm8k is not None and name == "drafters":
         words += ["--gsm8k", str(options.gsm8k)]
-    takes_schemas = ("overlap", "json_schema", "maskbench", "compile", "forced")
+    takes_schemas = ("overlap", "json_schema", "maskbench", "forced")
     if options.schemas is not None and name in takes_schemas:
         words += ["--data", str(options.schemas)]
     return words
