@@ -2,8 +2,9 @@
 
 ``python -m bench.drafters [--model DIR --draft DIR | --model NAME] [--gsm8k FILE] [--spec-bench
 FILE] [--checkpoint DRAFTER=DIR …] [--only DRAFTER …] [--threshold P] [--batch N] [--threads N]
-[--quick] [--json PATH] [--seed S]`` runs each drafter that has a file (``overlap_spec.config.drafter_names``) at the
-embedded size and, without ``--quick``, at that of ``0.75b``; ``--model`` is one size of your own.
+[--quick] [--json PATH] [--seed S]`` runs each drafter that has a file
+(``overlap_spec.config.drafter_names``) at the embedded size and, without ``--quick``, at that of
+``0.75b``; ``--model`` is one size of your own.
 
 Requests: JSON extraction under schemas; GSM8K questions and the first turns of Spec-Bench, from
 the files given (without one they are skipped, which the record says); and a document that repeats

@@ -11,8 +11,8 @@ The modes differ in nothing else: one static tier, no deadline for masks, all re
 before the first step, ``--threads`` (default 1) for torch's own operations, greedy, the same
 compiled grammars. A round of everything goes first and is not counted. Modes are compared pair by
 pair, each with the ``none`` of its repetition; which of them begins changes with every repetition.
-Outputs and accept lengths must be the same in all modes: else the difference is printed, and the
-exit status is 1.
+Outputs and accept lengths must be the same in all modes: else the difference is printed, and in
+float32 the exit status is 1 (elsewhere two tokens may be as close as sums in another order are).
 
 Fields of the last line, beside those of every record (``bench.common``):
     modes: Mode → figures at batch 4 (else at the first batch), as in ``overlap_spec.types`` and
@@ -387,6 +387,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             results = measure_all(engines, workloads(samples, size), size, run)
             vocabulary = first.tokenizer.vocab_size
+            exact = first.core.worker.runner.pool.k.dtype is torch.float32
     except OverlapSpecError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -402,7 +403,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         threads=options.threads,
     )
     if wrong:
-        fail("outputs are not the same in all modes:\n" + "\n".join(wrong[:10]))
+        told = "outputs are not the same in all modes:\n" + "\n".join(wrong[:10])
+        if exact:
+            fail(told)
+        print(told, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,8 @@ LOCAL: dict[str, Callable[[hf.Checkpoint], hf.TransformersSystem]] = {
     "transformers assisted": hf.AssistedSystem,
     "outlines": hf.OutlinesSystem,
 }
+# Whose steps are compiled, which pays on a GPU alone.
+STATIC = "transformers + xgrammar, static cache"
 SERVERS = ("vllm", "sglang")
 PACKAGES = (
     "transformers", "outlines", "outlines-core", "vllm", "sglang", "llama-cpp-python", "gguf",
@@ -128,9 +130,11 @@ def open_systems(
         return ours.engine.input_processor.prompt_ids(task.prompt, task.raw)
 
     checkpoint: hf.Checkpoint | None = None
-    for name, make in LOCAL.items():
+    device = pick_device(config.device).type
+    local = LOCAL | ({STATIC: hf.StaticSystem} if device == "cuda" else {})
+    for name, make in local.items():
         try:
-            checkpoint = checkpoint or hf.Checkpoint(config.target_path, encode, dtype)
+            checkpoint = checkpoint or hf.Checkpoint(config.target_path, encode, dtype, device)
             systems[name] = make(checkpoint)
         except ImportError as error:
             missing[name] = f"not installed: {error}"

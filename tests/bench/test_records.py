@@ -15,6 +15,7 @@ import pytest
 
 from bench import all as everything
 from bench import check, gsm8k, json_schema, peers, report
+from bench.backends import transformers
 from bench.backends.base import Batch, Reply, figures, tpot_ms
 from bench.common import ROOT, rounded, samples_path
 from overlap_spec.errors import ConfigError
@@ -33,8 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Records of a small run of each benchmark, with the embedded model."""
     pytest.importorskip("transformers")
     made = tmp_path_factory.mktemp("records")
-    for name, (module, words) in RUNS.items():
-        module.main(["--quick", "--json", str(made / f"{name}.json"), *words])
+    with pytest.MonkeyPatch.context() as patch:
+        # As on a GPU.
+        patch.setattr(peers, "LOCAL", {**peers.LOCAL, peers.STATIC: transformers.StaticSystem})
+        for name, (module, words) in RUNS.items():
+            module.main(["--quick", "--json", str(made / f"{name}.json"), *words])
     return made
 
 
@@ -177,7 +181,8 @@ def test_peers_say_the_same_and_missing_ones_are_named(folder: Path) -> None:
     record, _ = read(folder, "peers")
     for workload in ("batch 1", "batch 16"):
         systems = record["workloads"][workload]
-        assert {"overlap-spec", "transformers + xgrammar", "transformers assisted"} <= set(systems)
+        local = {"transformers + xgrammar", "transformers assisted", peers.STATIC}
+        assert {"overlap-spec", *local} <= set(systems)
         for name, side in systems.items():
             assert side["requests"] == 2, name
             assert side["valid_share"] in (None, 1.0), name
