@@ -327,6 +327,21 @@ def test_what_plots_need_is_said(
     assert not (tmp_path / "report.html").exists()
 
 
+def test_committed_records_are_of_committed_trees_and_read() -> None:
+    """A record that no page names backs nothing; one of a changed tree cannot be made again."""
+    folder = ROOT / "bench" / "results"
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    # "…seed2… to …seed6…" names those between.
+    text += "".join(f"cpu-embedded-seed{n}-2026-11-23" for n in range(3, 6))
+    for path in folder.glob("*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        commits = record["commits"].values() if "commits" in record else [record["commit"]]
+        assert not any(commit.endswith("-dirty") for commit in commits), path.name
+        assert path.stem in text, path.name
+    assert not list(folder.glob("*.samples.jsonl"))
+
+
 def test_committed_records_have_their_sections() -> None:
     page = report.render(ROOT / "bench" / "results")
     assert "shown as it is" not in page
