@@ -393,8 +393,24 @@ def test_committed_expectations_are_well_formed() -> None:
         assert expected.get("sizes", "ci") in ("ci", "quick", "full")
 
 
+# What they run is run in another tree, by another benchmark, or by no one benchmark.
+APART = {"all", "check", "report", "side_by_side", "step_cost"}
+# Makes a checkpoint, and measures nothing.
+TOOLS = {"padded"}
+
+
+def test_all_reaches_every_benchmark() -> None:
+    folder = ROOT / "bench"
+    commands = {
+        path.stem
+        for path in folder.glob("*.py")
+        if 'if __name__ == "__main__"' in path.read_text(encoding="utf-8")
+    }
+    assert commands == {*everything.USUAL, *everything.OTHERS} | APART | TOOLS
+
+
 def test_all_goes_on_where_it_was_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran = []
 
@@ -405,9 +421,13 @@ def test_all_goes_on_where_it_was_interrupted(
     monkeypatch.setattr(everything.subprocess, "run", fake)
     (tmp_path / "overlap.json").write_text("{}")
     options = Namespace(folder=tmp_path, full=False, only=None, resume=True, seed=3,
-                        gsm8k=Path("/g"), schemas=None)  # fmt: skip
+                        gsm8k=Path("/g"), schemas=None, suite=None)  # fmt: skip
     assert everything.run_all(options) == ["soak (exit status 1)"]
-    assert ran == list(everything.USUAL[1:])
+    assert set(ran) | {"cluster", "exactness", "gpu"} == {*everything.USUAL[1:], *everything.OTHERS}
+    told = capsys.readouterr().err
+    assert "exactness: left out: needs --suite" in told
+    options.suite = Path("/s")
+    assert everything.command("exactness", options)[-2:] == ["--data", "/s"]
     words = everything.command("gsm8k", options)
     assert words[-2:] == ["--data", "/g"]
     assert "--quick" in words
