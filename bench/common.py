@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bench import sections
 from overlap_spec.load.figures import mean as mean
 from overlap_spec.load.figures import median as median
 from overlap_spec.load.figures import paired as paired
@@ -142,7 +143,7 @@ class Run:
         return record
 
     def finish(self, repetitions: int, **results: Any) -> dict[str, Any]:
-        """Write and print the record.
+        """Write and print the record, and show its section of the report.
 
         Args:
             repetitions: How often each figure was measured.
@@ -156,6 +157,7 @@ class Run:
             started_path(self.options.json).unlink()
         sys.stdout.flush()
         print(strict_json(record), flush=True)
+        sections.tell(record, self.samples)
         return record
 
 

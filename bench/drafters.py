@@ -49,7 +49,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from bench.backends.engine import busy_ms
 from bench.common import ROOT, Run, fail, flags, paired, rounded
@@ -323,36 +322,6 @@ def faults(models: dict[str, Any]) -> list[str]:
     ]
 
 
-def print_tables(record: dict[str, Any], console: Console) -> None:
-    """What a reader sees: a table a model."""
-    for model, entry in record["models"].items():
-        table = Table(title=f"{model} ({entry['dtype']})", title_justify="left")
-        for heading in ("row", "drafter", "workload"):
-            table.add_column(heading)
-        for heading in ("token/s", "over plain", "accept", "by position", "draft ms",
-                        "extend ms", "verify ms", "same text"):  # fmt: skip
-            table.add_column(heading, justify="right")
-        for row, by_drafter in entry["rows"].items():
-            for drafter, by_workload in by_drafter.items():
-                for workload, f in by_workload.items():
-                    accept = f["accept_length"]
-                    table.add_row(
-                        row, drafter, workload,
-                        f"{f['tokens_per_second']:.1f}",
-                        f"{f['ratio']['median']:.2f}",
-                        "-" if accept is None else f"{accept:.2f}",
-                        " ".join(f"{share:.2f}" for share in f["by_position"]),
-                        *(f"{f[n]:.2f}" for n in ("draft_ms", "extend_ms", "verify_ms")),
-                        f"{f['same_text']:.2f}",
-                    )  # fmt: skip
-            table.add_section()
-        console.print(table)
-        for drafter, why in entry["skipped"].items():
-            console.print(f"skipped: {drafter}: {why}", markup=False)
-    for workload, why in record["missing"].items():
-        console.print(f"missing: {workload}: {why}", markup=False)
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = flags("drafters", "Every drafter beside plain decoding.")
@@ -402,7 +371,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = summary(run.samples)
     models = {name: entry | {"rows": rows.get(name, {})} for name, entry in found.items()}
     record = rounded({"models": models, "missing": missing})
-    print_tables(record, Console(width=150))
     run.finish(repetitions, **record, batch=options.batch, threads=options.threads)
     if wrong := faults(models):
         fail("; ".join(wrong))

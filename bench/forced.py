@@ -42,8 +42,6 @@ from random import Random
 from typing import Any, cast
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from bench.common import Run, fail, flags, median, paired, rounded
 from bench.measure import GREEDY, Measured, measure
@@ -304,48 +302,6 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"workloads": found}
 
 
-def print_table(record: dict[str, Any], console: Console) -> None:
-    """What a reader sees: accept length, time and grafts by workload, drafter and side."""
-    table = Table(
-        title="Accept length, TPOT of off's, grafts accepted, lane time",
-        title_justify="left",
-    )
-    for column in ("workload", "drafter", "side"):
-        table.add_column(column)
-    for column in (
-        "accept length",
-        "verifies of off",
-        "an answer",
-        "TPOT of off",
-        "time of off",
-        "TPOT of free",
-        "accepted",
-        "illegal",
-        "lane",
-        "told",
-    ):
-        table.add_column(column, justify="right")
-    for workload, drafters in record["workloads"].items():
-        for drafter, sides in drafters.items():
-            for side, own in sides.items():
-                table.add_row(
-                    workload,
-                    drafter,
-                    side,
-                    f"{own['accept_length']:.2f}",
-                    f"{own['verifies_of_off']:.2f}",
-                    f"{own['verifies_an_answer']:.1f}",
-                    f"{own['tpot_of_off']['median']:.2f}",
-                    f"{own['seconds_of_off']['median']:.2f}",
-                    f"{own['tpot_of_free']['median']:.2f}" if own["tpot_of_free"] else "",
-                    f"{own['graft_accept_rate']:.0%} of {own['grafted_tokens']}",
-                    f"{own['illegal_share']:.0%}",
-                    f"{own['lane_us']:.0f} µs",
-                    f"{own['told_us']:.0f} µs",
-                )
-    console.print(table)
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     about = "Drafts with and without what the grammar forces."
@@ -405,7 +361,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     record = summary(run.samples)
-    print_table(record, Console(width=150))
     run.finish(size.groups, **rounded(record), batch=options.batch, equal=not wrong, unequal=wrong)
     if wrong and exact:
         fail("outputs are not the same on both sides:\n" + "\n".join(wrong[:10]))

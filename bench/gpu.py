@@ -41,7 +41,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from bench import gpu_roofline, gpu_steps
 from bench.common import ROOT, Run, fail, flags, machine, rounded
@@ -93,16 +92,6 @@ def default_path(device: str, date: str) -> Path:
     return RESULTS / f"{slug}-{date[:10]}.json"
 
 
-def table(figures: dict[str, dict[str, Any]]) -> Table:
-    """The figures beside their targets."""
-    found = Table("figure", "value", "target", "met")
-    for name, figure in figures.items():
-        goal = "-" if figure["goal"] is None else f"{figure['goal']} {figure['target']}"
-        met = "-" if figure["met"] is None else "yes" if figure["met"] else "no"
-        found.add_row(name, f"{figure['value']:.4g} {figure['unit']}", goal, met)
-    return found
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = flags("gpu", "How near its limits a CUDA device's step comes.")
@@ -147,7 +136,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_parts(options.only or list(PARTS), context, run, record, context.size.repetitions)
     finally:
         context.engines()
-    run.console.print(table(record["figures"]))
     run.finish(context.size.repetitions, **rounded(record))
     wrong = [f"{name}: {row['error']}" for name, row in record["parts"].items() if row["error"]]
     if wrong:

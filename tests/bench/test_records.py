@@ -14,7 +14,7 @@ from xml.dom import minidom
 import pytest
 
 from bench import all as everything
-from bench import check, gsm8k, json_schema, peers, report
+from bench import check, gsm8k, json_schema, peers, report, sections
 from bench.backends import transformers
 from bench.backends.base import Batch, Reply, figures, tpot_ms
 from bench.common import ROOT, rounded, samples_path
@@ -285,6 +285,21 @@ def test_the_report_is_one_file_that_needs_nothing_else(folder: Path, tmp_path: 
     assert len(ids) == len(set(ids))
     used = re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', page)
     assert {a or b for a, b in used} <= set(ids)
+
+
+def test_a_terminal_shows_what_the_report_shows(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in RUNS:
+        sections.tell(*read(folder, name))
+    told = capsys.readouterr().err
+    assert "All 4 answers are the same on all sides." in told
+    (row,) = (line for line in told.splitlines() if "once-sync" in line)
+    record, _ = read(folder, "gsm8k")
+    assert sections.show(record["sides"]["once-sync"]["tokens_per_second"]) in row
+    assert "transformers assisted" in told
+    sections.tell({"bench": "no such section"}, [])
+    assert not capsys.readouterr().err
 
 
 def test_the_report_shows_a_failed_check_and_unknown_benchmarks(
