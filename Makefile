@@ -32,8 +32,9 @@ check: $(STAMP)
 	$(BIN)/python -m bench.check --ci
 
 soak: $(STAMP)
-	$(BIN)/python -m bench.serving_soak
+	$(BIN)/python -m bench.soak
 	$(BIN)/python -m bench.attack --seconds 300
+	$(BIN)/python -m bench.attack --disconnects 300 --minutes 2
 
 picture: $(STAMP)
 	$(BIN)/python examples/picture.py

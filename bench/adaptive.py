@@ -48,9 +48,6 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from bench.common import Run, fail, flags, rounded, spread
 from bench.measure import measure
 from bench.targets import add_model_flags, check_model_flags, model_settings
@@ -300,28 +297,6 @@ def _per_verify(samples: Sequence[dict[str, Any]], name: str) -> float:
     return float(sum(sample[name] for sample in samples) / verifies) if verifies else 0.0
 
 
-def print_table(record: dict[str, Any], console: Console) -> None:
-    """What a reader sees: rates, shares of the best fixed tier and lengths by phase."""
-    title = "Tokens per second (share of the best fixed tier), at equal steps [95%], lengths"
-    table = Table(title=title, title_justify="left")
-    table.add_column("policy")
-    for phase in record["phases"]:
-        table.add_column(phase["name"], justify="right")
-    table.add_column("whole", justify="right")
-    for name in record["phases"][0]["policies"]:
-        cells = []
-        for phase in record["phases"]:
-            figures, mark = phase["policies"][name], "*" if phase["best"] == name else ""
-            rate, share = figures["tokens_per_second"], figures["of_best"]
-            low, high = figures["of_best_at_equal_steps_interval"]
-            equal = f"{figures['of_best_at_equal_steps']:.3f} [{low:.2f}-{high:.2f}]"
-            lengths = f"{figures['accept_length']:.2f} / {figures['draft_length']:.2f}"
-            cells.append(f"{rate:.1f} ({share:.3f}){mark} {equal} {lengths}")
-        whole = record["whole"][name], record["whole_at_equal_steps"][name]
-        table.add_row(name, *cells, f"{whole[0]:.1f} {whole[1]:.1f}")
-    console.print(table)
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = flags("adaptive", "Adaptive draft lengths against static ones.")
@@ -372,7 +347,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     record = summary(run.samples)
-    print_table(record, Console(width=150))
     run.finish(
         size.groups,
         **rounded(record | {"calibration": calibration}),

@@ -1,10 +1,14 @@
 """The benchmarks one after another, and a report of them: what ``make bench`` runs.
 
 ``python -m bench.all [--folder DIR] [--full] [--only NAME …] [--resume] [--seed S] [--gsm8k FILE]
-[--schemas FILE]`` runs each benchmark in a process of its own with ``--json DIR/NAME.json``, small
-sizes unless ``--full``, and writes ``DIR/report.html``. After an interruption ``--resume`` goes on
-with what the folder lacks. A benchmark that fails is named at the end (exit status 1); the others
-still run. The default folder is ``build/bench``.
+[--schemas FILE] [--suite DIR]`` runs each benchmark in a process of its own with ``--json
+DIR/NAME.json``, small sizes unless ``--full``, and writes ``DIR/report.html``. After an
+interruption ``--resume`` goes on with what the folder lacks. What cannot run here is named with its
+reason. A benchmark that fails is named at the end (exit status 1); the others still run. The
+default folder is ``build/bench``.
+
+Not among them: ``bench.side_by_side``, which needs another work tree, ``bench.step_cost``, which it
+runs, and ``bench.check``, which runs the :data:`USUAL`.
 """
 
 from __future__ import annotations
@@ -14,13 +18,31 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
+
+import torch
 
 from bench import report
 from bench.common import ROOT, fail
 
+# What ``bench.check`` holds to what is expected.
 USUAL = ("overlap", "adaptive", "gsm8k", "json_schema", "peers", "maskbench", "soak")
-OTHERS = ("arrivals", "embedded", "compile", "forced", "kernels", "serving", "scaling", "drafters")
+OTHERS = (
+    "embedded", "drafters", "forced", "traces", "scaling", "parts", "quantization", "attack",
+    "cluster", "exactness", "kernels", "gpu",
+)  # fmt: skip
+
+
+def lacking(name: str, options: argparse.Namespace) -> str | None:
+    """What a benchmark needs that is not here, in words."""
+    if name == "cluster" and find_spec("ray") is None:
+        return "needs Ray: the extra cluster"
+    if name == "exactness" and options.suite is None:
+        return "needs --suite, a folder of the JSON Schema Test Suite"
+    # Without a device and in small sizes, bench.kernels shows what it would measure.
+    device = name == "gpu" or (name == "kernels" and options.full)
+    return "needs a CUDA device" if device and not torch.cuda.is_available() else None
 
 
 def command(name: str, options: argparse.Namespace) -> list[str]:
@@ -33,9 +55,11 @@ def command(name: str, options: argparse.Namespace) -> list[str]:
         words += ["--data", str(options.gsm8k)]
     if options.gsm8k is not None and name == "drafters":
         words += ["--gsm8k", str(options.gsm8k)]
-    takes_schemas = ("overlap", "json_schema", "maskbench", "compile", "forced")
+    takes_schemas = ("overlap", "json_schema", "maskbench", "forced")
     if options.schemas is not None and name in takes_schemas:
         words += ["--data", str(options.schemas)]
+    if name == "exactness":
+        words += ["--data", str(options.suite)]
     return words
 
 
@@ -48,8 +72,11 @@ def record_path(name: str, options: argparse.Namespace) -> Path:
 def run_all(options: argparse.Namespace) -> list[str]:
     """Run everything that is asked for; names of those that failed."""
     failed = []
-    for name in options.only or USUAL:
+    for name in options.only or USUAL + OTHERS:
         path = record_path(name, options)
+        if reason := lacking(name, options):
+            print(f"{name}: left out: {reason}", file=sys.stderr)
+            continue
         if options.resume and path.exists():
             print(f"{name}: there already", file=sys.stderr)
             continue
@@ -74,8 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of everything drawn (default 0)")
     parser.add_argument("--gsm8k", type=Path, help="GSM8K's test split, .jsonl")
     parser.add_argument("--schemas", type=Path, help="rows of schemas, .jsonl")
+    parser.add_argument("--suite", type=Path, help="the JSON Schema Test Suite's folder")
     options = parser.parse_args(arguments)
-    for name in ("folder", "gsm8k", "schemas"):
+    for name in ("folder", "gsm8k", "schemas", "suite"):
         if getattr(options, name) is not None:
             setattr(options, name, getattr(options, name).resolve())
     failed = run_all(options)

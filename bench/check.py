@@ -149,8 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             failed = run_ci(folder)
         elif options.records is None:
             plain = argparse.Namespace(
-                folder=folder, full=False, only=None, resume=False, seed=0, gsm8k=None, schemas=None
-            )
+                folder=folder, full=False, only=everything.USUAL, resume=False, seed=0, gsm8k=None,
+                schemas=None, suite=None,
+            )  # fmt: skip
             failed = everything.run_all(plain)
         records = read_records(folder)
     if not records:

@@ -1,21 +1,20 @@
-"""A streaming client of OpenAI-compatible servers, so that all of them are measured alike.
-
-Times are the client's own: the first token is there when the first chunk with text is. Tokens are
-those of the server's ``usage``; a server that tells none fails, since chunks are no tokens.
-"""
+"""OpenAI-compatible servers as systems to be measured, by the client of ``overlap-spec bench``."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
 from bench.backends.base import Batch, Reply, Task
 from overlap_spec.errors import ConfigError
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.load.asks import Ask
+from overlap_spec.load.client import Answer, Client
+from overlap_spec.load.servers import served_model
 
 TIMEOUT_S = 600.0
 INFO_ROUTES = ("/server_info", "/get_server_info")
@@ -61,88 +60,44 @@ class ServerSystem:
 
     def _first_model(self) -> str:
         try:
-            answer = httpx.get(self.url + "/v1/models", headers=self.headers, timeout=30)
-            answer.raise_for_status()
-            return str(answer.json()["data"][0]["id"])
-        except (httpx.HTTPError, ValueError, LookupError) as error:
+            with httpx.Client(headers=self.headers, timeout=30) as client:
+                return served_model(client, self.url)
+        except httpx.HTTPError as error:
             raise ConfigError(f"{self.url}/v1/models lists no model: {error}") from None
 
     async def _run(self, tasks: Sequence[Task], parallel: int) -> Batch:
         gate = asyncio.Semaphore(parallel)
         limits = httpx.Limits(max_connections=parallel, max_keepalive_connections=parallel)
         async with httpx.AsyncClient(
-            base_url=self.url, headers=self.headers, timeout=TIMEOUT_S, limits=limits
-        ) as client:
+            headers=self.headers, timeout=TIMEOUT_S, limits=limits
+        ) as http:
+            client = Client(http, self.url, self.model, 0.0)
 
             async def one(task: Task) -> Reply:
                 async with gate:
-                    return await self._ask(client, task)
+                    start = time.perf_counter()
+                    answer = await client.send(_ask(task), start)
+                    return _reply(answer, time.perf_counter())
 
             start = time.perf_counter()
             replies = await asyncio.gather(*map(one, tasks))
             return Batch(time.perf_counter() - start, list(replies))
 
-    async def _ask(self, client: httpx.AsyncClient, task: Task) -> Reply:
-        reply, start = Reply(), time.perf_counter()
-        route = "/v1/completions" if task.raw else "/v1/chat/completions"
-        try:
-            async with client.stream("POST", route, json=self.body(task)) as answer:
-                if answer.status_code != 200:
-                    text = (await answer.aread()).decode(errors="replace")
-                    raise ValueError(f"status {answer.status_code}: {text[:500]}")
-                await _read(answer.aiter_lines(), reply, start)
-        except (httpx.HTTPError, ValueError, LookupError) as error:
-            reply.error, reply.finish_reason = f"{type(error).__name__}: {error}", "error"
-        reply.end_to_end_ms = (time.perf_counter() - start) * 1e3
-        return reply
 
-    def body(self, task: Task) -> dict[str, Any]:
-        """What is posted for a task."""
-        body: dict[str, Any] = {
-            "model": self.model,
-            "temperature": 0.0,
-            "max_tokens": task.max_tokens,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if task.raw:
-            body["prompt"] = task.prompt
-        else:
-            body["messages"] = [{"role": "user", "content": task.prompt}]
-        if task.stop:
-            body["stop"] = list(task.stop)
-        if task.schema is not None:
-            named = {"name": "answer", "schema": task.schema, "strict": True}
-            body["response_format"] = {"type": "json_schema", "json_schema": named}
-        return body
+def _ask(task: Task) -> Ask:
+    grammar = None if task.schema is None else Grammar.json_schema(task.schema)
+    return Ask(task.prompt, grammar, task.max_tokens, task.raw, task.stop)
 
 
-async def _read(lines: AsyncIterator[str], reply: Reply, start: float) -> None:
-    """Fill a reply from server-sent events.
-
-    Raises:
-        ValueError: an error event, no JSON, or no usage or finish reason up to the end.
-    """
-    pieces, tokens, reason = [], None, None
-    async for line in lines:
-        data = line.removeprefix("data:").strip()
-        if not line.startswith("data:") or data == "[DONE]":
-            continue
-        event = json.loads(data)
-        if event.get("error"):
-            raise ValueError(str(event["error"]))
-        usage = event.get("usage")
-        if usage:
-            tokens = int(usage["completion_tokens"])
-        for choice in event.get("choices") or ():
-            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-            if text and reply.ttft_ms is None:
-                reply.ttft_ms = (time.perf_counter() - start) * 1e3
-            pieces.append(text)
-            reason = choice.get("finish_reason") or reason
-    if tokens is None or reason is None:
-        raise ValueError("the stream ended without usage or without a finish reason")
-    reply.text, reply.tokens, reply.finish_reason = "".join(pieces), tokens, reason
+def _reply(answer: Answer, end: float) -> Reply:
+    return Reply(
+        text=answer.text,
+        tokens=answer.tokens,
+        finish_reason="error" if answer.error else answer.finish_reason or "error",
+        ttft_ms=1e3 * (answer.first - answer.due) if answer.first else None,
+        end_to_end_ms=1e3 * (end - answer.due),
+        error=answer.error,
+    )
 
 
 def _find_number(data: Any, name: str) -> float | None:

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bench import sections
 from overlap_spec.load.figures import mean as mean
 from overlap_spec.load.figures import median as median
 from overlap_spec.load.figures import paired as paired
@@ -133,26 +134,30 @@ class Run:
             console=self.console,
         )
 
-    def finish(self, repetitions: int, ended: bool = True, **results: Any) -> dict[str, Any]:
-        """Write and print the record.
+    def write(self, repetitions: int, **results: Any) -> dict[str, Any]:
+        """Write the record as far as it has come; see :meth:`finish`."""
+        record = {**results, **self.head, "repetitions": repetitions, "samples": len(self.samples)}
+        line = strict_json(record)
+        if self.options.json is not None:
+            self.options.json.write_text(line + "\n", encoding="utf-8")
+        return record
+
+    def finish(self, repetitions: int, **results: Any) -> dict[str, Any]:
+        """Write and print the record, and show its section of the report.
 
         Args:
             repetitions: How often each figure was measured.
-            ended: False: a later call may go on with the run all the same.
             results: The benchmark's own fields, which come first.
 
         Raises:
             ValueError: a figure that is not finite.
         """
-        record = {**results, **self.head, "repetitions": repetitions, "samples": len(self.samples)}
-        line = strict_json(record)
-        path: Path | None = self.options.json
-        if path is not None:
-            path.write_text(line + "\n", encoding="utf-8")
-            if ended:
-                started_path(path).unlink()
+        record = self.write(repetitions, **results)
+        if self.options.json is not None:
+            started_path(self.options.json).unlink()
         sys.stdout.flush()
-        print(line, flush=True)
+        print(strict_json(record), flush=True)
+        sections.tell(record, self.samples)
         return record
 
 

@@ -1,7 +1,7 @@
 """Drafts with and without what the grammar forces.
 
 ``python -m bench.forced [--quick] [--json PATH [--resume]] [--seed S] [--data FILE] [--batch N]
-[--groups N] [--lost] [--model NAME | --model DIR --draft DIR]`` gives EAGLE-3 and n-gram an engine
+[--groups N] [--model NAME | --model DIR --draft DIR]`` gives EAGLE-3 and n-gram an engine
 each, as a chain and as a tree, and lets every group of requests through it with grafts ``on`` and
 ``off``, by turns first.
 
@@ -22,9 +22,7 @@ Fields of the last line, beside those of every record (``bench.common``):
         ``grafted_tokens``, ``graft_accept_rate``, ``illegal_share`` (of drafted tokens),
         ``lane_us`` (grammar time of a request's step, median of the groups) and ``lane_added_us``
         (over ``off``'s), ``told_us`` (what runs and states take of it in a request's median step,
-        median of the groups), and with ``--lost`` the verifies by where they ended
-        (``bench.lost_drafts``), and ``winnable_share``: of these, what a draft
-        that knew the grammar whole could have won at most.
+        median of the groups).
     equal: Outputs are the same on both sides.
     unequal: Groups in which they are not, in words; in bfloat16 the two best tokens may be as
         close as sums in another order are.
@@ -35,7 +33,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -45,11 +42,8 @@ from random import Random
 from typing import Any, cast
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from bench.common import Run, fail, flags, median, paired, rounded
-from bench.lost_drafts import LostDrafts, winnable
 from bench.measure import GREEDY, Measured, measure
 from bench.targets import add_model_flags, check_model_flags, model_settings
 from bench.workloads import Ask, choose_samples, read_samples
@@ -103,10 +97,6 @@ class HostileRuns(ForcedRuns):
                 break
             text = text[len(self._text[found[-1]]) :]
         return found
-
-
-class LostHostileDrafts(LostDrafts, HostileRuns):
-    """Hostile runs, and what drafts are lost to beside them."""
 
 
 class Clocked:
@@ -206,12 +196,7 @@ def run_all(
     with run.progress() as progress:
         task = progress.add_task("groups", total=total)
         for workload, groups in work.items():
-            plain, counting = (
-                (HostileRuns, LostHostileDrafts)
-                if workload == "hostile"
-                else (ForcedRuns, LostDrafts)
-            )
-            make = counting if run.options.lost else plain
+            make = HostileRuns if workload == "hostile" else ForcedRuns
             runs_of = {
                 weighed: make(tokenizer.vocabulary, tokenizer.encode, RUN_TOKENS, weighed)
                 for weighed in (False, True)
@@ -226,18 +211,13 @@ def run_all(
                     for side in sides:
                         raw = run.kept(**place, side=side)
                         if raw is None:
-                            runs = runs_of[weighs[name]]
-                            clocked = Clocked(runs) if side == "on" else None
+                            clocked = Clocked(runs_of[weighs[name]]) if side == "on" else None
                             engine.core.grammar.pool.forced = cast("ForcedRuns | None", clocked)
                             engine.core.widens = side == "on"
                             engine.core.worker.runner.reads_states = side == "on" and weighs[name]
-                            if isinstance(runs, LostDrafts):
-                                runs.start(engine.config.num_steps)
                             result = measure(engine, *asked(asks, side, said))
                             raw = result.raw() | figures(result)
                             raw["told_us"] = clocked.median_us if clocked else 0.0
-                            if isinstance(runs, LostDrafts):
-                                raw["lost"] = dict(runs.counts)
                             run.sample(**place, side=side, **raw)
                         said[side] = raw
                     if said["on"]["output_sha256"] != said["off"]["output_sha256"]:
@@ -298,9 +278,6 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 "answers",
             )
         }
-        lost: Counter[str] = Counter()
-        for sample in mine:
-            lost.update(sample.get("lost", {}))
         added = [a["lane_us"] - b["lane_us"] for a, b in zip(mine, off, strict=True)]
         tpot, seconds = (
             [[sample[name] for sample in some] for some in (mine, off)]
@@ -321,54 +298,8 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "lane_us": median(sample["lane_us"] for sample in mine),
             "lane_added_us": median(added),
             "told_us": median(sample["told_us"] for sample in mine),
-            "lost": dict(lost),
-            "winnable_share": winnable(lost),
         }
     return {"workloads": found}
-
-
-def print_table(record: dict[str, Any], console: Console) -> None:
-    """What a reader sees: accept length, time and grafts by workload, drafter and side."""
-    table = Table(
-        title="Accept length, TPOT of off's, grafts accepted, lane time, lost drafts",
-        title_justify="left",
-    )
-    for column in ("workload", "drafter", "side"):
-        table.add_column(column)
-    for column in (
-        "accept length",
-        "verifies of off",
-        "an answer",
-        "TPOT of off",
-        "time of off",
-        "TPOT of free",
-        "accepted",
-        "illegal",
-        "lane",
-        "told",
-        "winnable",
-    ):
-        table.add_column(column, justify="right")
-    for workload, drafters in record["workloads"].items():
-        for drafter, sides in drafters.items():
-            for side, own in sides.items():
-                table.add_row(
-                    workload,
-                    drafter,
-                    side,
-                    f"{own['accept_length']:.2f}",
-                    f"{own['verifies_of_off']:.2f}",
-                    f"{own['verifies_an_answer']:.1f}",
-                    f"{own['tpot_of_off']['median']:.2f}",
-                    f"{own['seconds_of_off']['median']:.2f}",
-                    f"{own['tpot_of_free']['median']:.2f}" if own["tpot_of_free"] else "",
-                    f"{own['graft_accept_rate']:.0%} of {own['grafted_tokens']}",
-                    f"{own['illegal_share']:.0%}",
-                    f"{own['lane_us']:.0f} µs",
-                    f"{own['told_us']:.0f} µs",
-                    f"{own['winnable_share']:.0%}",
-                )
-    console.print(table)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -379,9 +310,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="rows of schemas, .jsonl")
     parser.add_argument("--batch", type=int, default=4, help="requests at once (default 4)")
     parser.add_argument("--groups", type=int, help="groups of requests a workload")
-    parser.add_argument(
-        "--lost", action="store_true", help="count what drafts are lost to; lane times mean nothing"
-    )
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, help="these workloads alone")
     options = parser.parse_args(arguments)
     check_model_flags(parser, options)
@@ -433,7 +361,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     record = summary(run.samples)
-    print_table(record, Console(width=150))
     run.finish(size.groups, **rounded(record), batch=options.batch, equal=not wrong, unequal=wrong)
     if wrong and exact:
         fail("outputs are not the same on both sides:\n" + "\n".join(wrong[:10]))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from bench.common import median, spread
-from bench.gpu_decode import itemsize, weight_bytes
-from bench.gpu_setup import Context, Result, figure
+from bench.gpu_context import Context, Result, figure
+from bench.gpu_steps import weight_bytes
 from bench.overlap import SETTINGS
 from overlap_spec.engine import Engine
 from overlap_spec.kernels import build_tree
@@ -59,49 +60,42 @@ QUICK = 3
 def roofline(context: Context) -> Result:
     """Each cell's share of the roofline: the least time that the copy's and the product's rates
     allow over the time that a verify takes, its graph replayed by itself."""
-    cells: tuple[Cell, ...] = REHEARSAL_CELLS if context.setup.rehearse else CELLS
-    cells = cells[:QUICK] if context.setup.quick else cells
-    found: dict[str, Any] = dict(context.before.get("cells", {}))
-    missing = [cell for cell in cells if str(cell) not in found]
-    samples: list[dict[str, Any]] = []
-    if missing:
-        # Only once no other engine holds the device's memory.
-        context.engines()
-        copy_bytes_s, product_flops_s = context.ceilings
-        weights = weight_bytes(context.setup.target, itemsize(context))
-        with Engine(str(long_target(context.setup.target, missing)), **settings(missing)) as engine:
-            runner = engine.core.worker.runner
-            for cache in (runner.pool.k, runner.pool.v):
-                cache.normal_()
-            for cell in missing:
-                taken_ms = timed(runner, cell)
-                size, flops = work_of(cell, runner.target.config, weights, itemsize(context))
-                least_ms = max(size / copy_bytes_s, flops / product_flops_s) * 1e3
-                found[str(cell)] = {"bytes": size, "flops": flops, "least_ms": least_ms}
-                if taken_ms:
-                    found[str(cell)] |= {
-                        "verify_ms": spread(taken_ms),
-                        "share": least_ms / median(taken_ms),
-                    }
-                    samples += [{"cell": str(cell), "verify_ms": value} for value in taken_ms]
-                else:
-                    found[str(cell)]["skipped"] = "its keys do not fit into the cache"
-                context.keep(result(found, str(cells[1]), samples))
-    return result(found, str(cells[1]), samples)
-
-
-def result(found: dict[str, Any], judged: str, samples: list[dict[str, Any]]) -> Result:
-    """What has been found so far; a figure once the judged cell is there."""
+    cells: tuple[Cell, ...] = REHEARSAL_CELLS if context.rehearse else CELLS
+    cells = cells[:QUICK] if context.options.quick else cells
+    # Only once no other engine holds the device's memory.
+    context.engines()
+    copy_bytes_s, product_flops_s = context.ceilings
+    weights = weight_bytes(context.target, context.itemsize)
+    found: dict[str, dict[str, Any]] = {}
+    result = Result(details={"cells": found})
+    more = settings(cells) | {"device": context.device}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Engine(str(long_target(context.target, Path(folder), cells)), **more) as engine,
+    ):
+        runner = engine.core.worker.runner
+        for cache in (runner.pool.k, runner.pool.v):
+            cache.normal_()
+        for cell in cells:
+            size, flops = work_of(cell, runner.target.config, weights, context.itemsize)
+            least_ms = max(size / copy_bytes_s, flops / product_flops_s) * 1e3
+            row: dict[str, Any] = {"bytes": size, "flops": flops, "least_ms": least_ms}
+            if taken_ms := timed(runner, cell):
+                row |= {"verify_ms": spread(taken_ms), "share": least_ms / median(taken_ms)}
+                result.samples += [{"cell": str(cell), "verify_ms": ms} for ms in taken_ms]
+            else:
+                row["skipped"] = "its keys do not fit into the cache"
+            found[str(cell)] = row
     shares = {name: row["share"] for name, row in found.items() if "share" in row}
-    figures = {}
+    judged = str(cells[1])
     if judged in shares:
-        figures["verify_share_64_nodes_32k"] = figure(
+        result.figures["verify_share_64_nodes_32k"] = figure(
             shares[judged], least=0.75, unit="of roofline", by=shares
         )
-    return Result(figures, {"cells": found}, list(samples))
+    return result
 
 
-def settings(cells: list[Cell]) -> dict[str, Any]:
+def settings(cells: Sequence[Cell]) -> dict[str, Any]:
     """The engine's: no drafter, room for the cells, and no recording of its own."""
     longest = max(cell.context + cell.nodes for cell in cells)
     return SETTINGS | {
@@ -115,14 +109,12 @@ def settings(cells: list[Cell]) -> dict[str, Any]:
     }
 
 
-def long_target(target: Path, cells: list[Cell]) -> Path:
-    """The target with room for the cells' positions: its weights, under a config of its own."""
-    folder = target.with_name("long")
-    folder.mkdir(exist_ok=True)
+def long_target(target: Path, folder: Path, cells: Sequence[Cell]) -> Path:
+    """``folder``, as the target with room for the cells' positions: its weights, under a config of
+    its own."""
     for file in target.iterdir():
-        link = folder / file.name
-        if file.name != "config.json" and not link.exists():
-            link.symlink_to(file.resolve())
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file.resolve())
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     longest = max(cell.context + cell.nodes for cell in cells) + 128
     config["max_position_embeddings"] = max(longest, config["max_position_embeddings"])

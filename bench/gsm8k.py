@@ -42,8 +42,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from bench.backends.base import Batch, System, Task, figures, rate
 from bench.backends.engine import EngineSystem
@@ -224,25 +222,6 @@ def scores(batches: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     }
 
 
-def print_results(record: dict[str, Any], console: Console) -> None:
-    """What a reader sees: the four lines that such benchmarks print, then a table."""
-    table = Table(title_justify="left")
-    for name in ("side", "accept", "TTFT p50 / p99 ms", "TPOT p50 / p99 ms", "ratio"):
-        table.add_column(name, justify="left" if name == "side" else "right")
-    for name, side in record["sides"].items():
-        console.print(f"[bold]{name}[/bold]")
-        console.print(f"Accuracy: {side['accuracy']:.3f}\nInvalid: {side['invalid']:.3f}")
-        console.print(f"Latency: {side['latency_s']:.3f} s")
-        console.print(f"Output throughput: {side['tokens_per_second']:.3f} token/s\n")
-        accept = side["accept_length"] or side.get("server_accept_length")
-        cells = [name, f"{accept:.2f}" if accept else "-"]
-        for times in (side["ttft_ms"], side["tpot_ms"]):
-            cells.append(f"{times['p50']:.1f} / {times['p99']:.1f}" if times else "-")
-        ratio = record["ratio"].get(name)
-        table.add_row(*cells, f"{ratio['median']:.3f}" if ratio else "1")
-    console.print(table)
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = flags("gsm8k", "GSM8K, few-shot, with overlap and without.", resumable=True)
@@ -294,7 +273,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OverlapSpecError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    print_results(record, Console(width=100))
     run.finish(
         len({sample["chunk"] for sample in run.samples}),
         **rounded(record),

@@ -40,8 +40,6 @@ from typing import Any
 
 import torch
 from jsonschema import validators
-from rich.console import Console
-from rich.table import Table
 
 from bench.backends.base import Task, figures, percentiles, tpot_ms
 from bench.backends.engine import EngineSystem, takes
@@ -221,38 +219,6 @@ def _chunk_tpot(batch: dict[str, Any]) -> float:
     return mean(ms for ms in map(tpot_ms, batch["replies"]) if ms is not None)
 
 
-def print_results(record: dict[str, Any], console: Console) -> None:
-    """What a reader sees."""
-    table = Table(title="By grammar backend; times in ms", title_justify="left")
-    headings = ("", "valid", "exact keys", "TTFT p50", "TPOT p50", "step ratio", "token/s",
-                "accept", "grammar/step", "hidden", "compile p50", "refused")  # fmt: skip
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading else "left")
-    for name, entry in record["backends"].items():
-        for kind in ("constrained", "unconstrained"):
-            side, own = entry[kind], kind == "constrained"
-            valid, hidden = side["valid_share"], side.get("hidden_fraction")
-            table.add_row(
-                f"{name}, {kind}",
-                "-" if valid is None else f"{valid:.3f}",
-                f"{side['exact_keys']:.3f}",
-                *(f"{times['p50']:.1f}" if times else "-" for times in _times(side)),
-                f"{entry['ratio_step']['median']:.3f}" if own else "1",
-                f"{side['tokens_per_second']:.0f}",
-                f"{side['accept_length']:.2f}" if side["accept_length"] else "-",
-                f"{side['grammar_ms_per_step']:.2f}" if own else "-",
-                "-" if hidden is None else f"{hidden:.3f}",
-                f"{entry['compile_ms']['p50']:.1f}" if own and entry["compile_ms"] else "-",
-                str(entry["refused"]) if own else "-",
-            )
-        table.add_section()
-    console.print(table)
-
-
-def _times(side: dict[str, Any]) -> tuple[Any, Any]:
-    return side["ttft_ms"], side["tpot_ms"]
-
-
 def faults(record: dict[str, Any]) -> list[str]:
     """What a record says that must not be, in words."""
     found = []
@@ -307,7 +273,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     record = summary(run.samples)
-    print_results(record, Console(width=140))
     run.finish(
         len({sample["chunk"] for sample in run.samples if sample["kind"] == "answers"}),
         **rounded(record),

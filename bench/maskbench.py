@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from bench.common import Run, flags, percentile, rounded
 from bench.masks import tokens
@@ -149,20 +148,6 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
-def show(run: Run, counts: dict[str, int], times: dict[str, Any]) -> None:
-    """The classes and the percentiles as tables, on standard error."""
-    total = max(sum(counts.values()), 1)
-    table = Table("class", "schemas", "share")
-    for name in CLASSES:
-        table.add_row(name, str(counts[name]), f"{counts[name] / total:.1%}")
-    run.console.print(table)
-    table = Table("time", "p50", "p90", "p99", "max", "n")
-    for name, found in times.items():
-        if found is not None:
-            table.add_row(name, *(f"{found[key]:.4g}" for key in ("p50", "p90", "p99", "max", "n")))
-    run.console.print(table)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run all and print one record."""
     about = "what share of schemas is held exactly, and how fast masks are"
@@ -201,11 +186,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def finish(run: Run, results: list[Result], names: list[str], chosen: Tokens) -> None:
-    """Tables and the record."""
+    """The record."""
     counts = dict.fromkeys(CLASSES, 0) | Counter(result.name for result in results)
     ttfm_ms = percentiles([r.ttfm_ms for r in results if r.ttfm_ms is not None])
     tbm_us = percentiles([us for r in results for us in r.tbm_us])
-    show(run, counts, {"TTFM ms": ttfm_ms, "TBM µs": tbm_us})
     run.finish(
         1,
         counts=counts,

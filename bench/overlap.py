@@ -11,8 +11,8 @@ The modes differ in nothing else: one static tier, no deadline for masks, all re
 before the first step, ``--threads`` (default 1) for torch's own operations, greedy, the same
 compiled grammars. A round of everything goes first and is not counted. Modes are compared pair by
 pair, each with the ``none`` of its repetition; which of them begins changes with every repetition.
-Outputs and accept lengths must be the same in all modes: else the difference is printed, and the
-exit status is 1.
+Outputs and accept lengths must be the same in all modes: else the difference is printed, and in
+float32 the exit status is 1 (elsewhere two tokens may be as close as sums in another order are).
 
 Fields of the last line, beside those of every record (``bench.common``):
     modes: Mode → figures at batch 4 (else at the first batch), as in ``overlap_spec.types`` and
@@ -32,15 +32,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from bench.common import Run, fail, flags, median, paired, rounded, spread
 from bench.measure import Measured, measure
@@ -291,43 +289,6 @@ def saving_shares(by_mode: ByMode) -> list[float]:
     ]
 
 
-def print_tables(record: dict[str, Any], console: Console) -> None:
-    """What a reader sees: durations of the kinds of traffic, then every batch size."""
-    table = Table(title="Seconds (ratio to none, pair by pair)", title_justify="left")
-    _columns(table, ["", *record["modes"]])
-    for name, row in record["rows"].items():
-        cells = [f"{row['modes']['none']['seconds']:.3f}"]
-        for mode, ratio in row["ratio_seconds"].items():
-            cells.append(f"{row['modes'][mode]['seconds']:.3f} ({ratio['median']:.3f})")
-        table.add_row(name, *cells)
-    if record["rows"]:
-        console.print(table)
-    table = Table(title="All JSON; times in ms, the last three a step", title_justify="left")
-    _columns(
-        table,
-        ["", "mode", "TPOT", "ratio", "TTFT", "accept", "hidden", "step", "grammar", "exposed"],
-    )
-    entries = {"union": record["rows"].get("JSON union")} | record["batches"]
-    for name, entry in entries.items():
-        for mode in entry["modes"] if entry else ():
-            ratio = entry["ratio_tpot"].get(mode, {"median": 1.0})["median"]
-            table.add_row(name, mode, *_cells(entry["modes"][mode], ratio))
-        table.add_section()
-    console.print(table)
-
-
-def _cells(f: dict[str, Any], ratio: float) -> list[str]:
-    hidden = "-" if f["hidden_fraction"] is None else f"{f['hidden_fraction']:.3f}"
-    middle = [f"{f['tpot_ms']:.2f}", f"{ratio:.3f}", f"{f['ttft_ms']:.1f}"]
-    times = [f"{f[name]:.2f}" for name in ("step_ms", "grammar_ms", "exposed_ms")]
-    return [*middle, f"{f['accept_length']:.2f}", hidden, *times]
-
-
-def _columns(table: Table, headings: Iterable[str]) -> None:
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("", "mode") else "right")
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = flags("overlap", "The three overlap modes side by side.", resumable=True)
@@ -387,12 +348,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             results = measure_all(engines, workloads(samples, size), size, run)
             vocabulary = first.tokenizer.vocab_size
+            exact = first.core.worker.runner.pool.k.dtype is torch.float32
     except OverlapSpecError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     wrong = [*differences(results), *unlike_samples(run.samples)]
     record = summary(run.samples)
-    print_tables(record, Console(width=100))
     run.finish(
         size.repetitions(JUDGED),
         **rounded(record),
@@ -402,7 +363,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         threads=options.threads,
     )
     if wrong:
-        fail("outputs are not the same in all modes:\n" + "\n".join(wrong[:10]))
+        told = "outputs are not the same in all modes:\n" + "\n".join(wrong[:10])
+        if exact:
+            fail(told)
+        print(told, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -55,8 +55,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from bench.backends import transformers as hf
 from bench.backends.base import System, Task, figures, percentiles, rate
@@ -87,6 +85,8 @@ LOCAL: dict[str, Callable[[hf.Checkpoint], hf.TransformersSystem]] = {
     "transformers assisted": hf.AssistedSystem,
     "outlines": hf.OutlinesSystem,
 }
+# Whose steps are compiled, which pays on a GPU alone.
+STATIC = "transformers + xgrammar, static cache"
 SERVERS = ("vllm", "sglang")
 PACKAGES = (
     "transformers", "outlines", "outlines-core", "vllm", "sglang", "llama-cpp-python", "gguf",
@@ -128,9 +128,11 @@ def open_systems(
         return ours.engine.input_processor.prompt_ids(task.prompt, task.raw)
 
     checkpoint: hf.Checkpoint | None = None
-    for name, make in LOCAL.items():
+    device = pick_device(config.device).type
+    local = LOCAL | ({STATIC: hf.StaticSystem} if device == "cuda" else {})
+    for name, make in local.items():
         try:
-            checkpoint = checkpoint or hf.Checkpoint(config.target_path, encode, dtype)
+            checkpoint = checkpoint or hf.Checkpoint(config.target_path, encode, dtype, device)
             systems[name] = make(checkpoint)
         except ImportError as error:
             missing[name] = f"not installed: {error}"
@@ -326,36 +328,6 @@ def _figures(rows: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> 
     return found
 
 
-def print_results(record: dict[str, Any], console: Console) -> None:
-    """What a reader sees."""
-    for name, systems in record["workloads"].items():
-        table = Table(title=f"{name}; ratio: {OURS} over it", title_justify="left")
-        for heading in ("", "token/s", "ratio", "TTFT p50 ms", "TPOT p50 ms", "accept", "finished",
-                        "valid", "same text"):  # fmt: skip
-            table.add_column(heading, justify="right" if heading else "left")
-        for system, side in systems.items():
-            ratio, accept = side["ratio"], side["accept_length"]
-            valid = side["valid_share"]
-            table.add_row(
-                system,
-                f"{side['tokens_per_second']:.1f}",
-                f"{ratio['median']:.2f} ({ratio['min']:.2f}–{ratio['max']:.2f})" if ratio else "1",
-                *(f"{t['p50']:.1f}" if t else "-" for t in (side["ttft_ms"], side["tpot_ms"])),
-                f"{accept:.2f}" if accept else "-",
-                f"{side['finished']}/{side['requests']}",
-                "-" if valid is None else f"{valid:.3f}",
-                f"{side['same_text']:.2f}",
-            )
-        console.print(table)
-    for system, first in record["first"].items():
-        console.print(
-            f"first {FIRST} requests: {system}: {first['tokens_per_second']:.1f} token/s, "
-            f"{first['share']:.2f} of the same ones once warm"
-        )
-    for name, why in record["missing"].items():
-        console.print(f"missing: {name}: {why}", markup=False)
-
-
 def faults(record: dict[str, Any], exact: bool = True) -> list[str]:
     """What a record says of our own engine that must not be, in words.
 
@@ -451,7 +423,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name: {"how": text, "compile_ms": compiled.get(name)} for name, text in how.items()
     }
     record |= {"missing": missing, "dtype": str(dtype).removeprefix("torch.")}
-    print_results(record, Console(width=120))
     run.finish(
         options.repetitions,
         **rounded(record),

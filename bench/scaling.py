@@ -43,8 +43,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from bench.common import Run, flags, mean, median, rounded
 from bench.soak import rss_mib
@@ -359,27 +357,6 @@ def faster(sweeps: dict[str, Any]) -> Iterator[str]:
                 )
 
 
-def print_tables(record: dict[str, Any], console: Console) -> None:
-    """What a reader sees: a table a sweep, and what grows faster than its work."""
-    for sweep in record["sweeps"].values():
-        table = Table(title=f"By {sweep['unit']}", title_justify="left")
-        table.add_column("x", justify="right")
-        for figure in sweep["fits"]:
-            table.add_column(figure, justify="right")
-        for point in sweep["points"]:
-            table.add_row(str(point["x"]), *(f"{point[f]:.3g}" for f in sweep["fits"]))
-        table.add_section()
-        fits = sweep["fits"].values()
-        table.add_row("x^", *(f"{f['exponent']:.2f}" if f else "-" for f in fits))
-        table.add_row("tail x^", *(f"{f['tail']:.2f}" if f else "-" for f in fits))
-        console.print(table)
-        for x, why in sweep["skipped"].items():
-            console.print(f"skipped: {x}: {why}", markup=False)
-    console.print(f"host a row: {record['host_us_per_row']} µs; lane: {record['lane_growth']}")
-    for line in record["faster"]:
-        console.print(f"faster than its work: {line}", style="yellow", markup=False)
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = flags("scaling", "How a step's cost grows with each size.")
@@ -415,7 +392,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     record = rounded(summary(run.samples))
-    print_tables(record, Console(width=110))
     run.finish(size.repetitions, **record, threads=options.threads)
 
 

@@ -29,9 +29,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from bench.common import Run, flags, mean, percentile, rounded
 from bench.simulated import rates_of
 from overlap_spec.speculation.cost import PROFILE_SPREAD, CostModel, shape_of
@@ -294,28 +291,6 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def print_table(record: dict[str, Any], console: Console) -> None:
-    """The paper's Table 2, and its attainment, for each cell."""
-    for found in record["cells"]:
-        title = f"{found['machine']}, {found['trace']}: batch {found['batch']:.1f}"
-        table = Table(title=f"{title}, TPOT target {found['slo_ms']:.1f} ms", title_justify="left")
-        for column in ("method", "draft tokens", "accepted", "acceptance", "speedup"):
-            table.add_column(column, justify="left" if column == "method" else "right")
-        for scale in SCALES:
-            table.add_column(f"kept at {scale}", justify="right")
-        for name, figures in found["policies"].items():
-            table.add_row(
-                name,
-                *(f"{figures[key]:.2f}" for key in ("draft_tokens", "accepted", "acceptance")),
-                f"{figures['speedup']:.3f}",
-                *(f"{share:.2f}" for share in figures["attainment"]),
-            )
-        console.print(table)
-    for name in ("adaspec_over_static", "auto_over_adaspec"):
-        figures = record[name]
-        console.print(f"{name.replace('_', ' ')}: {figures['min']:.3f} to {figures['max']:.3f}")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; ends in one JSON line."""
     parser = flags("traces", "Draft lengths under production arrivals, simulated.")
@@ -335,7 +310,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 run.sample(**cell(machine, kind, count, options.seed, options.mooncake))
                 progress.advance(task)
     record = summary(run.samples)
-    print_table(record, Console(width=110))
     run.finish(count, **rounded(record))
 
 

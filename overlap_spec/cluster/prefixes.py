@@ -23,7 +23,7 @@ MOST_BLOCKS = 2048
 # Blocks of a replica that has not told yet how many its KV cache holds.
 USUAL_BLOCKS = 2**15
 # Of a cache, what is counted on for prompts: answers and requests that run take the rest, and to
-# count on too much costs more hits than on too little (``bench.cluster_model``).
+# count on too much costs more hits than on too little.
 PROMPTS_SHARE = 0.75
 # What a token stands for in bytes is measured on it: prose, and data as a schema has them.
 SAMPLE = (
@@ -90,7 +90,7 @@ def capacity_of(tokens: int, sample_tokens: int) -> int:
 
 def slack_of(running: int) -> int:
     """Requests that a replica may have open beyond the least busy one's and still be chosen for
-    what it has computed: more cost waiting, and fewer cost prefixes (``bench.cluster_model``).
+    what it has computed: more cost waiting, and fewer cost prefixes.
 
     Args:
         running: That a replica runs at once.

@@ -36,11 +36,19 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of a workload; ``max_tokens`` bounds its output."""
+    """One request of a workload.
+
+    Attributes:
+        max_tokens: Bounds its output.
+        raw: The prompt is the text itself, not a user's turn: a server is asked for a completion.
+        stop: Texts that end the output, of a server.
+    """
 
     prompt: Prompt
     grammar: Grammar | None
     max_tokens: int
+    raw: bool = False
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

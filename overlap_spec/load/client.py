@@ -92,17 +92,19 @@ class Client:
 
     def body(self, ask: Ask) -> dict[str, Any]:
         """A request in OpenAI's shape, with nothing that only one server knows."""
-        messages = ask.prompt
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
+        prompt: Any = ask.prompt
+        if not ask.raw and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": messages,
+            "prompt" if ask.raw else "messages": prompt,
             "max_tokens": ask.max_tokens,
             "temperature": self.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if ask.stop:
+            body["stop"] = list(ask.stop)
         if ask.grammar is not None:
             schema = {"name": "answer", "schema": json.loads(ask.grammar.source), "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -118,7 +120,8 @@ class Client:
         return answer
 
     async def _read(self, answer: Answer) -> None:
-        url, body = f"{self.url}/v1/chat/completions", self.body(answer.ask)
+        route = "completions" if answer.ask.raw else "chat/completions"
+        url, body = f"{self.url}/v1/{route}", self.body(answer.ask)
         async with self.http.stream("POST", url, json=body) as reply:
             if reply.status_code != 200:
                 answer.error = f"{reply.status_code}: {(await reply.aread())[:200]!r}"
@@ -138,8 +141,8 @@ class Client:
         if event.get("usage"):
             answer.tokens = event["usage"]["completion_tokens"]
         for choice in event["choices"]:
-            answer.finish_reason = choice["finish_reason"] or answer.finish_reason
-            text = choice["delta"].get("content")
+            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+            text = choice.get("text") or choice.get("delta", {}).get("content")
             if not text:
                 continue
             if answer.first:

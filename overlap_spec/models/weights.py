@@ -27,8 +27,8 @@ from overlap_spec.models.tensors import disk_bytes, read_tensors, scheme_of, ten
 log = logging.getLogger(__name__)
 
 Head = TypeVar("Head", EagleHead, Eagle3Head, MtpModule)
-# A draft head of fewer bytes is whole on every rank: its sums would take longer than is saved, as
-# `python -m bench.cluster_draft` measured.
+# A draft head of fewer bytes is whole on every rank: its sums would take longer than is saved
+# (measured over gloo: docs/parallel.md).
 SPLIT_HEAD_BYTES = 64 << 20
 AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")

@@ -80,6 +80,8 @@ def test_another_text_is_a_fault_where_it_was_promised(found: Found) -> None:
     (line,) = told
     assert "ngram, JSON" in line
     assert drafters.faults({"embedded": {"dtype": "bfloat16", "rows": rows}}) == []
+    lossy = {f"{ROWS[0]}, threshold 0.5": rows[ROWS[0]]}
+    assert drafters.faults({"embedded": entry | {"rows": lossy}}) == []
 
 
 def test_the_report_shows_drafters(found: Found) -> None:
@@ -121,6 +123,7 @@ def test_figures_of_known_samples() -> None:
         (["--checkpoint", "eagle"], "DRAFTER=DIR"),
         (["--checkpoint", "parrot=folder"], "one of .*ngram"),
         (["--gsm8k", str(ROOT / "pyproject.toml")], "holds no such questions"),
+        (["--threshold", "1"], "below 1"),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -14,7 +14,8 @@ from xml.dom import minidom
 import pytest
 
 from bench import all as everything
-from bench import check, gsm8k, json_schema, peers, report
+from bench import check, gsm8k, json_schema, peers, report, sections
+from bench.backends import transformers
 from bench.backends.base import Batch, Reply, figures, tpot_ms
 from bench.common import ROOT, rounded, samples_path
 from overlap_spec.errors import ConfigError
@@ -33,8 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Records of a small run of each benchmark, with the embedded model."""
     pytest.importorskip("transformers")
     made = tmp_path_factory.mktemp("records")
-    for name, (module, words) in RUNS.items():
-        module.main(["--quick", "--json", str(made / f"{name}.json"), *words])
+    with pytest.MonkeyPatch.context() as patch:
+        # As on a GPU.
+        patch.setattr(peers, "LOCAL", {**peers.LOCAL, peers.STATIC: transformers.StaticSystem})
+        for name, (module, words) in RUNS.items():
+            module.main(["--quick", "--json", str(made / f"{name}.json"), *words])
     return made
 
 
@@ -177,7 +181,8 @@ def test_peers_say_the_same_and_missing_ones_are_named(folder: Path) -> None:
     record, _ = read(folder, "peers")
     for workload in ("batch 1", "batch 16"):
         systems = record["workloads"][workload]
-        assert {"overlap-spec", "transformers + xgrammar", "transformers assisted"} <= set(systems)
+        local = {"transformers + xgrammar", "transformers assisted", peers.STATIC}
+        assert {"overlap-spec", *local} <= set(systems)
         for name, side in systems.items():
             assert side["requests"] == 2, name
             assert side["valid_share"] in (None, 1.0), name
@@ -282,6 +287,21 @@ def test_the_report_is_one_file_that_needs_nothing_else(folder: Path, tmp_path: 
     assert {a or b for a, b in used} <= set(ids)
 
 
+def test_a_terminal_shows_what_the_report_shows(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in RUNS:
+        sections.tell(*read(folder, name))
+    told = capsys.readouterr().err
+    assert "All 4 answers are the same on all sides." in told
+    (row,) = (line for line in told.splitlines() if "once-sync" in line)
+    record, _ = read(folder, "gsm8k")
+    assert sections.show(record["sides"]["once-sync"]["tokens_per_second"]) in row
+    assert "transformers assisted" in told
+    sections.tell({"bench": "no such section"}, [])
+    assert not capsys.readouterr().err
+
+
 def test_the_report_shows_a_failed_check_and_unknown_benchmarks(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -320,6 +340,21 @@ def test_what_plots_need_is_said(
     assert ended.value.code == 1
     assert "plots need matplotlib: pip install -e '.[bench]'" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
+
+
+def test_committed_records_are_of_committed_trees_and_read() -> None:
+    """A record that no page names backs nothing; one of a changed tree cannot be made again."""
+    folder = ROOT / "bench" / "results"
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    # "…seed2… to …seed6…" names those between.
+    text += "".join(f"cpu-embedded-seed{n}-2026-11-23" for n in range(3, 6))
+    for path in folder.glob("*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        commits = record["commits"].values() if "commits" in record else [record["commit"]]
+        assert not any(commit.endswith("-dirty") for commit in commits), path.name
+        assert path.stem in text, path.name
+    assert not list(folder.glob("*.samples.jsonl"))
 
 
 def test_committed_records_have_their_sections() -> None:
@@ -373,8 +408,24 @@ def test_committed_expectations_are_well_formed() -> None:
         assert expected.get("sizes", "ci") in ("ci", "quick", "full")
 
 
+# What they run is run in another tree, by another benchmark, or by no one benchmark.
+APART = {"all", "check", "report", "side_by_side", "step_cost"}
+# Makes a checkpoint, and measures nothing.
+TOOLS = {"padded"}
+
+
+def test_all_reaches_every_benchmark() -> None:
+    folder = ROOT / "bench"
+    commands = {
+        path.stem
+        for path in folder.glob("*.py")
+        if 'if __name__ == "__main__"' in path.read_text(encoding="utf-8")
+    }
+    assert commands == {*everything.USUAL, *everything.OTHERS} | APART | TOOLS
+
+
 def test_all_goes_on_where_it_was_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran = []
 
@@ -385,9 +436,13 @@ def test_all_goes_on_where_it_was_interrupted(
     monkeypatch.setattr(everything.subprocess, "run", fake)
     (tmp_path / "overlap.json").write_text("{}")
     options = Namespace(folder=tmp_path, full=False, only=None, resume=True, seed=3,
-                        gsm8k=Path("/g"), schemas=None)  # fmt: skip
+                        gsm8k=Path("/g"), schemas=None, suite=None)  # fmt: skip
     assert everything.run_all(options) == ["soak (exit status 1)"]
-    assert ran == list(everything.USUAL[1:])
+    assert set(ran) | {"cluster", "exactness", "gpu"} == {*everything.USUAL[1:], *everything.OTHERS}
+    told = capsys.readouterr().err
+    assert "exactness: left out: needs --suite" in told
+    options.suite = Path("/s")
+    assert everything.command("exactness", options)[-2:] == ["--data", "/s"]
     words = everything.command("gsm8k", options)
     assert words[-2:] == ["--data", "/g"]
     assert "--quick" in words

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench import arrivals, side_by_side, step_cost
+from bench import side_by_side, step_cost
 from bench.step_cost import DECODING, SETTINGS, answer, question, rounds, summary
 from overlap_spec import Engine
 
@@ -187,18 +187,3 @@ def test_rounds_are_alike_and_arrivals_leave_the_text() -> None:
         assert alone.accept_length == among.accept_length > 2
         left = engine.snapshot()
         assert (left["running"], left["waiting"], left["pages_in_use"]) == (0, 0, 0)
-
-
-def test_arrivals_end_in_their_record(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(arrivals, "QUICK_ROUNDS", 2)
-    arrivals.main(["--quick", "--json", str(tmp_path / "arrivals.json")])
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert record["equal"]
-    assert record["samples"] == 4
-    assert record["arrived"] == record["steps"] // 5 >= 2
-    lines = (tmp_path / "arrivals.samples.jsonl").read_text().splitlines()
-    samples = [json.loads(line) for line in lines]
-    tpot = [s["tpot_ms"] for s in samples if s["kind"] == "arrivals"]
-    assert record["tpot_ms"]["arrivals"]["min"] == pytest.approx(min(tpot), rel=1e-4)

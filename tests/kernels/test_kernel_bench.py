@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import runpy
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from bench import kernel_tuning, kernels
+from bench.common import Run
 from bench.kernel_tuning import candidates, grids, source, tune, tuning_works
-from bench.kernel_work import Work
+from bench.kernel_work import Draw, Work, attention, works
 from overlap_spec.kernels import tuning
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -92,3 +95,33 @@ def test_kernel_tuner_covers_every_entry() -> None:
             assert tried[0] == default[name]
             assert len(tried) > 8
             assert all(set(each) == set(default[name]) for each in tried)
+
+
+def test_kernels_are_held_to_flash_attention_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention alone, whose results are compared too; times are made up."""
+    times = {"triton": 30.0, "reference": 90.0, "flash": 15.0}
+    compared: list[str] = []
+
+    def disagreement(_: Any, __: Any, choice: str) -> float:
+        compared.append(choice)
+        return 0.0
+
+    monkeypatch.setattr(kernels, "ceilings", lambda _: (1e12, 1e15))
+    monkeypatch.setattr(kernels, "flash_installed", lambda: True)
+    monkeypatch.setattr(kernels, "input_sets", lambda work: [work.draw()])
+    monkeypatch.setattr(kernels, "disagreement", disagreement)
+    monkeypatch.setattr(kernels, "graph_us", lambda _, choice, __: lambda: times[choice])
+    draw = Draw(torch.device("cpu"), torch.bfloat16, 0)
+    chosen = [
+        attention(draw, 1, 4, 64, tree=True, head_dim=32),
+        *[w for w in works(draw, (1,)) if w.name.startswith("rms_norm")][:1],
+    ]
+    run = Run("kernels", Namespace(quick=True, seed=0, json=None), [])
+    found = kernels.measure_all(run, chosen, 2)["kernels"]
+    tree, norm = found.values()
+    assert tree["us"]["median"] == 30.0
+    assert tree["flash_us"]["median"] == 15.0
+    assert tree["flash_speedup"]["median"] == 2.0
+    assert tree["speedup"]["median"] == 3.0
+    assert "flash_us" not in norm
+    assert compared == ["triton", "flash", "triton"]

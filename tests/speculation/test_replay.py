@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from bench.replay import Recorded, read_recorded, replay
 from overlap_spec.speculation.cost import PROFILE_SPREAD
 from overlap_spec.speculation.policy import OFF, LengthPolicy
 from overlap_spec.speculation.presets import load_policy
 from overlap_spec.speculation.static import StaticPolicy
 from overlap_spec.types import Tier
+from tests.support.replay import Recorded, read_recorded, replay
 
 SEEDS = range(8)
 TIERS = load_policy("auto", 5, 1, None).tiers

@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 from bench.common import mean, median, spread
-from bench.gpu_setup import Context, Result, figure
+from bench.gpu_context import Context, Result, figure
 from bench.measure import GREEDY, Measured, measure
 from bench.overlap import accepts
 from bench.workloads import Ask, choose_samples, free_asks, json_asks, read_samples
@@ -105,9 +105,9 @@ def waits_timed() -> Iterator[Callable[[], int]]:
 def schema_asks(context: Context, engine: Engine) -> Callable[[int], list[Ask]]:
     """Requests under schemas of the file, as many as are wanted."""
     samples = choose_samples(
-        read_samples(context.setup.data),
+        read_samples(context.options.data),
         context.size.schemas,
-        context.setup.seed,
+        context.options.seed,
         lambda grammar: accepts(engine, grammar),
     )
     return lambda count: json_asks(samples, count, context.size.tokens)
@@ -135,11 +135,6 @@ def weight_bytes(folder: Path, itemsize: int) -> int:
     return total
 
 
-def itemsize(context: Context) -> int:
-    """Bytes of a weight as the engine holds it: float32 on the CPU."""
-    return 4 if context.setup.rehearse else 2
-
-
 def verify(context: Context) -> Result:
     """A verify of 16 nodes at batch 1: the least bytes that it reads, over the copy's rate, over
     its time on the timeline."""
@@ -155,11 +150,11 @@ def verify(context: Context) -> Result:
     if not spans:
         raise RuntimeError("the timeline holds no verify on compute")
     taken_ms = [(span.end_ns - span.start_ns) / 1e6 for span in spans]
-    shape, output = read_config(context.setup.target), driven.outputs[0]
+    shape, output = read_config(context.target), driven.outputs[0]
     keys = output.stats.prompt_tokens + output.stats.output_tokens / 2
-    row = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize(context)
-    weights = weight_bytes(context.setup.target, itemsize(context))
-    least_ms = (weights + row * keys) / context.copy_bytes_s * 1e3
+    row = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * context.itemsize
+    weights = weight_bytes(context.target, context.itemsize)
+    least_ms = (weights + row * keys) / context.ceilings[0] * 1e3
     share = least_ms / median(taken_ms)
     return Result(
         {
@@ -172,7 +167,7 @@ def verify(context: Context) -> Result:
             "least_ms": least_ms,
             "weight_bytes": weights,
             "kv_bytes": row * keys,
-            "copy_gb_s": context.copy_bytes_s / 1e9,
+            "copy_gb_s": context.ceilings[0] / 1e9,
             "nodes": engine.core.policy.tiers[0].nodes,
             "accept_length": driven.accept_length,
         },
@@ -187,7 +182,7 @@ CANDIDATES = 6
 def alike(engine: Engine, context: Context) -> list[Ask]:
     """Extraction requests whose output is the same, token by token, with the grammar and without:
     what the grammar wants is what the model says by itself."""
-    cases = held_out_cases(context.setup.seed, CANDIDATES * context.size.cases)
+    cases = held_out_cases(context.options.seed, CANDIDATES * context.size.cases)
     asks = [Ask(c.prompt, Grammar.json_schema(c.schema), context.size.tokens) for c in cases]
     outputs = zip(measure(engine, asks).outputs, measure(engine, free(asks)).outputs, strict=True)
     found = [
@@ -210,11 +205,6 @@ def constrained(context: Context) -> Result:
     result = Result(details={"alike": len(same), "cases": context.size.cases})
     for batch in context.size.batches:
         name = f"batch {batch}"
-        if name in context.before:
-            # Measured by a call that was ended after it.
-            result.details[name] = context.before[name]
-            by[name] = context.before[name]["ratio_tpot"]["median"]
-            continue
         pairs = [_pair(engine, same, batch, n) for n in range(-1, context.size.repetitions)][1:]
         steps = [_steps(engine, schemas(batch), n) for n in range(-1, context.size.repetitions)][1:]
         equal = [p for p in pairs if p["equal"]]
@@ -231,7 +221,6 @@ def constrained(context: Context) -> Result:
             "step_ms": [median(s["step_ms"][i] for s in steps) for i in (0, 1)],
         }
         result.samples += [{"batch": batch, **row} for row in (*pairs, *steps)]
-        context.keep(result)
     worst = max(by.values())
     result.figures["constrained_tpot_ratio"] = figure(worst, most=1.02, unit="×", by=by)
     return result
