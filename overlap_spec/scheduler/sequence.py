@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from overlap_spec.scheduler.prefix import Node
 from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.stats import RequestStats, Standing, State
 from overlap_spec.types import (
-    DraftTree,
+    Chunk,
+    Delta,
     FinishReason,
     History,
-    Origin,
-    PromptLogprobs,
+    Output,
     Request,
     RowResult,
-    ScoredRows,
     Tier,
     TokenLogprobs,
     TokenTrie,
     WeighedChoices,
 )
+
+
+class Extra(Protocol):
+    """An optional part that a request asks for: `overlap_spec/worker/extras/base.py` has the
+    contract."""
+
+    def reusable(self, tokens: int) -> int:
+        """How many of the first ``tokens`` tokens may come from the cache."""
+
+    def ask(self, start: int, end: int) -> Any:
+        """What the chunk of tokens ``start .. end - 1`` is asked; None: nothing."""
+
+    def hear(self, told: Any) -> None:
+        """Take in what a chunk told."""
+
+    def take(self, told: Any, kept: int) -> None:
+        """Take in what a step told, ``kept`` tokens of which are output."""
+
+    def pieces(self) -> Iterator[Delta]:
+        """Pieces of its own that come before the request's next one."""
+
+    def attach(self, delta: Delta, first: int) -> Delta:
+        """``delta``, of the output's tokens from ``first`` on, with what it has to tell."""
+
+    def complete(self, output: Output) -> Output:
+        """The whole output, with what it has to tell."""
 
 
 @dataclass(eq=False)
@@ -36,9 +60,8 @@ class Sequence:
     under way. ``path``: nodes of the prefix tree that it holds. ``row`` is -1 while the sequence
     waits; ``last_step`` is the last that it is part of. ``choices``: what is to be weighed behind
     its prompt; ``choice_logprobs``: the result. ``trie``: of the texts that its whole
-    output can be. ``states``: its grammar's table, where it has one. ``prompt_logprobs``: one entry
-    a prompt token, as far as results are known, where they are asked for; ``scored_tokens``: prompt
-    tokens whose rows have been asked for them. ``untrusted``: its pages may hold what is no number.
+    output can be. ``states``: its grammar's table, where it has one. ``extras``: the optional parts
+    that it asks for, by name. ``untrusted``: its pages may hold what is no number.
     """
 
     request: Request
@@ -53,9 +76,7 @@ class Sequence:
     path: list[Node] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    origins: list[Origin] = field(default_factory=list)
     tier: Tier | None = None
-    tree: DraftTree | None = None
     confidences: tuple[float, ...] = ()
     finish_reason: FinishReason | None = None
     stop_match: str | int | None = None
@@ -65,15 +86,9 @@ class Sequence:
     states: Any = None
     choices: WeighedChoices | None = None
     choice_logprobs: tuple[float, ...] = ()
-    prompt_logprobs: list[PromptLogprobs | None] = field(default_factory=list)
-    scored_tokens: int = 0
+    extras: Mapping[str, Extra] = field(default_factory=dict)
     untrusted: bool = False
     last_token_ns: int = 0
-
-    def __post_init__(self) -> None:
-        """Nothing stands before a prompt's first token."""
-        if self.tells_prompt:
-            self.prompt_logprobs.append(None)
 
     @property
     def total_tokens(self) -> int:
@@ -86,24 +101,21 @@ class Sequence:
         return self.planned_tokens < self.prefill_tokens
 
     @property
-    def tells_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are asked for."""
-        return self.request.sampling.prompt_logprobs is not None
-
-    @property
     def reusable_tokens(self) -> int:
         """Known tokens that need not be computed where they are cached: all but the last, from
-        which the next one is chosen, and but those that have still to tell of the prompt."""
+        which the next one is chosen, as far as the optional parts have no use for them."""
         most = self.prefill_tokens - 1
-        return min(most, self.scored_tokens) if self.tells_prompt else most
+        for extra in self.extras.values():
+            most = extra.reusable(most)
+        return most
 
-    def scored_rows(self, start: int, end: int) -> ScoredRows | None:
-        """What the rows of a chunk from ``start`` to ``end`` - 1 are asked of the prompt."""
-        top, first = self.request.sampling.prompt_logprobs, max(start, self.scored_tokens)
-        behind = self.request.prompt_ids[first + 1 : end + 1]
-        if top is None or not behind:
-            return None
-        return ScoredRows(first - start, np.array(behind, np.int64), top)
+    def asking(self, chunk: Chunk) -> Chunk:
+        """A chunk that is planned, with what the optional parts ask of it."""
+        if not self.extras:
+            return chunk
+        end = chunk.start + len(chunk.tokens)
+        asks = {name: extra.ask(chunk.start, end) for name, extra in self.extras.items()}
+        return replace(chunk, asks={n: ask for n, ask in asks.items() if ask is not None})
 
     @property
     def unweighed(self) -> WeighedChoices | None:

@@ -12,7 +12,7 @@ from overlap_spec.engine import Engine
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, PromptLogprobs
-from overlap_spec.worker import prompt_logprobs
+from overlap_spec.worker.extras import prompt_logprobs
 
 # Lengths around the edges of pages (16) and chunks (48).
 LENGTHS = (1, 2, 16, 17, 48, 49, 130, 200)
