@@ -71,7 +71,9 @@ class OutputProcessor:
         handle = self._handle(sequence)
         if handle is None:
             return
-        _push_own(handle, sequence)
+        for extra in sequence.extras.values():
+            for piece in extra.pieces():
+                handle.push(piece)
         handle.push(_delta(sequence, handle.pushed_tokens, finished=False))
 
     def finish(self, sequence: SequenceState) -> None:
@@ -81,7 +83,9 @@ class OutputProcessor:
         if handle is None:
             return
         assert reason is not None
-        _push_own(handle, sequence)
+        for extra in sequence.extras.values():
+            for piece in extra.pieces():
+                handle.push(piece)
         error, grammar = sequence.error, handle.request.grammar
         warnings = handle.request.warnings
         if grammar is not None:
@@ -129,13 +133,6 @@ class OutputProcessor:
                 verdict = _verdict(validation)
                 handle.push(last._replace(verdict=verdict))
                 handle.end(replace(output, verdict=verdict), None)
-
-
-def _push_own(handle: RequestHandle, sequence: SequenceState) -> None:
-    """Hand out the optional parts' own pieces."""
-    for extra in sequence.extras.values():
-        for piece in extra.pieces():
-            handle.push(piece)
 
 
 def _delta(sequence: SequenceState, first: int, finished: bool) -> Delta:

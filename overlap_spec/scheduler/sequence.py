@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from overlap_spec.scheduler.prefix import Node
 from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.stats import RequestStats, Standing, State
 from overlap_spec.types import (
     Chunk,
-    Delta,
     FinishReason,
     History,
-    Output,
     Request,
     RowResult,
     Tier,
@@ -22,32 +20,6 @@ from overlap_spec.types import (
     TokenTrie,
     WeighedChoices,
 )
-
-
-class Extra(Protocol):
-    """An optional part that a request asks for: `overlap_spec/worker/extras/base.py` has the
-    contract."""
-
-    def reusable(self, tokens: int) -> int:
-        """How many of the first ``tokens`` tokens may come from the cache."""
-
-    def ask(self, start: int, end: int) -> Any:
-        """What the chunk of tokens ``start .. end - 1`` is asked; None: nothing."""
-
-    def hear(self, told: Any) -> None:
-        """Take in what a chunk told."""
-
-    def take(self, told: Any, kept: int) -> None:
-        """Take in what a step told, ``kept`` tokens of which are output."""
-
-    def pieces(self) -> Iterator[Delta]:
-        """Pieces of its own that come before the request's next one."""
-
-    def attach(self, delta: Delta, first: int) -> Delta:
-        """``delta``, of the output's tokens from ``first`` on, with what it has to tell."""
-
-    def complete(self, output: Output) -> Output:
-        """The whole output, with what it has to tell."""
 
 
 @dataclass(eq=False)
@@ -61,7 +33,8 @@ class Sequence:
     waits; ``last_step`` is the last that it is part of. ``choices``: what is to be weighed behind
     its prompt; ``choice_logprobs``: the result. ``trie``: of the texts that its whole
     output can be. ``states``: its grammar's table, where it has one. ``extras``: the optional parts
-    that it asks for, by name. ``untrusted``: its pages may hold what is no number.
+    that it asks for, by name; `overlap_spec/worker/extras/base.py` has their contract.
+    ``untrusted``: its pages may hold what is no number.
     """
 
     request: Request
@@ -86,7 +59,7 @@ class Sequence:
     states: Any = None
     choices: WeighedChoices | None = None
     choice_logprobs: tuple[float, ...] = ()
-    extras: Mapping[str, Extra] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)
     untrusted: bool = False
     last_token_ns: int = 0
 

@@ -95,6 +95,13 @@ def test_in_a_mixed_batch_of_chunks(
         assert engine.snapshot()["drafter"]["faults"] == 0
 
 
+def test_two_ranks_tell_the_same(still: dict[str, Any], model: Any) -> None:
+    """What a chunk is asked reaches the other rank with the plan."""
+    ids = prompt(130, 9)
+    with Engine(**still, context_length=256, tensor_parallel_size=2, graphs=False) as engine:
+        check(model, ids, engine.generate(ids, max_tokens=2, prompt_logprobs=3).prompt_logprobs, 3)
+
+
 def test_cached_rows_are_computed_again(still: dict[str, Any], model: Any) -> None:
     ids = prompt(150, 7)
     with Engine(**still, context_length=256) as engine:
