@@ -71,9 +71,8 @@ class OutputProcessor:
         handle = self._handle(sequence)
         if handle is None:
             return
-        for extra in sequence.extras.values():
-            for piece in extra.pieces():
-                handle.push(piece)
+        if sequence.extras:
+            _push_own(handle, sequence)
         handle.push(_delta(sequence, handle.pushed_tokens, finished=False))
 
     def finish(self, sequence: SequenceState) -> None:
@@ -83,9 +82,7 @@ class OutputProcessor:
         if handle is None:
             return
         assert reason is not None
-        for extra in sequence.extras.values():
-            for piece in extra.pieces():
-                handle.push(piece)
+        _push_own(handle, sequence)
         error, grammar = sequence.error, handle.request.grammar
         warnings = handle.request.warnings
         if grammar is not None:
@@ -135,6 +132,13 @@ class OutputProcessor:
                 handle.end(replace(output, verdict=verdict), None)
 
 
+def _push_own(handle: RequestHandle, sequence: SequenceState) -> None:
+    """Hand out the optional parts' own pieces."""
+    for extra in sequence.extras.values():
+        for piece in extra.pieces():
+            handle.push(piece)
+
+
 def _delta(sequence: SequenceState, first: int, finished: bool) -> Delta:
     """A piece: the tokens from ``first`` on, and the text that they complete."""
     tokens = tuple(sequence.output_ids[first:])
@@ -144,8 +148,9 @@ def _delta(sequence: SequenceState, first: int, finished: bool) -> Delta:
         tuple(sequence.logprobs[first:]) if sequence.logprobs else (),
         tier=sequence.tier,
     )
-    for extra in sequence.extras.values():
-        delta = extra.attach(delta, first)
+    if sequence.extras:
+        for extra in sequence.extras.values():
+            delta = extra.attach(delta, first)
     return delta
 
 
