@@ -31,7 +31,7 @@ from overlap_spec import Engine
 
 # By what the name of an operation holds; the first that fits.
 PARTS = (
-    ("products", ("linear", "addmm", "::mm", "matmul")),
+    ("products", ("product", "linear", "addmm", "::mm", "matmul")),
     ("attention", ("scaled_dot_product", "bmm", "softmax", "index_select")),
     ("norms", ("rms_norm", "rsqrt", "pow", "mean")),
     ("activation", ("silu", "gelu")),
@@ -56,7 +56,9 @@ def part_of(name: str, shapes: Sequence[Sequence[int]], vocab: int) -> str:
     are ``logits``."""
     for part, names in PARTS:
         if any(piece in name for piece in names):
-            wide = part == "products" and any(vocab in shape for shape in shapes)
+            # A native product's weight is in blocks of 16 rows.
+            rows = vocab, -(-vocab // 16)
+            wide = part == "products" and any(n in shape for shape in shapes for n in rows)
             return "logits" if wide else part
     return DISPATCH
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -65,6 +66,10 @@ SWITCHES = (
     "origins",
     "draft_trees",
 )
+# Of a field of sampling: it asks for the optional part of its name.
+OPTIONAL: Mapping[str, bool] = {"optional": True}
+# What optional parts tell, by name, where there are none.
+NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -128,10 +133,10 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = field(default=None, metadata=OPTIONAL)
     speculate: bool = True
-    origins: bool = False
-    draft_trees: bool = False
+    origins: bool = field(default=False, metadata=OPTIONAL)
+    draft_trees: bool = field(default=False, metadata=OPTIONAL)
     tpot_slo_ms: float | None = None
 
     def __post_init__(self) -> None:
@@ -199,6 +204,11 @@ class SamplingParams:
                     f"logit_bias maps token ids to numbers: {token!r}: {value!r}", "logit_bias"
                 )
 
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of the optional parts that are asked for (`overlap_spec/worker/extras`)."""
+        return tuple([name for name, none in EXTRAS if getattr(self, name) != none])
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Build from plain data; InvalidRequest names a field that does not exist."""
@@ -207,6 +217,10 @@ class SamplingParams:
             if name not in known:
                 raise InvalidRequest(unknown("sampling field", name, known), name)
         return cls(**values)
+
+
+# Fields that ask for optional parts, and what they are where nothing is asked for.
+EXTRAS = tuple((f.name, f.default) for f in fields(SamplingParams) if f.metadata == OPTIONAL)
 
 
 def _is_int(value: object) -> bool:
@@ -440,26 +454,13 @@ class WeighedChoices:
 
 
 @dataclass(frozen=True)
-class ScoredRows:
-    """Rows of a chunk that are asked how probable the prompt's next tokens are.
-
-    ``first``: index of the first in the chunk. ``tokens`` int64 ``(n,)``: the token behind each.
-    ``top``: how many of the most probable tokens are told of each.
-    """
-
-    first: int
-    tokens: Int64s
-    top: int
-
-
-@dataclass(frozen=True)
 class Chunk:
     """A run of one request's tokens to prefill, at positions ``start ..``; starts with a page.
 
     ``final``: the run ends the known text, and its last token is verified as a one-node tree.
     ``page_before``: the page that ends at ``start``, 0 at the start of the text. ``choices``: what
     is weighed behind the known text, at whose end the chunk is then; ``trie``: what of it in this
-    step. ``scored``: rows that tell of the prompt's tokens; None: none does.
+    step. ``asks``: what optional parts ask of it, by name.
     """
 
     row: int
@@ -469,7 +470,7 @@ class Chunk:
     page_before: int = 0
     choices: WeighedChoices | None = None
     trie: TokenTrie | None = None
-    scored: ScoredRows | None = None
+    asks: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def comes_again(self) -> bool:
@@ -601,11 +602,10 @@ class RowResult(NamedTuple):
         logprobs: One entry a token, if asked for.
         error: Why the request must end, if it must.
         limited: The masks were late: only the root's row was used.
-        origins: One entry a token, if asked for.
         grafts: How many of the verified drafts the grammar had forced.
         grafted: How many of these are among the accepted ones, which they begin.
         choice_logprobs: Log-probability of each text of the chunk's choices.
-        tree: What was drafted, if asked for.
+        extras: What the optional parts that are asked for tell of the tokens, by name.
     """
 
     tokens: tuple[int, ...]
@@ -614,12 +614,11 @@ class RowResult(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: Exception | None = None
     limited: bool = False
-    origins: tuple[Origin, ...] = ()
     confidences: tuple[float, ...] = ()
     grafts: int = 0
     grafted: int = 0
     choice_logprobs: tuple[float, ...] = ()
-    tree: DraftTree | None = None
+    extras: Mapping[str, Any] = NO_EXTRAS
 
 
 @dataclass(frozen=True)
@@ -628,8 +627,8 @@ class StepResult:
 
     ``exposed_ms``: how long compute stood idle for the masks. ``idle_ms``: how long it stood idle
     for whatever reason since the accept of the step before; 0 where no step came right before.
-    ``verified_rows``: rows that the target computed for the trees. ``prompts``: by request, what
-    its chunk told of the prompt's tokens, which come after those of earlier steps.
+    ``verified_rows``: rows that the target computed for the trees. ``told``: by request, what its
+    chunk told the optional parts, by name.
     """
 
     plan: StepPlan
@@ -637,7 +636,7 @@ class StepResult:
     exposed_ms: float = 0.0
     idle_ms: float = 0.0
     verified_rows: int = 0
-    prompts: Mapping[int, tuple[PromptLogprobs, ...]] = field(default_factory=dict)
+    told: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Of the models it knows how they are cut, of the kernels how a pass is traced.
     "parallel": {"models", "kernels"},
     "drafters": {"drafters", "models", "kernels"},
-    "worker": {"worker", "drafters", "models", "kernels", "parallel"},
+    "worker": {"worker", "worker.extras", "drafters", "models", "kernels", "parallel"},
+    # Optional parts: whoever runs them imports the contract alone.
+    "worker.extras": {"worker", "models"},
     "training": {"training", "models", "tokenizer"},
     "chat_messages": set(),
     "chat_template": set(),
@@ -81,6 +83,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine.own_process",
         "engine.request_handle",
         "models",
+        "worker.extras",
         "timeline",
         "tokenizer",
     },
@@ -138,6 +141,7 @@ MAY_USE: dict[str, set[str] | None] = {
     "parallel": {"torch"},
     "drafters": {"torch", "numpy"},
     "worker": {"torch", "numpy", "msgspec"},
+    "worker.extras": {"torch", "numpy"},
     "training": None,
     "chat_messages": set(),
     "chat_template": {"jinja2"},

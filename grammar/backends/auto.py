@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from contextlib import suppress
 
-from overlap_spec.errors import GrammarError
+from overlap_spec.errors import ConfigError, GrammarError
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher
 from overlap_spec.grammar.dialects.lark import to_lark
@@ -27,15 +29,17 @@ class AutoBackend(Backend):
 
     def warm(self) -> None:
         # Most grammars go there, and its view of a large vocabulary takes half a second.
-        self._backend(LEXEMES[0]).warm()
+        with suppress(ConfigError):
+            self._backend(LEXEMES[0]).warm()
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         found = _route(grammar)
-        refusals: dict[str, GrammarError] = {}
+        refusals: dict[str, Exception] = {}
         for name in found.backends:
             try:
                 compiled = self._backend(name).compile(grammar)
-            except GrammarError as error:
+            except (GrammarError, ConfigError) as error:
+                # One that is not installed refuses everything.
                 refusals[name] = error
                 continue
             reason = "; ".join([*(f"{other} refused" for other in refusals), found.reason])
@@ -83,7 +87,7 @@ class _Routed(CompiledGrammar):
         return None if data is None else f"{self.backend} {self.reason}\n".encode() + data
 
 
-def _all_refused(grammar: Grammar, refusals: dict[str, GrammarError]) -> GrammarError:
+def _all_refused(grammar: Grammar, refusals: Mapping[str, Exception]) -> GrammarError:
     reasons = "; ".join(f"{name}: {error}" for name, error in refusals.items())
     return GrammarError(f"no backend accepts this {grammar.kind} grammar: {reasons}", grammar.kind)
 

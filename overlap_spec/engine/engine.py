@@ -48,6 +48,7 @@ from overlap_spec.stats import Standing
 from overlap_spec.timeline import Timeline
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import RUN_TOKENS, Delta, Output, Request, WeighedChoices
+from overlap_spec.worker.extras.base import extras_of
 
 
 class Engine:
@@ -422,6 +423,7 @@ class Engine:
             asked.include_stop_str_in_output,
         )
         sequence = SequenceState(request, buffer, compiled.matcher() if compiled else None)
+        sequence.extras = extras_of(request)
         sequence.states = compiled.states if compiled else None
         sequence.choices = self._choices(request)
         if request.grammar is not None and self.core.widens:

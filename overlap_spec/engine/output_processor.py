@@ -16,8 +16,6 @@ from overlap_spec.scheduler.sequence import Sequence as SequenceState
 from overlap_spec.types import ChoiceProbability, Delta, Output, Request, Verdict
 
 Validation = Future[str | None]
-# Log-probabilities of a prompt that one piece has at most.
-PROMPT_VALUES = 2**12
 
 
 class Unvalidated(NamedTuple):
@@ -73,8 +71,8 @@ class OutputProcessor:
         handle = self._handle(sequence)
         if handle is None:
             return
-        if sequence.prompt_logprobs:
-            _push_prompt(handle, sequence)
+        if sequence.extras:
+            _push_own(handle, sequence)
         handle.push(_delta(sequence, handle.pushed_tokens, finished=False))
 
     def finish(self, sequence: SequenceState) -> None:
@@ -84,7 +82,7 @@ class OutputProcessor:
         if handle is None:
             return
         assert reason is not None
-        _push_prompt(handle, sequence)
+        _push_own(handle, sequence)
         error, grammar = sequence.error, handle.request.grammar
         warnings = handle.request.warnings
         if grammar is not None:
@@ -99,8 +97,9 @@ class OutputProcessor:
             error=None if error is None else str(error) or type(error).__name__,
             choices=_choices(sequence),
             warnings=warnings,
-            prompt_logprobs=tuple(sequence.prompt_logprobs),
         )
+        for extra in sequence.extras.values():
+            output = extra.complete(output)
         last = _delta(sequence, handle.pushed_tokens, finished=True)
         last = last._replace(finish_reason=reason, choices=output.choices, warnings=warnings)
         validation = None
@@ -133,25 +132,26 @@ class OutputProcessor:
                 handle.end(replace(output, verdict=verdict), None)
 
 
-def _push_prompt(handle: RequestHandle, sequence: SequenceState) -> None:
-    """Hand out what is new of the prompt's log-probabilities, in pieces of bounded size."""
-    told = sequence.prompt_logprobs
-    entries = max(1, PROMPT_VALUES // (1 + (sequence.request.sampling.prompt_logprobs or 0)))
-    for start in range(handle.pushed_prompt_tokens, len(told), entries):
-        handle.push(Delta("", (), prompt_logprobs=tuple(told[start : start + entries])))
+def _push_own(handle: RequestHandle, sequence: SequenceState) -> None:
+    """Hand out the optional parts' own pieces."""
+    for extra in sequence.extras.values():
+        for piece in extra.pieces():
+            handle.push(piece)
 
 
 def _delta(sequence: SequenceState, first: int, finished: bool) -> Delta:
     """A piece: the tokens from ``first`` on, and the text that they complete."""
     tokens = tuple(sequence.output_ids[first:])
-    return Delta(
+    delta = Delta(
         sequence.buffer.release(finished),
         tokens,
         tuple(sequence.logprobs[first:]) if sequence.logprobs else (),
-        origins=tuple(sequence.origins[first:]) if sequence.origins else (),
         tier=sequence.tier,
-        tree=sequence.tree if tokens else None,
     )
+    if sequence.extras:
+        for extra in sequence.extras.values():
+            delta = extra.attach(delta, first)
+    return delta
 
 
 def _choices(sequence: SequenceState) -> tuple[ChoiceProbability, ...]:

@@ -20,7 +20,6 @@ class RequestHandle:
             validated.
         error_type: Class name of the exception whose text is ``output.error``.
         pushed_tokens: Tokens of all pieces so far, read or not.
-        pushed_prompt_tokens: Prompt tokens whose log-probabilities these have told.
     """
 
     request: Request
@@ -28,13 +27,11 @@ class RequestHandle:
     output: Output | None = None
     error_type: str | None = None
     pushed_tokens: int = 0
-    pushed_prompt_tokens: int = 0
 
     def push(self, delta: Delta) -> None:
         """Add the next piece."""
         self.deltas.append(delta)
         self.pushed_tokens += len(delta.token_ids)
-        self.pushed_prompt_tokens += len(delta.prompt_logprobs)
 
     def end(self, output: Output, error_type: str | None) -> None:
         """Set the output, and parse it as the request's grammar says."""

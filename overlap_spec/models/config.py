@@ -278,6 +278,17 @@ def alternating_windows(hf: Mapping[str, Any], pattern: int) -> tuple[int | None
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def layer_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Window of each layer, as Qwen has it: ``layer_types``, or from ``max_window_layers`` on."""
+    layers = int(hf["num_hidden_layers"])
+    window = hf.get("sliding_window") if hf.get("use_sliding_window", False) else None
+    kinds = hf.get("layer_types") or [
+        "sliding_attention" if i >= int(hf.get("max_window_layers", layers)) else "full_attention"
+        for i in range(layers)
+    ]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
 def llama_family(hf: Mapping[str, Any], **differences: Any) -> ModelConfig:
     """The ModelConfig that the architectures share; ``differences`` name where one departs."""
     activation = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.architectures.qwen2 import layer_windows
-from overlap_spec.models.config import ModelConfig, field, llama_family, read_json
+from overlap_spec.models.config import ModelConfig, field, layer_windows, llama_family, read_json
 from overlap_spec.models.decoder import MLP, Attend, Attention, Layer, RMSNorm, embedding
 from overlap_spec.models.rope import rope_table
 

@@ -122,7 +122,7 @@ class Scheduler:
                 if chunk.trie is not None:
                     self._lead(sequence, chunk)
                     room -= len(chunk.trie.tokens)
-                chunks.append((sequence, chunk))
+                chunks.append((sequence, sequence.asking(chunk)))
         # One that was preempted for these pages is not among them any more.
         trees = [s for s in live if not s.prefilling and s.row >= 0]
         members = [*trees, *(s for s, _ in chunks)]
@@ -131,8 +131,6 @@ class Scheduler:
         self._steps += 1
         for sequence, chunk in chunks:
             sequence.planned_tokens += 0 if chunk.comes_again else len(chunk.tokens)
-            if chunk.scored is not None:
-                sequence.scored_tokens += len(chunk.scored.tokens)
             self._offer(sequence, sequence.planned_tokens)
         for sequence in members:
             sequence.last_step = self._steps
@@ -188,8 +186,9 @@ class Scheduler:
         self._committed = plan.index
         by_id = {s.request.id: s for s in self.running}
         trees = set(plan.decode_rows)
-        for request_id, told in result.prompts.items():
-            by_id[request_id].prompt_logprobs += told
+        for request_id, told in result.told.items():
+            for name, value in told.items():
+                by_id[request_id].extras[name].hear(value)
         kept, tier, now_ns = [], plan.tier, time.perf_counter_ns()
         for (request_id, row, _), got in zip(plan.verified, result.rows, strict=True):
             sequence = by_id[request_id]
@@ -238,9 +237,9 @@ class Scheduler:
         output += tokens
         if row.logprobs:
             sequence.logprobs += row.logprobs[:kept]
-        if row.origins:
-            sequence.origins += row.origins[:kept]
-        sequence.tree = None if row.tree is None else row.tree.cut(kept)
+        if row.extras:
+            for name, told in row.extras.items():
+                sequence.extras[name].take(told, kept)
         sequence.record_run(kept, row, verified, now_ns)
         sequence.committed_tokens = sequence.total_tokens - 1
         if reason is not None:
@@ -380,14 +379,12 @@ class Scheduler:
         tokens = np.array(sequence.tokens(start, end), np.int64)
         following = sequence.tokens(end, end + 1)
         page_before = sequence.pages[start // size - 1] if start else 0
-        scored = sequence.scored_rows(start, end)
         if following or choices is None or choices.is_known:
             known = None if following else choices
-            fields = not following, page_before, known, None, scored
-            return Chunk(sequence.row, start, tokens, *fields)
+            return Chunk(sequence.row, start, tokens, not following, page_before, known)
         trie = choices.tries[choices.planned]
         last = choices.planned == len(choices.tries) - 1
-        return Chunk(sequence.row, start, tokens, last, page_before, choices, trie, scored)
+        return Chunk(sequence.row, start, tokens, last, page_before, choices, trie)
 
     def _may_weigh(self, sequence: Sequence, choices: WeighedChoices, room: int) -> bool:
         """Whether a sequence has the next trie of its choices weighed: no other one does, and the

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-import numpy as np
 
 from overlap_spec.scheduler.prefix import Node
 from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.stats import RequestStats, Standing, State
 from overlap_spec.types import (
-    DraftTree,
+    Chunk,
     FinishReason,
     History,
-    Origin,
-    PromptLogprobs,
     Request,
     RowResult,
-    ScoredRows,
     Tier,
     TokenLogprobs,
     TokenTrie,
@@ -36,9 +32,9 @@ class Sequence:
     under way. ``path``: nodes of the prefix tree that it holds. ``row`` is -1 while the sequence
     waits; ``last_step`` is the last that it is part of. ``choices``: what is to be weighed behind
     its prompt; ``choice_logprobs``: the result. ``trie``: of the texts that its whole
-    output can be. ``states``: its grammar's table, where it has one. ``prompt_logprobs``: one entry
-    a prompt token, as far as results are known, where they are asked for; ``scored_tokens``: prompt
-    tokens whose rows have been asked for them. ``untrusted``: its pages may hold what is no number.
+    output can be. ``states``: its grammar's table, where it has one. ``extras``: the optional parts
+    that it asks for, by name; `overlap_spec/worker/extras/base.py` has their contract.
+    ``untrusted``: its pages may hold what is no number.
     """
 
     request: Request
@@ -53,9 +49,7 @@ class Sequence:
     path: list[Node] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    origins: list[Origin] = field(default_factory=list)
     tier: Tier | None = None
-    tree: DraftTree | None = None
     confidences: tuple[float, ...] = ()
     finish_reason: FinishReason | None = None
     stop_match: str | int | None = None
@@ -65,15 +59,9 @@ class Sequence:
     states: Any = None
     choices: WeighedChoices | None = None
     choice_logprobs: tuple[float, ...] = ()
-    prompt_logprobs: list[PromptLogprobs | None] = field(default_factory=list)
-    scored_tokens: int = 0
+    extras: Mapping[str, Any] = field(default_factory=dict)
     untrusted: bool = False
     last_token_ns: int = 0
-
-    def __post_init__(self) -> None:
-        """Nothing stands before a prompt's first token."""
-        if self.tells_prompt:
-            self.prompt_logprobs.append(None)
 
     @property
     def total_tokens(self) -> int:
@@ -86,24 +74,21 @@ class Sequence:
         return self.planned_tokens < self.prefill_tokens
 
     @property
-    def tells_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are asked for."""
-        return self.request.sampling.prompt_logprobs is not None
-
-    @property
     def reusable_tokens(self) -> int:
         """Known tokens that need not be computed where they are cached: all but the last, from
-        which the next one is chosen, and but those that have still to tell of the prompt."""
+        which the next one is chosen, as far as the optional parts have no use for them."""
         most = self.prefill_tokens - 1
-        return min(most, self.scored_tokens) if self.tells_prompt else most
+        for extra in self.extras.values():
+            most = extra.reusable(most)
+        return most
 
-    def scored_rows(self, start: int, end: int) -> ScoredRows | None:
-        """What the rows of a chunk from ``start`` to ``end`` - 1 are asked of the prompt."""
-        top, first = self.request.sampling.prompt_logprobs, max(start, self.scored_tokens)
-        behind = self.request.prompt_ids[first + 1 : end + 1]
-        if top is None or not behind:
-            return None
-        return ScoredRows(first - start, np.array(behind, np.int64), top)
+    def asking(self, chunk: Chunk) -> Chunk:
+        """A chunk that is planned, with what the optional parts ask of it."""
+        if not self.extras:
+            return chunk
+        end = chunk.start + len(chunk.tokens)
+        asks = {name: extra.ask(chunk.start, end) for name, extra in self.extras.items()}
+        return replace(chunk, asks={n: ask for n, ask in asks.items() if ask is not None})
 
     @property
     def unweighed(self) -> WeighedChoices | None:

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from overlap_spec.errors import ConfigError
-from overlap_spec.speculation.adaspec import AdaSpecPolicy
-from overlap_spec.speculation.auto import AutoPolicy
 from overlap_spec.speculation.policy import OFF, LengthPolicy
 from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.speculation.tiers import EmaSlot, SlotPolicy, SlotSettings
@@ -40,6 +38,9 @@ PRESETS: dict[str, dict[int, SlotSettings]] = {
     },
 }
 POLICY_NAMES = ("auto", "adaspec", "static", "off", *PRESETS)
+# Policies of ours that have a file of their own, as those of users are named.
+ADASPEC = "overlap_spec.speculation.adaspec:AdaSpecPolicy"
+AUTO = "overlap_spec.speculation.auto:AutoPolicy"
 # Depths of chains that adaspec chooses from, and auto; auto's trees.
 CHAINS = (0, 1, 2, 3, 4, 5, 6, 7)
 AUTO_CHAINS = (0, 1, 2, 3, 5, 7)
@@ -72,11 +73,11 @@ def load_policy(
     if name == "off":
         return StaticPolicy(OFF, name)
     if name == "adaspec":
-        return AdaSpecPolicy([static_tier(depth, 1, None) for depth in CHAINS])
+        return _of_class(ADASPEC)([static_tier(depth, 1, None) for depth in CHAINS])
     if name == "auto":
         chains = [static_tier(depth, 1, None) for depth in AUTO_CHAINS]
         tiers = dict.fromkeys((*chains, *(AUTO_TREES if trees else ()), launch))
-        return AutoPolicy(tuple(tiers), launch)
+        return _of_class(AUTO)(tuple(tiers), launch)
     if re.fullmatch(r"[\w.]+:\w+", name_or_path):
         return _of_class(name_or_path)(launch)
     tier_of = partial(_tier_of, top_k=top_k, nodes=nodes)
@@ -85,7 +86,7 @@ def load_policy(
     return SlotPolicy(name if name in PRESETS else name_or_path, slots, tier_of)
 
 
-def _of_class(name: str) -> Callable[[Tier], LengthPolicy]:
+def _of_class(name: str) -> Callable[..., LengthPolicy]:
     module, _, wanted = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), wanted, None)

@@ -31,8 +31,6 @@ class Chunks:
             of the chunk's page before; from C on, that of token number (this - C).
         extend_offsets: ``(C + 1,)``: where each chunk begins among the ``T + F``.
         chosen: ``(F,)``: index of each token to be chosen among the ``T + F``.
-        scored, scored_tokens: ``(P,)``: index among the ``T`` of each row that tells of its prompt,
-            and the prompt's token behind it.
     """
 
     longest: int
@@ -52,8 +50,6 @@ class Chunks:
     extend_features: Tensor
     extend_offsets: Tensor
     chosen: Tensor
-    scored: Tensor
-    scored_tokens: Tensor
 
 
 @dataclass(frozen=True)
@@ -172,11 +168,6 @@ def _chunk_parts(plan: StepPlan) -> list[Int64s]:
     tokens = [c.tokens for c in chunks]
     first = np.cumsum(sizes) - sizes
     extended = sizes + final
-    asked = [
-        (start + chunk.scored.first, chunk.scored.tokens)
-        for start, chunk in zip(first, chunks, strict=True)
-        if chunk.scored is not None
-    ]
     parts: list[Any] = [
         rows,
         starts,
@@ -200,7 +191,5 @@ def _chunk_parts(plan: StepPlan) -> list[Int64s]:
         ),
         np.concatenate([[0], np.cumsum(extended)]),
         (np.cumsum(extended) - 1)[final],
-        np.concatenate([_NONE, *(start + np.arange(len(tokens)) for start, tokens in asked)]),
-        np.concatenate([_NONE, *(tokens for _, tokens in asked)]),
     ]
     return parts

@@ -126,7 +126,7 @@ class InFlightStep:
         limits: Depth down to which each request's mask rows are good.
         results: The packed results of the trees and of the final chunks, on the host.
         scores: Of choices that are weighed, on the host.
-        prompts: Of prompts whose log-probabilities are asked for, on the host.
+        extras: What the optional parts found, by name, on the host.
         dropped: Whether nothing of it is asked for any more.
     """
 
@@ -144,7 +144,7 @@ class InFlightStep:
     results: list[Tensor] = field(default_factory=list)
     logprobs: list[tuple[Tensor, ...]] = field(default_factory=list)
     scores: Tensor | None = None
-    prompts: tuple[Tensor, ...] = ()
+    extras: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     dropped: bool = False
 
     @property
@@ -177,7 +177,7 @@ class InFlightStep:
     @property
     def tree_is_read(self) -> bool:
         """Whether the drafted trees go to the host: for the grammar, or for whoever asked."""
-        return self.constrained or self.features.draft_trees
+        return self.constrained or self.features.reads_tree
 
     def mask_rows(self, index: int) -> NDArray[np.int32]:
         """int32 ``(nodes, words)``: mask rows of one of the plan's verified trees on the host."""

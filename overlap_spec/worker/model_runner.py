@@ -30,6 +30,7 @@ from overlap_spec.types import RUN_TOKENS, TOLD, StepPlan, Tier
 from overlap_spec.worker.acceptance import AcceptanceRule
 from overlap_spec.worker.batch import Batch, Chunks
 from overlap_spec.worker.choices import ChoiceScorer
+from overlap_spec.worker.extras import base as extras
 from overlap_spec.worker.grammar_states import STATES, GrammarStates
 from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.graphs import Tensors, padded, padded_size
@@ -45,7 +46,6 @@ from overlap_spec.worker.passes import (
     Prefilled,
     Verified,
 )
-from overlap_spec.worker.prompt_logprobs import score_prompts
 from overlap_spec.worker.sampler import Nodes, Sampler
 from overlap_spec.worker.tables import RowTables, SamplingFeatures
 from overlap_spec.worker.tries import child, draft_known, follow
@@ -388,11 +388,11 @@ class ModelRunner(nn.Module):
         slots = self._token_slots(chunks.token_rows, chunks.positions)
         attend = PagedAttend(self.pool, slots, span)
         hidden, features = self.target(chunks.tokens, chunks.positions, attend, self.feature_layers)
-        prompts = score_prompts(self.target, batch, hidden)
+        told = extras.compute(self.target, batch, hidden)
         scores = self.choices(batch.plan, hidden)
         if not len(chunks.last):
-            return Prefilled(None, features, scores, prompts)
-        return Prefilled(self.target.logits(hidden[chunks.last]), features, scores, prompts)
+            return Prefilled(None, features, scores, told)
+        return Prefilled(self.target.logits(hidden[chunks.last]), features, scores, told)
 
     # Accept
 

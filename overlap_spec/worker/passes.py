@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -50,14 +51,13 @@ class Prefilled(NamedTuple):
 
     ``logits (F, V)``: of the final chunks' last tokens, None where there are none; ``features``:
     the drafter's, of all chunks' tokens; ``scores``: what :mod:`overlap_spec.worker.choices` reads,
-    None where no choice is weighed; ``prompts``: what :mod:`overlap_spec.worker.prompt_logprobs`
-    reads, empty where no prompt is asked for.
+    None where no choice is weighed; ``extras``: what the optional parts read, by name.
     """
 
     logits: Tensor | None
     features: Tensor | None
-    scores: Tensor | None = None
-    prompts: tuple[Tensor, ...] = ()
+    scores: Tensor | None
+    extras: Mapping[str, tuple[Tensor, ...]]
 
 
 class AcceptResult(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from overlap_spec.errors import NumericFault
 from overlap_spec.types import (
     RUN_TOKENS,
-    DraftTree,
     Int64s,
-    Origin,
     Request,
     RowResult,
     TokenLogprobs,
@@ -22,9 +20,8 @@ from overlap_spec.types import (
     WeighedChoices,
 )
 from overlap_spec.worker import choices
-from overlap_spec.worker.draft_trees import draft_tree
+from overlap_spec.worker.extras.base import Row
 from overlap_spec.worker.in_flight import InFlightStep
-from overlap_spec.worker.origins import token_origins
 from overlap_spec.worker.passes import DEAD_SCORE, SCORE_UNIT
 from overlap_spec.worker.sampler import token_logprobs
 from overlap_spec.worker.tables import RowTables
@@ -87,11 +84,13 @@ class ResultReader:
             row = self._row_result(step, trees + index, [token], 0, 0, False, (), 0, 0)
             weighed = plan.final_chunks[index].choices
             if weighed is not None and row.error is None:
-                row = self._weighed(plan.final_chunks[index].row, weighed, row)
+                row = self._weighed(step, plan.final_chunks[index].row, weighed, row)
             rows.append(row)
         return tuple(rows)
 
-    def _weighed(self, number: int, weighed: WeighedChoices, row: RowResult) -> RowResult:
+    def _weighed(
+        self, step: InFlightStep, number: int, weighed: WeighedChoices, row: RowResult
+    ) -> RowResult:
         """The result of row ``number``, whose choices were weighed; where these choose, it has the
         whole output."""
         logprobs = weighed.logprobs
@@ -103,12 +102,15 @@ class ResultReader:
         row = row._replace(choice_logprobs=tuple(logprobs.tolist()))
         if not weighed.faithful:
             return row
-        request = self._requests[number]
-        tokens = weighed.tokens[choices.pick(logprobs, request)]
-        origins: list[Origin] = ["grafted"] * (len(tokens) - 1)
-        origins.append("bonus")
-        told = tuple(origins) if request.sampling.origins else ()
-        return row._replace(tokens=tokens, origins=told)
+        tokens = weighed.tokens[choices.pick(logprobs, self._requests[number])]
+        # The whole text was drafted, so to speak; no mask chose its tokens one by one.
+        drafts = len(tokens) - 1
+        told = Row(step.plan.index, tokens, drafts, drafts, False, None, None)
+        return row._replace(tokens=tokens, extras=self._extras(number, told))
+
+    def _extras(self, number: int, row: Row) -> dict[str, Any]:
+        """What the optional parts that row ``number`` has asked for tell of its tokens."""
+        return {part.name: part.read_row(row) for part in self._tables.features_of(number).extras}
 
     def _tree_results(self, step: InFlightStep) -> list[RowResult]:
         """The trees' results: a row costs one turn of this, and no call that not all need."""
@@ -136,7 +138,7 @@ class ResultReader:
                     grafted += 1
             runs[row] = _run(told[1 - RUN_TOKENS :])
             if plain and place is None and tokens[-1] >= 0:
-                fields = tuple(tokens), drafted, length, (), None, limited, (), confidences
+                fields = tuple(tokens), drafted, length, (), None, limited, confidences
                 found.append(RowResult(*fields, grafts, grafted))
                 continue
             found.append(
@@ -168,7 +170,7 @@ class ResultReader:
         if place is not None:
             self._places[row] = place.after(tokens)
         if not step.features.tells:
-            result = tuple(tokens), drafted, accepted, (), error, limited, (), confidences
+            result = tuple(tokens), drafted, accepted, (), error, limited, confidences
             return RowResult(*result, grafts, grafted)
         asked = self._tables.features_of(row)
         logprobs: tuple[TokenLogprobs, ...] = ()
@@ -178,15 +180,12 @@ class ResultReader:
             at = index if index < trees else index - trees
             own, best, ids = (part[at, : len(tokens)] for part in parts)
             logprobs = token_logprobs(own, best, ids, asked.top_logprobs)
-        origins: tuple[Origin, ...] = ()
-        if asked.origins:
-            plain: list[Origin] = ["grafted"] * grafted
-            plain += ["drafted"] * (accepted - grafted)
-            plain += ["bonus"] * (len(tokens) - accepted)
-            origins = self._origins(step, index, tokens, tuple(plain), constrained)
-        tree = None
-        if asked.draft_trees:
-            tree = self._draft_tree(step, index, tokens[:accepted], limited, constrained)
+        told = {}
+        if asked.extras:
+            links = step.links[:, index] if index < len(step.plan.decode_rows) else None
+            masks = step.mask_rows(index) if constrained else None
+            reached = Row(step.plan.index, tokens, accepted, grafted, limited, links, masks)
+            told = self._extras(row, reached)
         return RowResult(
             tuple(tokens),
             drafted,
@@ -194,41 +193,11 @@ class ResultReader:
             logprobs,
             error,
             limited,
-            origins,
             confidences,
             grafts,
             grafted,
-            tree=tree,
+            extras=told,
         )
-
-    def _origins(
-        self,
-        step: InFlightStep,
-        index: int,
-        tokens: list[int],
-        plain: tuple[Origin, ...],
-        constrained: bool,
-    ) -> tuple[Origin, ...]:
-        """How each of a request's tokens came: its tree is walked again, along them."""
-        if not constrained:
-            return plain
-        links = step.links[:, index] if index < len(step.plan.decode_rows) else None
-        return token_origins(tokens, plain, links, step.mask_rows(index))
-
-    def _draft_tree(
-        self,
-        step: InFlightStep,
-        index: int,
-        accepted: list[int],
-        limited: bool,
-        constrained: bool,
-    ) -> DraftTree:
-        """What became of a request's drafts; nothing was drafted behind a prompt."""
-        number = step.plan.index
-        if index >= len(step.plan.decode_rows):
-            return DraftTree(number)
-        rows = step.mask_rows(index) if constrained else None
-        return draft_tree(number, step.links[:, index], accepted, rows, limited)
 
 
 def _run(told: list[int]) -> list[int]:

@@ -17,6 +17,7 @@ from overlap_spec.types import (
     Request,
     TokenTrie,
 )
+from overlap_spec.worker.extras.base import Extra, row_extras
 from overlap_spec.worker.tries import trie_table
 
 # More drafts than a run can have.
@@ -34,9 +35,8 @@ class SamplingFeatures:
     banned: bool
     min_tokens: bool
     top_logprobs: int | None
-    origins: bool
-    draft_trees: bool
     tries: bool
+    extras: frozenset[type[Extra]]
 
     @property
     def by_node(self) -> bool:
@@ -51,7 +51,12 @@ class SamplingFeatures:
     @property
     def tells(self) -> bool:
         """Whether more is asked of a result than its tokens."""
-        return self.top_logprobs is not None or self.origins or self.draft_trees
+        return self.top_logprobs is not None or bool(self.extras)
+
+    @property
+    def reads_tree(self) -> bool:
+        """Whether an optional part reads the drafted trees."""
+        return bool(self.extras) and any(part.reads_tree for part in self.extras)
 
 
 class RowTables(nn.Module):
@@ -151,9 +156,8 @@ class RowTables(nn.Module):
             banned=len(single) < len(request.banned),
             min_tokens=s.min_tokens > 0,
             top_logprobs=s.logprobs,
-            origins=s.origins,
-            draft_trees=s.draft_trees,
             tries=trie is not None,
+            extras=row_extras(s),
         )
         # Equal ones are one object, so that a step compares as many as differ.
         self._features[row] = self._kinds.setdefault(features, features)
@@ -172,9 +176,8 @@ class RowTables(nn.Module):
             banned=any(n.banned for n in each),
             min_tokens=any(n.min_tokens for n in each),
             top_logprobs=max(tops) if tops else None,
-            origins=any(n.origins for n in each),
-            draft_trees=any(n.draft_trees for n in each),
             tries=any(n.tries for n in each),
+            extras=frozenset().union(*(n.extras for n in each)),
         )
 
     def features_of(self, row: int) -> SamplingFeatures:

@@ -31,9 +31,8 @@ PLAIN = SamplingFeatures(
     banned=False,
     min_tokens=False,
     top_logprobs=None,
-    origins=False,
-    draft_trees=False,
     tries=False,
+    extras=frozenset(),
 )
 
 

@@ -26,8 +26,8 @@ from overlap_spec.types import (
     Tier,
     TokenTrie,
 )
-from overlap_spec.worker import prompt_logprobs
 from overlap_spec.worker.batch import Batch, PlanUpload, uploaded
+from overlap_spec.worker.extras import base as extras
 from overlap_spec.worker.in_flight import Buffers, InFlightStep, TierState
 from overlap_spec.worker.kv_pool import KVPool
 from overlap_spec.worker.model_runner import ModelRunner
@@ -476,8 +476,8 @@ class Worker:
             idle_ms = before.accepted.idle_ms(step.accepted)
         verified = step.verified.get()
         verified_rows = 0 if verified is None else len(verified.logits)
-        prompts = prompt_logprobs.read(plan, step.prompts)
-        return StepResult(plan, rows, exposed_ms, idle_ms, verified_rows, prompts)
+        told = extras.read(plan, step.extras)
+        return StepResult(plan, rows, exposed_ms, idle_ms, verified_rows, told)
 
     @torch.inference_mode()
     def clear(self, pages: list[int]) -> None:
@@ -522,7 +522,8 @@ def _copy_results(accepted: Accepted, prefilled: Prefilled | None, step: InFligh
     if scores is not None:
         step.scores = _to_host(scores)
     if prefilled is not None:
-        step.prompts = tuple(map(_to_host, prefilled.prompts))
+        told = prefilled.extras.items()
+        step.extras = {name: tuple(map(_to_host, found)) for name, found in told}
     for part in accepted:
         if part is None:
             continue

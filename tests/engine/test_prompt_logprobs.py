@@ -12,7 +12,7 @@ from overlap_spec.engine import Engine
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, PromptLogprobs
-from overlap_spec.worker import prompt_logprobs
+from overlap_spec.worker.extras import prompt_logprobs
 
 # Lengths around the edges of pages (16) and chunks (48).
 LENGTHS = (1, 2, 16, 17, 48, 49, 130, 200)
@@ -93,6 +93,13 @@ def test_in_a_mixed_batch_of_chunks(
         assert [o.token_ids for o in outputs] == [o.token_ids for o in wanted]
         assert engine.snapshot()["pages_in_use"] == 0
         assert engine.snapshot()["drafter"]["faults"] == 0
+
+
+def test_two_ranks_tell_the_same(still: dict[str, Any], model: Any) -> None:
+    """What a chunk is asked reaches the other rank with the plan."""
+    ids = prompt(130, 9)
+    with Engine(**still, context_length=256, tensor_parallel_size=2, graphs=False) as engine:
+        check(model, ids, engine.generate(ids, max_tokens=2, prompt_logprobs=3).prompt_logprobs, 3)
 
 
 def test_cached_rows_are_computed_again(still: dict[str, Any], model: Any) -> None:

@@ -9,7 +9,7 @@ from overlap_spec.engine import Engine
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import MOST_TOLD_DRAFTS, DraftTree, Fate, SamplingParams
-from overlap_spec.worker.draft_trees import draft_tree
+from overlap_spec.worker.extras.draft_trees import draft_tree
 
 # Root 0 with children 1 (token 5) and 2 (token 6); 3 (token 7) below 2; 4 (token 8) below 1; 5 is
 # dead.

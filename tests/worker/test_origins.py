@@ -9,7 +9,7 @@ from overlap_spec.engine import Engine
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Origin, SamplingParams
-from overlap_spec.worker.origins import token_origins
+from overlap_spec.worker.extras.origins import token_origins
 
 # Root 0 with children 1 (token 5) and 2 (token 6); 3 (token 7) below 2.
 LINKS = np.array([[9, 5, 6, 7], [1, -1, 3, -1], [-1, 2, -1, -1]], np.int64)

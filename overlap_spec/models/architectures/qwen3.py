@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from overlap_spec.models.architectures.qwen2 import layer_windows
-from overlap_spec.models.config import ModelConfig, llama_family
+from overlap_spec.models.config import ModelConfig, layer_windows, llama_family
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 

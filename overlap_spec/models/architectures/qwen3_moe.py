@@ -3,8 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from overlap_spec.models.architectures.qwen2 import layer_windows
-from overlap_spec.models.config import ExpertsConfig, ModelConfig, llama_family, whole
+from overlap_spec.models.config import (
+    ExpertsConfig,
+    ModelConfig,
+    layer_windows,
+    llama_family,
+    whole,
+)
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 

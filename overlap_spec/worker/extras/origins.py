@@ -6,7 +6,34 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from overlap_spec.types import Int32s, Int64s, Origin
+from overlap_spec.types import Delta, Int32s, Int64s, Origin, Request
+from overlap_spec.worker.extras.base import Extra, Row
+
+
+class Origins(Extra):
+    """Tells of each output token how it came."""
+
+    reads_rows = True
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self._origins: list[Origin] = []
+
+    @staticmethod
+    def read_row(row: Row) -> tuple[Origin, ...]:
+        """One entry a token; the tree is walked again, along the tokens."""
+        plain: list[Origin] = ["grafted"] * row.grafted
+        plain += ["drafted"] * (row.accepted - row.grafted)
+        plain += ["bonus"] * (len(row.tokens) - row.accepted)
+        if row.masks is None:
+            return tuple(plain)
+        return token_origins(row.tokens, plain, row.links, row.masks)
+
+    def take(self, told: Sequence[Origin], kept: int) -> None:
+        self._origins += told[:kept]
+
+    def attach(self, delta: Delta, first: int) -> Delta:
+        return delta._replace(origins=tuple(self._origins[first:]))
 
 
 def token_origins(

@@ -4,7 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overlap_spec.types import MOST_TOLD_DRAFTS, DraftTree, Fate, Int32s, Int64s
+from overlap_spec.types import (
+    MOST_TOLD_DRAFTS,
+    Delta,
+    DraftTree,
+    Fate,
+    Int32s,
+    Int64s,
+    Request,
+)
+from overlap_spec.worker.extras.base import Extra, Row
+
+
+class DraftTrees(Extra):
+    """Tells of each step its drafts; nothing is drafted behind a prompt."""
+
+    reads_rows = reads_tree = True
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self._tree: DraftTree | None = None
+
+    @staticmethod
+    def read_row(row: Row) -> DraftTree:
+        """What became of each draft."""
+        if row.links is None:
+            return DraftTree(row.step)
+        accepted = row.tokens[: row.accepted]
+        return draft_tree(row.step, row.links, accepted, row.masks, row.limited)
+
+    def take(self, told: DraftTree, kept: int) -> None:
+        self._tree = told.cut(kept)
+
+    def attach(self, delta: Delta, first: int) -> Delta:
+        del first
+        return delta._replace(tree=self._tree) if delta.token_ids else delta
 
 
 def draft_tree(

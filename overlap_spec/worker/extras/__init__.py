@@ -1,0 +1,1 @@
+"""Optional parts of a step, one file each; see :mod:`overlap_spec.worker.extras.base`."""
