@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 from overlap_spec.children import OUTSIDE, is_stopped, without_secrets
 from overlap_spec.grammar.contract import Backend
@@ -110,14 +111,16 @@ class Worker:
     """A worker process. Its process id is known from its first job on.
 
     Attributes:
-        ended: Why no more comes of it, once that is known.
+        ended: How it ended, once its fork server has told, or how that was lost.
         has_begun: It has started on its job.
         is_slow: It has the niceness of long jobs, which cannot be taken back.
     """
 
     def __init__(self, link: ForkServerLink, number: int, end: socket.socket) -> None:
         self.link, self.number, self.end = link, number, end
-        self.ended: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[Exception | dict[str, Any]] = (
+            asyncio.get_running_loop().create_future()
+        )
         self.pid: int | None = None
         self.has_begun = self.is_slow = False
 

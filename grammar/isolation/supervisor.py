@@ -140,8 +140,11 @@ class Supervisor:
             self.tasks[ask].cancel()
 
     def _done(self, ask: Ask) -> None:
-        if self.tasks.pop(ask).cancelled():
+        task = self.tasks.pop(ask)
+        if task.cancelled():
             ask.fail("closed", "the engine was closed")
+        elif error := task.exception():
+            ask.fail("crash", f"{type(error).__name__}: {error}")
 
     async def _do(self, ask: Ask) -> None:
         try:
@@ -237,7 +240,7 @@ class Supervisor:
             heard = await self._hear_out(worker, ask)
             goes_on = heard[0].goes_on and not worker.is_slow
             return heard
-        except (_Lost, _Outgrown, Failed, asyncio.CancelledError):
+        except BaseException:
             self._kill(worker)
             raise
         finally:
@@ -293,7 +296,7 @@ class Supervisor:
                 told = f"its worker process sent what none sends: {error}"
                 raise Failed("crash", told) from None
             if worker.ended.done():
-                raise worker.ended.result()
+                raise self._cause(worker, worker.ended.result())
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return None
@@ -389,27 +392,27 @@ class Supervisor:
                 elif event["event"] == "broken":
                     self._lose(link, event["message"])
                 elif event["number"] in link.workers:
-                    worker = link.workers[event["number"]]
-                    self._bury(worker, event["exit"], event["output"], event["room"])
+                    self._bury(link.workers[event["number"]], event)
 
-    def _bury(self, worker: Worker, code: int, output: str, room: bool) -> None:
-        """Tell how a worker ended.
+    def _bury(self, worker: Worker, end: Exception | dict[str, Any]) -> None:
+        if not worker.ended.done():
+            worker.ended.set_result(end)
+        if worker in self.idle:
+            self._kill(worker)
 
-        Args:
-            room: Whether the machine has the memory that a job may have.
-        """
+    def _cause(self, worker: Worker, end: Exception | dict[str, Any]) -> Exception:
+        """Why a worker answers no more; it has been heard to its end."""
+        if isinstance(end, Exception):
+            return end
+        code, output = end["exit"], end["output"]
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         said = f": {' '.join(output.split())[:300]}" if output.strip() else ""
         if not worker.has_begun or -code in OUTSIDE:
             name = how.removeprefix("signal ")
-            cause: Exception = _Lost(f"its worker process was ended by {name}", worker.link)
-        elif means_out_of_memory(output):
-            cause = self._lack(room)
-        else:
-            cause = Failed("crash", f"its worker process ended with {how}{said}")
-        worker.ended.set_result(cause)
-        if worker in self.idle:
-            self._kill(worker)
+            return _Lost(f"its worker process was ended by {name}", worker.link)
+        if means_out_of_memory(output):
+            return self._lack(end["room"])
+        return Failed("crash", f"its worker process ended with {how}{said}")
 
     def _lose(self, link: ForkServerLink, reason: str) -> None:
         """Drop a fork server that ended; its workers end with it."""
@@ -428,10 +431,7 @@ class Supervisor:
                 lane.refuse(cause)
         link.gone.set_result(cause)
         for worker in [*link.workers.values()]:
-            if not worker.ended.done():
-                worker.ended.set_result(cause)
-            if worker in self.idle:
-                self._kill(worker)
+            self._bury(worker, cause)
 
 
 async def _wait(
