@@ -21,7 +21,7 @@ from overlap_spec.grammar.contract import Backend, CompiledGrammar
 from overlap_spec.grammar.isolation.check import is_best_effort
 from overlap_spec.grammar.isolation.jobs import Check, Compile, MakeStates
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
-from overlap_spec.grammar.isolation.pool import CAN_ISOLATE, InProcess, Pool
+from overlap_spec.grammar.isolation.pool import make_pool
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.state_table import StateTable
 from overlap_spec.memory import MemoryCeiling, trim
@@ -106,8 +106,7 @@ class GrammarCompiler:
         self._counts = Counter[str]()
         self._failures = Counter[str]()
         self._compile_ms = deque[float](maxlen=TIMINGS)
-        made = Pool if (CAN_ISOLATE if isolated is None else isolated) else InProcess
-        self._executor = made(backend, limits or CompileLimits())
+        self._executor = make_pool(backend, limits or CompileLimits(), isolated)
         self._finalizer = weakref.finalize(self, self._executor.stop)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:

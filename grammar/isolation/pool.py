@@ -30,7 +30,7 @@ class InProcess:
     runs in a worker all the same: a pattern may never return while it holds the interpreter lock.
     """
 
-    def __init__(self, backend: Backend, limits: CompileLimits, threads: int = 2) -> None:
+    def __init__(self, backend: Backend | None, limits: CompileLimits, threads: int = 2) -> None:
         self._backend = backend
         self._checks = Pool(None, limits) if CAN_ISOLATE else None
         self._pool = ThreadPoolExecutor(threads, "grammar-compile")
@@ -51,7 +51,7 @@ class InProcess:
         return future
 
     def _do(self, job: Job) -> Any:
-        if isinstance(job, Compile):
+        if isinstance(job, Compile) and self._backend is not None:
             return compile_whole(self._backend, job.grammar)
         return job.read(self._backend, job.work(self._backend))
 
@@ -232,6 +232,14 @@ class Pool:
     def _is_ours(self) -> bool:
         # A fork of the engine's process copies its memory, but neither its thread nor its workers.
         return os.getpid() == self._pid
+
+
+def make_pool(
+    backend: Backend | None, limits: CompileLimits, isolated: bool | None = None
+) -> Pool | InProcess:
+    """A pool; ``isolated`` None: in worker processes if the system can."""
+    made = Pool if (CAN_ISOLATE if isolated is None else isolated) else InProcess
+    return made(backend, limits)
 
 
 def _check_possible(backend: Backend | None) -> None:

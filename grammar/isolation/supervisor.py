@@ -321,15 +321,16 @@ class Supervisor:
             worker.has_begun = False
             try:
                 # One that says what it was not asked for, or is dead, gets none.
-                worker.end.recv(1, socket.MSG_PEEK)
-            except BlockingIOError:
-                with contextlib.suppress(ConnectionError):
+                if _is_silent(worker.end):
                     channel.send_body(worker.end, body)
                     # So that the next one need not wait for a fork.
                     self._fork_spare()
                     return worker
             except ConnectionError:
                 pass
+            except OSError:
+                self._kill(worker)
+                raise
             self._kill(worker)
 
     def _fork_spare(self) -> None:
@@ -432,6 +433,14 @@ class Supervisor:
         link.gone.set_result(cause)
         for worker in [*link.workers.values()]:
             self._bury(worker, cause)
+
+
+def _is_silent(end: socket.socket) -> bool:
+    try:
+        end.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    return False
 
 
 async def _wait(

@@ -11,7 +11,7 @@ import asyncio
 from overlap_spec.errors import EngineUnavailable, GrammarError, QueueFull
 from overlap_spec.grammar.isolation.jobs import Read
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
-from overlap_spec.grammar.isolation.pool import Pool
+from overlap_spec.grammar.isolation.pool import make_pool
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.shares import HOLDER
 
@@ -34,7 +34,7 @@ class GrammarReader:
     """Runs calls that make grammars in workers, which are kept for the next call."""
 
     def __init__(self) -> None:
-        self._pool = Pool(None, LIMITS)
+        self._pool = make_pool(None, LIMITS)
 
     def warm(self) -> None:
         """Start a worker for the first call, which would wait for it."""
