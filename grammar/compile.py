@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 import time
 import weakref
@@ -16,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from overlap_spec.errors import ConfigError, GrammarError
+from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import distinct_matcher, reasoning_matcher
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
 from overlap_spec.grammar.isolation.check import is_best_effort
-from overlap_spec.grammar.isolation.executor import Executor, InProcess
+from overlap_spec.grammar.isolation.jobs import Check, Compile, MakeStates
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
-from overlap_spec.grammar.isolation.pool import Pool
+from overlap_spec.grammar.isolation.pool import make_pool
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.state_table import StateTable
 from overlap_spec.memory import MemoryCeiling, trim
@@ -108,9 +107,8 @@ class GrammarCompiler:
         self._counts = Counter[str]()
         self._failures = Counter[str]()
         self._compile_ms = deque[float](maxlen=TIMINGS)
-        self._executor = _executor(backend, isolated, limits or CompileLimits())
-        stop = self._executor.stop if isinstance(self._executor, Pool) else self._executor.close
-        self._finalizer = weakref.finalize(self, stop)
+        self._executor = make_pool(backend, limits or CompileLimits(), isolated)
+        self._finalizer = weakref.finalize(self, self._executor.stop)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """The compiled grammar, from the cache if it is there; blocks until it is ready.
@@ -161,7 +159,7 @@ class GrammarCompiler:
             A future of why the text is invalid, or of None; it raises :class:`CompileFailure` if
             the check fails. No future if the grammar enforces its whole schema.
         """
-        return self._executor.check(grammar, text) if is_best_effort(grammar) else None
+        return self._executor.submit(Check(grammar, text)) if is_best_effort(grammar) else None
 
     def warm(self) -> None:
         """Start the workers in advance, so that the first grammar does not wait for them."""
@@ -266,9 +264,9 @@ class GrammarCompiler:
             self._counts["compiles"] += 1
             pending = self._pending[key] = _PendingCompile(key, time.perf_counter_ns(), [waiter])
             apart = replace(key[0], apart=key[0].kind in ("json_schema", "json_object"))
-            inner = pending.inner = self._executor.submit(apart, holder)
+            inner = pending.inner = self._executor.submit(Compile(apart), holder)
             if self.makes_states:
-                pending.states = self._executor.states(apart, holder)
+                pending.states = self._executor.submit(MakeStates(apart), holder)
             inner.add_done_callback(lambda done: self._land(pending, done))
         waiter.add_done_callback(lambda done: self._leave(pending, done))
 
@@ -378,18 +376,6 @@ class GrammarCompiler:
 def _size(compiled: CompiledGrammar) -> int:
     table = compiled.states
     return compiled.memory_bytes + (sum(part.nbytes for part in table) if table else 0)
-
-
-def _executor(backend: Backend, isolated: bool | None, limits: CompileLimits) -> Executor:
-    can = sys.platform == "linux"
-    if isolated and not can:
-        raise ConfigError(
-            f"grammars cannot be compiled in worker processes on {sys.platform}: "
-            "compile in this process (isolated=False)"
-        )
-    if isolated or (isolated is None and can):
-        return Pool(backend, limits)
-    return InProcess(backend, limits.time_s)
 
 
 def _percentiles(values: Iterable[float]) -> dict[str, float] | None:

@@ -167,9 +167,67 @@ class Places:
         self._free += 1
 
 
+class Lane:
+    """Places that are shared out by holder, and waited for in turns.
+
+    Args:
+        most: Places; see :func:`has_room`.
+        most_waiting: How many may wait for one, shared out as well, of each kind.
+    """
+
+    def __init__(self, most: int, most_waiting: int) -> None:
+        self.busy, self._most_waiting = Shares(most), most_waiting
+        self._waiting: FairQueue[_Waiter] = FairQueue(lambda waiter: waiter.holder)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def has_room(self, holder: str) -> bool:
+        """Whether the holder would get a place at once."""
+        return self.busy.has_room(holder)
+
+    async def take(self, holder: str, kind: object = None) -> bool:
+        """Wait for a place; False if too many wait for one."""
+        waiting = Counter(one.holder for one in self._waiting if one.kind == kind)
+        if not self.has_room(holder) and not has_room(waiting, holder, self._most_waiting):
+            return False
+        waiter = _Waiter(holder, kind)
+        self._waiting.append(waiter)
+        self._call()
+        try:
+            await waiter.called
+        except asyncio.CancelledError:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            elif not waiter.called.cancelled() and waiter.called.exception() is None:
+                self.give(holder)
+            raise
+        return True
+
+    def give(self, holder: str) -> None:
+        """Give a place back."""
+        self.busy.add(holder, -1)
+        self._call()
+
+    def refuse(self, error: Exception) -> None:
+        """Let all that wait meet an error."""
+        while len(self._waiting):
+            called = self._waiting.popleft().called
+            if not called.done():
+                called.set_exception(error)
+
+    def _call(self) -> None:
+        while line := self._waiting.line(self.has_room):
+            waiter = line[0]
+            self._waiting.take(waiter)
+            if not waiter.called.done():
+                self.busy.add(waiter.holder)
+                waiter.called.set_result(None)
+
+
 class _Waiter:
     """One that waits for a place."""
 
-    def __init__(self, holder: str) -> None:
-        self.holder = holder
+    def __init__(self, holder: str, kind: object = None) -> None:
+        self.holder, self.kind = holder, kind
         self.called: asyncio.Future[None] = asyncio.get_running_loop().create_future()

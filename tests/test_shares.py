@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from overlap_spec.shares import FairQueue, Places, Shares
+from overlap_spec.shares import FairQueue, Lane, Places, Shares
 
 
 def test_one_alone_may_have_all() -> None:
@@ -88,6 +88,48 @@ async def _served() -> list[str]:
     # All places are free again.
     await asyncio.wait_for(places.take("c"), 5)
     return order
+
+
+async def _queued() -> tuple[list[str], list[bool]]:
+    lane, order = Lane(1, 2), list[str]()
+
+    async def one(holder: str, kind: str) -> bool:
+        if not await lane.take(holder, kind):
+            return False
+        order.append(holder)
+        await asyncio.sleep(0)
+        lane.give(holder)
+        return True
+
+    # One has the place, two wait and a third may not; what is of another kind waits apart.
+    asks = [("a", "x"), ("a", "x"), ("a", "x"), ("a", "x"), ("a", "y")]
+    tasks = [asyncio.create_task(one(*ask)) for ask in asks]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    served = [task for task in tasks if not task.cancelling()]
+    done = list(await asyncio.gather(*served))
+    assert (lane.busy.total, len(lane)) == (0, 0)
+    return order, done
+
+
+def test_a_lane_is_bounded_and_what_leaves_it_takes_no_place() -> None:
+    assert asyncio.run(_queued()) == (["a"] * 3, [True, True, False, True])
+
+
+async def _refused() -> None:
+    lane = Lane(1, 1)
+    assert await lane.take("a")
+    waits = asyncio.create_task(lane.take("a"))
+    await asyncio.sleep(0)
+    lane.refuse(RuntimeError("no"))
+    with pytest.raises(RuntimeError, match="no"):
+        await waits
+    lane.give("a")
+    assert await lane.take("b")
+
+
+def test_those_that_wait_can_be_refused() -> None:
+    asyncio.run(_refused())
 
 
 def test_places_are_given_in_turns() -> None:

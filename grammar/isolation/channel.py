@@ -6,24 +6,20 @@ other. Bodies travel as file descriptors of memory files and are read without wa
 
 from __future__ import annotations
 
-import array
 import json
 import os
 import socket
 import stat
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 HEADER_BYTES = 1 << 16
-RIGHTS_BYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """A received message: plain data, and a file descriptor that the receiver now owns, or -1."""
 
     header: dict[str, Any]
-    fd: int = -1
+    fd: int
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -40,23 +36,15 @@ def send(end: socket.socket, fd: int = -1, /, **header: Any) -> None:
     data = json.dumps(header, ensure_ascii=False).encode(errors="replace")
     if len(data) > HEADER_BYTES:
         raise ValueError(f"a header of {len(data)} bytes")
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd >= 0 else []
-    end.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+    socket.send_fds(end, [data], [fd] if fd >= 0 else [], socket.MSG_NOSIGNAL)
 
 
 def send_body(end: socket.socket, body: bytes, /, **header: Any) -> None:
-    """Send a header and a body of any size.
-
-    Raises:
-        OSError: as `send`.
-    """
-    fd = os.memfd_create("grammar")
-    try:
-        with os.fdopen(fd, "wb", closefd=False) as file:
-            file.write(body)
-        send(end, fd, **header)
-    finally:
-        os.close(fd)
+    """Send a header and a body of any size; raises OSError, as `send`."""
+    with os.fdopen(os.memfd_create("grammar"), "wb") as file:
+        file.write(body)
+        file.flush()
+        send(end, file.fileno(), **header)
 
 
 def receive(end: socket.socket) -> Message | None:
@@ -67,24 +55,18 @@ def receive(end: socket.socket) -> Message | None:
         ValueError: what was sent is no message.
     """
     try:
-        data, rights, _, _ = end.recvmsg(HEADER_BYTES, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+        data, fds, *_ = socket.recv_fds(end, HEADER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
         # The other side ended with our messages unread; its last messages are still here.
-        data, rights, _, _ = end.recvmsg(HEADER_BYTES, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+        data, fds, *_ = socket.recv_fds(end, HEADER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     if not data:
         return None
-    fds = array.array("i")
-    for _, _, raw in rights:
-        fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
     message = Message({}, fds[0] if fds else -1)
     try:
-        header = json.loads(data)
-    except (ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict):
+        message.header.update(json.loads(data))
+    except (ValueError, TypeError, RecursionError):
         drop_body(message)
-        raise ValueError("the message is no JSON object")
-    message.header.update(header)
+        raise ValueError("the message is no JSON object") from None
     return message
 
 

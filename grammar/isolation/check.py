@@ -6,22 +6,10 @@ holds the interpreter lock, and schemas may nest to any depth.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
-import pickle
-import subprocess
-import sys
 from decimal import Decimal
 from typing import Any
 
-from overlap_spec.children import (
-    OUTSIDE,
-    end_with,
-    is_stopped,
-    without_secrets,
-)
-from overlap_spec.grammar.isolation.limits import CompileFailure
 from overlap_spec.grammar.reasoning import answer_of
 from overlap_spec.grammar.source import json_path
 from overlap_spec.grammar.spec import Grammar
@@ -29,10 +17,6 @@ from overlap_spec.grammar.tool_stream import parse_reply
 
 MOST_CHARACTERS = 500
 MOST_DIGITS = 400
-START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from overlap_spec.grammar.isolation.check import main; main(int(sys.argv[2]))"
-)
 
 
 def is_best_effort(grammar: Grammar) -> bool:
@@ -88,60 +72,3 @@ def _number(text: str) -> int | Decimal:
     # JSON Schema counts 1.0 as an integer; 1e999999999 as an int would fill the memory.
     is_whole = exact.adjusted() < MOST_DIGITS and exact == exact.to_integral_value()
     return int(exact) if is_whole else exact
-
-
-def violation_elsewhere(grammar: Grammar, text: str, time_s: float) -> str | None:
-    """As `violation`, in a new process, for executors without workers.
-
-    One whose process is killed or stopped from outside is made again, once.
-
-    Raises:
-        CompileFailure: it took longer than `time_s`, or the check is impossible.
-    """
-    body = pickle.dumps((dataclasses.replace(grammar, output=None), text))
-    what = f"the {grammar.kind} grammar cannot check its output"
-    for _ in range(2):
-        try:
-            done = _run(body, time_s)
-        except _TakesLong:
-            late = f"{what}: it took longer than {time_s:g} s"
-            raise CompileFailure(late, "timeout", grammar.kind) from None
-        if done is not None and -done.returncode not in OUTSIDE:
-            break
-    else:
-        lost = f"{what}: its process was killed or stopped, for the second time; try again later"
-        raise CompileFailure(lost, "unavailable", grammar.kind)
-    if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise CompileFailure(f"{what}: {last}", "crash", grammar.kind)
-    try:
-        found = json.loads(done.stdout)
-    except ValueError as error:
-        raise CompileFailure(f"{what}: its answer is no JSON: {error}", "crash") from None
-    return None if found is None else str(found)[:MOST_CHARACTERS]
-
-
-class _TakesLong(Exception):
-    """A check that ran is over its time."""
-
-
-def _run(body: bytes, time_s: float) -> subprocess.CompletedProcess[bytes] | None:
-    """Check in a new process; None if it was stopped."""
-    command = [sys.executable, "-c", START, json.dumps(sys.path), str(os.getpid())]
-    pipe, clean = subprocess.PIPE, without_secrets(os.environ)
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=clean) as process:
-        try:
-            out, err = process.communicate(body, time_s)
-        except subprocess.TimeoutExpired:
-            if is_stopped(process.pid):
-                return None
-            raise _TakesLong from None
-        finally:
-            process.kill()
-        return subprocess.CompletedProcess(command, process.returncode, out, err)
-
-
-def main(parent: int) -> None:
-    """Entry point of the new process; reads standard input, writes standard output."""
-    end_with(parent)
-    sys.stdout.write(json.dumps(violation(*pickle.load(sys.stdin.buffer))))

@@ -1,7 +1,7 @@
 """The process that forks workers.
 
 It loads the grammar library and builds the backend once; a fork has both immediately, while a new
-process would need seconds. It never compiles and has no threads, so forking is safe. As the parent
+process would need seconds. It does no job and has no threads, so forking is safe. As the parent
 of all workers it alone kills and reaps them, so that a reused process id is never mistaken.
 
 `main` runs in a new interpreter with the arguments `SOCKET SETUP PARENT [full]`: file descriptors
@@ -19,8 +19,8 @@ import selectors
 import signal
 import socket
 import sys
-from dataclasses import dataclass
 from types import FrameType
+from typing import NamedTuple
 
 from overlap_spec.children import can_take, end_with
 from overlap_spec.grammar.contract import Backend
@@ -28,6 +28,7 @@ from overlap_spec.grammar.import_stubs import import_light
 from overlap_spec.grammar.isolation import worker
 from overlap_spec.grammar.isolation.channel import Message, receive, send
 from overlap_spec.grammar.isolation.limits import CompileLimits
+from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 STDERR_BYTES = 2000
@@ -35,24 +36,16 @@ STDERR_BYTES = 2000
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What a fork server needs to start.
-
-    Args:
-        module, name: Of the backend's class.
-        vocabulary: To build the backend for.
-        limits: Of its workers.
-    """
+class Setup(NamedTuple):
+    """What a fork server builds, and the limits of its workers; without a vocabulary no backend."""
 
     module: str
     name: str
-    vocabulary: Vocabulary
+    vocabulary: Vocabulary | None
     limits: CompileLimits
 
 
-@dataclass(frozen=True)
-class ForkedWorker:
+class ForkedWorker(NamedTuple):
     """A forked worker: its number, and the descriptor of the file with its output."""
 
     number: int
@@ -62,7 +55,7 @@ class ForkedWorker:
 class ForkServer:
     """Forks, kills and reaps workers on request."""
 
-    def __init__(self, end: socket.socket, backend: Backend, limits: CompileLimits) -> None:
+    def __init__(self, end: socket.socket, backend: Backend | None, limits: CompileLimits) -> None:
         self.end, self.backend, self.limits = end, backend, limits
         self.workers: dict[int, ForkedWorker] = {}
         self.wake_reader, self.wake_writer = socket.socketpair()
@@ -127,7 +120,7 @@ class ForkServer:
             os.dup2(output, 1)
             os.dup2(output, 2)
             end = socket.socket(fileno=fd)
-            worker.serve(end, self.backend, self.limits.memory_bytes, self.limits.result_bytes)
+            worker.serve(end, self.backend, self.limits)
             status = 0
         except BaseException as error:
             os.write(2, f"{type(error).__name__}: {error}".encode())
@@ -166,8 +159,8 @@ def _ignore(_signal: int, _frame: FrameType | None) -> None:
     """Handle a signal that only has to wake the loop."""
 
 
-def build(setup: Setup, light: bool) -> Backend:
-    """Import the library and build the backend.
+def build(setup: Setup, light: bool) -> Backend | None:
+    """Import and build what workers are forked with.
 
     Args:
         setup: What to build.
@@ -176,17 +169,20 @@ def build(setup: Setup, light: bool) -> Backend:
     Raises:
         RuntimeError: the library started threads, so that forking is not safe.
     """
+    if setup.vocabulary is None:
+        # Imports what reading a source needs.
+        Grammar.json_schema("{}")
+        return None
     module = import_light(setup.module) if light else importlib.import_module(setup.module)
     backend = getattr(module, setup.name)(setup.vocabulary)
+    assert isinstance(backend, Backend)
     backend.warm()
-    # What tables of states look tokens up in.
-    _ = backend.vocabulary.by_text
-    # Computed before the fork, so that workers share them.
-    _ = setup.vocabulary.text_row, setup.vocabulary.stop_row
+    # Computed before the fork, so that workers share them: what tables of states look tokens up in,
+    # and rows.
+    _ = backend.vocabulary.by_text, setup.vocabulary.text_row, setup.vocabulary.stop_row
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         raise RuntimeError(f"{setup.module}:{setup.name} started {threads - 1} threads")
-    assert isinstance(backend, Backend)
     return backend
 
 

@@ -1,478 +1,466 @@
-"""Schedules grammars on workers, enforces their time limits and collects their results.
+"""Does jobs in workers, a task each: waits for its turn, enforces its limits, and reads its answer.
 
-One thread does it all. It sleeps until an event and holds the interpreter lock for microseconds;
-compiled grammars are deserialised on separate threads.
+One thread runs it. It sleeps until an event and holds the interpreter lock for microseconds;
+answers are read on separate threads.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import dataclasses
 import itertools
 import pickle
-import selectors
 import signal
 import socket
 import time
-from collections import Counter, deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 from overlap_spec.children import OUTSIDE, is_stopped
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation import channel
-from overlap_spec.grammar.isolation.answers import Answer, read_answer
 from overlap_spec.grammar.isolation.channel import Message
-from overlap_spec.grammar.isolation.fork_server_link import ForkServerLink
-from overlap_spec.grammar.isolation.limits import CompileLimits
-from overlap_spec.grammar.isolation.work_items import CompileWorker, WorkItem
-from overlap_spec.grammar.isolation.worker import means_out_of_memory
-from overlap_spec.grammar.state_table import StateTable
-from overlap_spec.shares import FairQueue, has_room
+from overlap_spec.grammar.isolation.jobs import Job, means_out_of_memory
+from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits, FailureKind
+from overlap_spec.grammar.isolation.link import ForkServerLink, Worker
+from overlap_spec.grammar.isolation.worker import Answer, read_answer
+from overlap_spec.shares import Lane
 
 # After so long, a fork server that is not ready is given up, and, with a ready one, a worker that
-# has not started on its item.
+# has not started on its job.
 READY_S, START_S = 60.0, 5.0
 # How often processes are looked at while there is work.
 LOOK_S = 1.0
 LOADERS = 2
+SIMPLIFY = "simplify it (long repetitions are the usual cause)"
+
+
+class Failed(Exception):
+    """A job has failed: the kind and the reason of its `CompileFailure`."""
+
+    def __init__(self, kind: FailureKind, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+class _Lost(Exception):
+    """A worker of fork server ``by`` was lost, which is not its job's fault."""
+
+    def __init__(self, reason: str, by: ForkServerLink, with_server: bool = False) -> None:
+        super().__init__(reason)
+        self.by, self.with_server = by, with_server
+
+
+class _Outgrown(Exception):
+    """A job turned out long, and starts again when it has a place among the long ones."""
+
+
+@dataclass(eq=False)
+class Ask:
+    """A job, who asks for it, and the future of its result."""
+
+    job: Job
+    holder: str
+    future: Future[Any]
+    lane: Lane | None = None
+
+    def fail(self, kind: FailureKind, reason: str) -> None:
+        """Set a `CompileFailure`."""
+        self.raises(CompileFailure(f"{self.job.failed}: {reason}", kind, self.job.param))
+
+    def raises(self, error: BaseException) -> None:
+        """Set an error, unless the future was cancelled."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
 
 
 class Supervisor:
-    """Queues and workers; only its thread may touch them, except the mailboxes and `snapshot`.
+    """Lanes and workers; only its loop's thread may touch them, except `snapshot`.
 
-    Attributes:
-        inbox, cancelled: Mailboxes of new and of cancelled work items; any thread appends.
-        has_ended: The thread no longer reads the mailboxes.
-        wakes: Sockets that wake the thread, reader and writer; set before it starts.
+    Args:
+        backend: What workers compile with; None for jobs that need none.
+        limits: Of a job and of all.
     """
 
-    def __init__(self, backend: Backend, limits: CompileLimits) -> None:
+    def __init__(self, backend: Backend | None, limits: CompileLimits) -> None:
         self.backend, self.limits = backend, limits
-        self.inbox: deque[WorkItem] = deque()
-        self.cancelled: deque[WorkItem] = deque()
-        self.has_ended = False
-        self.wakes: tuple[socket.socket, socket.socket] | None = None
-        self.fast: FairQueue[WorkItem] = FairQueue(lambda item: item.holder)
-        self.long: FairQueue[WorkItem] = FairQueue(lambda item: item.holder)
-        self.workers: dict[int, CompileWorker] = {}
+        self.quick = Lane(limits.fast_running, limits.fast_waiting)
+        self.slow = Lane(limits.long_running, limits.long_waiting)
+        self.tasks: dict[Ask, asyncio.Task[None]] = {}
+        self.idle: list[Worker] = []
         self.link: ForkServerLink | None = None
-        self.link_since_s = self.ready_s = 0.0
         self.numbers = itertools.count()
         self.forked = self.killed = 0
 
-    def wake(self) -> None:
-        """Make the thread read its mailboxes; from any thread."""
-        # If the write fails, the thread is awake already or has ended.
-        with contextlib.suppress(OSError):
-            if self.wakes is not None:
-                self.wakes[1].send(b"\0", socket.MSG_DONTWAIT)
-
     def snapshot(self) -> dict[str, Any]:
-        """Queues and workers as plain data; from any thread, hence approximate."""
-        busy = [worker for worker in list(self.workers.values()) if worker.item]
+        """Lanes and workers as plain data; from any thread, hence approximate."""
         link = self.link
         return {
             "isolated": True,
             "fork_server_pid": link.process.pid if link else None,
-            "workers": len(self.workers),
-            "fast_running": sum(not worker.is_long for worker in busy),
-            "long_running": sum(worker.is_long for worker in busy),
-            "fast_waiting": len(self.fast) + len(self.inbox),
-            "long_waiting": len(self.long),
+            "workers": len(link.workers) if link else 0,
+            "fast_running": self.quick.busy.total,
+            "long_running": self.slow.busy.total,
+            "fast_waiting": len(self.quick),
+            "long_waiting": len(self.slow),
             "workers_forked": self.forked,
             "workers_killed": self.killed,
         }
 
-    def refuse_all(self) -> None:
-        """Fail all waiting items; from any thread, once `has_ended` is set."""
-        for queue in (self.fast, self.long, self.inbox):
-            with contextlib.suppress(IndexError):
-                while True:
-                    queue.popleft().fail("closed", "the engine was closed before its turn came")
-
-    def run(self, is_wanted: Callable[[], bool]) -> None:
-        """The thread's main loop; runs as long as `is_wanted`."""
-        assert self.wakes is not None
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(self.wakes[0], selectors.EVENT_READ, None)
+    async def run(self, is_over: asyncio.Event) -> None:
+        """Start in advance what the first job needs, and serve until it is over."""
         self.loaders = ThreadPoolExecutor(LOADERS, "grammar-load")
-        # While the fork server does the same.
-        self.loaders.submit(self.backend.warm)
-        try:
-            while is_wanted():
-                self._take_mail()
-                self._schedule()
-                for key, _ in self.selector.select(self._patience_s()):
-                    self._handle(key.data)
-                self._expire()
-        finally:
-            self._shut()
+        if self.backend is not None:
+            # While the fork server does the same.
+            self.loaders.submit(self.backend.warm)
+        self._fork_spare()
+        await is_over.wait()
 
-    def _shut(self) -> None:
-        for worker in self.workers.values():
-            worker.end.close()
-            if worker.item:
-                worker.item.fail("closed", "the engine was closed")
-        self.workers.clear()
+    async def end(self) -> None:
+        """End all jobs and processes."""
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
         if self.link:
-            self.link.close()
-            self.link = None
+            self._lose(self.link, "the engine was closed")
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            await task
         self.loaders.shutdown(wait=True)
-        self.selector.close()
-        assert self.wakes is not None
-        for wake in self.wakes:
-            wake.close()
-        self.has_ended = True
-        self.refuse_all()
 
-    def _take_mail(self) -> None:
-        while self.inbox:
-            item = self.inbox.popleft()
-            # A table that waits takes no grammar's place.
-            waiting = Counter(one.holder for one in self.fast if one.states == item.states)
-            if has_room(waiting, item.holder, self.limits.fast_waiting):
-                self.fast.append(item)
-            else:
-                item.fail("busy", "too many grammars are waiting; try again later")
-        while self.cancelled:
-            item = self.cancelled.popleft()
-            for queue in (self.fast, self.long):
-                if item in queue:
-                    queue.remove(item)
-            for worker in list(self.workers.values()):
-                if worker.item is item:
-                    self._kill(worker)
+    def begin(self, ask: Ask) -> None:
+        """Start to do a job."""
+        task = self.tasks[ask] = asyncio.create_task(self._do(ask))
+        task.add_done_callback(lambda _: self._done(ask))
 
-    # Scheduling.
+    def leave(self, ask: Ask) -> None:
+        """Stop a job whose future was cancelled."""
+        if ask in self.tasks:
+            self.tasks[ask].cancel()
 
-    def _schedule(self) -> None:
-        for queue, is_long in ((self.fast, False), (self.long, True)):
-            while (item := self._next(queue, is_long)) and self._give(queue, item, is_long):
-                continue
-        # Fork a spare worker while the others are busy, so that no grammar waits for a fork.
-        if all(worker.item for worker in self.workers.values()):
-            self._fork()
+    def _done(self, ask: Ask) -> None:
+        task = self.tasks.pop(ask)
+        if task.cancelled():
+            ask.fail("closed", "the engine was closed")
+        elif error := task.exception():
+            ask.fail("crash", f"{type(error).__name__}: {error}")
 
-    def _next(self, queue: FairQueue[WorkItem], is_long: bool) -> WorkItem | None:
-        """The item whose turn it is, of the holders who may run one more."""
-        line = queue.line(lambda holder: self._may_run(holder, is_long))
-        return line[0] if line else None
-
-    def _may_run(self, holder: str, is_long: bool) -> bool:
-        limits, workers = self.limits, self.workers.values()
-        busy = Counter(one.item.holder for one in workers if one.item and one.is_long == is_long)
-        return has_room(busy, holder, limits.long_running if is_long else limits.fast_running)
-
-    def _give(self, queue: FairQueue[WorkItem], item: WorkItem, is_long: bool) -> bool:
-        for worker in [worker for worker in self.workers.values() if worker.item is None]:
-            if self._send(worker, queue, item, is_long):
-                return True
-        new = self._fork()
-        return new is not None and self._send(new, queue, item, is_long)
-
-    def _send(
-        self, worker: CompileWorker, queue: FairQueue[WorkItem], item: WorkItem, is_long: bool
-    ) -> bool:
-        grammar = dataclasses.replace(item.grammar, output=None)
+    async def _do(self, ask: Ask) -> None:
         try:
-            channel.send_body(worker.end, pickle.dumps((grammar, item.text, item.states)))
-        except OSError:
-            # The worker died while idle; the grammar goes to another one.
-            self._kill(worker)
-            return False
-        queue.take(item)
-        worker.item, worker.is_long = item, False
-        worker.given_s, worker.started_s = time.monotonic(), None
-        if is_long:
-            self._make_long(worker)
-        return True
-
-    def _make_long(self, worker: CompileWorker) -> None:
-        worker.is_long = worker.is_slow = True
-        self._order(ForkServerLink.slow, worker)
-
-    def _fork(self) -> CompileWorker | None:
-        try:
-            if self.link is None:
-                self.link = ForkServerLink(self.backend, self.limits)
-                self.link_since_s = time.monotonic()
-                self.selector.register(self.link.end, selectors.EVENT_READ, self.link)
-            number = next(self.numbers)
-            worker = CompileWorker(number, self.link.fork(number))
+            answer, message = await self._answer(ask)
+            if answer.answer != "done":
+                raise self._error(answer)
+            try:
+                self.loaders.submit(self._load, ask, message)
+            except RuntimeError:
+                channel.drop_body(message)
+                raise Failed("closed", "the interpreter is ending") from None
+        except GrammarError as error:
+            ask.raises(error)
+        except Failed as error:
+            ask.fail(error.kind, str(error))
         except OSError as error:
-            self._blame_link(error)
-            return None
+            ask.fail("unavailable", f"{type(error).__name__}: {error}; try again later")
+
+    def _load(self, ask: Ask, message: Message) -> None:
+        """Read an answer, on a loader's thread."""
+        try:
+            body = channel.read_body(message, self.limits.result_bytes)
+            result = ask.job.read(self.backend, body)
+        except GrammarError as error:
+            ask.raises(error)
+        except MemoryError:
+            ask.fail("no_memory", "this process has none left to read its result")
+        except Exception as error:
+            ask.fail("crash", f"its result cannot be read: {type(error).__name__}: {error}")
+        else:
+            if ask.future.set_running_or_notify_cancel():
+                ask.future.set_result(result)
+
+    def _error(self, answer: Answer) -> Exception:
+        """The error of a job that its worker could not do."""
+        match answer.answer:
+            case "refused":
+                return GrammarError(answer.message, answer.param)
+            case "out_of_memory" | "no_memory":
+                return self._lack(answer.answer == "out_of_memory")
+            case "too_large":
+                most = self.limits.result_bytes / 2**20
+                return Failed("out_of_memory", f"its compiled form takes more than {most:g} MiB")
+        return Failed("crash", answer.message)
+
+    def _lack(self, is_its_own: bool) -> Failed:
+        """The error of a job that met its own limit of memory, or the machine's."""
+        most = f"{self.limits.memory_bytes / 2**20:g} MiB of memory"
+        if is_its_own:
+            return Failed("out_of_memory", f"it took more than {most}; {SIMPLIFY}")
+        reason = f"the machine has less than the {most} that it may take; try again later"
+        return Failed("no_memory", reason)
+
+    # What befalls a job.
+
+    async def _answer(self, ask: Ask) -> tuple[Answer, Message]:
+        """A worker's answer to a job, which is given to another one if its worker is lost, once."""
+        # The fork server under which a worker was lost with the job.
+        lost_by: ForkServerLink | None = None
+        try:
+            await self._move(ask, self.quick, "too many grammars are waiting; try again later")
+            while True:
+                try:
+                    return await self._attempt(ask)
+                except _Outgrown:
+                    crowded = "it takes long, and too many such wait; try again later"
+                    await self._move(ask, self.slow, crowded)
+                except _Lost as lost:
+                    for idle in [*self.idle]:
+                        # What befell the one may have befallen them.
+                        self._kill(idle)
+                    # A worker and then its fork server are one event, not two.
+                    if lost_by is not None and not (lost.with_server and lost.by is lost_by):
+                        again = f"{lost}, for the second time; try again later"
+                        raise Failed("unavailable", again) from None
+                    lost_by = lost.by
+        finally:
+            if ask.lane is not None:
+                ask.lane.give(ask.holder)
+
+    async def _move(self, ask: Ask, lane: Lane, crowded: str) -> None:
+        """Give an asker's place back, and wait for one in another lane."""
+        if ask.lane is not None:
+            ask.lane.give(ask.holder)
+            ask.lane = None
+        if not await lane.take(ask.holder, type(ask.job)):
+            raise Failed("busy", crowded)
+        ask.lane = lane
+
+    async def _attempt(self, ask: Ask) -> tuple[Answer, Message]:
+        worker, goes_on = self._give(ask.job), False
+        try:
+            heard = await self._hear_out(worker, ask)
+            goes_on = heard[0].goes_on and not worker.is_slow
+            return heard
+        except BaseException:
+            self._kill(worker)
+            raise
+        finally:
+            if goes_on and not worker.ended.done():
+                self.idle.append(worker)
+            else:
+                worker.close()
+                if self.link is not None:
+                    self._fork_spare()
+
+    async def _hear_out(self, worker: Worker, ask: Ask) -> tuple[Answer, Message]:
+        """What a worker answers to the job that it was given, within the limits of time."""
+        await _wait(None, None, worker.link.ready, worker.ended)
+        began = await self._hear(worker, time.monotonic() + START_S, starts=True)
+        if began is None:
+            raise _Lost(f"its worker did not start within {START_S:g} s", worker.link)
+        worker.pid, worker.has_begun = began[0].pid, True
+        limits, start_s = self.limits, time.monotonic()
+        if ask.lane is self.quick:
+            heard = await self._hear(worker, start_s + limits.first_s)
+            if heard is not None:
+                return heard
+            if limits.time_s > limits.fast_s:
+                if not self.slow.has_room(ask.holder):
+                    raise _Outgrown
+                await self._move(ask, self.slow, "")
+        worker.slow()
+        heard = await self._hear(worker, start_s + limits.time_s)
+        if heard is None:
+            raise Failed("timeout", f"it took longer than {limits.time_s:g} s; {SIMPLIFY}")
+        return heard
+
+    async def _hear(
+        self, worker: Worker, until_s: float, starts: bool = False
+    ) -> tuple[Answer, Message] | None:
+        """The next message of a worker; None if none has come by then.
+
+        Raises:
+            _Lost, Failed: no more comes of it, or what came is no answer.
+        """
+        while True:
+            is_open = True
+            try:
+                message = channel.receive(worker.end)
+                if message is not None:
+                    return read_answer(message, starts), message
+                # The fork server will report how it ended.
+                is_open = False
+            except BlockingIOError:
+                pass
+            except ValueError as error:
+                # No fault of a library looks so: whatever wrote this is not to go on.
+                told = f"its worker process sent what none sends: {error}"
+                raise Failed("crash", told) from None
+            if worker.ended.done():
+                raise self._cause(worker, worker.ended.result())
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return None
+            end = worker.end if is_open else None
+            if not await _wait(end, min(LOOK_S, left_s), worker.ended):
+                self._look(worker)
+
+    def _look(self, worker: Worker) -> None:
+        """See whether a worker or its fork server was stopped."""
+        if is_stopped(worker.link.process.pid):
+            self._lose(worker.link, "their fork server was stopped")
+        elif is_stopped(worker.pid):
+            raise _Lost("its worker process was stopped", worker.link)
+
+    # Processes.
+
+    def _give(self, job: Job) -> Worker:
+        """A worker that has the job now."""
+        body = pickle.dumps(job)
+        while True:
+            worker = self.idle.pop() if self.idle else self._fork()
+            worker.has_begun = False
+            try:
+                # One that says what it was not asked for, or is dead, gets none.
+                if _is_silent(worker.end):
+                    channel.send_body(worker.end, body)
+                    # So that the next one need not wait for a fork.
+                    self._fork_spare()
+                    return worker
+            except ConnectionError:
+                pass
+            except OSError:
+                self._kill(worker)
+                raise
+            self._kill(worker)
+
+    def _fork_spare(self) -> None:
+        if not self.idle:
+            # The next job is told.
+            with contextlib.suppress(Failed, _Lost, OSError):
+                self.idle.append(self._fork())
+
+    def _fork(self) -> Worker:
+        link = self.link
+        if link is None:
+            try:
+                link = self.link = ForkServerLink(self.backend, self.limits)
+            except OSError as error:
+                reason = f"compile workers cannot be started ({type(error).__name__}: {error})"
+                raise Failed("unavailable", reason) from None
+            link.attended = asyncio.create_task(self._attend(link))
+        try:
+            worker = link.fork(next(self.numbers))
+        except OSError as error:
+            # It may have reported the reason itself.
+            self._take_events(link)
+            self._lose(link, f"{type(error).__name__}: {error}")
+            raise link.gone.result() from None
         self.forked += 1
-        self.workers[number] = worker
-        self.selector.register(worker.end, selectors.EVENT_READ, worker)
         return worker
 
-    # Ending workers.
+    def _kill(self, worker: Worker) -> None:
+        if worker in self.idle:
+            self.idle.remove(worker)
+        if not worker.ended.done():
+            self.killed += 1
+            worker.order("kill")
+        worker.close()
 
-    def _forget(self, worker: CompileWorker) -> None:
-        if self.workers.pop(worker.number, None):
-            self._hush(worker)
-            worker.end.close()
-
-    def _hush(self, worker: CompileWorker) -> None:
-        with contextlib.suppress(KeyError):
-            self.selector.unregister(worker.end)
-
-    def _kill(self, worker: CompileWorker) -> None:
-        self._forget(worker)
-        self.killed += 1
-        self._order(ForkServerLink.kill, worker)
-
-    def _order(self, order: Callable[[ForkServerLink, int], None], worker: CompileWorker) -> None:
-        try:
-            if self.link:
-                order(self.link, worker.number)
-        except OSError as error:
-            self._blame_link(error)
-
-    def _blame_link(self, error: OSError) -> None:
-        link = self.link
-        if link:
-            # The fork server may have reported the reason itself.
+    async def _attend(self, link: ForkServerLink) -> None:
+        """Hear what a fork server tells, until it is lost."""
+        while not link.gone.done():
             self._take_events(link)
-        if self.link is link:
-            self._lose_link(f"{type(error).__name__}: {error}")
-
-    def _lose_link(self, reason: str) -> None:
-        """Drop a fork server that ended; its workers end with it."""
-        link, self.link = self.link, None
-        never_ready = link is None or not link.ready
-        what = "cannot be started" if never_ready else "ended"
-        text = f"compile workers {what} ({reason})"
-        if link:
-            with contextlib.suppress(KeyError):
-                self.selector.unregister(link.end)
-            link.close()
-        for worker in list(self.workers.values()):
-            self._forget(worker)
-            if worker.item and never_ready:
-                worker.item.fail("unavailable", text)
-            elif worker.item:
-                if link and worker.item.lost_by == link.process.pid:
-                    # The worker before it was lost with the same fork server: one event, not two.
-                    worker.item.lost_by = None
-                self._again(worker, worker.item, text, link)
-        if never_ready:
-            # Another one would fail too; the next grammar tries again.
-            for queue in (self.fast, self.long):
-                while queue:
-                    queue.popleft().fail("unavailable", text)
-
-    def _again(
-        self, worker: CompileWorker, item: WorkItem, reason: str, link: ForkServerLink | None
-    ) -> None:
-        """Give the item of a worker of `link` that was lost to a new one, once."""
-        for idle in [one for one in self.workers.values() if one.item is None]:
-            # What befell the one may have befallen them.
-            self._kill(idle)
-        if item.lost_by is not None:
-            item.fail("unavailable", f"{reason}, for the second time; try again later")
-        else:
-            item.lost_by = link.process.pid if link else 0
-            (self.long if worker.is_long else self.fast).put_back(item)
-
-    # Receiving.
-
-    def _handle(self, source: ForkServerLink | CompileWorker | None) -> None:
-        if source is None:
-            assert self.wakes is not None
-            self.wakes[0].recv(4096)
-        elif isinstance(source, CompileWorker):
-            self._listen(source)
-        elif source is self.link:
-            self._take_events(source)
+            if link.gone.done():
+                return
+            look_s = None if link.ready.done() else LOOK_S
+            if await _wait(link.end, look_s, link.gone) or link.ready.done():
+                continue
+            if is_stopped(link.process.pid):
+                self._lose(link, "their fork server was stopped")
+            elif time.monotonic() >= link.since_s + READY_S:
+                self._lose(link, f"not ready after {READY_S:g} s")
 
     def _take_events(self, link: ForkServerLink) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self.link is link:
-                event = link.event()
-                if event is None:
-                    self._lose_link("their fork server ended")
-                elif event["event"] == "ready":
-                    link.ready, self.ready_s = True, time.monotonic()
+            while not link.gone.done():
+                message = channel.receive(link.end)
+                if message is None:
+                    self._lose(link, "their fork server ended")
+                    return
+                event = message.header
+                if event["event"] == "ready":
+                    link.ready.set_result(None)
                 elif event["event"] == "broken":
-                    self._lose_link(event["message"])
-                elif event["number"] in self.workers:
-                    self._bury(
-                        self.workers[event["number"]],
-                        event["exit"],
-                        event["output"],
-                        event["room"],
-                    )
+                    self._lose(link, event["message"])
+                elif event["number"] in link.workers:
+                    self._bury(link.workers[event["number"]], event)
 
-    def _bury(self, worker: CompileWorker, code: int, output: str, room: bool) -> None:
-        """Handle a worker that ended; its last message may still be in the channel.
+    def _bury(self, worker: Worker, end: Exception | dict[str, Any]) -> None:
+        if not worker.ended.done():
+            worker.ended.set_result(end)
+        if worker in self.idle:
+            self._kill(worker)
 
-        Args:
-            room: Whether the machine has the memory that a compile may have.
-        """
-        self._listen(worker)
-        self._forget(worker)
-        item = worker.item
-        if item is None:
-            return
-        if worker.started_s is None or -code in OUTSIDE:
-            name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-            self._again(worker, item, f"its worker process was ended by {name}", self.link)
-            return
-        if means_out_of_memory(output):
-            self._fail_for_memory(item, "out_of_memory" if room else "no_memory")
-            return
+    def _cause(self, worker: Worker, end: Exception | dict[str, Any]) -> Exception:
+        """Why a worker answers no more; it has been heard to its end."""
+        if isinstance(end, Exception):
+            return end
+        code, output = end["exit"], end["output"]
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         said = f": {' '.join(output.split())[:300]}" if output.strip() else ""
-        item.fail("crash", f"its worker process ended with {how}{said}")
+        if not worker.has_begun or -code in OUTSIDE:
+            name = how.removeprefix("signal ")
+            return _Lost(f"its worker process was ended by {name}", worker.link)
+        if means_out_of_memory(output):
+            return self._lack(end["room"])
+        return Failed("crash", f"its worker process ended with {how}{said}")
 
-    def _listen(self, worker: CompileWorker) -> None:
-        try:
-            while worker.number in self.workers:
-                message = channel.receive(worker.end)
-                if message is None:
-                    # The fork server will report how it ended.
-                    self._hush(worker)
-                    return
-                self._take_answer(worker, message)
-        except BlockingIOError:
+    def _lose(self, link: ForkServerLink, reason: str) -> None:
+        """Drop a fork server that ended; its workers end with it."""
+        if link.gone.done():
             return
-        except ValueError as error:
-            # No fault of a library looks so: whatever wrote this is not to go on.
-            self._kill(worker)
-            if worker.item is not None:
-                worker.item.fail("crash", f"its worker process sent what none sends: {error}")
-
-    def _take_answer(self, worker: CompileWorker, message: Message) -> None:
-        item = worker.item
-        try:
-            told = read_answer(message, item)
-        except ValueError:
-            channel.drop_body(message)
-            raise
-        assert item is not None
-        answer = told.answer
-        if answer == "started":
-            worker.started_s, worker.pid = time.monotonic(), told.pid
-            return
-        worker.item = None
-        if not told.goes_on or worker.is_slow:
-            # Niceness cannot be lowered again: discard the worker, which ends with its channel.
-            self._forget(worker)
-        if answer in ("compiled", "rebuild", "states"):
-            try:
-                self.loaders.submit(self._load, item, message, told)
-            except RuntimeError:
-                channel.drop_body(message)
-                item.fail("closed", "the interpreter is ending")
-        elif answer == "checked":
-            item.gives(told.violation)
-        elif answer == "refused":
-            item.raises(GrammarError(told.message, told.param))
-        elif answer == "out_of_memory" or answer == "no_memory":
-            self._fail_for_memory(item, answer)
-        elif answer == "too_large":
-            most = self.limits.result_bytes / 2**20
-            item.fail("out_of_memory", f"its compiled form takes more than {most:g} MiB")
+        if self.link is link:
+            self.link = None
+        asyncio.get_running_loop().remove_reader(link.end)
+        was_ready = link.ready.done()
+        if link.close() or was_ready:
+            cause: Exception = _Lost(f"compile workers ended ({reason})", link, with_server=True)
         else:
-            item.fail("crash", told.message)
+            cause = Failed("unavailable", f"compile workers cannot be started ({reason})")
+            # Another one would fail too; the next job tries again.
+            for lane in (self.quick, self.slow):
+                lane.refuse(cause)
+        link.gone.set_result(cause)
+        for worker in [*link.workers.values()]:
+            self._bury(worker, cause)
 
-    def _fail_for_memory(self, item: WorkItem, kind: Literal["out_of_memory", "no_memory"]) -> None:
-        """Fail an item that met its own limit, or the machine's."""
-        most = f"{self.limits.memory_bytes / 2**20:g} MiB of memory"
-        if kind == "out_of_memory":
-            cause = "simplify it (long repetitions are the usual cause)"
-            item.fail(kind, f"it took more than {most}; {cause}")
-        else:
-            item.fail(
-                kind, f"the machine has less than the {most} that it may take; try again later"
-            )
 
-    def _load(self, item: WorkItem, message: Message, told: Answer) -> None:
-        """Deserialise a worker's result; on a loader thread."""
-        most = self.limits.result_bytes
-        try:
-            if told.answer == "states":
-                body, size = channel.read_body(message, most), self.backend.vocabulary.size
-                item.gives(StateTable.from_bytes(body, size))
-                return
-            if told.answer == "rebuild":
-                compiled = self.backend.rebuild(item.grammar)
-            else:
-                compiled = self.backend.deserialize(item.grammar, channel.read_body(message, most))
-            compiled.plan = told.plan.encode()
-        except GrammarError as error:
-            item.raises(error)
-        except MemoryError:
-            item.fail("no_memory", "this process has none left to read its compiled form")
-        except Exception as error:
-            item.fail("crash", f"it cannot be deserialised: {type(error).__name__}: {error}")
-        else:
-            item.gives(compiled)
+def _is_silent(end: socket.socket) -> bool:
+    try:
+        end.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    return False
 
-    # Time limits.
 
-    def _deadline_s(self, worker: CompileWorker) -> float:
-        if worker.started_s is None:
-            return max(worker.given_s, self.ready_s) + START_S
-        limits = self.limits
-        return worker.started_s + (limits.time_s if worker.is_long else limits.first_s)
+async def _wait(
+    end: socket.socket | None, most_s: float | None, *others: asyncio.Future[Any]
+) -> bool:
+    """Wait until a socket can be read or something else is done; False if the time is over."""
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
 
-    def _patience_s(self) -> float | None:
-        """Seconds until the next deadline; None if nothing runs."""
-        deadlines = [self._deadline_s(worker) for worker in self.workers.values() if worker.item]
-        if not deadlines and (self.fast or self.long):
-            # The workers are lost: start again at once.
-            return 0.0
-        if self.link and not self.link.ready:
-            deadlines.append(self.link_since_s + READY_S)
-        if not deadlines:
-            return None
-        return min(LOOK_S, max(0.0, min(deadlines) - time.monotonic()))
+    def hear() -> None:
+        if not readable.done():
+            readable.set_result(None)
 
-    def _expire(self) -> None:
-        now_s = time.monotonic()
-        link, busy = self.link, [worker for worker in self.workers.values() if worker.item]
-        if link and not link.ready and now_s >= self.link_since_s + READY_S:
-            self._lose_link(f"not ready after {READY_S:g} s")
-        elif link and (busy or not link.ready) and is_stopped(link.process.pid):
-            self._lose_link("their fork server was stopped")
-        for worker in list(self.workers.values()):
-            item = worker.item
-            if item is None:
-                continue
-            if is_stopped(worker.pid):
-                self._kill(worker)
-                self._again(worker, item, "its worker process was stopped", link)
-            elif now_s < self._deadline_s(worker):
-                continue
-            elif worker.started_s is None:
-                if link and link.ready:
-                    self._kill(worker)
-                    reason = f"its worker did not start within {START_S:g} s"
-                    self._again(worker, item, reason, link)
-            elif worker.is_long or self.limits.time_s <= self.limits.fast_s:
-                self._kill(worker)
-                item.fail(
-                    "timeout",
-                    f"it took longer than {self.limits.time_s:g} s; simplify it "
-                    "(long repetitions are the usual cause)",
-                )
-            else:
-                self._outgrow(worker, item)
-
-    def _outgrow(self, worker: CompileWorker, item: WorkItem) -> None:
-        """Handle a compile that turns out long: continue it, queue it, or refuse it."""
-        if self._may_run(item.holder, True):
-            self._make_long(worker)
-            return
-        self._kill(worker)
-        waiting = Counter(one.holder for one in self.long)
-        if has_room(waiting, item.holder, self.limits.long_waiting):
-            self.long.append(item)
-        else:
-            item.fail("busy", "it takes long, and too many such wait; try again later")
+    if end is not None:
+        loop.add_reader(end, hear)
+    try:
+        done, _ = await asyncio.wait(
+            {readable, *others}, timeout=most_s, return_when="FIRST_COMPLETED"
+        )
+        return bool(done)
+    finally:
+        if end is not None and end.fileno() >= 0:
+            loop.remove_reader(end)

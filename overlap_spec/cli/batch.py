@@ -311,7 +311,7 @@ async def application(flags: dict[str, Any], serving: dict[str, Any]) -> AsyncIt
     reader = app.state.service.constraints.reader
     try:
         async with engine:
-            await reader.warm()
+            reader.warm()
             yield app
     finally:
         await reader.close()

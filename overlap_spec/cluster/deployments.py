@@ -52,7 +52,7 @@ class EngineReplica:
         service: Service = self._app.state.service
         self._reader = service.constraints.reader
         await self._engine.start()
-        await self._reader.warm()
+        self._reader.warm()
         pages = (await self._engine.snapshot())["pages"]
         sample_tokens = len(self._engine.tokenizer.encode(SAMPLE))
         self._blocks = capacity_of(pages * plan.config.page_size, sample_tokens)

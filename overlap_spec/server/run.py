@@ -93,7 +93,7 @@ async def _serve(service: Service, server: Server, sockets: list[socket.socket])
     reader = service.constraints.reader
     try:
         async with service.engine:
-            await reader.warm()
+            reader.warm()
             # Imports what the first request would.
             Grammar.json_schema("{}")
             # What is here stays: the collector of reference cycles need not look at it again.

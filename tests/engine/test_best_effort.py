@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -26,7 +25,7 @@ from overlap_spec.server.protocol.text import GenerateBody
 from overlap_spec.server.sglang import SGLangFormatter
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Output, Verdict
-from tests.support.serving import shared_server, wait_for
+from tests.support.serving import children, shared_server
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 # No backend holds texts apart, and none reads a look-behind.
@@ -116,22 +115,35 @@ def test_a_check_whose_process_is_killed_twice_blames_no_text() -> None:
     with GrammarCompiler(
         load("reference")(vocabulary), isolated=False, limits=CompileLimits(time_s=30)
     ) as compiler:
-
-        def children() -> set[int]:
-            found = Path("/proc/self/task").glob("*/children")
-            return {int(pid) for file in found for pid in file.read_text().split()}
-
-        before = children()
+        before = set(children(os.getpid()))
         check = compiler.check(loose(HANGS), json.dumps("a" * 40))
         assert check is not None
-        for _ in range(2):
-            wait_for(lambda: children() - before, 20)
-            for pid in children() - before:
+        # The check is tried once more before it is given up.
+        while not check.done():
+            for pid in set(children(os.getpid())) - before:
                 os.kill(pid, signal.SIGKILL)
                 before.add(pid)
-        with pytest.raises(CompileFailure, match="killed or stopped") as caught:
+            time.sleep(0.02)
+        with pytest.raises(CompileFailure, match=r"ended .*for the second time") as caught:
             check.result(20)
         assert caught.value.kind == "unavailable"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_checks_start_no_interpreter_each() -> None:
+    """Compilers that compile in this process check in the workers of one fork server."""
+    vocabulary = Vocabulary((b"a", b""), 2, (1,))
+    backend = load("reference")(vocabulary)
+    before = set(children(os.getpid()))
+    with (
+        GrammarCompiler(backend, isolated=False) as one,
+        GrammarCompiler(backend, isolated=False) as other,
+    ):
+        for compiler in (one, other, one):
+            check = compiler.check(loose(WRONG), WRONG_TEXT)
+            assert check is not None
+            assert check.result(20) == WHY
+            assert len(set(children(os.getpid())) - before) == 1
 
 
 def test_a_closed_compiler_checks_nothing() -> None:

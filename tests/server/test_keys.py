@@ -19,7 +19,7 @@ from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
 from overlap_spec.server.keys import Keys
 from overlap_spec.server.settings import ServerSettings
-from tests.support.serving import FIXED, Server, wait_for
+from tests.support.serving import FIXED, Server, children, wait_for
 
 ANNA, BERT, ROOT = ({"Authorization": f"Bearer {key}"} for key in ("anna", "bert", "root"))
 ENDLESS = {"text": "go", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
@@ -169,8 +169,7 @@ def test_where_others_requests_stand_is_the_administrators_to_see(server: Server
 
 @needs_weights
 def test_children_know_no_secret(server: Server) -> None:
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-    pids = children.read_text().split()
+    pids = children(server.process.pid)
     assert len(pids) >= 2
     for pid in pids:
         environment = Path(f"/proc/{pid}/environ").read_bytes()

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -101,29 +100,17 @@ def test_a_reader_that_one_keeps_busy_reads_another_ones_schema(server: Server) 
     form = {"type": "json_schema", "json_schema": {"schema": {"properties": properties}}}
     good = {"messages": HI, "max_tokens": 1, "response_format": form}
     with asking(server, CHAT, [slow_schema(i) for i in range(16)], ANNA) as threads:
-        wait_for(lambda: len(readers(server)) >= 2, 20)
+        wait_for(lambda: len(server.readers()) >= 2, 20)
         assert post(server, CHAT, good, BERT).status_code == 200
         assert sum(thread.is_alive() for thread in threads) > 6
-
-
-def readers(server: Server) -> list[int]:
-    """The server's reader processes."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            ours = parent == server.process.pid
-            if ours and b"grammar_reader" in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-    return found
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_reader_that_is_lost_blames_no_grammar(server: Server, kind: signal.Signals) -> None:
     wait_for(lambda: server.state()["open"] == 0, 60)
-    for pid in readers(server):
+    for pid in server.readers():
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not readers(server), 10)
+    wait_for(lambda: not server.readers(), 10)
     replies: list[httpx.Response] = []
     thread = threading.Thread(
         target=lambda: replies.append(post(server, CHAT, slow_schema(100), BERT))
@@ -131,7 +118,7 @@ def test_a_reader_that_is_lost_blames_no_grammar(server: Server, kind: signal.Si
     thread.start()
     # The call is tried once more before it is given up.
     while thread.is_alive():
-        for pid in readers(server):
+        for pid in server.readers():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, kind)
         thread.join(0.2)

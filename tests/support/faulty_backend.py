@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import stat
+import struct
 import threading
 import time
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher
+from overlap_spec.grammar.isolation.channel import send_body
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 
@@ -81,7 +83,10 @@ class FaultyBackend(Backend):
             case "masks":
                 return Text(str(self.makes_masks), os.getpid())
             case "forge":
-                _forge(rest.encode())
+                forge(rest.encode())
+            case "forge-plan":
+                # A grammar that is rebuilt: how long its plan is, that it has no data, its plan.
+                forge(b"", struct.pack("<I?", 1, False) + b"]")
             case "swell":
                 return Text("x" * int(rest), os.getpid())
         return Text(grammar.source, os.getpid())
@@ -96,12 +101,16 @@ class FaultyBackend(Backend):
         return Text(grammar.source, os.getpid())
 
 
-def _forge(message: bytes) -> None:
-    """Send a message in the worker's name."""
+def forge(message: bytes, body: bytes | None = None) -> None:
+    """Send a message in the worker's name, or the body of what it has done."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                socket.socket(fileno=os.dup(fd)).send(message)
+                end = socket.socket(fileno=os.dup(fd))
+                if body is None:
+                    end.send(message)
+                else:
+                    send_body(end, body, answer="done", goes_on=False)
 
 
 class Homebound(FaultyBackend):

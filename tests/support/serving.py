@@ -38,6 +38,21 @@ PAIR: dict[str, Any] = {
 }
 
 
+def children(pid: int) -> list[int]:
+    """The children of a process, whichever thread has started them."""
+    found = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += [int(child) for child in file.read_text().split()]
+    return found
+
+
+def _forks_workers(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
 class Server:
     """``overlap-spec serve`` on a free port.
 
@@ -110,6 +125,11 @@ class Server:
         """The engine's state as of now."""
         state: dict[str, Any] = self.get("/server_info").json()["state"]
         return state
+
+    def readers(self) -> list[int]:
+        """The workers that read grammars for the front, those of the engine left out."""
+        forks = [pid for pid in children(self.process.pid) if _forks_workers(pid)]
+        return [worker for pid in forks for worker in children(pid)]
 
     def settle(self) -> None:
         """Wait until nothing runs, and check that no page is left over."""
