@@ -272,7 +272,6 @@ def main() -> int:
         socket.close(linger=5000)
         return 1
     with engine:
-        engine.compiler.warm()
         # While the compiler's processes start; later a request would wait for it.
         while engine.prepare_next():
             pass
