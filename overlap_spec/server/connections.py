@@ -77,6 +77,11 @@ class Rooms:
         else:
             self.shares.add(connection.address, -1)
 
+    def turned_away(self) -> None:
+        """Who asked a spare connection for something else has got :attr:`error`."""
+        if not self.only_probes:
+            self.refused()
+
     def _make_room(self, newcomer: Connection) -> bool:
         """Close an idle connection of who has most, and no fewer than the newcomer's address;
         whether there is one."""
@@ -140,7 +145,7 @@ class Connection(H11Protocol):
         self._head_timer = self.loop.call_later(self._settings.header_timeout_s, self._late)
         self.is_let_in = self._rooms.enter(self)
         if not self.is_let_in:
-            self.app = ProbesOnly(self.app, self._rooms.error, self._rooms.refused)
+            self.app = ProbesOnly(self.app, self._rooms.error, self._rooms.turned_away)
         if self._tls is not None and not transport.is_closing():
             transport.pause_reading()
             self._handshake = self.loop.create_task(self._secure(transport, self._tls))

@@ -33,4 +33,5 @@ class ProbesOnly:
         if is_probe(scope):
             await self._app(scope, receive, last)
         else:
+            self._refused()
             await error_response(self._otherwise, scope["path"])(scope, receive, last)

@@ -157,6 +157,12 @@ def test_long_heads_are_refused(server: Server) -> None:
         assert rest(client).startswith(b"HTTP/1.1 4")
 
 
+def refused(server: Server) -> float:
+    lines = server.get("/metrics").text.splitlines()
+    mark = "overlap_spec:connections_refused_total "
+    return next(float(x.removeprefix(mark)) for x in lines if x.startswith(mark))
+
+
 def test_idle_connections_make_room_for_requests(server: Server) -> None:
     with httpx.Client() as client, contextlib.ExitStack() as stack:
         assert client.get(server.url + "/health").status_code == 200
@@ -170,23 +176,24 @@ def test_idle_connections_make_room_for_requests(server: Server) -> None:
             stack.enter_context(raw(server))
         ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
         assert stack.enter_context(raw(server, ask)).recv(65536).startswith(b"HTTP/1.1 200")
-    refused = server.get("/metrics").text
-    mark = "overlap_spec:connections_refused_total "
-    count = next(float(x.removeprefix(mark)) for x in refused.splitlines() if x.startswith(mark))
-    assert count >= 2 * LIMIT
+    assert refused(server) >= 2 * LIMIT
 
 
 def test_more_requests_than_connections_are_refused(server: Server) -> None:
     said = head("/generate", "Content-Type: application/json", "Content-Length: 100") + b"{"
+    before = refused(server)
     with contextlib.ExitStack() as stack:
         for _ in range(LIMIT):
             stack.enter_context(raw(server, said))
         time.sleep(0.3)
-        with raw(server) as client:
-            found = rest(client)
-    assert found.startswith(b"HTTP/1.1 503")
-    assert b"too_many_connections" in found
+        # One that says nothing, and one that asks.
+        for asks in (b"", b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            with raw(server, asks) as client:
+                found = rest(client)
+            assert found.startswith(b"HTTP/1.1 503")
+            assert b"too_many_connections" in found
     wait_for(lambda: httpx.get(server.url + "/health").status_code == 200, 10)
+    wait_for(lambda: refused(server) >= before + 2, 10)
 
 
 def test_the_descriptor_limit_is_raised() -> None:
