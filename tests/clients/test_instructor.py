@@ -52,8 +52,10 @@ def test_json_mode_gives_an_object(server: Server) -> None:
     """Of the schema, which it writes into the prompt, the server knows nothing."""
     plain = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     client = instructor.from_openai(plain, mode=instructor.Mode.JSON)
+    # Not told by a grammar what to write, the model ends where it is told by the question.
+    asked: list[Any] = [{"role": "user", "content": "Extract name and age: Anna is 30."}]
     got = client.chat.completions.create(
-        model=MODEL, messages=ASKED, response_model=Anything, max_retries=0, max_tokens=1000
+        model=MODEL, messages=asked, response_model=Anything, max_retries=0, max_tokens=1000
     )
     assert isinstance(got, Anything)
 
