@@ -44,7 +44,11 @@ def reading(work: Callable[[GrammarReader, set[int]], Awaitable[Any]]) -> Any:
         reader.warm()
         try:
             await reader.read(pickle.dumps(GOOD))
-            return await work(reader, children() - before)
+            pids = set[int]()
+            # A further worker may be on its way.
+            while pids != (pids := children() - before):
+                await asyncio.sleep(0.5)
+            return await work(reader, pids)
         finally:
             await reader.close()
 
