@@ -40,12 +40,14 @@ def to_plan(grammar: Grammar) -> bytes:
     Raises:
         GrammarError: it cannot be told where items must differ.
     """
-    if grammar.apart and grammar.kind == "json_object":
+    if not grammar.apart:
+        return b""
+    if grammar.kind == "json_object":
         return packed(of_objects(), grammar.whitespace == "bounded")
     asks = any(f'"{keyword}"' in grammar.source for keyword in _COUNTED)
     # A published metaschema asks too, which the source refers to by its URI.
     asks |= grammar.source.count(_PUBLISHED) > grammar.source.count('"$schema":"http')
-    if not grammar.apart or grammar.kind != "json_schema" or not asks:
+    if grammar.kind != "json_schema" or not asks:
         return b""
     lowering = _lowered(grammar)[1]
     assert lowering is not None

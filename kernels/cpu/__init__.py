@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from overlap_spec.caches import cache_folder
 from overlap_spec.kernels.dispatch import wants_references
 
 log = logging.getLogger(__name__)
@@ -76,8 +77,7 @@ def build(flags: frozenset[str]) -> Path:
     """
     about = SOURCE.read_text(encoding="utf-8"), FLAGS, torch.__version__, sorted(flags)
     name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = home / "overlap-spec" / f"products-{name}.so"
+    path = cache_folder() / f"products-{name}.so"
     if path.exists():
         return path
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++"))), None)

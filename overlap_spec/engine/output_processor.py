@@ -71,8 +71,7 @@ class OutputProcessor:
         handle = self._handle(sequence)
         if handle is None:
             return
-        if sequence.extras:
-            _push_own(handle, sequence)
+        _push_own(handle, sequence)
         handle.push(_delta(sequence, handle.pushed_tokens, finished=False))
 
     def finish(self, sequence: SequenceState) -> None:
@@ -148,9 +147,8 @@ def _delta(sequence: SequenceState, first: int, finished: bool) -> Delta:
         tuple(sequence.logprobs[first:]) if sequence.logprobs else (),
         tier=sequence.tier,
     )
-    if sequence.extras:
-        for extra in sequence.extras.values():
-            delta = extra.attach(delta, first)
+    for extra in sequence.extras.values():
+        delta = extra.attach(delta, first)
     return delta
 
 

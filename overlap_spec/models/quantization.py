@@ -61,12 +61,16 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         weight, scale = round_rows(linear.weight.data)
+        self.register_buffer("scale", scale, persistent=False)
+        self.bias = linear.bias
+        self._hold(weight)
+
+    def _hold(self, weight: Tensor) -> None:
+        """Keep an int8 weight ``(N, K)`` as the product wants it."""
         packed = torch.ops.onednn.qlinear_prepack(weight, None)
         self.register_buffer("packed", packed, persistent=False)
-        self.register_buffer("scale", scale, persistent=False)
         zero = torch.zeros(self.out_features, dtype=torch.int64)
         self.register_buffer("zero", zero, persistent=False)
-        self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """``(T, in_features)`` → ``(T, out_features)``."""
@@ -81,23 +85,16 @@ class Int8Linear(nn.Module):
         return out[:rows] if more else out
 
 
-class NativeInt8Linear(nn.Module):
+class NativeInt8Linear(Int8Linear):
     """:class:`Int8Linear`, to the bit, at the speed of memory (``kernels/cpu/``)."""
 
-    packed: Tensor
-    scale: Tensor
     shift: Tensor
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight, scale = round_rows(linear.weight.data)
+    def _hold(self, weight: Tensor) -> None:
         self.register_buffer("packed", cpu.pack(weight), persistent=False)
-        self.register_buffer("scale", scale, persistent=False)
         # Of what is read, 128 too much: products are of bytes without a sign.
         shift = weight.sum(1, dtype=torch.int32) * 128
         self.register_buffer("shift", shift, persistent=False)
-        self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """``(T, in_features)`` → ``(T, out_features)``."""

@@ -237,9 +237,8 @@ class Scheduler:
         output += tokens
         if row.logprobs:
             sequence.logprobs += row.logprobs[:kept]
-        if row.extras:
-            for name, told in row.extras.items():
-                sequence.extras[name].take(told, kept)
+        for name, told in row.extras.items():
+            sequence.extras[name].take(told, kept)
         sequence.record_run(kept, row, verified, now_ns)
         sequence.committed_tokens = sequence.total_tokens - 1
         if reason is not None:

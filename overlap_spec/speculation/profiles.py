@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from overlap_spec.caches import cache_folder
 from overlap_spec.speculation.cost import CostModel
 
 log = logging.getLogger(__name__)
@@ -21,9 +22,8 @@ def profile_path(key: Mapping[str, Any]) -> Path:
     Args:
         key: Plain data: model, drafter, device, dtype, threads.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return Path(base) / "overlap-spec" / "profiles" / f"{name}.json"
+    return cache_folder() / "profiles" / f"{name}.json"
 
 
 def save_profile(key: Mapping[str, Any], model: CostModel) -> Path:
