@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -26,7 +25,14 @@ from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.isolation import supervisor
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from tests.support import faulty_backend
-from tests.support.faulty_backend import VOCABULARY, FaultyBackend, Homebound, Stillborn, Text
+from tests.support.faulty_backend import (
+    VOCABULARY,
+    FaultyBackend,
+    Homebound,
+    Stillborn,
+    Text,
+    limit_growth,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes need Linux")
 
@@ -138,11 +144,10 @@ def test_the_machines_lack_of_memory_is_no_grammars_fault(
     compiler: GrammarCompiler, source: str
 ) -> None:
     compiler.compile(job("warm"))
-    for pid in pids(compiler):
-        # Less than a compile may take; workers that are forked later have it too.
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-        room = pages * resource.getpagesize() + LIMITS.memory_bytes // 2
-        resource.prlimit(pid, resource.RLIMIT_AS, (room, room))
+    fork_server, *_ = pids(compiler)
+    # The fork server first: what it forks from then on has its limit.
+    for pid in (fork_server, *children(fork_server)):
+        limit_growth(pid, LIMITS.memory_bytes // 2)
     with pytest.raises(CompileFailure, match="the machine has less") as caught:
         compiler.submit(job(source)).result(20)
     assert caught.value.kind == "no_memory"

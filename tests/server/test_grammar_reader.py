@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -20,7 +19,7 @@ from overlap_spec.grammar import Grammar
 from overlap_spec.grammar.isolation.limits import CompileFailure, FailureKind
 from overlap_spec.server.errors import as_api_error
 from overlap_spec.server.grammar_reader import GrammarReader
-from tests.support.faulty_backend import forge
+from tests.support.faulty_backend import eat_where_little_is_left, forge
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 
@@ -89,15 +88,9 @@ def test_its_own_limit_and_the_machines_are_told_apart() -> None:
     with pytest.raises(GrammarError, match="took more than 1024 MiB of memory"):
         reading(lambda reader, _: reader.read(greedy))
 
-    async def work(reader: GrammarReader, pids: set[int]) -> Grammar:
-        for pid in pids:
-            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-            room = pages * resource.getpagesize() + 2**25
-            resource.prlimit(pid, resource.RLIMIT_AS, (room, room))
-        return await reader.read(greedy)
-
+    scarce = pickle.dumps(partial(eat_where_little_is_left, 2**25))
     with pytest.raises(EngineUnavailable, match="the machine has less") as caught:
-        reading(work)
+        reading(lambda reader, _: reader.read(scarce))
     assert as_api_error(caught.value).status == 503
 
 

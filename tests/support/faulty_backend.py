@@ -6,11 +6,13 @@ import contextlib
 import ctypes
 import os
 import re
+import resource
 import socket
 import stat
 import struct
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -99,6 +101,19 @@ class FaultyBackend(Backend):
 
     def rebuild(self, grammar: Grammar) -> CompiledGrammar:
         return Text(grammar.source, os.getpid())
+
+
+def limit_growth(pid: int, size: int) -> None:
+    """Let a process take so many more bytes; processes that it forks later have its limit."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    room = pages * resource.getpagesize() + size
+    resource.prlimit(pid, resource.RLIMIT_AS, (room, room))
+
+
+def eat_where_little_is_left(size: int) -> None:
+    """Take 4 GiB in a process that can have ``size`` bytes."""
+    limit_growth(os.getpid(), size)
+    bytes(2**32)
 
 
 def forge(message: bytes, body: bytes | None = None) -> None:
