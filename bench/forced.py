@@ -51,7 +51,7 @@ from examples.embedded_model.cases import Case
 from examples.embedded_model.data import held_out_cases
 from overlap_spec.engine import Engine
 from overlap_spec.errors import ConfigError, OverlapSpecError
-from overlap_spec.grammar.forced import ForcedRuns, Openings
+from overlap_spec.grammar.drafting.forced import ForcedRuns, Openings
 from overlap_spec.grammar.spec import Grammar, Whitespace
 from overlap_spec.types import RUN_TOKENS
 

@@ -19,7 +19,7 @@ from bench.overlap import accepts
 from bench.workloads import Ask, choose_samples, free_asks, json_asks, read_samples
 from examples.embedded_model.data import held_out_cases
 from overlap_spec.engine import Engine
-from overlap_spec.grammar.matcher_pool import MatcherPool
+from overlap_spec.grammar.matching.pool import MatcherPool
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.models.config import read_config
 from overlap_spec.types import Output

@@ -1,15 +1,18 @@
 """Grammars: constraints on a request's output, and the token masks that enforce them.
 
-From the bottom up; each room imports only rooms above it in this list (`tests/test_laws.py`):
+The root has what users import: `Grammar` (`spec`), `Vocabulary`, `GrammarCompiler` (`compile`), and
+the `contract` of backends. The folders show the way of a grammar (`tests/test_laws.py` has who may
+import whom):
 
-- `automata`: character sets, regular expressions, automata.
-- `parsing`: EBNF text parsed into trees, for backends.
-- `spec` and the files that it reads with: a grammar as a value, structural tags, tools, reasoning.
-- `lowering`: any grammar as EBNF text.
-- `contract`, `vocabulary`, `walk`, `states`: what a backend implements, and helpers for it.
-- `backends`: one file per grammar library.
-- `isolation`: compiles in processes that may fail.
-- `compile`, `matcher_pool`, `reasoning_matcher`: what the engine calls.
+- source: `schemas` reads JSON Schemas and types, `tools` the declarations of tools and structural
+  tags, `parsing` EBNF and Lark, `automata` regular expressions.
+- rules: `lowering` makes any of them `ir`, exactly, or refuses.
+- backend: `backends` has one file a library, `dialects` the rules in their spellings. They compile
+  in the processes of `isolation`.
+- matcher: `matching` has the walk over a tree and the pool of threads.
+
+Besides: text that must differ (`distinct`), thinking (`reasoning`), and what drafts are told
+(`drafting`).
 
 Names load on first use, so that importing the package imports no grammar library.
 """
@@ -22,20 +25,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from overlap_spec.grammar.compile import GrammarCompiler
     from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher
-    from overlap_spec.grammar.matcher_pool import AcceptItem, FillItem, MatcherPool, PoolResult
+    from overlap_spec.grammar.matching.pool import AcceptItem, FillItem, MatcherPool, PoolResult
     from overlap_spec.grammar.spec import Grammar
     from overlap_spec.grammar.vocabulary import Vocabulary
 
 _HOME = {
-    "AcceptItem": "matcher_pool",
+    "AcceptItem": "matching.pool",
     "Backend": "contract",
     "CompiledGrammar": "contract",
-    "FillItem": "matcher_pool",
+    "FillItem": "matching.pool",
     "Grammar": "spec",
     "GrammarCompiler": "compile",
     "Matcher": "contract",
-    "MatcherPool": "matcher_pool",
-    "PoolResult": "matcher_pool",
+    "MatcherPool": "matching.pool",
+    "PoolResult": "matching.pool",
     "Vocabulary": "vocabulary",
 }
 

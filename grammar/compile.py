@@ -16,14 +16,15 @@ from typing import Any
 import numpy as np
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import distinct_matcher, reasoning_matcher
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
+from overlap_spec.grammar.distinct import matcher as distinct_matcher
+from overlap_spec.grammar.drafting.state_table import StateTable
 from overlap_spec.grammar.isolation.check import is_best_effort
 from overlap_spec.grammar.isolation.jobs import Check, Compile, MakeStates
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.grammar.isolation.pool import make_pool
+from overlap_spec.grammar.reasoning import matcher as reasoning_matcher
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.state_table import StateTable
 from overlap_spec.memory import MemoryCeiling, trim
 
 Key = tuple[Grammar, str, str]

@@ -37,8 +37,8 @@ import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.drafting.state_table import StateTable
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.state_table import StateTable
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 Row = npt.NDArray[np.int32]
@@ -132,7 +132,7 @@ class CompiledGrammar(ABC):
     Attributes:
         backend: Name of the backend that compiled it.
         reason: Why that backend was picked; empty if there was no choice.
-        plan: What its grammar leaves to `distinct_matcher`; empty if nothing.
+        plan: What its grammar leaves to `distinct.matcher`; empty if nothing.
         states: Its table of states by bytes, for drafts; None: it has none, or nobody asked.
     """
 

@@ -10,21 +10,21 @@ from typing import Any, Literal, get_args
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex import MOST_CHECKED, check
-from overlap_spec.grammar.functions import arguments_type, is_function
-from overlap_spec.grammar.metaschema import check_schema
-from overlap_spec.grammar.outputs import pattern_text, schema_of, texts_of, value_of
 from overlap_spec.grammar.parsing import lark
-from overlap_spec.grammar.reasoning import answer_of
-from overlap_spec.grammar.source import (
+from overlap_spec.grammar.reasoning.reply import answer_of
+from overlap_spec.grammar.schemas.functions import arguments_type, is_function
+from overlap_spec.grammar.schemas.metaschema import check_schema
+from overlap_spec.grammar.schemas.outputs import pattern_text, schema_of, texts_of, value_of
+from overlap_spec.grammar.schemas.source import (
     canonical,
     check_text,
     json_path,
     read_json,
 )
-from overlap_spec.grammar.structural_tag import read_tags, schemas_of
-from overlap_spec.grammar.tool_stream import ToolReply, parse_reply
-from overlap_spec.grammar.tools import read_tools
-from overlap_spec.grammar.unheld import warnings_of
+from overlap_spec.grammar.schemas.unheld import warnings_of
+from overlap_spec.grammar.tools.definitions import read_tools
+from overlap_spec.grammar.tools.stream import ToolReply, parse_reply
+from overlap_spec.grammar.tools.structural_tag import read_tags, schemas_of
 
 Kind = Literal[
     "json_schema",
@@ -64,7 +64,7 @@ class Grammar:
             `json.dumps(indent=…)`.
         best_effort: Leave out schema keywords that cannot be enforced, instead of refusing them.
             The finished output is then validated against the whole schema: `Output.verdict`.
-        apart: Let equal items and keys through where `distinct_matcher` refuses them; set by the
+        apart: Let equal items and keys through where `distinct.matcher` refuses them; set by the
             compiler, which wraps what is compiled so.
         output: The type that `parse` returns, or None for plain JSON values.
         probabilities: Of a choice: tell how probable each text is, in `Output.choices`.
@@ -73,7 +73,7 @@ class Grammar:
         key_order: Order of an object's members: `"schema"`, or `"any"`, where each set of members
             needs a rule, so that an object may name 9. Fixed values keep theirs, and so do items
             that must differ.
-        formats: What a schema's `format` is: `"assertion"`, held as `grammar/formats.py` has it, or
+        formats: What a schema's `format` is: `"assertion"`, held as `schemas/formats.py` has it, or
             `"annotation"`, as drafts 2019-09 and 2020-12 have it by default: nothing is held.
         additional_properties: Members that a schema does not name: `"closed"`, an object that names
             some has no others, unless the schema says `additionalProperties`, `patternProperties`
@@ -228,7 +228,7 @@ class Grammar:
             spec: `{"type": "structural_tag", "format": {…}}` as published by xgrammar, or the
                 older `{"structures": [{"begin", "schema", "end"}], "triggers": […]}` (with or
                 without its `type`), as dict or JSON text.
-                `overlap_spec.grammar.structural_tag` lists the supported formats.
+                `overlap_spec.grammar.tools.structural_tag` lists the supported formats.
             whitespace: See the class; for all JSON inside.
             additional_properties: See the class; for all schemas inside.
 
@@ -277,7 +277,7 @@ class Grammar:
                 `{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}`: these
                 tools only, with its mode.
             parallel: Whether there may be more than one call.
-            format: The syntax of calls: a file name in `grammar/tool_formats`, or
+            format: The syntax of calls: a file name in `grammar/tools/formats`, or
                 `"package.module:NAME"` of a `ToolFormat` of your own.
             strict: Overrides the tools' own `strict` (default false).
             otherwise: With `"auto"`: the grammar of replies without calls, instead of free text.

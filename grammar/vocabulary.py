@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.grammar.markers import known_markers
+from overlap_spec.grammar.reasoning.markers import known_markers
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,9 +23,10 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 RUN_TOKENS = 16
 # Numbers that the lane tells of a node: the run behind it, and the state of its grammar's table.
 TOLD = RUN_TOKENS + 1
-# States by bytes (`grammar/byte_states.py`): a state is the number at which its moves begin. Steps
-# from it: by each of 256 bytes; by none; by what is no text; by a stop token; by the rest of a long
-# token. States of every table: nothing is known; nothing can come; all is over. Then its own.
+# States by bytes (`grammar/drafting/byte_states.py`): a state is the number at which its moves
+# begin. Steps from it: by each of 256 bytes; by none; by what is no text; by a stop token; by the
+# rest of a long token. States of every table: nothing is known; nothing can come; all is over. Then
+# its own.
 STATE_WIDTH, COMMON_STATES = 260, 3
 BY_NONE, BY_OTHER, BY_STOP, BY_REST = 256, 257, 258, 259
 LOST, DEAD, DONE, FIRST = (STATE_WIDTH * state for state in range(COMMON_STATES + 1))

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
 from overlap_spec.errors import CheckpointError
-from overlap_spec.grammar.tool_formats import guess_format, names
+from overlap_spec.grammar.tools.formats import guess_format, names
 from overlap_spec.hub import find_folder, is_hub_name, wanted_files
 from overlap_spec.server import launch
 

@@ -11,7 +11,7 @@ from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher
 from overlap_spec.grammar.dialects.lark import to_lark
 from overlap_spec.grammar.ir.route import CHARACTERS, FOREIGN, LEXEMES, Route, route
-from overlap_spec.grammar.lowering import lower
+from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.parsing.ebnf import ForeignConstruct
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary

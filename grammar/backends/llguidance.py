@@ -23,11 +23,11 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from overlap_spec.errors import GrammarError, GrammarFailed
-from overlap_spec.grammar import walk
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
 from overlap_spec.grammar.dialects.lark import to_lark
 from overlap_spec.grammar.ir.forced_length import ForcedLength, forced_length, unpacked
-from overlap_spec.grammar.lowering import lower
+from overlap_spec.grammar.lowering.lower import lower
+from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 

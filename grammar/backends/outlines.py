@@ -24,9 +24,9 @@ from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher, Row
 from overlap_spec.grammar.dialects.rust import to_regex
 from overlap_spec.grammar.ir.epsilon import EpsilonFree
 from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
-from overlap_spec.grammar.lowering import lower
+from overlap_spec.grammar.lowering.lower import lower
+from overlap_spec.grammar.matching.states import Automaton, StateMatcher
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.states import Automaton, StateMatcher
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 # With more, the table takes minutes and gigabytes to build.

@@ -16,9 +16,9 @@ import numpy as np
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher, Row
 from overlap_spec.grammar.ir.network import Network
 from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
-from overlap_spec.grammar.lowering import lower
+from overlap_spec.grammar.lowering.lower import lower
+from overlap_spec.grammar.matching.states import Automaton, StateMatcher
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.states import Automaton, StateMatcher
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import walk
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
 from overlap_spec.grammar.dialects.gbnf import to_gbnf
-from overlap_spec.grammar.import_stubs import awaiting
 from overlap_spec.grammar.ir.epsilon import EpsilonFree
 from overlap_spec.grammar.ir.forced_length import UNKNOWN, ForcedLength, forced_length, unpacked
-from overlap_spec.grammar.lowering import lower
+from overlap_spec.grammar.isolation.import_stubs import awaiting
+from overlap_spec.grammar.lowering.lower import lower
+from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.parsing.ebnf import ForeignConstruct
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary

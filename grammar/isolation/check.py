@@ -10,10 +10,10 @@ import json
 from decimal import Decimal
 from typing import Any
 
-from overlap_spec.grammar.reasoning import answer_of
-from overlap_spec.grammar.source import json_path
+from overlap_spec.grammar.reasoning.reply import answer_of
+from overlap_spec.grammar.schemas.source import json_path
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.tool_stream import parse_reply
+from overlap_spec.grammar.tools.stream import parse_reply
 
 MOST_CHARACTERS = 500
 MOST_DIGITS = 400

@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 from overlap_spec.children import can_take, end_with
 from overlap_spec.grammar.contract import Backend
-from overlap_spec.grammar.import_stubs import import_light
 from overlap_spec.grammar.isolation import worker
 from overlap_spec.grammar.isolation.channel import Message, receive, send
+from overlap_spec.grammar.isolation.import_stubs import import_light
 from overlap_spec.grammar.isolation.limits import CompileLimits
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.byte_states import byte_states
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
+from overlap_spec.grammar.drafting.byte_states import byte_states
+from overlap_spec.grammar.drafting.state_table import StateTable
 from overlap_spec.grammar.isolation.check import violation
-from overlap_spec.grammar.lowering import to_plan
+from overlap_spec.grammar.lowering.lower import to_plan
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.state_table import StateTable
 
 # Longest plan of what a compiled grammar leaves to a matcher.
 PLAN_BYTES = 40_000

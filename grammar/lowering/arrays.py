@@ -28,7 +28,7 @@ from overlap_spec.grammar.lowering.shapes import (
     negated,
 )
 from overlap_spec.grammar.lowering.values import MANY, Once
-from overlap_spec.grammar.source import json_path
+from overlap_spec.grammar.schemas.source import json_path
 
 _MOST_STATES = 1200
 _FEW = 64

@@ -24,7 +24,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Unsupported,
     negated,
 )
-from overlap_spec.grammar.source import key_of
+from overlap_spec.grammar.schemas.source import key_of
 
 
 def complement(shape: Shape) -> Iterator[Shape]:

@@ -16,10 +16,10 @@ from overlap_spec.grammar.ir.rules import Rules, choice, literal, repeat, sequen
 from overlap_spec.grammar.lowering.elements import lower_elements
 from overlap_spec.grammar.lowering.free_text import free_start, free_text
 from overlap_spec.grammar.lowering.schema import SchemaLowering
-from overlap_spec.grammar.reasoning import GAP, MOST_GAP
+from overlap_spec.grammar.reasoning.reply import GAP, MOST_GAP
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.tool_format import ToolFormat
-from overlap_spec.grammar.tool_formats import load_format
+from overlap_spec.grammar.tools.format import ToolFormat
+from overlap_spec.grammar.tools.formats import load_format
 
 KINDS = ("structural_tag", "tools", "after_thinking")
 Lower = Callable[[Rules, Grammar], Node]

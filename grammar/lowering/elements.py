@@ -30,7 +30,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Strings,
 )
 from overlap_spec.grammar.lowering.strings import string_language
-from overlap_spec.grammar.source import json_path
+from overlap_spec.grammar.schemas.source import json_path
 
 _BREAK = repeat(literal("\n"), 0, 1)
 

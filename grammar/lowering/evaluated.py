@@ -28,7 +28,7 @@ from overlap_spec.grammar.lowering.shapes import (
     any_of,
     negated,
 )
-from overlap_spec.grammar.source import json_path
+from overlap_spec.grammar.schemas.source import json_path
 
 KEYWORDS = ("unevaluatedProperties", "unevaluatedItems")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")

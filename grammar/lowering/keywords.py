@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.drafts import SINCE
+from overlap_spec.grammar.schemas.drafts import SINCE
 
 ANNOTATIONS = frozenset(
     {

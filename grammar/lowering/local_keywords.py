@@ -8,7 +8,6 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Protocol
 
-from overlap_spec.grammar import formats
 from overlap_spec.grammar.lowering.intersect import SchemaOracle, consts, intersect, tidy_array
 from overlap_spec.grammar.lowering.membership import kind_of
 from overlap_spec.grammar.lowering.numbers import Bounds
@@ -28,7 +27,8 @@ from overlap_spec.grammar.lowering.shapes import (
     Shapes,
     Strings,
 )
-from overlap_spec.grammar.source import json_path, key_of, loads
+from overlap_spec.grammar.schemas import formats
+from overlap_spec.grammar.schemas.source import json_path, key_of, loads
 
 Schema = dict[str, Any]
 # Keywords that say what members are that `properties` does not name.

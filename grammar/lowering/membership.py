@@ -18,7 +18,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Strings,
     Unsupported,
 )
-from overlap_spec.grammar.source import key_of
+from overlap_spec.grammar.schemas.source import key_of
 
 
 class Evaluator(SchemaOracle, Protocol):

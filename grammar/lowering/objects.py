@@ -43,7 +43,7 @@ from overlap_spec.grammar.lowering.strings import (
     string_language,
 )
 from overlap_spec.grammar.lowering.values import Once, Values, language_is_endless
-from overlap_spec.grammar.source import json_path
+from overlap_spec.grammar.schemas.source import json_path
 
 _MOST_KINDS = 64
 _PLAIN: tuple[Any, ...] = (None, "", True, [], {})

@@ -19,7 +19,7 @@ from referencing.exceptions import NoSuchResource
 from referencing.jsonschema import DynamicAnchor
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.drafts import NEWEST, draft_of
+from overlap_spec.grammar.schemas.drafts import NEWEST, draft_of
 
 _MARKS = re.compile(r'"(\$id|id|\$anchor|\$dynamicAnchor|\$recursiveAnchor)":')
 _NEWEST = referencing.jsonschema.DRAFT202012

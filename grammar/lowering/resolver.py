@@ -38,7 +38,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Shapes,
     negated,
 )
-from overlap_spec.grammar.source import json_path, loads
+from overlap_spec.grammar.schemas.source import json_path, loads
 
 Found = TypeVar("Found")
 _MOST_SHAPES = 512

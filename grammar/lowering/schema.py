@@ -14,11 +14,11 @@ from typing import Any
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.escape import in_json, once_in_json
 from overlap_spec.grammar.automata.regex_ast import Node
+from overlap_spec.grammar.distinct.plan import DistinctPlan
 from overlap_spec.grammar.ir.rules import Rules, choice, literal
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.any_order import Orders
 from overlap_spec.grammar.lowering.arrays import ArrayWriter, fixed_items
-from overlap_spec.grammar.lowering.distinct import DistinctPlan
 from overlap_spec.grammar.lowering.layout import Layout
 from overlap_spec.grammar.lowering.numeric import number_language
 from overlap_spec.grammar.lowering.objects import ObjectWriter, counts_keys

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from overlap_spec.grammar import formats
 from overlap_spec.grammar.automata import dfa
 from overlap_spec.grammar.automata.charset import ALL, Ranges
 from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError
@@ -16,6 +15,7 @@ from overlap_spec.grammar.automata.regex_ast import Node, Repetition
 from overlap_spec.grammar.ir.tokens import Except
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.shapes import Strings
+from overlap_spec.grammar.schemas import formats
 
 
 def string_language(

@@ -36,7 +36,7 @@ class ConstraintFlags:
     tool_call_parser: Annotated[
         str | None,
         Help(
-            "Format of the model's tool calls: a file of grammar/tool_formats (hermes, …); by "
+            "Format of the model's tool calls: a file of grammar/tools/formats (hermes, …); by "
             "default the one that the chat template shows."
         ),
     ] = None

@@ -1,7 +1,8 @@
 """What a grammar allows after a draft's nodes, known on the device: its states by bytes.
 
-A grammar's table allows all that the grammar does, and little more (``grammar/byte_states.py``).
-What it forbids is not drafted; where few tokens can come, the drafter chooses among these.
+A grammar's table allows all that the grammar does, and little more
+(``grammar/drafting/byte_states.py``). What it forbids is not drafted; where few tokens can come,
+the drafter chooses among these.
 """
 
 from __future__ import annotations

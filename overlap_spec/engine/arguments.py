@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from overlap_spec.errors import GrammarError, InvalidRequest
-from overlap_spec.grammar.functions import as_tool, is_function
+from overlap_spec.grammar.schemas.functions import as_tool, is_function
 from overlap_spec.grammar.spec import AdditionalProperties, Grammar
 from overlap_spec.types import Output, Request, SamplingParams
 

@@ -16,7 +16,7 @@ from overlap_spec.engine.grammar_manager import GrammarManager, StepFigures
 from overlap_spec.engine.grammar_tables import GrammarTables
 from overlap_spec.engine.own_process import OwnProcess
 from overlap_spec.engine.rooms import Rooms
-from overlap_spec.grammar.matcher_pool import MatcherPool
+from overlap_spec.grammar.matching.pool import MatcherPool
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.speculation.fallback import FallbackPolicy

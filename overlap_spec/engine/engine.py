@@ -34,10 +34,10 @@ from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import ConfigError, EngineUnavailable, RequestFailed
 from overlap_spec.grammar.automata.search import TextSearch, search
 from overlap_spec.grammar.backends import load
-from overlap_spec.grammar.choices import ChoiceTokens
 from overlap_spec.grammar.compile import GrammarCompiler
 from overlap_spec.grammar.contract import CompiledGrammar
-from overlap_spec.grammar.forced import ForcedRuns
+from overlap_spec.grammar.drafting.choices import ChoiceTokens
+from overlap_spec.grammar.drafting.forced import ForcedRuns
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.memory import MemoryCeiling, machine_bytes, rss_bytes

@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from overlap_spec.errors import RequestFailed
-from overlap_spec.grammar.matcher_pool import AcceptItem, FillItem, MatcherPool
-from overlap_spec.grammar.matcher_pool import PoolResult as LaneResult
+from overlap_spec.grammar.matching.pool import AcceptItem, FillItem, MatcherPool
+from overlap_spec.grammar.matching.pool import PoolResult as LaneResult
 from overlap_spec.timeline import hidden_fraction, union_ns
 from overlap_spec.types import HostTrees, Int32s, Int64s
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from overlap_spec.grammar.matcher_pool import MatcherPool
+from overlap_spec.grammar.matching.pool import MatcherPool
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.worker.grammar_states import StateRooms, token_steps
 from overlap_spec.worker.worker import Worker

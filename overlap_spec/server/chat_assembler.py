@@ -6,8 +6,8 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from overlap_spec.grammar.reasoning import ReasoningStream
-from overlap_spec.grammar.tool_stream import CallArguments, CallStart, CallStream, ContentDelta
+from overlap_spec.grammar.reasoning.reply import ReasoningStream
+from overlap_spec.grammar.tools.stream import CallArguments, CallStart, CallStream, ContentDelta
 from overlap_spec.types import FinishReason
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from overlap_spec.chat_template import Rendering
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.grammar.reasoning import (
+from overlap_spec.grammar.reasoning.reply import (
     ReasoningFormat,
     ReasoningStream,
     load_reasoning,
     opened_by,
 )
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.tool_stream import CallStream
+from overlap_spec.grammar.tools.stream import CallStream
 from overlap_spec.server.chat_assembler import ChatAssembler
 from overlap_spec.server.protocol.task import ChatTask, Effort
 from overlap_spec.server.service import Service

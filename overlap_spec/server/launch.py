@@ -9,7 +9,7 @@ from typing import Any
 from overlap_spec.async_engine import AsyncEngine
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import ConfigError
-from overlap_spec.grammar.tool_formats import guess_format
+from overlap_spec.grammar.tools.formats import guess_format
 from overlap_spec.hub import find_folder, is_hub_name
 from overlap_spec.server.run import serve
 from overlap_spec.server.settings import ServerSettings

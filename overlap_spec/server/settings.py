@@ -48,7 +48,7 @@ class ServerSettings:
         str | None,
         Help(
             "Format of the model's tool calls (hermes, mistral, …: the files of "
-            "grammar/tool_formats); by default the one that the chat template shows, and where it "
+            "grammar/tools/formats); by default the one that the chat template shows, and where it "
             "shows none, requests with tools are refused."
         ),
     ] = None
@@ -162,8 +162,8 @@ class ServerSettings:
 def _load_parsers(tools: str | None, reasoning: str | None) -> None:
     """Raise ConfigError if a parser does not exist."""
     from overlap_spec.errors import GrammarError
-    from overlap_spec.grammar.reasoning import load_reasoning
-    from overlap_spec.grammar.tool_formats import load_format
+    from overlap_spec.grammar.reasoning.reply import load_reasoning
+    from overlap_spec.grammar.tools.formats import load_format
 
     try:
         if tools is not None:

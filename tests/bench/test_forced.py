@@ -23,7 +23,7 @@ from bench.forced import (
 from bench.measure import GREEDY
 from bench.workloads import Ask
 from examples.embedded_model.data import held_out_cases
-from overlap_spec.grammar.guesses import Guesses
+from overlap_spec.grammar.drafting.guesses import Guesses
 from overlap_spec.grammar.spec import Grammar
 from tests.grammar.test_forced import VOCABULARY, encode, ids
 

@@ -12,8 +12,8 @@ from overlap_spec.config import EMBEDDED
 from overlap_spec.drafters.base import HostDraft, Roots
 from overlap_spec.drafters.grafts import Grafts, graft
 from overlap_spec.engine import Engine
-from overlap_spec.grammar.forced import ForcedRuns
-from overlap_spec.grammar.guesses import Guesses
+from overlap_spec.grammar.drafting.forced import ForcedRuns
+from overlap_spec.grammar.drafting.guesses import Guesses
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import RUN_TOKENS, Output, Tier
 from tests.worker import test_overlap

@@ -13,8 +13,8 @@ from overlap_spec.drafters.base import Draft, Roots
 from overlap_spec.drafters.grafts import lengthen
 from overlap_spec.engine import Engine
 from overlap_spec.engine.rooms import Rooms
-from overlap_spec.grammar.forced import ForcedRuns
-from overlap_spec.grammar.guesses import Guesses
+from overlap_spec.grammar.drafting.forced import ForcedRuns
+from overlap_spec.grammar.drafting.guesses import Guesses
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.speculation.wide import WIDE_NODES, WIDE_STEPS, run_room, wide_tier
 from overlap_spec.types import RUN_TOKENS, HostTrees, Output, Tier

@@ -16,12 +16,12 @@ from overlap_spec.drafters.states import GrammarStanding, StateTables, legal_can
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.engine import Engine
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import byte_states as unrolling
 from overlap_spec.grammar.backends import load
-from overlap_spec.grammar.byte_states import byte_states
-from overlap_spec.grammar.forced import ForcedRuns
+from overlap_spec.grammar.drafting import byte_states as unrolling
+from overlap_spec.grammar.drafting.byte_states import byte_states
+from overlap_spec.grammar.drafting.forced import ForcedRuns
+from overlap_spec.grammar.drafting.state_table import StateTable, TableStanding
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.state_table import StateTable, TableStanding
 from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.kernels import Noise, log_probs_among, noise_keys, top_candidates
 from overlap_spec.kernels.sampling import CHOICE

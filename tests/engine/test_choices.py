@@ -15,8 +15,8 @@ from scipy import stats
 from overlap_spec.config import EMBEDDED
 from overlap_spec.engine import Engine
 from overlap_spec.errors import GrammarError, InvalidRequest
-from overlap_spec.grammar import choices
-from overlap_spec.grammar.choices import make_tries
+from overlap_spec.grammar.drafting import choices
+from overlap_spec.grammar.drafting.choices import make_tries
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import ChoiceProbability, Output
 

@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, Vocabulary, backends, walk
+from overlap_spec.grammar import Grammar, Vocabulary, backends
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
 from overlap_spec.grammar.dialects.lark import to_lark
 from overlap_spec.grammar.ir.lexemes import conflict, cut
 from overlap_spec.grammar.ir.network import utf8_spans
-from overlap_spec.grammar.lowering import lower
+from overlap_spec.grammar.lowering.lower import lower
+from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.parsing.ebnf import ForeignConstruct, read
 
 NONE = -1

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, Vocabulary, backends, walk
+from overlap_spec.grammar import Grammar, Vocabulary, backends
 from overlap_spec.grammar.contract import Backend, Matcher
+from overlap_spec.grammar.matching import walk
 
 NONE = -1
 STOPS = (3, 7)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, Vocabulary, formats
+from overlap_spec.grammar import Grammar, Vocabulary
 from overlap_spec.grammar.automata import dfa
 from overlap_spec.grammar.automata.dfa_to_regex import to_node
 from overlap_spec.grammar.automata.dialect import explicit
@@ -19,6 +19,7 @@ from overlap_spec.grammar.automata.escape import plain
 from overlap_spec.grammar.automata.regex import Pattern
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import Backend
+from overlap_spec.grammar.schemas import formats
 
 
 @cache

@@ -15,7 +15,7 @@ from overlap_spec.grammar import Grammar, Matcher, Vocabulary
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.lowering.elements import STYLES as WRITTEN
-from overlap_spec.grammar.structural_tag import STYLES
+from overlap_spec.grammar.tools.structural_tag import STYLES
 
 STOP = 256
 VOCABULARY = Vocabulary((*(bytes([i]) for i in range(256)), b""), 257, (STOP,))

@@ -11,13 +11,14 @@ import pytest
 
 from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, Vocabulary, backends, walk
+from overlap_spec.grammar import Grammar, Vocabulary, backends
 from overlap_spec.grammar.contract import Matcher
-from overlap_spec.grammar.forced import ForcedRuns
-from overlap_spec.grammar.guesses import KINDS, Guesses
+from overlap_spec.grammar.drafting.forced import ForcedRuns
+from overlap_spec.grammar.drafting.guesses import KINDS, Guesses
 from overlap_spec.grammar.ir.forced_length import forced_length
-from overlap_spec.grammar.lowering import lower
-from overlap_spec.grammar.reasoning_matcher import wrap
+from overlap_spec.grammar.lowering.lower import lower
+from overlap_spec.grammar.matching import walk
+from overlap_spec.grammar.reasoning.matcher import wrap
 from tests.support.grammars import random_ebnf
 
 STOP, SPECIAL, LONG = 256, 257, 258

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from overlap_spec.grammar.import_stubs import awaiting
+from overlap_spec.grammar.isolation.import_stubs import awaiting
 
 LATE = "class Real: ...\nclass Other: ...\n"
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from overlap_spec.errors import ConfigError, GrammarError
-from overlap_spec.grammar import Grammar, Vocabulary, backends, reasoning_matcher
+from overlap_spec.grammar import Grammar, Vocabulary, backends
 from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
 from overlap_spec.grammar.contract import Backend, Matcher
-from overlap_spec.grammar.reasoning import ReasoningStream, load_reasoning, opened_by
+from overlap_spec.grammar.reasoning import matcher as reasoning_matcher
+from overlap_spec.grammar.reasoning.reply import ReasoningStream, load_reasoning, opened_by
 
 NONE = -1
 PIECES = [

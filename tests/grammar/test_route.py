@@ -10,7 +10,7 @@ from overlap_spec.grammar import Grammar, Vocabulary, backends
 from overlap_spec.grammar.backends.auto import AutoBackend
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.ir.route import SMALL, longest_count, route
-from overlap_spec.grammar.lowering import lower
+from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.parsing import read
 
 TOKENS = tuple(bytes([byte]) for byte in range(256))

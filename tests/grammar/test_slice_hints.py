@@ -18,7 +18,7 @@ from overlap_spec.grammar.automata.regex_ast import Alternation, CharClass, Conc
 from overlap_spec.grammar.dialects.rust import to_regex
 from overlap_spec.grammar.ir.epsilon import EpsilonFree
 from overlap_spec.grammar.ir.slice_hints import later, letters_first, straight
-from overlap_spec.grammar.lowering import lower
+from overlap_spec.grammar.lowering.lower import lower
 
 Rules = dict[str, Node]
 Hint = Callable[[Node, Rules], Node | None]

@@ -18,8 +18,8 @@ from overlap_spec.grammar import Grammar, Vocabulary, backends
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.dialects.gbnf import to_gbnf
 from overlap_spec.grammar.ir.rules import Rules, literal, sequence
-from overlap_spec.grammar.lowering import lower
 from overlap_spec.grammar.lowering.free_text import free_start, free_text
+from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.parsing import read
 
 

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, Vocabulary, tool_formats
+from overlap_spec.grammar import Grammar, Vocabulary
 from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
-from overlap_spec.grammar.markers import known_markers
-from overlap_spec.grammar.tool_format import ToolFormat
-from overlap_spec.grammar.tool_formats import load_format
-from overlap_spec.grammar.tool_stream import (
+from overlap_spec.grammar.reasoning.markers import known_markers
+from overlap_spec.grammar.tools import formats as tool_formats
+from overlap_spec.grammar.tools.format import ToolFormat
+from overlap_spec.grammar.tools.formats import load_format
+from overlap_spec.grammar.tools.stream import (
     CallArguments,
     CallStart,
     CallStream,

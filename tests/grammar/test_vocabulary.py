@@ -9,8 +9,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.grammar import Grammar, Vocabulary, reasoning_matcher
+from overlap_spec.grammar import Grammar, Vocabulary
 from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
+from overlap_spec.grammar.reasoning import matcher as reasoning_matcher
 
 TEXT = ['{"name": "Zoë", "tags": ["a b", "世界"]}\n\tdef x(): pass  # naïve café', "🙂 hi 12"]
 

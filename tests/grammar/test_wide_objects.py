@@ -9,7 +9,7 @@ import pytest
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, Vocabulary, backends
 from overlap_spec.grammar.contract import CompiledGrammar
-from overlap_spec.grammar.lowering import lower
+from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.lowering.members import MOST_NAMED
 
 STOP = 256

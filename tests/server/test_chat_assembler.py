@@ -14,9 +14,9 @@ import pytest
 from overlap_spec.async_engine import AsyncEngine, AsyncRequestHandle
 from overlap_spec.engine.input_processor import Limits, check_text
 from overlap_spec.errors import ConfigError, InvalidRequest
-from overlap_spec.grammar.reasoning import ReasoningStream
+from overlap_spec.grammar.reasoning.reply import ReasoningStream
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.tool_stream import CallStream
+from overlap_spec.grammar.tools.stream import CallStream
 from overlap_spec.ipc.messages import EngineReady
 from overlap_spec.server.chat_assembler import ChatAssembler
 from overlap_spec.server.constraints import Constraints

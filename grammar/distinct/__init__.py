@@ -1,0 +1,1 @@
+"""Items and keys that must differ: where (`plan`), what a text has (`text`), and the `matcher`."""

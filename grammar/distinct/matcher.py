@@ -1,0 +1,399 @@
+"""Refuses repeated items of arrays and repeated keys of objects, which no grammar's rules can.
+
+Wraps any backend's matcher of a schema's EBNF. It follows the text's JSON (`text.py`), and
+takes out of a mask row the tokens that complete an item or key a second time, and those after which
+nothing but a repeated item could follow. Both are exact for tokens of any length: a token is cut
+into its bytes.
+
+Few tokens can do either: those that continue the text of an earlier item or key, and those with a
+comma or a closing bracket outside of strings; where only keys must differ, of these those that hold
+a whole key. Only these are looked at.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.contract import CompiledGrammar, Links, Matcher, Row
+from overlap_spec.grammar.distinct.text import (
+    AFTER,
+    BLANK,
+    ENDS,
+    KEY,
+    KEY_START,
+    STRING,
+    WORD,
+    Frame,
+    Node,
+    Place,
+    Reader,
+    item_start,
+    watched,
+)
+from overlap_spec.grammar.matching import walk
+from overlap_spec.grammar.vocabulary import Vocabulary
+
+_PUNCTUATION = frozenset(b",]}")
+_START = Place()
+_BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
+
+
+def wrap(compiled: CompiledGrammar, plan: bytes) -> CompiledGrammar:
+    """Wrap what was compiled of a grammar with `apart`.
+
+    Args:
+        compiled: By any backend.
+        plan: Of the same grammar, by `lowering.to_plan`.
+
+    Raises:
+        GrammarError: items must differ, and the vocabulary has no token for some byte.
+    """
+    return DistinctGrammar(compiled, plan) if plan else compiled
+
+
+class DistinctGrammar(CompiledGrammar):
+    """A compiled grammar whose arrays and objects are looked at."""
+
+    def __init__(self, inner: CompiledGrammar, plan: bytes) -> None:
+        self.inner, self._packed = inner, plan
+        self.backend, self.reason = inner.backend, inner.reason
+        blanks, nodes = json.loads(plan)
+        self.reader = Reader([_node(node) for node in nodes], blanks)
+        self.has_items = any(node.distinct_items for node in self.reader.nodes)
+        vocabulary = inner.matcher().vocabulary
+        if self.has_items and (vocabulary.byte_tokens < 0).any():
+            raise GrammarError(
+                "uniqueItems needs a vocabulary with a token for every byte", "schema"
+            )
+        self.tokens = _token_sets(vocabulary)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.inner.memory_bytes + 40 * len(self._packed)
+
+    def matcher(self) -> Matcher:
+        return DistinctMatcher(self, self.inner.matcher(), bytearray(), [_START], [0])
+
+
+def _node(fields: dict[str, object]) -> Node:
+    endless, items = fields["endless"], fields["items"]
+    assert isinstance(endless, str)
+    assert isinstance(items, list)
+    return Node(**{**fields, "endless": endless.encode(), "items": tuple(items)})  # type: ignore[arg-type]
+
+
+class TokenSets:
+    """Tokens of a vocabulary by what they may complete, as int32 `(words,)` bit rows.
+
+    Attributes:
+        outside: Those with a comma or a closing bracket, or with white space.
+        inside: Those that do so after a quote, for texts that stand in a string.
+        fresh: Those that may open an array or object and repeat something in it.
+        keyed: Those that may begin and end a key behind a comma or white space.
+        quoted: Those with a quote.
+        escaped: Those with a quote and a backslash, which may spell a key in another way.
+        words: The texts of all tokens, sorted.
+        ids: Their tokens.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        outside: list[int] = []
+        inside: list[int] = []
+        fresh: list[int] = []
+        keyed: list[int] = []
+        quoted: list[int] = []
+        escaped: list[int] = []
+        found = sorted((text, token) for token, text in enumerate(vocabulary.text) if text)
+        self.words = [text for text, _ in found]
+        self.ids = [token for _, token in found]
+        for text, token in found:
+            if _has(text, _PUNCTUATION | BLANK):
+                outside.append(token)
+                if b'"' in text and _has(text[text.index(b'"') :], _PUNCTUATION | BLANK):
+                    inside.append(token)
+            opened = min((text.index(mark) for mark in b"[{" if mark in text), default=None)
+            if opened is not None and b"," in text[opened:]:
+                fresh.append(token)
+            if b'"' in text:
+                quoted.append(token)
+                if b"\\" in text:
+                    escaped.append(token)
+                behind = text if text[0] in BLANK else text.partition(b",")[2]
+                if behind.count(b'"') > 1:
+                    keyed.append(token)
+        self.outside, self.inside = _row(outside, vocabulary), _row(inside, vocabulary)
+        self.fresh, self.keyed = _row(fresh, vocabulary), _row(keyed, vocabulary)
+        self.quoted, self.escaped = _row(quoted, vocabulary), _row(escaped, vocabulary)
+
+    def beginning(self, text: bytes) -> Iterator[int]:
+        """Tokens that begin with a text."""
+        at = bisect_left(self.words, text)
+        while at < len(self.words) and self.words[at].startswith(text):
+            yield self.ids[at]
+            at += 1
+
+    def within(self, text: bytes) -> Iterator[int]:
+        """Tokens that are a true beginning of a text."""
+        for length in range(1, len(text)):
+            at = bisect_left(self.words, text[:length])
+            if at == len(self.words) or not self.words[at].startswith(text[:length]):
+                return
+            while at < len(self.words) and self.words[at] == text[:length]:
+                yield self.ids[at]
+                at += 1
+
+
+_token_sets = lru_cache(4)(TokenSets)
+
+
+def _has(text: bytes, marks: frozenset[int]) -> bool:
+    return not marks.isdisjoint(text)
+
+
+def _row(tokens: Iterable[int], vocabulary: Vocabulary) -> Row:
+    row = np.zeros(vocabulary.words, np.int32)
+    for token in tokens:
+        row[token >> 5] |= _BITS[token & 31]
+    return row
+
+
+class DistinctMatcher(Matcher):
+    """A position in the inner grammar, and in the JSON of its text.
+
+    Args:
+        compiled: The grammar.
+        inner: A matcher of it at this position.
+        text: Bytes so far.
+        places: Where the text stood after each token, the start first.
+        lengths: Bytes after each token.
+    """
+
+    def __init__(
+        self,
+        compiled: DistinctGrammar,
+        inner: Matcher,
+        text: bytearray,
+        places: list[Place],
+        lengths: list[int],
+    ) -> None:
+        self.vocabulary = inner.vocabulary
+        self._compiled, self._inner, self._reader = compiled, inner, compiled.reader
+        self._text, self._places, self._lengths = text, places, lengths
+
+    def accept(self, token_id: int) -> bool:
+        if not self._inner.accept(token_id):
+            return False
+        place: Place | None = self._places[-1]
+        if not self._inner.is_terminated:
+            place = self._after(token_id)
+            if place is not None and self._is_dead(place, ()):
+                place = None
+        if place is None:
+            del self._text[self._lengths[-1] :]
+            self._inner.rollback(1)
+            return False
+        self._places.append(place)
+        self._lengths.append(len(self._text))
+        return True
+
+    def rollback(self, count: int) -> None:
+        self._inner.rollback(count)
+        if count:
+            del self._places[-count:], self._lengths[-count:]
+            del self._text[self._lengths[-1] :]
+
+    def fill(self, row: Row) -> None:
+        self._inner.fill(row)
+        if self._inner.is_terminated:
+            return
+        for token in self._suspects(row):
+            place = self._after(token)
+            if place is None or self._is_dead(place, (token,)):
+                row[token >> 5] &= ~_BITS[token & 31]
+            del self._text[self._lengths[-1] :]
+
+    def fill_tree(self, tokens: Links, first_child: Links, next_sibling: Links, rows: Row) -> None:
+        walk.fill_tree(self, tokens, first_child, next_sibling, rows)
+
+    def forced_bytes(self, path: Sequence[int] = ()) -> bytes:
+        """The inner grammar's: where that has one way to go on, this has no other."""
+        return self._inner.forced_bytes(path)
+
+    @property
+    def is_terminated(self) -> bool:
+        return self._inner.is_terminated
+
+    @property
+    def is_complete(self) -> bool:
+        return self._inner.is_complete
+
+    @property
+    def accepted_tokens(self) -> int:
+        return len(self._places) - 1
+
+    def fork(self) -> Matcher:
+        return DistinctMatcher(
+            self._compiled,
+            self._inner.fork(),
+            self._text.copy(),
+            self._places.copy(),
+            self._lengths.copy(),
+        )
+
+    def _after(self, token: int) -> Place | None:
+        """The place after one more token, whose bytes are appended; None if it repeats an item or
+        a key. The token is one that the inner grammar allows."""
+        place: Place | None = self._places[-1]
+        at = len(self._text)
+        self._text += self.vocabulary.text[token]
+        while place is not None and at < len(self._text):
+            place = self._reader.step(place, self._text, at)
+            at += 1
+        return place
+
+    def _suspects(self, row: Row) -> set[int]:
+        """The tokens of a row that may repeat something, or leave nothing but a repetition."""
+        place, tokens = self._places[-1], self._compiled.tokens
+        frame, has_items = watched(place), self._compiled.has_items
+        found = set(_ids(row & (tokens.fresh if has_items else tokens.keyed)))
+        if frame is None:
+            return found
+        if has_items:
+            in_text = place.mode in (STRING, KEY)
+            found.update(_ids(row & (tokens.inside if in_text else tokens.outside)))
+        if place.mode in (KEY, KEY_START) and place.frame is frame and frame.seen:
+            is_escaped = place.mode == KEY and b"\\" in self._text[place.start :]
+            found.update(_ids(row & (tokens.quoted if is_escaped else tokens.escaped)))
+        for text, is_whole in self._ahead(place, frame):
+            found.update(t for t in tokens.beginning(text) if walk.allowed(row, t))
+            if not is_whole:
+                found.update(t for t in tokens.within(text) if walk.allowed(row, t))
+        return found
+
+    def _ahead(self, place: Place, frame: Frame) -> Iterator[tuple[bytes, bool]]:
+        """The rests of the items or keys so far that begin as the text goes on, and whether these
+        can be left at any place before their end."""
+        if not frame.is_array:
+            if place.frame is frame and place.mode in (KEY, KEY_START):
+                read = bytes(self._text[place.start :]) if place.mode == KEY else b""
+                for key in frame.seen or ():
+                    text = json.dumps(key, ensure_ascii=False).encode()
+                    if text.startswith(read):
+                        yield text[len(read) :], True
+            return
+        if place.frame is frame and place.mode == AFTER:
+            return
+        read = self._read(place, frame)
+        endless = self._reader.nodes[frame.node].endless
+        for text in frame.texts:
+            if text.startswith(read) and len(text) > len(read):
+                yield text[len(read) :], text[0] in endless
+
+    def _read(self, place: Place, frame: Frame) -> bytes:
+        """The item of an array as far as it is read."""
+        start = item_start(place, frame, len(self._text))
+        return self._reader.spelled(bytes(self._text[start:]))
+
+    def _is_dead(self, place: Place, ahead: tuple[int, ...]) -> bool:
+        """Whether nothing but a repeated item can follow.
+
+        Args:
+            place: After the text.
+            ahead: Tokens at the end of the text that the inner matcher has not accepted.
+        """
+        frame = watched(place)
+        if frame is None or not frame.is_array or not frame.texts:
+            return False
+        if place.frame is frame and place.mode == AFTER:
+            return False
+        node, read = self._reader.nodes[frame.node], self._read(place, frame)
+        if read[0] in node.endless if read else not node.exhaustible:
+            return False
+        if not any(text.startswith(read) for text in frame.texts):
+            return False
+        return not self._goes_on(place, frame, read, ahead)
+
+    def _goes_on(self, place: Place, frame: Frame, read: bytes, ahead: tuple[int, ...]) -> bool:
+        """Whether an item that begins as `read` can become one that is new."""
+        text, byte_tokens = self._text, self.vocabulary.byte_tokens
+        nexts = {t[len(read)] for t in frame.texts if t.startswith(read) and len(t) > len(read)}
+        in_word = place.mode == WORD and place.frame is frame
+        deeper: list[int] = []
+        for byte in self._legal(place, frame, read, ahead):
+            if in_word and byte in ENDS:
+                text.append(byte)
+                ended = self._reader.step(place, text, len(text) - 1)
+                del text[-1:]
+                if ended is not None:
+                    return True
+            elif byte in BLANK and place.mode not in (STRING, KEY):
+                if not self._reader.blanks and not read:
+                    # The layout's own space before an item.
+                    deeper.append(byte)
+                elif not self._reader.blanks:
+                    return True
+            elif byte not in nexts:
+                return True
+            else:
+                deeper.append(byte)
+        for byte in deeper:
+            text.append(byte)
+            try:
+                after = self._reader.step(place, text, len(text) - 1)
+                if after is None:
+                    continue
+                if after.mode == AFTER and _is(after.frame, frame):
+                    return True
+                more = self._read(after, frame)
+                if self._goes_on(after, frame, more, (*ahead, int(byte_tokens[byte]))):
+                    return True
+            finally:
+                del text[-1:]
+        return False
+
+    def _legal(self, place: Place, frame: Frame, read: bytes, ahead: tuple[int, ...]) -> bytes:
+        """The bytes that the inner grammar allows next inside an item."""
+        assert frame.memory is not None
+        legal, count = frame.memory.legal, len(self._reader.nodes[frame.node].items)
+        # White space, which is not in the text as read, ends a number.
+        key = (min(frame.done, count), read, place.mode == WORD)
+        if key not in legal or not read:
+            row = np.zeros(self.vocabulary.words, np.int32)
+            accepted = 0
+            try:
+                for token in ahead:
+                    if not self._inner.accept(token):
+                        raise RuntimeError(
+                            f"token {token} is allowed by its mask row but was rejected"
+                        )
+                    accepted += 1
+                self._inner.fill(row)
+            finally:
+                self._inner.rollback(accepted)
+            tokens = self.vocabulary.byte_tokens
+            bits = (row[tokens >> 5] >> (tokens & 31)) & 1
+            legal[key] = bytes(np.flatnonzero(bits).astype(np.uint8))
+        return legal[key]
+
+
+def _is(one: Frame | None, other: Frame) -> bool:
+    """Whether two frames are of one array."""
+    return one is not None and one.start == other.start
+
+
+def _ids(row: Row) -> list[int]:
+    """The tokens of a row, quickly for rows with few."""
+    found: list[int] = []
+    for word in np.flatnonzero(row).tolist():
+        bits = int(row[word]) & 0xFFFFFFFF
+        while bits:
+            low = bits & -bits
+            found.append(word * 32 + low.bit_length() - 1)
+            bits ^= low
+    return found

@@ -1,0 +1,1 @@
+"""Tool calls: what a request declares, each model's spelling of calls, and how replies are read."""
