@@ -32,7 +32,7 @@ from overlap_spec.server.protocol.base import Strict
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Request, SamplingParams, TokenLogprobs
 from tests.server.test_errors import error_of
-from tests.support.serving import FIXED, Server, wait_for
+from tests.support.serving import FIXED, Server, shared_server, wait_for
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 JSON = {"content-type": "application/json"}
@@ -45,10 +45,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    made = Server(*FIXED)
-    yield made
-    made.kill()
+def server() -> Server:
+    return shared_server(*FIXED)
 
 
 class Probe:
@@ -172,6 +170,7 @@ def response_format(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
+@pytest.mark.ci
 def test_a_slow_schema_holds_up_no_other(server: Server) -> None:
     slow = {"messages": HI, "max_tokens": 1} | response_format(slow_schema(20_000))
     properties = {f"property_{i}": {"enum": [f"value_{i}"]} for i in range(120)}
@@ -233,6 +232,7 @@ def unread(server: Server, body: dict[str, Any]) -> Iterator[None]:
         yield
 
 
+@pytest.mark.ci
 def test_streams_that_nobody_reads_end_and_hold_up_nobody(server: Server) -> None:
     sampling = {"max_new_tokens": 3000, "ignore_eos": True}
     body = {
@@ -276,6 +276,7 @@ def test_unread_output_is_bounded() -> None:
     asyncio.run(_read_too_late())
 
 
+@pytest.mark.ci
 def test_a_stopped_engine_is_seen(server: Server) -> None:
     pid = server.state()["pid"]
     assert server.get("/health").status_code == 200

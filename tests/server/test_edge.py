@@ -203,6 +203,7 @@ def aborted_by_its_address(server: Server) -> int:
     return count
 
 
+@pytest.mark.ci
 def test_a_forwarded_address_is_believed_from_a_trusted_proxy_alone(server: Server) -> None:
     assert aborted_by_its_address(server) == 1
     behind = Server(*FIXED, "--trusted-proxy", "127.0.0.0/8")
@@ -217,6 +218,7 @@ def test_a_proxy_is_an_address() -> None:
         ServerSettings(trusted_proxies=("proxy.example",))
 
 
+@pytest.mark.ci
 def test_few_descriptors_are_told_once_and_serve() -> None:
     few = (64, 64)
     made = Server(*FIXED, prepare=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, few))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -11,7 +10,8 @@ import pytest
 
 from overlap_spec.config import EMBEDDED
 from overlap_spec.server.body import MOST_VALUES, count_values
-from tests.support.serving import FIXED, MOST_TURN_S, Server
+from tests.support.serving import FIXED, MOST_TURN_S, Server, shared_server
+from tests.support.tiers import few
 
 RESPONSES, MESSAGES, CHAT = "/v1/responses", "/v1/messages", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -21,10 +21,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server(*FIXED)
-    yield server
-    server.kill()
+def server() -> Server:
+    return shared_server(*FIXED)
 
 
 def response(given: Any, **more: Any) -> dict[str, Any]:
@@ -121,7 +119,7 @@ def worst_turn_s(server: Server) -> float:
     return float(line.split()[1])
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("name", few(BODIES, "late_wrong_part", "results", "many_nulls"))
 def test_large_bodies_are_answered(server: Server, name: str) -> None:
     send(server, name)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +22,8 @@ from overlap_spec.server.protocol.text import GenerateBody
 from overlap_spec.server.sglang import SGLangFormatter
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Delta, Output, Request, SamplingParams, TokenLogprobs
-from tests.support.serving import FIXED, MOST_TURN_S, Server
+from tests.support.serving import FIXED, MOST_TURN_S, Server, shared_server
+from tests.support.tiers import few
 
 CHAT = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -95,6 +95,7 @@ def test_events_are_written_in_parts() -> None:
     assert list(sse(InParts([b"{", b"}"]))) == [b"data: {}\n\n"]
 
 
+@pytest.mark.ci
 def test_long_streams_with_logprobs_hold_no_turn() -> None:
     """Tokens of a long context: one event has 26 MB."""
     tokens, turns = 80_000, TurnTimes()
@@ -168,10 +169,8 @@ def test_outputs_go_in_parts_and_in_order() -> None:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    made = Server(*FIXED)
-    yield made
-    made.kill()
+def server() -> Server:
+    return shared_server(*FIXED)
 
 
 def _bodies() -> dict[str, tuple[str, Any, int]]:
@@ -196,7 +195,7 @@ def _bodies() -> dict[str, tuple[str, Any, int]]:
 
 
 @needs_weights
-@pytest.mark.parametrize("name", _bodies())
+@pytest.mark.parametrize("name", few(_bodies(), "a short slow schema"))
 def test_no_request_holds_the_loop(server: Server, name: str) -> None:
     path, body, at_once = _bodies()[name]
     content = json.dumps(body)

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from overlap_spec.config import EMBEDDED
-from tests.support.serving import FIXED, PAIR, Server, shared_server
+from tests.support.serving import IMPATIENT, PAIR, Server, shared_server
 
 MODEL = "overlap-spec"
 TEXT = "Maria Lopez is 34 years old and lives in Lisbon."
@@ -220,12 +220,8 @@ def test_log_probabilities(client: openai.OpenAI, server: Server) -> None:
 
 
 def test_a_stream_that_fails_says_so() -> None:
-    slow = Server(*FIXED, "--request-timeout-s", "0.2")
-    try:
-        body = {"input": TEXT, "ignore_eos": True, "max_output_tokens": 3000}
-        *_, last = events_of(slow, body)
-    finally:
-        slow.kill()
+    body = {"input": TEXT, "ignore_eos": True, "max_output_tokens": 3000}
+    *_, last = events_of(shared_server(*IMPATIENT), body)
     assert last["type"] == "response.failed"
     assert last["response"]["status"] == "failed"
     assert last["response"]["error"]["code"] == "timeout"

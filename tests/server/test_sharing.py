@@ -95,6 +95,7 @@ def slow_schema(number: int) -> dict[str, Any]:
     return {"messages": HI, "max_tokens": 1, "response_format": form}
 
 
+@pytest.mark.ci
 def test_a_reader_that_one_keeps_busy_reads_another_ones_schema(server: Server) -> None:
     properties = {f"property_{i}": {"enum": [f"value_{i}"]} for i in range(60)}
     form = {"type": "json_schema", "json_schema": {"schema": {"properties": properties}}}
@@ -105,6 +106,7 @@ def test_a_reader_that_one_keeps_busy_reads_another_ones_schema(server: Server) 
         assert sum(thread.is_alive() for thread in threads) > 6
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_reader_that_is_lost_blames_no_grammar(server: Server, kind: signal.Signals) -> None:
     wait_for(lambda: server.state()["open"] == 0, 60)

@@ -27,6 +27,10 @@ MOST_TURN_S = 0.25
 # For servers of which a test wants something else: one draft length has few passes to record, where
 # lengths that change have 2 s of processor time at each start.
 FIXED = ("--adaptive", "static")
+# The page and key of the server that has some, and the flags of those that several files share.
+PAGE, KEY = "https://page.example", {"authorization": "Bearer secret"}
+WITH_KEY = (*FIXED, "--cors-origin", PAGE, "--api-key", "secret")
+IMPATIENT = (*FIXED, "--request-timeout-s", "0.2")
 LISTENS = re.compile(rb"serving on (https?://\S+)")
 
 # No answer by chance has this shape.
@@ -157,15 +161,16 @@ def wait_for(condition: Callable[[], Any], timeout_s: float) -> None:
 
 
 @functools.cache
-def shared_server() -> Server:
-    """One server of the embedded model for all tests that only use it.
+def shared_server(*flags: str) -> Server:
+    """The one server of the embedded model with these flags, for all tests that only use it.
 
-    The variable OVERLAP_SPEC_TEST_URL names one that runs already: `tests/cluster/test_ray.py` runs
-    the same tests through its replicas.
+    The variable OVERLAP_SPEC_TEST_URL names one without flags that runs already:
+    `tests/cluster/test_ray.py` runs the same tests through its replicas.
     """
-    if url := os.environ.get("OVERLAP_SPEC_TEST_URL"):
+    url = os.environ.get("OVERLAP_SPEC_TEST_URL")
+    if url and not flags:
         return Server.at(url)
-    server = Server()
+    server = Server(*flags)
     # Ended with a word, so that processes that it started end with it.
     atexit.register(server.terminate)
     return server
