@@ -29,7 +29,7 @@ def test_a_skip_that_nobody_expects_fails(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_few_cases_are_left_for_every_day() -> None:
     one, *others = few([("a", 1), ("b", 2), ("c", 3)], ("a", 1))
-    assert one == ("a", 1)
+    assert (one.values, one.marks) == (("a", 1), ())
     assert [(other.values, other.marks[0].name) for other in others] == [
         (("b", 2), "ci"), (("c", 3), "ci"),
     ]  # fmt: skip

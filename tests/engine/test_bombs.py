@@ -16,6 +16,7 @@ from overlap_spec.engine import Engine
 from overlap_spec.errors import EngineUnavailable, InvalidRequest, OverlapSpecError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, SamplingParams
+from tests.support.tiers import few
 
 SHORT = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 GOOD = Grammar.choice(["yes", "no"])
@@ -57,7 +58,7 @@ def is_told(output: Output) -> bool:
     return output.error is None or output.finish_reason == "error"
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("name", few(BOMBS, "nested counts", "a deep schema"))
 def test_generate_outlives_it(engine: Engine, name: str) -> None:
     start = time.monotonic()
     # Refused as what it is, or served.

@@ -96,6 +96,7 @@ def write_data(tmp_path: Path) -> str:
     return "data.jsonl"
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(
     not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
 )

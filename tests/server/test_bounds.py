@@ -31,8 +31,7 @@ from overlap_spec.server.protocol import chat, messages, responses, text
 from overlap_spec.server.protocol.base import Strict
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Request, SamplingParams, TokenLogprobs
-from tests.server.test_errors import error_of
-from tests.support.serving import FIXED, Server, shared_server, wait_for
+from tests.support.serving import Server, error_of, shared_server, wait_for
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 JSON = {"content-type": "application/json"}
@@ -46,7 +45,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def server() -> Server:
-    return shared_server(*FIXED)
+    return shared_server()
 
 
 class Probe:

@@ -198,6 +198,20 @@ def test_abort_request_ends_one_of_them(server: Server) -> None:
     server.settle()
 
 
+def test_two_servers_want_one_port(server: Server) -> None:
+    first = shared_server()
+    port = first.url.rsplit(":")[-1]
+    command = [sys.executable, "-m", "overlap_spec", "serve", "--port", port]
+    second = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert second.returncode == 2
+    (line,) = second.stderr.decode().splitlines()
+    assert line.startswith(f"error: port: cannot listen on 127.0.0.1:{port}: ")
+    # Two on one machine do not meet.
+    for each in (first, server, first):
+        assert each.post(CHAT, {"messages": HI, "max_tokens": 2}).status_code == 200
+    assert first.get("/health").status_code == 200
+
+
 def test_a_killed_engine_is_503_and_comes_back(server: Server) -> None:
     pid = server.state()["pid"]
     replies: list[httpx.Response] = []
@@ -274,20 +288,6 @@ def test_sigterm_ends_long_streams_with_an_error() -> None:
         thread.join(20)
         assert replies[0].status_code == 503
         assert made.process.wait(20) == 0
-
-
-def test_two_servers_want_one_port() -> None:
-    first = shared_server()
-    port = first.url.rsplit(":")[-1]
-    command = [sys.executable, "-m", "overlap_spec", "serve", "--port", port]
-    second = subprocess.run(command, capture_output=True, timeout=60, check=False)
-    assert second.returncode == 2
-    (line,) = second.stderr.decode().splitlines()
-    assert line.startswith(f"error: port: cannot listen on 127.0.0.1:{port}: ")
-    # Two on one machine do not meet.
-    for server in (first, shared_server(*FIXED), first):
-        assert server.post(CHAT, {"messages": HI, "max_tokens": 2}).status_code == 200
-    assert first.get("/health").status_code == 200
 
 
 def test_a_grammars_own_fault_is_a_400() -> None:

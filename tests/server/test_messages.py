@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from overlap_spec.config import EMBEDDED
-from tests.support.serving import IMPATIENT, KEY, PAIR, WITH_KEY, Server, shared_server
+from tests.support.serving import IMPATIENT, PAIR, Server, shared_server
 
 TEXT = "Maria Lopez is 34 years old and lives in Lisbon."
 ASKED = [{"role": "user", "content": TEXT}]
@@ -237,22 +237,7 @@ def test_every_refusal_has_the_shape(server: Server) -> None:
     assert "not JSON" in error_of(broken)["message"]
 
 
-def test_a_key_is_taken_from_either_header() -> None:
-    url, body = shared_server(*WITH_KEY).url, {"max_tokens": 3, "messages": ASKED}
-    error = error_of(httpx.post(f"{url}/v1/messages", json=body), 401)
-    assert error["type"] == "authentication_error"
-    for path in ("/v1/messages", "/v1/chat/completions"):
-        for headers, status in (
-            ({"x-api-key": "secret"}, 200),
-            (KEY, 200),
-            ({"x-api-key": "Secret"}, 401),
-            ({"x-api-key": "Bearer secret"}, 401),
-            ({"authorization": "Bearer no", "x-api-key": "secret"}, 401),
-        ):
-            reply = httpx.post(url + path, json=body, headers=headers, timeout=60)
-            assert reply.status_code == status, (path, headers)
-
-
+@pytest.mark.ci
 def test_a_stream_that_fails_says_so() -> None:
     body = {"ignore_eos": True, "max_tokens": 3000}
     *_, last = events_of(shared_server(*IMPATIENT), body)

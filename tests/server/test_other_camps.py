@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from overlap_spec.config import EMBEDDED
-from tests.server.test_errors import error_of
-from tests.support.serving import Server, shared_server
+from tests.support.serving import Server, error_of, shared_server
 
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 SAID = "Maria Lopez is 34 years old and lives in Lisbon."
@@ -130,6 +129,7 @@ def test_variables_that_the_template_does_not_read_are_let_go(server: Server) ->
         assert said in warning
 
 
+@pytest.mark.ci
 def test_choices_together_repeat_a_bounded_part_of_a_request(server: Server) -> None:
     words = " ".join(["Lisbon"] * 400)
     body: dict[str, Any] = {"prompt": [words] * 4, "max_tokens": 1}

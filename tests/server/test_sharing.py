@@ -19,9 +19,12 @@ CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 ANNA, BERT = ({"Authorization": f"Bearer {key}"} for key in ("anna", "bert"))
 ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.skipif(
+        not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,26 +53,6 @@ def asking(server: Server, path: str, bodies: list[Any], who: dict[str, str]) ->
         thread.join(60)
 
 
-def cached(server: Server, who: dict[str, str], **more: Any) -> int:
-    """Tokens of a prompt that a request found computed."""
-    text = "what one client asks, another one may not learn " * 8
-    body = {"text": text, "sampling_params": {"max_new_tokens": 1}, **more}
-    count: int = post(server, "/generate", body, who).json()["meta_info"]["cached_tokens"]
-    return count
-
-
-def test_what_was_computed_for_a_key_is_for_it_alone(server: Server) -> None:
-    assert cached(server, ANNA) == 0
-    assert cached(server, ANNA) > 0
-    assert cached(server, BERT) == 0
-    assert cached(server, BERT) > 0
-    # A salt that both know is shared on purpose.
-    assert cached(server, ANNA, cache_salt="ours") == 0
-    assert cached(server, BERT, cache_salt="ours") > 0
-    # No salt is a key's.
-    assert cached(server, BERT, cache_salt="key anna") == 0
-
-
 def test_a_queue_that_one_has_filled_takes_another_ones_request(server: Server) -> None:
     many = {"text": "a", "rid": "many", "sampling_params": ENDLESS | {"n": 8}}
     short = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
@@ -95,7 +78,6 @@ def slow_schema(number: int) -> dict[str, Any]:
     return {"messages": HI, "max_tokens": 1, "response_format": form}
 
 
-@pytest.mark.ci
 def test_a_reader_that_one_keeps_busy_reads_another_ones_schema(server: Server) -> None:
     properties = {f"property_{i}": {"enum": [f"value_{i}"]} for i in range(60)}
     form = {"type": "json_schema", "json_schema": {"schema": {"properties": properties}}}
@@ -106,7 +88,6 @@ def test_a_reader_that_one_keeps_busy_reads_another_ones_schema(server: Server) 
         assert sum(thread.is_alive() for thread in threads) > 6
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_reader_that_is_lost_blames_no_grammar(server: Server, kind: signal.Signals) -> None:
     wait_for(lambda: server.state()["open"] == 0, 60)

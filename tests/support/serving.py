@@ -27,9 +27,7 @@ MOST_TURN_S = 0.25
 # For servers of which a test wants something else: one draft length has few passes to record, where
 # lengths that change have 2 s of processor time at each start.
 FIXED = ("--adaptive", "static")
-# The page and key of the server that has some, and the flags of those that several files share.
-PAGE, KEY = "https://page.example", {"authorization": "Bearer secret"}
-WITH_KEY = (*FIXED, "--cors-origin", PAGE, "--api-key", "secret")
+# Of the server that several files share.
 IMPATIENT = (*FIXED, "--request-timeout-s", "0.2")
 LISTENS = re.compile(rb"serving on (https?://\S+)")
 
@@ -130,6 +128,15 @@ class Server:
         state: dict[str, Any] = self.get("/server_info").json()["state"]
         return state
 
+    def long_turns(self) -> float:
+        """How many turns of its loop have taken over half a second of processor time."""
+        counts = {}
+        for line in self.get("/metrics").text.splitlines():
+            if line.startswith("overlap_spec:front_turn_seconds_"):
+                name, value = line.rsplit(" ", 1)
+                counts[name.removeprefix("overlap_spec:front_turn_seconds_")] = float(value)
+        return counts["count"] - counts['bucket{le="0.5"}']
+
     def readers(self) -> list[int]:
         """The workers that read grammars for the front, those of the engine left out."""
         forks = [pid for pid in children(self.process.pid) if _forks_workers(pid)]
@@ -150,6 +157,15 @@ class Server:
         """End it without a word."""
         self.process.kill()
         self.process.wait()
+
+
+def error_of(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert reply.status_code == status, reply.text
+    assert reply.headers["content-type"] == "application/json"
+    error: dict[str, Any] = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float) -> None:

@@ -9,15 +9,18 @@ import pytest
 
 
 def few(cases: Iterable[Any], *everyday: Any) -> list[Any]:
-    """Parameters of a test, marked ``ci`` but for those that are named."""
+    """Parameters of a test, marked ``ci`` but for those that are named.
+
+    Args:
+        cases: Each a value, or a tuple of them.
+    """
     found = [*cases]
     missing = [case for case in everyday if case not in found]
     assert not missing, f"there is no case {missing}"
     return [
-        case if case in everyday else pytest.param(*_values(case), marks=pytest.mark.ci)
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if case in everyday else pytest.mark.ci,
+        )
         for case in found
     ]
-
-
-def _values(case: Any) -> tuple[Any, ...]:
-    return case if isinstance(case, tuple) else (case,)
