@@ -77,12 +77,16 @@ def serve(
         # Torch and the libraries only after a mistake in the files has been told.
         check_files(EngineConfig.build(model=flags["model"]), template)
         follow(flags)
+        flags["whitespace"] = read_whitespace(flags["whitespace"])
+        settings: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in flags.items()
+        }
         made = plan(
             served_model_name=served_model_name,
             chat_template=template,
             stall_timeout_s=stall_timeout_s,
-            whitespace=read_whitespace(flags.pop("whitespace")),
-            **{name: tuple(v) if isinstance(v, list) else v for name, v in flags.items()},
+            **settings,
         )
         if cluster.replicas is not None:
             from overlap_spec.cluster.launch import launch as launch_replicas

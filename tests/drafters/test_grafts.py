@@ -102,6 +102,7 @@ def test_a_matcher_that_fails_at_it_ends_its_own_request(
     assert key([outputs[0], outputs[2]]) == key([plain[0], plain[2]])
 
 
+@pytest.mark.ci
 def test_chaos_with_runs_that_are_often_wrong(
     tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -238,6 +238,7 @@ def test_a_wait_that_is_left_out_is_found(
     assert races(world)
 
 
+@pytest.mark.ci
 def test_features_that_are_no_pages_are_not_read_unseen(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

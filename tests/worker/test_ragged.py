@@ -122,7 +122,8 @@ def test_a_request_without_speculation_costs_one_node(
     assert all(wanted <= r.verified_rows <= padded_size(wanted) for r in full)
 
 
-@pytest.mark.parametrize("room", few(test_overlap.ROOM, "crowded"))
+@pytest.mark.ci
+@pytest.mark.parametrize("room", test_overlap.ROOM)
 def test_chaos_with_ragged_verifies(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, room: str
 ) -> None:

@@ -184,6 +184,7 @@ def test_a_stopped_step_is_told_as_the_shorter_one(
     assert {request.drafted for outcome in verifies for request in outcome.requests} == {2}
 
 
+@pytest.mark.ci
 def test_chaos_with_stopped_drafts(tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Random batches of random requests that preempt each other, every step another length."""
     first, settings = test_overlap.settings_of("chain", "crowded")
