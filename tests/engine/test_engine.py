@@ -488,6 +488,7 @@ def test_a_profile_is_used_where_there_is_one(
             assert engine.generate("a", None, {"max_tokens": 8}).finish_reason == "length"
 
 
+@pytest.mark.ci
 def test_recorded_tiers_are_measured_before_the_first_request(
     tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

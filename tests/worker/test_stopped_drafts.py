@@ -148,6 +148,7 @@ def test_stopped_drafts_change_no_text(
     assert any(output.stats.accepted_drafts for output in outputs)
 
 
+@pytest.mark.ci
 def test_steps_draft_what_a_whole_draft_does(
     tiny: dict[str, Any], results: list[StepResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
