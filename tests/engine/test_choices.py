@@ -19,6 +19,7 @@ from overlap_spec.grammar import choices
 from overlap_spec.grammar.choices import make_tries
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import ChoiceProbability, Output
+from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 TEXTS = ["car", "carpet", "cat", "c", "dog", "über", "no, thanks", "nothing at all"]
@@ -92,9 +93,7 @@ def test_in_a_mixed_batch_as_by_itself(still: dict[str, Any], drafter: str, over
         assert engine.snapshot()["drafter"]["faults"] == 0
 
 
-@pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+@needs_weights
 def test_texts_of_several_tokens_equal_transformers() -> None:
     model = load(EMBEDDED / "target")
     with Engine(adaptive="static", grammar_isolated=False, dtype="float32") as engine:

@@ -19,7 +19,6 @@ import pytest
 from pydantic import FailFast
 
 from overlap_spec.async_engine import AsyncRequestHandle
-from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.automata import regex
 from overlap_spec.grammar.spec import Grammar
@@ -32,15 +31,14 @@ from overlap_spec.server.protocol.base import Strict
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Request, SamplingParams, TokenLogprobs
 from tests.support.serving import Server, error_of, shared_server, wait_for
+from tests.support.skips import needs_weights
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 JSON = {"content-type": "application/json"}
 HI = [{"role": "user", "content": "hi"}]
 # Far over what a bounded reply needs on a machine with six other busy processes.
 SOON_S = 10.0
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")

@@ -14,17 +14,15 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
 from overlap_spec.server.connections import most_connections
 from overlap_spec.server.run import bind
 from overlap_spec.server.settings import ServerSettings
 from tests.support.serving import FIXED, Server, wait_for
+from tests.support.skips import needs_weights
 
 LIMIT = 24
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")

@@ -13,17 +13,15 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
 from overlap_spec.server.settings import ServerSettings
 from tests.support.serving import FIXED, Server, wait_for
+from tests.support.skips import needs_weights
 
 LIMIT = 24
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 PROBES = re.compile(rb"probes on (http://\S+)")
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")

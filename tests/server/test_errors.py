@@ -8,15 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from overlap_spec.server import admin
 from tests.support.serving import Server, error_of, shared_server
+from tests.support.skips import needs_weights
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")

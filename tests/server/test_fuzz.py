@@ -19,8 +19,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from overlap_spec.config import EMBEDDED
 from tests.support.serving import Server, shared_server
+from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 CHECKS = [
@@ -32,9 +32,7 @@ CHECKS = [
 # Of the two thousand cases: each is done in some minutes.
 PARTS = 4
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 def fuzz(server: Server, examples: int, short: bool, part: int = 0, parts: int = 1) -> int:

@@ -15,18 +15,15 @@ import httpx
 import pytest
 
 from overlap_spec.children import without_secrets
-from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
 from overlap_spec.server.keys import Keys
 from overlap_spec.server.settings import ServerSettings
 from tests.support.serving import FIXED, Server, children, wait_for
+from tests.support.skips import needs_weights
 
 ANNA, BERT, ROOT = ({"Authorization": f"Bearer {key}"} for key in ("anna", "bert", "root"))
 PAGE = "https://page.example"
 ENDLESS = {"text": "go", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
-needs_weights = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
 
 
 @pytest.fixture(scope="module")

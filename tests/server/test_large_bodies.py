@@ -8,16 +8,14 @@ from typing import Any
 import httpx
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from overlap_spec.server.body import MOST_VALUES, count_values
 from tests.support.serving import Server, shared_server
+from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 RESPONSES, MESSAGES, CHAT = "/v1/responses", "/v1/messages", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from overlap_spec.ipc import messages as m
 from overlap_spec.ipc.request_handle import AsyncRequestHandle
 from overlap_spec.ipc.server import MOST_VALUES, in_parts
@@ -23,14 +22,12 @@ from overlap_spec.server.sglang import SGLangFormatter
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Delta, Output, Request, SamplingParams, TokenLogprobs
 from tests.support.serving import MOST_TURN_S, Server, shared_server
+from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 CHAT = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
 LONG = "hello world, this is " * 250_000
-needs_weights = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
 
 
 @pytest.mark.clock

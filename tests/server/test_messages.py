@@ -9,8 +9,8 @@ import httpx
 import jsonschema
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from tests.support.serving import IMPATIENT, PAIR, Server, shared_server
+from tests.support.skips import needs_weights
 
 TEXT = "Maria Lopez is 34 years old and lives in Lisbon."
 ASKED = [{"role": "user", "content": TEXT}]
@@ -19,9 +19,7 @@ CHAT_TOOL = {
     "type": "function",
     "function": {"name": "zyx_tool", "description": "Takes a pair.", "parameters": PAIR},
 }
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")

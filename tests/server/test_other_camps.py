@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from tests.support.serving import Server, error_of, shared_server
+from tests.support.skips import needs_weights
 
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 SAID = "Maria Lopez is 34 years old and lives in Lisbon."
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 # What asks for nothing.
 NEUTRAL: dict[str, Any] = {
     "use_beam_search": False,

@@ -10,16 +10,14 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from overlap_spec.config import EMBEDDED
 from tests.support.serving import IMPATIENT, PAIR, Server, shared_server
+from tests.support.skips import needs_weights
 
 MODEL = "overlap-spec"
 TEXT = "Maria Lopez is 34 years old and lives in Lisbon."
 ASKED = [{"role": "user", "content": TEXT}]
 TOOL: dict[str, Any] = {"type": "function", "name": "zyx_tool", "parameters": PAIR, "strict": True}
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")

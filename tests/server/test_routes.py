@@ -14,15 +14,13 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
 from overlap_spec.server.run import tls_context
 from overlap_spec.server.settings import ServerSettings
 from tests.support.serving import FIXED, MOST_TURN_S, Server, shared_server
+from tests.support.skips import needs_weights
 
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 def test_routes_under_the_names_of_other_servers() -> None:

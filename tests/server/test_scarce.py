@@ -16,16 +16,14 @@ from typing import Any
 import httpx
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from tests.support.serving import Server, wait_for
+from tests.support.skips import needs_weights
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 LONG = {"max_new_tokens": 300, "ignore_eos": True}
 
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 def limited(kind: int, value: int) -> Callable[[], None]:

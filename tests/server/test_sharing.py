@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from tests.support.serving import FIXED, Server, wait_for
+from tests.support.skips import needs_weights
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -21,9 +21,7 @@ ANNA, BERT = ({"Authorization": f"Bearer {key}"} for key in ("anna", "bert"))
 ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
 pytestmark = [
     pytest.mark.ci,
-    pytest.mark.skipif(
-        not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-    ),
+    needs_weights,
 ]
 
 
