@@ -1,4 +1,7 @@
-"""Next-token modules in their published names, from random weights, against plain torch."""
+"""Next-token modules in their published names, from random weights, against plain torch.
+
+They are DeepSeek's, Qwen's and those of `MiMoForCausalLM`.
+"""
 
 from __future__ import annotations
 

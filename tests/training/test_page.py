@@ -20,6 +20,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = re.findall(r"^overlap-spec .*$", PAGE, re.MULTILINE)
 
 
+@pytest.mark.ci
 @needs_weights
 def test_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -104,7 +104,7 @@ def test_the_best_nodes_of_the_batch_are_verified(
 
 
 @pytest.mark.clock
-@pytest.mark.parametrize("overlap", ["none", "once-sync"])
+@pytest.mark.parametrize("overlap", few(("none", "once-sync"), "once-sync"))
 def test_a_request_without_speculation_costs_one_node(
     tiny: dict[str, Any], plain: list[Output], results: list[StepResult], overlap: str
 ) -> None:
