@@ -279,30 +279,25 @@ def test_a_stopped_engine_is_seen(server: Server) -> None:
     assert server.get("/health").status_code == 200
     assert server.post(CHAT, {"messages": HI, "max_tokens": 1}).status_code == 200
     time.sleep(2)
-    assert metric(server, "engine_silence_seconds") < SOON_S
+    assert server.metric("engine_silence_seconds") < SOON_S
     os.kill(pid, signal.SIGSTOP)
     try:
         start = time.monotonic()
-        assert metric(server, "engine_up") == 1
+        assert server.metric("engine_up") == 1
         assert time.monotonic() - start < SOON_S
         wait_for(lambda: server.get("/health").status_code == 503, 60)
         assert server.get("/health").json()["status"] == "silent"
         start = time.monotonic()
-        assert metric(server, "engine_up") == 0
-        assert metric(server, "kv_pages") > 0
-        assert 0 < metric(server, "kv_touched_bytes") <= metric(server, "kv_bytes")
+        assert server.metric("engine_up") == 0
+        assert server.metric("kv_pages") > 0
+        assert 0 < server.metric("kv_touched_bytes") <= server.metric("kv_bytes")
         assert server.get("/server_info").json()["state"] is None
         assert time.monotonic() - start < SOON_S
     finally:
         os.kill(pid, signal.SIGCONT)
     wait_for(lambda: server.get("/health").status_code == 200, 60)
     assert server.post(CHAT, {"messages": HI, "max_tokens": 1}).status_code == 200
-    assert 10**6 < metric(server, "front_resident_bytes") < 400 * 2**20
-
-
-def metric(server: Server, name: str) -> float:
-    lines = server.get("/metrics").text.splitlines()
-    return next(float(x.split()[1]) for x in lines if x.startswith(f"overlap_spec:{name} "))
+    assert 10**6 < server.metric("front_resident_bytes") < 400 * 2**20
 
 
 def test_only_names_of_this_machine_reach_a_loopback_server(server: Server) -> None:

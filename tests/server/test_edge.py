@@ -15,7 +15,7 @@ import pytest
 
 from overlap_spec.errors import ConfigError
 from overlap_spec.server.settings import ServerSettings
-from tests.support.serving import FIXED, Server, wait_for
+from tests.support.serving import FIXED, Server, raw, rest, wait_for
 from tests.support.skips import needs_weights
 
 LIMIT = 24
@@ -29,23 +29,6 @@ def server() -> Iterator[Server]:
     made = Server(*FIXED, "--max-connections", str(LIMIT), "--probe-port", "0")
     yield made
     made.kill()
-
-
-@contextlib.contextmanager
-def raw(url: str, said: bytes = b"") -> Iterator[socket.socket]:
-    """A connection that has said something."""
-    where = urlsplit(url)
-    with socket.create_connection((where.hostname, where.port), timeout=20) as client:
-        client.sendall(said)
-        yield client
-
-
-def rest(client: socket.socket) -> bytes:
-    """All that comes until the server closes."""
-    found = b""
-    while part := client.recv(65536):
-        found += part
-    return found
 
 
 def post(*fields: str, path: str = "/tokenize", version: str = "1.1") -> bytes:

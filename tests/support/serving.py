@@ -8,13 +8,15 @@ import functools
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -128,14 +130,16 @@ class Server:
         state: dict[str, Any] = self.get("/server_info").json()["state"]
         return state
 
+    def metric(self, name: str) -> float:
+        """A figure of `/metrics`, as it stands there behind the prefix."""
+        start = f"overlap_spec:{name} "
+        lines = self.get("/metrics").text.splitlines()
+        return next(float(line.removeprefix(start)) for line in lines if line.startswith(start))
+
     def long_turns(self) -> float:
         """How many turns of its loop have taken over half a second of processor time."""
-        counts = {}
-        for line in self.get("/metrics").text.splitlines():
-            if line.startswith("overlap_spec:front_turn_seconds_"):
-                name, value = line.rsplit(" ", 1)
-                counts[name.removeprefix("overlap_spec:front_turn_seconds_")] = float(value)
-        return counts["count"] - counts['bucket{le="0.5"}']
+        turns = "front_turn_seconds"
+        return self.metric(f"{turns}_count") - self.metric(f'{turns}_bucket{{le="0.5"}}')
 
     def readers(self) -> list[int]:
         """The workers that read grammars for the front, those of the engine left out."""
@@ -157,6 +161,24 @@ class Server:
         """End it without a word."""
         self.process.kill()
         self.process.wait()
+
+
+@contextlib.contextmanager
+def raw(url: str, said: bytes = b"") -> Iterator[socket.socket]:
+    """A connection that has said something."""
+    where = urlsplit(url)
+    with socket.create_connection((where.hostname, where.port), timeout=20) as client:
+        client.sendall(said)
+        yield client
+
+
+def rest(client: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := client.recv(65536):
+            found += part
+    return found
 
 
 def error_of(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
