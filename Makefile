@@ -2,17 +2,29 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Ray is large: the tests need it, the demo does not.
+# Ray is large: the tests of replicas need it.
 TESTED := $(VENV)/.installed-cluster
 
-.PHONY: demo test test-busy test-slow test-cluster lint bench check soak picture docs clean
+.PHONY: demo test everyday test-ci test-busy test-slow test-cluster lint bench check soak picture \
+	docs clean
+# In the order of their names: files with few tests are the longest, and would be left to the end.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# In the order of their names: files with few tests are the longest, and would be left to the end.
-test: $(TESTED) lint
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
+# Linters and types beside the tests.
+test: $(STAMP)
+	@$(MAKE) --no-print-directory -j2 lint everyday
+
+# Of each behaviour one quick proof.
+everyday: $(STAMP)
+	$(PYTEST) -m "not ci and not slow"
+
+# What `make test` leaves out and .ci/run runs: matrices, long fuzz, servers of their own.
+test-ci: $(TESTED)
+	$(PYTEST) -m "ci and not slow"
 
 # What a clock could change, beside six processes that compute and never wait.
 test-busy: $(TESTED)
@@ -55,6 +67,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 $(TESTED): $(STAMP)
+	@echo "installing Ray"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev,cluster]"
 	touch $@
 

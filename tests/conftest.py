@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support import checkpoints
+from tests.support.skips import check_skip
 
 # The step's own threads are what is tested; more would only fight over the cores.
 torch.set_num_threads(1)
@@ -46,3 +47,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """Reports of tests."""
+    report = yield
+    check_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, Any, Any]:
+    """Reports of files."""
+    report = yield
+    check_skip(report)
+    return report

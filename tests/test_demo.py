@@ -10,12 +10,10 @@ from types import ModuleType
 import pytest
 
 from overlap_spec import Engine
-from overlap_spec.config import EMBEDDED
+from tests.support.skips import needs_weights
 
 ROOT = Path(__file__).parent.parent
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import pytest
 
 from overlap_spec import cli
 from overlap_spec.cli.terminal import ORIGINS
-from overlap_spec.config import EMBEDDED
+from tests.support.skips import needs_weights
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -30,9 +30,7 @@ FILES = next(b for b in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) if "
 SERVES = [b for b in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) if " serve " in b]
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 PYTHON = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 def test_every_command_of_the_page_has_its_row() -> None:

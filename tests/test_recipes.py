@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from overlap_spec.config import EMBEDDED
+from tests.support.skips import needs_weights
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
@@ -22,9 +22,7 @@ def test_every_section_has_one_block() -> None:
     assert len(RECIPES) == PAGE.count("```python")
 
 
-@pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+@needs_weights
 @pytest.mark.parametrize(("title", "block"), RECIPES, ids=[title for title, _ in RECIPES])
 def test_recipe(title: str, block: str, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {"__name__": "recipe"}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ci
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "overlap_spec"
 # What a build reads.

@@ -68,29 +68,22 @@ SERVING_ENGINE_FLAGS = {
     "ngram_use_oldest": SPECULATION,
     "ngram_pool_bytes": SPECULATION,
 }
-# Fields of the server's settings that `serve` takes in a way of its own: repeated, from the
-# environment, or as text.
-OWN_FLAGS = {
-    "api_key",
-    "admin_api_key",
-    "served_model_name",
-    "whitespace",
-    "cors_origins",
-    "allowed_hosts",
-    "trusted_proxies",
-}
+# Flags that the environment may have instead, which other processes cannot see.
+FROM_ENVIRONMENT = ("api_key", "admin_api_key")
+SERVER_PANELS = {"best_effort": GRAMMAR, "whitespace": GRAMMAR}
 
 
 def _server_panel(name: str) -> str:
     if name.startswith("max_") or name.endswith("_s"):
         return BOUNDS
-    return {"best_effort": GRAMMAR}.get(name, OUTPUT if name.endswith("_parser") else ADDRESS)
+    return SERVER_PANELS.get(name, OUTPUT if name.endswith("_parser") else ADDRESS)
 
 
+# `serve` declares the model's name itself: its default goes by the model.
 SERVER_FLAGS = {
     field.name: _server_panel(field.name)
     for field in fields(ServerSettings)
-    if field.name not in OWN_FLAGS
+    if field.name != "served_model_name"
 }
 SERVER_HELP = {name: help.text for name, help in helps(ServerSettings).items()}
 CLUSTER_FLAGS = {field.name: CLUSTER for field in fields(ClusterSettings)}
@@ -110,30 +103,37 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def with_flags(settings: Any, flags: Mapping[str, str]) -> Callable[[Command], Command]:
     """Give a command fields of a settings class as flags, with their types, defaults and help.
 
-    The command takes them as keywords. Of several decorators the lowest flags come first.
+    The command takes them as keywords. Of several decorators the lowest flags come first. A field
+    that is a tuple is a flag that is repeated, named as one of its items.
 
     Args:
         flags: Names of fields → their panel in the help.
     """
     types, about = get_type_hints(settings), helps(settings)
     defaults = {field.name: field.default for field in fields(settings)}
-    added = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=defaults[name],
-            annotation=Annotated[
-                types[name],
-                typer.Option(
-                    *about[name].flags,
-                    help=about[name].text,
-                    rich_help_panel=panel,
-                    autocompletion=VALUES.get(name),
-                ),
-            ],
+    added = []
+    for name, panel in flags.items():
+        kind, default, own, text = types[name], defaults[name], about[name].flags, about[name].text
+        if kind == tuple[str, ...]:
+            kind, default, own = list[str], [], (f"--{one_of(name).replace('_', '-')}",)
+            text += " Repeat it."
+        elif name == "whitespace":
+            kind = str
+        option = typer.Option(
+            *own,
+            help=text,
+            rich_help_panel=panel,
+            autocompletion=VALUES.get(name),
+            envvar=f"OVERLAP_SPEC_{name.upper()}" if name in FROM_ENVIRONMENT else None,
         )
-        for name, panel in flags.items()
-    ]
+        added.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=Annotated[kind, option],
+            )
+        )
 
     def add(command: Command) -> Command:
         own = inspect.signature(command, eval_str=True)
@@ -142,6 +142,11 @@ def with_flags(settings: Any, flags: Mapping[str, str]) -> Callable[[Command], C
         return command
 
     return add
+
+
+def one_of(name: str) -> str:
+    """The name of one item of a field that has several."""
+    return f"{name[:-3]}y" if name.endswith("ies") else name.removesuffix("s")
 
 
 def engine_flags(*names: str) -> dict[str, str]:

@@ -8,9 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from overlap_spec.cli.flags import (
-    ADDRESS,
     CLUSTER_FLAGS,
-    GRAMMAR,
     MODEL,
     SERVER_FLAGS,
     SERVER_HELP,
@@ -28,9 +26,9 @@ from overlap_spec.server.settings import ServerSettings
 
 
 @with_engine
+@with_flags(ClusterSettings, CLUSTER_FLAGS)
 @with_flags(EngineConfig, SERVING_ENGINE_FLAGS)
 @with_flags(ServerSettings, SERVER_FLAGS)
-@with_flags(ClusterSettings, CLUSTER_FLAGS)
 def serve(
     context: typer.Context,
     checkpoint: Annotated[
@@ -62,35 +60,6 @@ def serve(
             rich_help_panel=MODEL,
         ),
     ] = 120.0,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="OVERLAP_SPEC_API_KEY", help=SERVER_HELP["api_key"], rich_help_panel=ADDRESS
-        ),
-    ] = None,
-    admin_api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="OVERLAP_SPEC_ADMIN_API_KEY",
-            help=SERVER_HELP["admin_api_key"],
-            rich_help_panel=ADDRESS,
-        ),
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(help=f"{SERVER_HELP['cors_origins']} Repeat it.", rich_help_panel=ADDRESS),
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(help=f"{SERVER_HELP['allowed_hosts']} Repeat it.", rich_help_panel=ADDRESS),
-    ] = None,
-    trusted_proxy: Annotated[
-        list[str] | None,
-        typer.Option(help=f"{SERVER_HELP['trusted_proxies']} Repeat it.", rich_help_panel=ADDRESS),
-    ] = None,
-    whitespace: Annotated[
-        str, typer.Option(help=SERVER_HELP["whitespace"], rich_help_panel=GRAMMAR)
-    ] = "compact",
     **flags: Any,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API; by default the embedded model."""
@@ -108,17 +77,16 @@ def serve(
         # Torch and the libraries only after a mistake in the files has been told.
         check_files(EngineConfig.build(model=flags["model"]), template)
         follow(flags)
+        flags["whitespace"] = read_whitespace(flags["whitespace"])
+        settings: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in flags.items()
+        }
         made = plan(
-            api_key=api_key,
-            admin_api_key=admin_api_key,
             served_model_name=served_model_name,
             chat_template=template,
-            whitespace=read_whitespace(whitespace),
             stall_timeout_s=stall_timeout_s,
-            cors_origins=tuple(cors_origin or ()),
-            allowed_hosts=tuple(allowed_host or ()),
-            trusted_proxies=tuple(trusted_proxy or ()),
-            **flags,
+            **settings,
         )
         if cluster.replicas is not None:
             from overlap_spec.cluster.launch import launch as launch_replicas

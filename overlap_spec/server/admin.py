@@ -7,9 +7,9 @@ import dataclasses
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import Query, Request
 from starlette.responses import FileResponse, Response
 
 from overlap_spec.async_engine import count_characters
@@ -41,6 +41,12 @@ LONGEST_TEXT = 2**20
 def models(service: Service) -> Response:
     """The served model, as OpenAI's list of models."""
     return Json({"object": "list", "data": [model_card(service)]})
+
+
+def one_model(service: Service, model: str) -> Response:
+    """The served model, if that is its name."""
+    service.check_model(model)
+    return Json(model_card(service))
 
 
 def model_card(service: Service) -> dict[str, Any]:
@@ -177,7 +183,7 @@ async def server_info(service: Service) -> Response:
     )
 
 
-def version() -> Response:
+def version(_: Service) -> Response:
     """The project's version."""
     return Json({"version": metadata.version("overlap-spec")})
 
@@ -211,19 +217,19 @@ async def flush_cache(service: Service, http: Request) -> Response:
     return Json({"flushed_pages": pages})
 
 
-async def timeline(service: Service, steps: int) -> Response:
+async def timeline(service: Service, steps: Annotated[int, Query(ge=1, le=200)] = 20) -> Response:
     """Spans of the engine's last steps, in nanoseconds on one clock."""
     return Json({"spans": await service.engine.timeline(steps)})
 
 
-def page() -> Response:
+def page(_: Service) -> Response:
     """The playground's page, if it is installed."""
     if not PAGE.is_file():
         raise ApiError(404, "this installation has no playground; the API is under /v1")
     return FileResponse(PAGE, media_type="text/html", headers=UNCACHED)
 
 
-def page_file(name: str) -> Response:
+def page_file(_: Service, name: str) -> Response:
     """A script or style sheet of the playground."""
     path = PAGE_FILES.get(name)
     if path is None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from overlap_spec.errors import GrammarError, InvalidRequest
-from overlap_spec.grammar.spec import AdditionalProperties, Formats, Grammar, KeyOrder
+from overlap_spec.grammar.spec import AdditionalProperties, Grammar
 from overlap_spec.server.grammar_reader import GrammarReader
 from overlap_spec.server.protocol.base import (
     Constraint,
@@ -26,12 +26,40 @@ from overlap_spec.server.protocol.chat import (
     StructuralTagFormat,
 )
 from overlap_spec.server.protocol.task import ToolAsk
-from overlap_spec.server.settings import ServerSettings, Whitespace
+from overlap_spec.server.settings import ServerSettings
 
 # Sources longer than this are read in another process, in bytes: reading them would block the loop.
 LONG_SOURCE = 512
 # Of what was read there, the latest are kept, in bytes of their sources.
 KEPT_BYTES = 4 * 2**20
+# Kinds of constraints by vLLM's names, and what else each takes.
+MAKERS: dict[str, Callable[..., Grammar]] = {
+    "json": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "choice": Grammar.choice,
+    "grammar": Grammar.ebnf,
+    "json_object": Grammar.json_object,
+    "structural_tag": Grammar.structural_tag,
+}
+OPTIONS = {
+    "json": ("whitespace", "best_effort", "key_order", "formats", "additional_properties"),
+    "choice": ("probabilities", "faithful"),
+    "json_object": ("whitespace",),
+    "structural_tag": ("whitespace", "additional_properties"),
+}
+STRUCTURED_OPTIONS = (
+    "probabilities",
+    "faithful",
+    "key_order",
+    "formats",
+    "additional_properties",
+)
+SGLANGS_NAMES = {
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "structural_tag": "structural_tag",
+}
 
 
 class ResolvedConstraint(NamedTuple):
@@ -160,129 +188,69 @@ class Constraints:
         return grammar
 
     def _candidates(self, body: Constraint) -> list[ConstraintCandidate]:
-        candidates = self._plain(body)
+        """Those that a body has besides its response format."""
+        candidates = [
+            self._candidate(name, kind, value)
+            for name, kind in SGLANGS_NAMES.items()
+            if (value := getattr(body, name)) is not None
+        ]
         if isinstance(body, GenerationBody) and body.structured_outputs is not None:
             candidates.append(self._structured(body.structured_outputs))
         if isinstance(body, OpenAIBody):
-            makers = self._makers(self.settings.whitespace)
-            for kind, value in body.guided.items():
-                make = partial(makers[kind], value)
-                candidates.append(ConstraintCandidate(f"guided_{kind}", value, make))
+            candidates += [
+                self._candidate(f"guided_{kind}", kind, value)
+                for kind, value in body.guided.items()
+            ]
         return candidates
 
     def _formats(self, form: Any, name: str) -> list[ConstraintCandidate]:
         """That of a response format, if it is one."""
-        settings, candidates = self.settings, list[ConstraintCandidate]()
-        if isinstance(form, JsonObjectFormat) and form.schema_ is not None:
-            given = form.schema_
-            make = partial(self._schema(), given)
-            candidates.append(ConstraintCandidate(name, given, make))
-        elif isinstance(form, JsonObjectFormat):
-            whitespace = settings.whitespace
-            make = partial(Grammar.json_object, whitespace=whitespace)
-            candidates.append(ConstraintCandidate(name, "", make))
-        elif isinstance(form, JsonSchemaFormat):
-            schema, strict = form.json_schema.schema_, form.json_schema.strict
-            best_effort = settings.best_effort if strict is None else not strict
-            make = partial(self._schema(best_effort), schema)
-            candidates.append(ConstraintCandidate(name, schema, make))
-        elif isinstance(form, StructuralTagFormat):
-            tag = form.model_dump(exclude_none=True)
-            candidates.append(ConstraintCandidate(name, tag, partial(self._tag(), tag)))
-        return candidates
-
-    def _plain(self, body: Constraint) -> list[ConstraintCandidate]:
-        """SGLang's names."""
-        makers: dict[str, Callable[[Any], Grammar]] = {
-            "json_schema": self._schema(),
-            "regex": Grammar.regex,
-            "ebnf": Grammar.ebnf,
-            "structural_tag": self._tag(),
-        }
-        given = [(name, getattr(body, name), make) for name, make in makers.items()]
-        return [
-            ConstraintCandidate(name, value, partial(make, value))
-            for name, value, make in given
-            if value is not None
-        ]
+        match form:
+            case JsonObjectFormat(schema_=None):
+                return [self._candidate(name, "json_object", True)]
+            case JsonObjectFormat():
+                return [self._candidate(name, "json", form.schema_)]
+            case JsonSchemaFormat():
+                schema, strict = form.json_schema.schema_, form.json_schema.strict
+                best_effort = None if strict is None else not strict
+                return [self._candidate(name, "json", schema, best_effort=best_effort)]
+            case StructuralTagFormat():
+                tag = form.model_dump(exclude_none=True)
+                return [self._candidate(name, "structural_tag", tag)]
+        return []
 
     def _structured(self, given: StructuredOutputs) -> ConstraintCandidate:
         """vLLM's ``structured_outputs``."""
-        whitespace: Whitespace = self.settings.whitespace
-        if given.disable_any_whitespace is not None:
-            whitespace = "compact" if given.disable_any_whitespace else "bounded"
-        makers = self._makers(
-            whitespace, given.key_order, given.formats, given.additional_properties
-        )
-        weighed: dict[str, Any] = {
-            name: getattr(given, name) is True for name in ("probabilities", "faithful")
-        }
-        makers["choice"] = partial(Grammar.choice, **weighed)
-        values = {kind: getattr(given, kind if kind != "json" else "json_") for kind in makers}
+        values = {kind: getattr(given, kind if kind != "json" else "json_") for kind in MAKERS}
         kinds = [kind for kind, value in values.items() if value is not None and value is not False]
         if len(kinds) != 1:
             raise InvalidRequest(
-                f"structured_outputs needs exactly one of {', '.join(makers)}; "
+                f"structured_outputs needs exactly one of {', '.join(MAKERS)}; "
                 f"it has {', '.join(kinds) or 'none'}",
                 "structured_outputs",
             )
         kind = kinds[0]
-        goes_with = {
-            **dict.fromkeys(weighed, ("choice",)),
-            "key_order": ("json",),
-            "formats": ("json",),
-            "additional_properties": ("json", "structural_tag"),
-        }
-        for name, wanted in goes_with.items():
-            if getattr(given, name) and kind not in wanted:
+        options = {name: getattr(given, name) or None for name in STRUCTURED_OPTIONS}
+        for name, value in options.items():
+            wanted = [each for each, taken in OPTIONS.items() if name in taken]
+            if value is not None and kind not in wanted:
                 field = f"structured_outputs.{name}"
                 raise InvalidRequest(f"{field} goes with {' or '.join(wanted)}", field)
-        field, value = f"structured_outputs.{kind}", values[kind]
-        return ConstraintCandidate(field, value, partial(makers[kind], value))
+        if given.disable_any_whitespace is not None:
+            options["whitespace"] = "compact" if given.disable_any_whitespace else "bounded"
+        return self._candidate(f"structured_outputs.{kind}", kind, values[kind], **options)
 
-    def _makers(
-        self,
-        whitespace: Whitespace,
-        key_order: KeyOrder | None = None,
-        formats: Formats | None = None,
-        additional_properties: AdditionalProperties | None = None,
-    ) -> dict[str, Callable[[Any], Grammar]]:
-        """By vLLM's names."""
-        return {
-            "json": self._schema(
-                whitespace=whitespace,
-                key_order=key_order or "schema",
-                formats=formats or "assertion",
-                additional_properties=additional_properties or self.additional_properties,
-            ),
-            "regex": Grammar.regex,
-            "choice": Grammar.choice,
-            "grammar": Grammar.ebnf,
-            "json_object": lambda _: Grammar.json_object(whitespace=whitespace),
-            "structural_tag": self._tag(additional_properties),
+    def _candidate(self, field: str, kind: str, value: Any, **options: Any) -> ConstraintCandidate:
+        """A constraint of a kind of :data:`MAKERS`; None is the default."""
+        taken: dict[str, Any] = {
+            "whitespace": self.settings.whitespace,
+            "best_effort": self.settings.best_effort,
+            "additional_properties": self.additional_properties,
         }
-
-    def _schema(
-        self,
-        best_effort: bool | None = None,
-        whitespace: Any = None,
-        **options: Any,
-    ) -> Callable[[Any], Grammar]:
-        return partial(
-            Grammar.json_schema,
-            whitespace=self.settings.whitespace if whitespace is None else whitespace,
-            best_effort=self.settings.best_effort if best_effort is None else best_effort,
-            **{"additional_properties": self.additional_properties, **options},
-        )
-
-    def _tag(
-        self, additional_properties: AdditionalProperties | None = None
-    ) -> Callable[[Any], Grammar]:
-        return partial(
-            Grammar.structural_tag,
-            whitespace=self.settings.whitespace,
-            additional_properties=additional_properties or self.additional_properties,
-        )
+        taken |= {name: option for name, option in options.items() if option is not None}
+        keywords = {name: taken[name] for name in OPTIONS.get(kind, ()) if name in taken}
+        values = () if kind == "json_object" else (value,)
+        return ConstraintCandidate(field, value, partial(MAKERS[kind], *values, **keywords))
 
 
 def _distinct(candidates: list[ConstraintCandidate]) -> list[ConstraintCandidate]:

@@ -39,6 +39,12 @@ async def responses(service: Service, body: ResponsesBody, http: HttpRequest) ->
     return await service.reply(outputs, lambda: formatter.whole(outputs[0]))
 
 
+def no_response(_: Service, response_id: str) -> Response:
+    """Raise ApiError: a response is looked for, and none is kept."""
+    message = f"there is no response {response_id!r}: nothing is stored"
+    raise ApiError(404, message, "response_id", code="response_not_found")
+
+
 async def _prepare(service: Service, body: ResponsesBody) -> Conversation:
     service.engine.check_length(body.count_characters())
     if body.with_logprobs and service.settings.reasoning_parser is not None:

@@ -121,6 +121,7 @@ def test_servers_have_names(scripted: str) -> None:
         gsm8k.open_servers([scripted, scripted], None)
 
 
+@pytest.mark.ci
 def test_gsm8k_measures_our_own_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url, out = shared_server().url, tmp_path / "out.json"
     words = ["--num-questions", "2", "--num-shots", "1", "--parallel", "2", "--max-new-tokens", "8"]

@@ -28,6 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return json.loads(path.read_text()), [json.loads(line) for line in lines], path
 
 
+@pytest.mark.ci
 def test_each_drafter_is_measured_or_skipped_with_its_reason(found: Found) -> None:
     record, _, _ = found
     entry = record["models"]["embedded"]
@@ -39,6 +40,7 @@ def test_each_drafter_is_measured_or_skipped_with_its_reason(found: Found) -> No
     assert record["missing"] == {"Spec-Bench": "no file given: --spec-bench"}
 
 
+@pytest.mark.ci
 def test_figures_of_a_run(found: Found) -> None:
     record, samples, _ = found
     models = drafters.summary(samples)
@@ -60,6 +62,7 @@ def test_figures_of_a_run(found: Found) -> None:
     assert greedy["ngram"]["repetitive document"]["accept_length"] > 1.2
 
 
+@pytest.mark.ci
 def test_sides_take_turns(found: Found) -> None:
     _, samples, _ = found
     own = [s for s in samples if s["drafter"] == "ngram" and s["row"] == "greedy, chain of 5"]
@@ -67,6 +70,7 @@ def test_sides_take_turns(found: Found) -> None:
     assert sides == [(0, "plain"), (0, "ngram"), (1, "ngram"), (1, "plain")]
 
 
+@pytest.mark.ci
 def test_another_text_is_a_fault_where_it_was_promised(found: Found) -> None:
     record, samples, _ = found
     assert drafters.faults(record["models"]) == []
@@ -84,6 +88,7 @@ def test_another_text_is_a_fault_where_it_was_promised(found: Found) -> None:
     assert drafters.faults({"embedded": entry | {"rows": lossy}}) == []
 
 
+@pytest.mark.ci
 def test_the_report_shows_drafters(found: Found) -> None:
     _, _, path = found
     page = report.render(path.parent)

@@ -38,6 +38,7 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     return record, path
 
 
+@pytest.mark.ci
 def test_a_rehearsal_runs_every_part(rehearsal: tuple[dict[str, Any], Path]) -> None:
     record, path = rehearsal
     assert json.loads(path.read_text()) == record
@@ -50,6 +51,7 @@ def test_a_rehearsal_runs_every_part(rehearsal: tuple[dict[str, Any], Path]) -> 
     assert record["parts"]["verify"]["nodes"] == 16
 
 
+@pytest.mark.ci
 def test_every_figure_has_its_target(rehearsal: tuple[dict[str, Any], Path]) -> None:
     record, _ = rehearsal
     assert {name: figure["target"] for name, figure in record["figures"].items()} == TARGETS
@@ -59,6 +61,7 @@ def test_every_figure_has_its_target(rehearsal: tuple[dict[str, Any], Path]) -> 
         assert found["met"] is (reached if found["goal"] == "at least" else not reached), name
 
 
+@pytest.mark.ci
 def test_a_rehearsal_is_shown_with_its_targets(rehearsal: tuple[dict[str, Any], Path]) -> None:
     pytest.importorskip("matplotlib")
     _, path = rehearsal

@@ -177,6 +177,7 @@ def test_ordinary_tokens_that_look_like_ends_are_none(tmp_path: Path) -> None:
     assert found.text[size] == b"</s>"
 
 
+@pytest.mark.ci
 def test_a_stopped_run_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

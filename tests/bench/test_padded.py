@@ -28,6 +28,7 @@ from overlap_spec.models.eagle3 import feature_layers
 from overlap_spec.models.weights import load_decoder, load_eagle3
 from overlap_spec.tokenizer import Tokenizer
 from tests.support.checkpoints import SHAPE, write_head, write_target
+from tests.support.tiers import few
 
 CPU = torch.device("cpu")
 VOCAB = SHAPE["vocab_size"]
@@ -82,7 +83,7 @@ def prompt() -> Tensor:
     return torch.randint(0, 256, (60,), generator=torch.Generator().manual_seed(9))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", few(CASES, "all", "qwen3"))
 @torch.no_grad()
 def test_the_function_stays_the_same(case: str, tmp_path: Path) -> None:
     """Logits of real tokens equal within float32 rounding, new ones far below; features exact;
@@ -181,7 +182,7 @@ def texts(target: Path, draft: Path | None, **settings: Any) -> list[tuple[Any, 
 @pytest.mark.parametrize(
     "sizes", [Sizes(vocab=2000), Sizes(3000, 128, 5, 96, 8, 4, 16)], ids=["vocabulary", "all"]
 )
-@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("topk", few((1, 3), 3))
 def test_text_and_acceptance_stay_the_same(sizes: Sizes, topk: int, tmp_path: Path) -> None:
     write_target(tmp_path / "source", scale=1.0)
     write_head(tmp_path / "head", layers=(-1, 0, 2))
@@ -193,6 +194,7 @@ def test_text_and_acceptance_stay_the_same(sizes: Sizes, topk: int, tmp_path: Pa
     assert [row[0] for row in plain] == [row[0] for row in want]
 
 
+@pytest.mark.ci
 def test_head_with_an_embedding_and_a_width_of_its_own(tmp_path: Path) -> None:
     write_target(tmp_path / "source")
     write_head(tmp_path / "head", hidden_size=16, target_hidden_size=32)
@@ -361,6 +363,7 @@ def test_sources_that_cannot_be_padded(tmp_path: Path) -> None:
         pad(tmp_path / "source", None, tmp_path, Sizes(vocab=500), console=QUIET)
 
 
+@pytest.mark.ci
 @pytest.mark.clock
 @pytest.mark.skipif(
     not (EMBEDDED / "eagle3" / "config.json").exists(), reason="the embedded model is not built"

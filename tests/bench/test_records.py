@@ -49,6 +49,7 @@ def read(folder: Path, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]
     return json.loads(path.read_text()), [json.loads(line) for line in lines]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", RUNS)
 def test_a_record_can_be_made_again_from_its_lines(folder: Path, name: str) -> None:
     record, samples = read(folder, name)
@@ -61,6 +62,7 @@ def test_a_record_can_be_made_again_from_its_lines(folder: Path, name: str) -> N
     assert record["samples"] == len(samples)
 
 
+@pytest.mark.ci
 def test_gsm8k_finds_both_sides_alike(folder: Path) -> None:
     record, samples = read(folder, "gsm8k")
     assert record["equal"] == 1.0
@@ -139,6 +141,7 @@ def test_figures_leave_out_what_is_not_there() -> None:
     assert nothing["ttft_ms"] is None
 
 
+@pytest.mark.ci
 def test_json_record_counts_validity(folder: Path) -> None:
     record, samples = read(folder, "json_schema")
     for name in ("xgrammar", "llguidance"):
@@ -167,6 +170,7 @@ def test_json_validity_is_jsonschemas() -> None:
     assert json_schema.keys_of("[1]") is None
 
 
+@pytest.mark.ci
 def test_an_invalid_constrained_output_is_a_fault(folder: Path) -> None:
     record, samples = read(folder, "json_schema")
     assert json_schema.faults(record) == []
@@ -177,6 +181,7 @@ def test_an_invalid_constrained_output_is_a_fault(folder: Path) -> None:
     assert any("xgrammar" in line and "valid" in line for line in found)
 
 
+@pytest.mark.ci
 def test_peers_say_the_same_and_missing_ones_are_named(folder: Path) -> None:
     record, _ = read(folder, "peers")
     for workload in ("batch 1", "batch 16"):
@@ -200,6 +205,7 @@ def test_peers_say_the_same_and_missing_ones_are_named(folder: Path) -> None:
         assert "pip install -e '.[peers]'" in record["missing"]["llama.cpp"]
 
 
+@pytest.mark.ci
 def test_peers_tell_the_first_requests_apart(folder: Path) -> None:
     record, samples = read(folder, "peers")
     names = set(record["workloads"]["batch 1"])
@@ -253,6 +259,7 @@ def test_peers_wants_servers_with_names() -> None:
     assert peers._server("vllm=http://h:1/v1") == ("vllm", "http://h:1/v1")
 
 
+@pytest.mark.ci
 def test_differing_texts_are_a_fault_of_ours(folder: Path) -> None:
     record, samples = read(folder, "peers")
     assert peers.faults(record) == []
@@ -266,6 +273,7 @@ def test_differing_texts_are_a_fault_of_ours(folder: Path) -> None:
     assert peers.faults(peers.summary(samples), exact=False) == []
 
 
+@pytest.mark.ci
 def test_the_report_is_one_file_that_needs_nothing_else(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     report.main([str(folder), "--out", str(out)])
@@ -287,6 +295,7 @@ def test_the_report_is_one_file_that_needs_nothing_else(folder: Path, tmp_path: 
     assert {a or b for a, b in used} <= set(ids)
 
 
+@pytest.mark.ci
 def test_a_terminal_shows_what_the_report_shows(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -302,6 +311,7 @@ def test_a_terminal_shows_what_the_report_shows(
     assert not capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_the_report_shows_a_failed_check_and_unknown_benchmarks(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -318,6 +328,7 @@ def test_the_report_shows_a_failed_check_and_unknown_benchmarks(
         report.render(tmp_path)
 
 
+@pytest.mark.ci
 def test_an_older_record_is_shown_as_it_is(folder: Path, tmp_path: Path) -> None:
     record, _ = read(folder, "gsm8k")
     del record["shots"]
@@ -328,6 +339,7 @@ def test_an_older_record_is_shown_as_it_is(folder: Path, tmp_path: Path) -> None
     assert "<td>sides › once-sync › accuracy</td>" in page
 
 
+@pytest.mark.ci
 def test_what_plots_need_is_said(
     folder: Path,
     tmp_path: Path,
@@ -357,6 +369,7 @@ def test_committed_records_are_of_committed_trees_and_read() -> None:
     assert not list(folder.glob("*.samples.jsonl"))
 
 
+@pytest.mark.ci
 def test_committed_records_have_their_sections() -> None:
     page = report.render(ROOT / "bench" / "results")
     assert "shown as it is" not in page
@@ -384,6 +397,7 @@ def test_an_expectation(
     assert (bool(found.error), bool(found.warning), found.skipped) == (error, warning, skipped)
 
 
+@pytest.mark.ci
 def test_the_check_fails_on_a_change_of_correctness(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

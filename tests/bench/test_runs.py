@@ -258,6 +258,7 @@ def test_overlap_ends_in_its_record(
     assert {name: record[name] for name in again} == again
 
 
+@pytest.mark.ci
 def test_overlap_runs_batches_and_modes_alone(
     tiny: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -327,6 +328,7 @@ def test_a_mode_that_says_something_else_is_told(
     assert json.loads(captured.out.splitlines()[-1])["equal"] is False
 
 
+@pytest.mark.ci
 def test_adaptive_ends_in_its_record(
     tiny: dict[str, str],
     tmp_path: Path,
@@ -425,6 +427,7 @@ def test_policies_that_take_turns() -> None:
     assert not policies.steps
 
 
+@pytest.mark.ci
 def test_traces_end_in_their_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -471,6 +474,7 @@ def test_flags_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--requests" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_soak_leaves_nothing_behind(
     tiny: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
     return json.loads(path.read_text()), path
 
 
+@pytest.mark.ci
 def test_every_sweep_has_its_points_and_fits(record: tuple[dict[str, Any], Path]) -> None:
     found, path = record
     assert {n: [p["x"] for p in s["points"]] for n, s in found["sweeps"].items()} == {
@@ -89,6 +90,7 @@ def test_every_sweep_has_its_points_and_fits(record: tuple[dict[str, Any], Path]
     assert {key: found[key] for key in again} == again
 
 
+@pytest.mark.ci
 def test_the_report_plots_each_sweep(record: tuple[dict[str, Any], Path]) -> None:
     found, path = record
     page = report.render(path.parent)
@@ -97,6 +99,7 @@ def test_the_report_plots_each_sweep(record: tuple[dict[str, Any], Path]) -> Non
     assert "By properties of the schema" in page
 
 
+@pytest.mark.ci
 def test_a_schema_that_is_refused_is_skipped_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

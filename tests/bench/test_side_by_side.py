@@ -118,6 +118,7 @@ def test_a_script_that_fails_in_its_turn(
         side_by_side.main(words(trees, "--turns", "3", "--", "--x"))
 
 
+@pytest.mark.ci
 def test_step_cost_takes_turns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +177,7 @@ def test_questions_differ() -> None:
     assert len(prompts) == 64
 
 
+@pytest.mark.ci
 def test_rounds_are_alike_and_arrivals_leave_the_text() -> None:
     with Engine(**SETTINGS) as engine:
         done = rounds(engine, 2, 0.0)

@@ -21,16 +21,15 @@ import httpx
 import pytest
 
 from bench.cluster import children
-from overlap_spec.config import EMBEDDED
 from tests.support.serving import Server, wait_for
+from tests.support.skips import needs_weights
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[cluster]'")
 pytestmark = [
+    pytest.mark.ci,
     # Ray starts a dozen processes, which a busy machine delays.
     pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-    ),
+    needs_weights,
 ]
 CHAT = "/v1/chat/completions"
 FLAGS = ("--replicas", "2", "--cpus-per-replica", "0.5", "--max-running-requests", "4")
@@ -274,7 +273,7 @@ def test_a_replica_that_is_killed_costs_no_wrong_answer(
     wait_for(lambda: not any(alive(pid) for pid in orphans), 60)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_replacing_all_replicas_loses_nothing(server: Server, expected: list[str]) -> None:
     before = ready(server)
     assert len(before) == 2
@@ -289,7 +288,7 @@ def test_replacing_all_replicas_loses_nothing(server: Server, expected: list[str
     assert set(load.counts) == {"200", "whole"}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_it_drains_when_it_ends() -> None:
     server = Server(*FLAGS, "--drain-timeout-s", "60")
     processes = below(server)

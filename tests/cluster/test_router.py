@@ -13,6 +13,7 @@ from overlap_spec.cluster.calls import HttpCall
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[cluster]'")
 from overlap_spec.cluster.router import Router
 
+pytestmark = pytest.mark.ci
 NAMES = ("a", "b", "c")
 
 

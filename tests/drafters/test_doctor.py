@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from overlap_spec.doctor import examine
-from tests.drafters.test_layouts import LAYOUTS, write
-from tests.drafters.test_mtp import write_module
 from tests.support import checkpoints
+from tests.support.layouts import LAYOUTS, write
+from tests.support.mtp import write_module
 
 
 def drafter(model: str, draft: str | None = None, algorithm: str | None = None) -> tuple[str, bool]:

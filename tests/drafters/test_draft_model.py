@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from overlap_spec.engine import Engine
 from overlap_spec.errors import CheckpointError, ConfigError
@@ -17,6 +16,8 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.models.vocabulary import map_vocabulary, token_texts
 from overlap_spec.types import Output
 from tests.support import checkpoints
+from tests.support.checkpoints import renumber
+from tests.support.tiers import few
 
 CHAIN: dict[str, Any] = {"num_steps": 4}
 TREE: dict[str, Any] = {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 10}
@@ -58,8 +59,8 @@ def ids(outputs: list[Output]) -> list[tuple[int, ...]]:
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("shape", [CHAIN, TREE])
+@pytest.mark.parametrize("graphs", few((True, False), True))
+@pytest.mark.parametrize("shape", few((CHAIN, TREE), TREE))
 def test_the_targets_own_copy_is_always_right(
     models: dict[str, str], shape: dict[str, Any], graphs: bool
 ) -> None:
@@ -90,7 +91,7 @@ def test_reused_pages_draft_as_well_as_computed_ones(tiny: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(("shape", "overlap"), [(CHAIN, "none"), (TREE, "once-sync")])
-@pytest.mark.parametrize("name", ["small", "short", "padded", "narrow", "tied"])
+@pytest.mark.parametrize("name", few(("small", "short", "padded", "narrow", "tied"), "narrow"))
 def test_another_model_changes_no_text(
     tiny: dict[str, Any],
     models: dict[str, str],
@@ -119,29 +120,6 @@ def test_its_memory_is_counted(tiny: dict[str, Any], models: dict[str, str]) -> 
 def test_it_needs_a_folder(tiny: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="needs draft"):
         Engine(model=tiny["model"], algorithm="draft_model")
-
-
-def renumber(source: str, folder: Path, kept: list[int], stand_in: str = "") -> None:
-    """A copy of a model with the tokens ``kept`` alone, in that order.
-
-    ``stand_in``: begins the texts of unknown tokens, which fill the vocabulary up.
-    """
-    shutil.copytree(source, folder)
-    data = json.loads((folder / "tokenizer.json").read_text())
-    texts = token_texts(folder / "tokenizer.json")
-    new = {texts[number]: place for place, number in enumerate(kept)}
-    if stand_in:
-        new |= {f"{stand_in}{n}": n for n in range(len(kept), len(texts))}
-    data["model"]["vocab"], data["added_tokens"] = new, []
-    (folder / "tokenizer.json").write_text(json.dumps(data))
-    weights = load_file(folder / "model.safetensors")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        rows = torch.randn(len(new), weights[name].shape[1])
-        rows[: len(kept)] = weights[name][kept]
-        weights[name] = rows
-    save_file(weights, folder / "model.safetensors")
-    hf = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**hf, "vocab_size": len(new)}))
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE])

@@ -15,6 +15,7 @@ from overlap_spec.engine.drafter_guard import FIRST_PAUSE_STEPS, OFF, DrafterGua
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, Tier
+from tests.support.tiers import few
 
 OWN = "tests.support.drafters:"
 PROMPTS = ["abcabcabc", "the train to platform 4", "xyz", "0123 0123 0123"]
@@ -62,8 +63,8 @@ def test_what_is_no_drafter_is_an_error(tiny: dict[str, Any], name: str, said: s
         Engine(**tiny, algorithm=name)
 
 
-@pytest.mark.parametrize("overlap", ["none", "once-sync"])
-@pytest.mark.parametrize("tree", [{}, {"eagle_topk": 3, "num_draft_tokens": 12}])
+@pytest.mark.parametrize("overlap", few(("none", "once-sync"), "once-sync"))
+@pytest.mark.parametrize("tree", few(({}, {"eagle_topk": 3, "num_draft_tokens": 12}), {}))
 @pytest.mark.parametrize("kind", ["Echo", "Unrecorded", "Garbage", "OnHost"])
 def test_a_users_own_drafter_changes_no_text(
     tiny: dict[str, Any], plain: list[Output], kind: str, tree: dict[str, Any], overlap: str

@@ -14,6 +14,7 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.speculation.tree_file import MOST_NODES, read_tree
 from overlap_spec.types import Output, Tier
+from tests.support.tiers import few
 
 PROMPT = "the train to platform 4 leaves at 10:15"
 PROMPTS = [PROMPT, "abcabcabc", "x", "p" * 90]
@@ -90,7 +91,7 @@ def test_what_cannot_stand_beside_a_tree(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", few((False, True), True))
 @pytest.mark.parametrize("data", [PARENTS, CHOICES, LARGE])
 def test_each_node_is_its_parents_next_best_token(
     tiny: dict[str, Any], tmp_path: Path, data: Any, graphs: bool
@@ -144,7 +145,7 @@ def answer(tiny: dict[str, Any], **settings: Any) -> list[Output]:
         return outputs
 
 
-@pytest.mark.parametrize("overlap", ["none", "once-sync"])
+@pytest.mark.parametrize("overlap", few(("none", "once-sync"), "once-sync"))
 @pytest.mark.parametrize("data", [PARENTS, LARGE])
 def test_no_text_changes(tiny: dict[str, Any], tmp_path: Path, data: Any, overlap: str) -> None:
     with Engine(**tiny, context_length=256, algorithm="none", overlap="none") as engine:

@@ -16,41 +16,9 @@ from overlap_spec.grammar.drafting.forced import ForcedRuns
 from overlap_spec.grammar.drafting.guesses import Guesses
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import RUN_TOKENS, Output, Tier
+from tests.support.grafts import PERSON, PROMPTS, SAMPLING, SHAPES, answer, key, lengths
+from tests.support.tiers import few
 from tests.worker import test_overlap
-
-PERSON = Grammar.json_schema(
-    {
-        "type": "object",
-        "properties": {
-            "street_address": {"type": "string", "maxLength": 9},
-            "identification": {"type": "integer", "minimum": 0, "maximum": 99},
-            "subscriptions": {"enum": ["north-west", "south-east"]},
-        },
-        "required": ["street_address", "identification", "subscriptions"],
-        "additionalProperties": False,
-    }
-)
-PROMPTS = ["Who is it?", "abc", "A north-west flat, number 7"]
-SHAPES: dict[str, dict[str, Any]] = {
-    "chain": {"num_steps": 4},
-    "tree": {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 12},
-}
-SAMPLING = {"max_tokens": 96, "temperature": 0}
-
-
-def answer(engine: Engine, **sampling: Any) -> list[Output]:
-    return engine.generate(PROMPTS, PERSON, {**SAMPLING, **sampling})
-
-
-def key(outputs: list[Output]) -> list[tuple[Any, ...]]:
-    return [(o.token_ids, o.finish_reason, o.error) for o in outputs]
-
-
-def lengths(outputs: list[Output]) -> list[tuple[int, ...]]:
-    return [
-        (o.stats.verifies, o.stats.accepted_grafts, o.stats.grafted_tokens, o.stats.illegal_drafts)
-        for o in outputs
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +28,7 @@ def plain(tiny: dict[str, Any]) -> list[Output]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "grammar"])
+@pytest.mark.parametrize("algorithm", few(("eagle3", "ngram", "grammar"), "eagle3"))
 def test_grafts_shorten_the_way_to_the_same_text(
     tiny: dict[str, Any], plain: list[Output], algorithm: str, shape: str
 ) -> None:
@@ -134,6 +102,7 @@ def test_a_matcher_that_fails_at_it_ends_its_own_request(
     assert key([outputs[0], outputs[2]]) == key([plain[0], plain[2]])
 
 
+@pytest.mark.ci
 def test_chaos_with_runs_that_are_often_wrong(
     tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,8 @@ from overlap_spec.grammar.drafting.guesses import Guesses
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.speculation.wide import WIDE_NODES, WIDE_STEPS, run_room, wide_tier
 from overlap_spec.types import RUN_TOKENS, HostTrees, Output, Tier
-from tests.drafters.test_grafts import PERSON, PROMPTS, key, lengths
+from tests.support.grafts import PERSON, PROMPTS, key, lengths
+from tests.support.tiers import few
 from tests.worker import test_overlap
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -54,10 +55,10 @@ def plain(still: dict[str, Any]) -> list[Output]:
         return answers(engine)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", few(SHAPES, "tree"))
 @pytest.mark.parametrize(
     "algorithm",
-    ["eagle3", "ngram", pytest.param("draft_model", marks=pytest.mark.slow), "grammar"],
+    few(("eagle3", "ngram", "draft_model", "grammar"), "eagle3"),
 )
 def test_a_run_beyond_the_depth_is_one_verify(
     still: dict[str, Any], plain: list[Output], algorithm: str, shape: str
@@ -96,7 +97,7 @@ def test_a_key_of_fifteen_tokens_is_one_verify(still: dict[str, Any]) -> None:
     assert output.text == '{"street_address"'
 
 
-@pytest.mark.parametrize("adaptive", ["default", "adaspec", "auto", "off"])
+@pytest.mark.parametrize("adaptive", few(("default", "adaspec", "auto", "off"), "auto"))
 def test_under_every_policy(still: dict[str, Any], plain: list[Output], adaptive: str) -> None:
     with Engine(**still, adaptive=adaptive) as engine:
         assert key(answers(engine)) == key(plain)
@@ -110,6 +111,7 @@ def test_beside_drafters_of_ones_own(still: dict[str, Any], plain: list[Output],
         assert key(answers(engine)) == key(plain)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("hostile", ["often", "always"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_chaos_with_long_runs_that_are_wrong(

@@ -10,11 +10,12 @@ from overlap_spec.config import drafter_names
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output
-from tests.drafters.test_draft_model import renumber
-from tests.drafters.test_layouts import LAYOUTS, write
-from tests.drafters.test_mtp import write_module
 from tests.support import checkpoints
+from tests.support.checkpoints import renumber
+from tests.support.layouts import LAYOUTS, write
+from tests.support.mtp import write_module
 from tests.support.policies import share_nodes
+from tests.support.tiers import few
 from tests.worker import test_overlap
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -100,14 +101,15 @@ def plain(tiny: dict[str, Any]) -> list[Output]:
 
 
 def cases() -> list[Any]:
-    """Of each drafter in each shape one way always, the others with the slow tests."""
+    """Of each drafter one shape in one way every day, the others with the ci tests."""
     found = []
     for number, kind in enumerate(KINDS):
-        for place, shape in enumerate(SHAPES):
-            for way, (company, overlap) in enumerate(WAYS):
-                if kind not in ON_HOST or shape != "fixed":
-                    marks = [] if way == (number + place) % len(WAYS) else [pytest.mark.slow]
-                    found.append(pytest.param(kind, shape, company, overlap, marks=marks))
+        shapes = [shape for shape in SHAPES if kind not in ON_HOST or shape != "fixed"]
+        for place, shape in enumerate(shapes):
+            for way, ways in enumerate(WAYS):
+                is_its = place == number % len(shapes) and way == (number + place) % len(WAYS)
+                marks = [] if is_its else [pytest.mark.ci]
+                found.append(pytest.param(kind, shape, *ways, marks=marks))
     return found
 
 
@@ -148,20 +150,7 @@ def test_drafts_change_nothing(
         assert sum(output.stats.accepted_drafts for output in outputs) > 0
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "ngram",
-        "draft_model",
-        pytest.param("grammar", marks=pytest.mark.slow),
-        pytest.param("eagle", marks=pytest.mark.slow),
-        pytest.param("eagle3 of three layers", marks=pytest.mark.slow),
-        pytest.param("draft_model of the target", marks=pytest.mark.slow),
-        pytest.param("draft_model of another vocabulary", marks=pytest.mark.slow),
-        pytest.param("mtp", marks=pytest.mark.slow),
-        pytest.param("suffix", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("kind", few([kind for kind in KINDS if kind != "eagle3"], "draft_model"))
 def test_chaos_with_each_drafter(
     tiny: dict[str, Any], folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

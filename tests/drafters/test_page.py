@@ -13,8 +13,8 @@ import pytest
 from overlap_spec.config import EMBEDDED, EngineConfig, drafter_names
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
-from tests.drafters import test_mtp
-from tests.drafters.test_layouts import LAYOUTS
+from tests.support import mtp
+from tests.support.layouts import LAYOUTS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "drafters.md").read_text()
@@ -39,7 +39,7 @@ def test_every_layout_of_the_tests_has_a_row() -> None:
 
 
 def test_every_layout_of_next_token_modules_has_a_row() -> None:
-    assert [row[0] for row in rows("names")] == list(test_mtp.LAYOUTS)
+    assert [row[0] for row in rows("names")] == list(mtp.LAYOUTS)
 
 
 def test_every_option_of_ngram_has_a_row() -> None:

@@ -36,7 +36,8 @@ from overlap_spec.types import (
     GrammarTable,
 )
 from overlap_spec.worker.grammar_states import GrammarStates, StateRooms, token_steps
-from tests.drafters.test_grafts import PERSON, PROMPTS, SAMPLING, SHAPES, key, lengths
+from tests.support.grafts import PERSON, PROMPTS, SAMPLING, SHAPES, key, lengths
+from tests.support.tiers import few
 
 CPU = torch.device("cpu")
 WORDS = [b"na", b"name", b'":', b'":"', b'"}', b"tr", b"rue", b"12", b", ", b'{"', b"x" * 20]
@@ -390,10 +391,8 @@ def test_tokens_that_a_drafter_lacks_are_no_candidates() -> None:
     assert scores[2].tolist() == [0.0, -np.inf]
 
 
-@pytest.mark.parametrize(
-    "algorithm", ["eagle3", pytest.param("draft_model", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("algorithm", few(("eagle3", "draft_model"), "eagle3"))
+@pytest.mark.parametrize("shape", few(SHAPES, "tree"))
 def test_only_what_the_grammar_allows_is_drafted(
     tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, algorithm: str, shape: str
 ) -> None:

@@ -20,6 +20,7 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.speculation.wide import WIDE_NODES, WIDE_STEPS, wide_tier, widened
 from overlap_spec.types import RUN_TOKENS, TRIE_NODES, Budget, Output, Tier, TokenTrie
 from overlap_spec.worker.tries import child, draft_known, follow, trie_table
+from tests.support.tiers import few
 
 TEXTS = ["car", "carpet", "cat", "c", "dog", "über", "no, yes", "nothing"]
 SCHEMA = Grammar.json_schema({"type": "object", "properties": {"a": {"type": "boolean"}}})
@@ -75,7 +76,7 @@ def plain(still: dict[str, Any]) -> list[list[list[Output]]]:
         return [answers(engine, sampling) for sampling in SAMPLINGS]
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", few(DRAFTERS, "tree"))
 def test_one_verify_an_answer_in_all_modes(
     still: dict[str, Any], plain: list[list[list[Output]]], drafter: str
 ) -> None:
@@ -100,7 +101,7 @@ def test_one_verify_an_answer_in_all_modes(
     assert found["none"] == found["double-sync"] == found["once-sync"]
 
 
-@pytest.mark.parametrize("adaptive", ["default", "adaspec", "auto", "off"])
+@pytest.mark.parametrize("adaptive", few(("default", "adaspec", "auto", "off"), "auto"))
 def test_under_every_policy(
     still: dict[str, Any], plain: list[list[list[Output]]], adaptive: str
 ) -> None:
@@ -129,6 +130,7 @@ def test_where_thresholds_accept(still: dict[str, Any]) -> None:
             assert output.stats.grafted_tokens > 0
 
 
+@pytest.mark.ci
 def test_a_wrong_trie_costs_acceptance_alone(
     still: dict[str, Any], plain: list[list[list[Output]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

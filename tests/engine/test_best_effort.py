@@ -15,7 +15,6 @@ from typing import Any, cast
 import pytest
 
 from overlap_spec import AsyncEngine, Engine, Generator, Grammar, SamplingParams, cli
-from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import GrammarError, RequestFailed
 from overlap_spec.grammar import GrammarCompiler, Vocabulary
 from overlap_spec.grammar.backends import load
@@ -26,6 +25,7 @@ from overlap_spec.server.sglang import SGLangFormatter
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Output, Verdict
 from tests.support.serving import children, shared_server
+from tests.support.skips import needs_weights
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 # No backend holds texts apart, and none reads a look-behind.
@@ -240,9 +240,7 @@ def test_the_command_line_says_what_is_not_valid(
     assert printed.err == f"error: the output is not valid: {WHY}\n"
 
 
-@pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+@needs_weights
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_over_http(path: str, stream: bool) -> None:

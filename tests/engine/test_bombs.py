@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from overlap_spec.async_engine import AsyncEngine
-from overlap_spec.config import EMBEDDED
 from overlap_spec.engine import Engine
 from overlap_spec.errors import EngineUnavailable, InvalidRequest, OverlapSpecError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, SamplingParams
+from tests.support.skips import needs_weights
+from tests.support.tiers import few
 
 SHORT = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 GOOD = Grammar.choice(["yes", "no"])
@@ -41,9 +42,7 @@ BOMBS: dict[str, Bomb] = {
         ),
     ),
 }  # fmt: skip
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ def is_told(output: Output) -> bool:
     return output.error is None or output.finish_reason == "error"
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("name", few(BOMBS, "nested counts", "a deep schema"))
 def test_generate_outlives_it(engine: Engine, name: str) -> None:
     start = time.monotonic()
     # Refused as what it is, or served.

@@ -19,6 +19,8 @@ from overlap_spec.grammar.drafting import choices
 from overlap_spec.grammar.drafting.choices import make_tries
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import ChoiceProbability, Output
+from tests.support.skips import needs_weights
+from tests.support.tiers import few
 
 TEXTS = ["car", "carpet", "cat", "c", "dog", "über", "no, thanks", "nothing at all"]
 PROMPTS = ["What has four wheels?", "abc"]
@@ -67,8 +69,8 @@ def load(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("overlap", ["none", "double-sync", "once-sync"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("overlap", few(("none", "double-sync", "once-sync"), "once-sync"))
+@pytest.mark.parametrize("drafter", few(DRAFTERS, "tree"))
 def test_in_a_mixed_batch_as_by_itself(still: dict[str, Any], drafter: str, overlap: str) -> None:
     model = load(Path(still["model"]))
     asked = Grammar.choice(TEXTS, probabilities=True)
@@ -91,9 +93,7 @@ def test_in_a_mixed_batch_as_by_itself(still: dict[str, Any], drafter: str, over
         assert engine.snapshot()["drafter"]["faults"] == 0
 
 
-@pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+@needs_weights
 def test_texts_of_several_tokens_equal_transformers() -> None:
     model = load(EMBEDDED / "target")
     with Engine(adaptive="static", grammar_isolated=False, dtype="float32") as engine:

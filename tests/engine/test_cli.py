@@ -28,7 +28,11 @@ def test_flags_are_fields_with_their_defaults() -> None:
     served = flags("serve")
     for settings, names in ((EngineConfig, SERVING_ENGINE_FLAGS), (ServerSettings, SERVER_FLAGS)):
         for name in names:
-            assert served[name][1:] == (getattr(settings, name), helps(settings)[name].text)
+            default, text = getattr(settings, name), helps(settings)[name].text
+            if default == ():
+                default, text = [], f"{text} Repeat it."
+            assert served[name][1:] == (default, text)
+    assert served["trusted_proxies"][0] == ["--trusted-proxy"]
     assert served["num_steps"][0] == ["--num-steps", "--speculative-num-steps"]
     assert served["draft"][0] == ["--draft", "--speculative-draft-model-path"]
     assert served["model"][0] == ["--model", "--model-path"]

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from overlap_spec.cli import main
-from overlap_spec.config import EMBEDDED
 from tests.support.serving import shared_server
+from tests.support.skips import needs_weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,9 +96,8 @@ def write_data(tmp_path: Path) -> str:
     return "data.jsonl"
 
 
-@pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+@pytest.mark.ci
+@needs_weights
 def test_our_server_twice(tmp_path: Path) -> None:
     url = shared_server().url
     flags = ("--requests", "6", "--clients", "2", "--repetitions", "2", "--mode", "both")

@@ -32,6 +32,7 @@ from overlap_spec.grammar.contract import Matcher
 from overlap_spec.speculation.presets import POLICY_NAMES
 from tests.support import checkpoints
 from tests.support.serving import wait_for
+from tests.support.tiers import few
 
 DATE = Grammar.regex(r"\d{4}-\d\d-\d\d")
 
@@ -433,7 +434,9 @@ def test_trace_shows_every_lane(tiny: dict[str, str], tmp_path: Path) -> None:
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
-@pytest.mark.parametrize("name", [*POLICY_NAMES, "bench.baselines:ThresholdPolicy"])
+@pytest.mark.parametrize(
+    "name", few([*POLICY_NAMES, "bench.baselines:ThresholdPolicy"], "auto", "default")
+)
 def test_greedy_text_is_the_same_under_every_policy(tiny: dict[str, str], name: str) -> None:
     sampling = SamplingParams(max_tokens=60)
     with Engine(**tiny, algorithm="none") as plain, Engine(**tiny, adaptive=name) as engine:
@@ -485,6 +488,7 @@ def test_a_profile_is_used_where_there_is_one(
             assert engine.generate("a", None, {"max_tokens": 8}).finish_reason == "length"
 
 
+@pytest.mark.ci
 def test_recorded_tiers_are_measured_before_the_first_request(
     tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -574,6 +578,7 @@ def test_reused_pages_draft_as_well_as_computed_ones(tiny: dict[str, str]) -> No
     assert states[0].abs().sum() > 0
 
 
+@pytest.mark.ci
 def test_an_engine_that_nobody_closed_lets_the_process_exit(tiny: dict[str, str]) -> None:
     code = (
         "from overlap_spec import Engine, SamplingParams\n"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from overlap_spec import AsyncEngine, Engine, cli
-from overlap_spec.config import EMBEDDED
 from overlap_spec.grammar import Grammar
 from tests.support.serving import shared_server
+from tests.support.skips import needs_weights
 
 SCHEMA = {"enum": ["a"], "format": "sku"}
 TOLD = ("$: format 'sku' is not known, so it is not enforced",)
@@ -78,9 +78,7 @@ def test_the_command_line_warns(
     assert (printed.out, printed.err) == ('"a"\n', f"warning: {TOLD[0]}\n")
 
 
-@pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+@needs_weights
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_over_http(path: str, stream: bool) -> None:

@@ -215,6 +215,7 @@ sys.exit(blocking() or asyncio.run(waiting()))
 """
 
 
+@pytest.mark.ci
 def test_a_fork_is_refused_and_the_parent_goes_on(tiny: dict[str, Any]) -> None:
     settings = tiny | {"context_length": 200}
     script = FORK.format(settings=settings)

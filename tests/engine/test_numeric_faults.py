@@ -13,6 +13,7 @@ from overlap_spec import Engine
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.types import Output
 from tests.support import checkpoints
+from tests.support.tiers import few
 
 # A token that the target's embedding turns into NaN, and that nobody draws unasked.
 POISON, POISON_TEXT = 1, '"'
@@ -75,8 +76,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("overlap", ["none", "double-sync", "once-sync"])
-@pytest.mark.parametrize("drafter", ["none", "eagle3"])
+@pytest.mark.parametrize("overlap", few(("none", "double-sync", "once-sync"), "once-sync"))
+@pytest.mark.parametrize("drafter", few(("none", "eagle3"), "eagle3"))
 @pytest.mark.parametrize("fault", FAULTS)
 def test_who_shares_its_prefix_goes_on(
     poisoned: dict[str, Any], fault: str, drafter: str, overlap: str

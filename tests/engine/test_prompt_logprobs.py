@@ -95,6 +95,7 @@ def test_in_a_mixed_batch_of_chunks(
         assert engine.snapshot()["drafter"]["faults"] == 0
 
 
+@pytest.mark.ci
 def test_two_ranks_tell_the_same(still: dict[str, Any], model: Any) -> None:
     """What a chunk is asked reaches the other rank with the plan."""
     ids = prompt(130, 9)

@@ -18,6 +18,7 @@ from overlap_spec.kernels import tuning
 from overlap_spec.kernels.dispatch import use
 from overlap_spec.kernels.triton.launch import Launch
 from tests.support.kernel_ir import SHARED_BYTES, compile_for, figures, noted
+from tests.support.tiers import few
 
 CPU = torch.device("cpu")
 
@@ -78,7 +79,7 @@ def check_compiles(capability: int, folder: Path) -> None:
             assert found.stack_bytes <= (0 if plain else 128), where
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", few((80, 90), 90))
 def test_kernels_compile_without_a_gpu(capability: int, tmp_path: Path) -> None:
     check_compiles(capability, tmp_path)
 

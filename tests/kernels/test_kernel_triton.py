@@ -22,6 +22,7 @@ from tests.support.kernel_cases import (
     run_case,
     run_planted,
 )
+from tests.support.tiers import few
 
 EXAMPLES = dict.fromkeys(CASES, 15) | {"prefill_attention": 4}
 EXAMPLES |= dict.fromkeys(
@@ -29,6 +30,8 @@ EXAMPLES |= dict.fromkeys(
 )
 # Many rows in each example, 24 and 9: fewer of them where the interpreter is slow.
 INTERPRETED = EXAMPLES | {"scarce_choice": 4, "filtered_choice": 15}
+# Of each kernel, every day.
+SHORT = 3
 gpu = pytest.mark.gpu
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -57,9 +60,17 @@ def test_every_kernel_has_a_case() -> None:
     assert text.count("\n@case\n") == len(CASES)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_kernel_in_the_interpreter(name: str, interpreter: ProcessPoolExecutor) -> None:
-    interpreter.submit(run_case, name, INTERPRETED[name], "cpu").result()
+@pytest.mark.parametrize(
+    ("name", "examples"),
+    few(
+        [*INTERPRETED.items(), *((name, SHORT) for name in CASES)],
+        *((name, SHORT) for name in CASES),
+    ),
+)
+def test_kernel_in_the_interpreter(
+    name: str, examples: int, interpreter: ProcessPoolExecutor
+) -> None:
+    interpreter.submit(run_case, name, examples, "cpu").result()
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,12 @@ from overlap_spec.worker import build as build_module
 from overlap_spec.worker import model_runner as runner_module
 from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.model_runner import ModelRunner
-from tests.drafters.test_draft_model import renumber
-from tests.drafters.test_layouts import LAYOUTS, write
-from tests.drafters.test_mtp import write_module
 from tests.support import checkpoints
 from tests.support.capture import Capture, CaptureError, as_on_a_gpu
+from tests.support.checkpoints import renumber
+from tests.support.layouts import LAYOUTS, write
+from tests.support.mtp import write_module
+from tests.support.tiers import few
 from tests.worker import test_overlap
 
 SIZES = (1, 3)
@@ -52,8 +53,6 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ngram": ("ngram", CHAIN),
     "suffix, tree": ("suffix", TREE),
 }
-# Which hold no operation that the others lack.
-LATER = ("eagle3 of three layers", "mtp", "ngram", "draft_model")
 # Targets: what of their layers differs in operations.
 TARGETS: dict[str, dict[str, Any]] = {
     "window": {
@@ -144,7 +143,7 @@ def captured(
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n in LATER else []) for n in DRAFTERS],
+    few(DRAFTERS, "eagle3, tree", "eagle3, tries"),
 )
 def test_every_recorded_pass_can_be_captured(
     tiny: dict[str, Any],
@@ -177,7 +176,7 @@ def test_every_recorded_pass_can_be_captured(
         assert engine.generate("abc", None, {"max_tokens": 3}).token_ids
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", few(TARGETS, "experts"))
 def test_every_kind_of_layer_can_be_captured(
     tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:

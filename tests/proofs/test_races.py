@@ -33,6 +33,7 @@ from tests.support.race import (
     Watch,
     World,
 )
+from tests.support.tiers import few
 from tests.worker import test_overlap, test_replay
 
 
@@ -141,8 +142,8 @@ def serve(engine: Engine, first: int, batches: int) -> None:
         test_overlap.run(engine, test_overlap.random_asks(seed))
 
 
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("tier", ["chain", "tree"])
+@pytest.mark.parametrize("held", few((False, True), True))
+@pytest.mark.parametrize("tier", few(("chain", "tree"), "tree"))
 def test_no_stream_races_another(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, tier: str, held: bool
 ) -> None:
@@ -224,7 +225,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids="-".join)
+@pytest.mark.parametrize("fault", few([(each,) for each in FAULTS], (FAULTS[0],)), ids="-".join)
 def test_a_wait_that_is_left_out_is_found(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, fault: tuple[str, str]
 ) -> None:
@@ -237,6 +238,7 @@ def test_a_wait_that_is_left_out_is_found(
     assert races(world)
 
 
+@pytest.mark.ci
 def test_features_that_are_no_pages_are_not_read_unseen(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +255,7 @@ def test_features_that_are_no_pages_are_not_read_unseen(
     assert {race.kind for race in world.races} == {"read of what holds nothing of"}
 
 
+@pytest.mark.ci
 def test_memory_that_is_let_go_too_early_is_found(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from overlap_spec.worker import model_runner as runner_module
 from overlap_spec.worker import warm_up as warm_up_module
 from overlap_spec.worker.worker import Worker
 from tests.support.specialisations import Key, noted_kernels
+from tests.support.tiers import few
 from tests.worker import test_overlap, test_replay
 
 TIERS: dict[str, dict[str, Any]] = {
@@ -89,9 +90,7 @@ def test_serving_compiles_nothing_that_the_start_did_not(tiny: dict[str, str], t
     assert late(tiny, tier, range(300, 302)) == set()
 
 
-@pytest.mark.parametrize(
-    ("steps", "largest"), [(5, None), (7, 1), pytest.param(7, None, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("steps", "largest"), few([(5, None), (7, 1), (7, None)], (7, 1)))
 def test_tiers_are_warm_at_the_sizes_that_take_them(
     tiny: dict[str, str], steps: int, largest: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

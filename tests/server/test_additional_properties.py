@@ -77,6 +77,16 @@ def test_the_field_goes_before_the_setting() -> None:
         )
 
 
+def test_a_requests_white_space_holds_for_schemas_and_tags() -> None:
+    for kind, given, make in (
+        ("json", SCHEMA, Grammar.json_schema),
+        ("structural_tag", TAG, Grammar.structural_tag),
+    ):
+        outputs = {kind: given, "disable_any_whitespace": False}
+        body = CompletionBody(prompt="go", structured_outputs=outputs)
+        assert asked(constraints("closed"), body) == make(given, whitespace="bounded")
+
+
 @pytest.fixture(scope="module")
 def free(tiny: dict[str, str]) -> Iterator[Engine]:
     with Engine(**tiny, additional_properties="schema") as made:

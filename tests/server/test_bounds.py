@@ -19,7 +19,6 @@ import pytest
 from pydantic import FailFast
 
 from overlap_spec.async_engine import AsyncRequestHandle
-from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.automata import regex
 from overlap_spec.grammar.spec import Grammar
@@ -31,24 +30,20 @@ from overlap_spec.server.protocol import chat, messages, responses, text
 from overlap_spec.server.protocol.base import Strict
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Request, SamplingParams, TokenLogprobs
-from tests.server.test_errors import error_of
-from tests.support.serving import FIXED, Server, wait_for
+from tests.support.serving import Server, error_of, shared_server, wait_for
+from tests.support.skips import needs_weights
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 JSON = {"content-type": "application/json"}
 HI = [{"role": "user", "content": "hi"}]
 # Far over what a bounded reply needs on a machine with six other busy processes.
 SOON_S = 10.0
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    made = Server(*FIXED)
-    yield made
-    made.kill()
+def server() -> Server:
+    return shared_server()
 
 
 class Probe:
@@ -172,6 +167,7 @@ def response_format(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
+@pytest.mark.ci
 def test_a_slow_schema_holds_up_no_other(server: Server) -> None:
     slow = {"messages": HI, "max_tokens": 1} | response_format(slow_schema(20_000))
     properties = {f"property_{i}": {"enum": [f"value_{i}"]} for i in range(120)}
@@ -233,6 +229,7 @@ def unread(server: Server, body: dict[str, Any]) -> Iterator[None]:
         yield
 
 
+@pytest.mark.ci
 def test_streams_that_nobody_reads_end_and_hold_up_nobody(server: Server) -> None:
     sampling = {"max_new_tokens": 3000, "ignore_eos": True}
     body = {
@@ -276,35 +273,31 @@ def test_unread_output_is_bounded() -> None:
     asyncio.run(_read_too_late())
 
 
+@pytest.mark.ci
 def test_a_stopped_engine_is_seen(server: Server) -> None:
     pid = server.state()["pid"]
     assert server.get("/health").status_code == 200
     assert server.post(CHAT, {"messages": HI, "max_tokens": 1}).status_code == 200
     time.sleep(2)
-    assert metric(server, "engine_silence_seconds") < SOON_S
+    assert server.metric("engine_silence_seconds") < SOON_S
     os.kill(pid, signal.SIGSTOP)
     try:
         start = time.monotonic()
-        assert metric(server, "engine_up") == 1
+        assert server.metric("engine_up") == 1
         assert time.monotonic() - start < SOON_S
         wait_for(lambda: server.get("/health").status_code == 503, 60)
         assert server.get("/health").json()["status"] == "silent"
         start = time.monotonic()
-        assert metric(server, "engine_up") == 0
-        assert metric(server, "kv_pages") > 0
-        assert 0 < metric(server, "kv_touched_bytes") <= metric(server, "kv_bytes")
+        assert server.metric("engine_up") == 0
+        assert server.metric("kv_pages") > 0
+        assert 0 < server.metric("kv_touched_bytes") <= server.metric("kv_bytes")
         assert server.get("/server_info").json()["state"] is None
         assert time.monotonic() - start < SOON_S
     finally:
         os.kill(pid, signal.SIGCONT)
     wait_for(lambda: server.get("/health").status_code == 200, 60)
     assert server.post(CHAT, {"messages": HI, "max_tokens": 1}).status_code == 200
-    assert 10**6 < metric(server, "front_resident_bytes") < 400 * 2**20
-
-
-def metric(server: Server, name: str) -> float:
-    lines = server.get("/metrics").text.splitlines()
-    return next(float(x.split()[1]) for x in lines if x.startswith(f"overlap_spec:{name} "))
+    assert 10**6 < server.metric("front_resident_bytes") < 400 * 2**20
 
 
 def test_only_names_of_this_machine_reach_a_loopback_server(server: Server) -> None:

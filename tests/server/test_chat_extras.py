@@ -10,8 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from tests.support.serving import FIXED, PAIR, Server, shared_server
+from tests.support.skips import needs_weights
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SAID = "Maria Lopez is 34 years old and lives in Lisbon."
@@ -21,9 +21,7 @@ TEMPLATE = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% en
 {%- if add_generation_prompt %}<|assistant|>
 {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
 {%- if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}{% endif %}"""
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")

@@ -9,20 +9,19 @@ import resource
 import socket
 import time
 from collections.abc import Iterable, Iterator
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
+from overlap_spec.server.connections import most_connections
 from overlap_spec.server.run import bind
-from tests.support.serving import FIXED, Server, wait_for
+from overlap_spec.server.settings import ServerSettings
+from tests.support.serving import FIXED, Server, raw, rest, wait_for
+from tests.support.skips import needs_weights
 
 LIMIT = 24
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")
@@ -34,24 +33,6 @@ def server() -> Iterator[Server]:
     made = Server(*FIXED, *(word for pair in flags.items() for word in pair))
     yield made
     made.kill()
-
-
-@contextlib.contextmanager
-def raw(server: Server, said: bytes = b"") -> Iterator[socket.socket]:
-    """A connection that has said something."""
-    where = urlsplit(server.url)
-    with socket.create_connection((where.hostname, where.port), timeout=20) as client:
-        client.sendall(said)
-        yield client
-
-
-def rest(client: socket.socket) -> bytes:
-    """All that comes until the server closes."""
-    found = b""
-    with contextlib.suppress(ConnectionResetError):
-        while part := client.recv(65536):
-            found += part
-    return found
 
 
 def head(path: str, *fields: str) -> bytes:
@@ -76,7 +57,7 @@ def took_s(client: socket.socket) -> tuple[bytes, float]:
     "said", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: b"]
 )
 def test_a_head_that_does_not_come_is_closed(server: Server, said: bytes) -> None:
-    with raw(server, said) as client:
+    with raw(server.url, said) as client:
         found, seconds = took_s(client)
     assert found.startswith(b"HTTP/1.1 408")
     assert b"header_timeout_s" in found
@@ -85,13 +66,13 @@ def test_a_head_that_does_not_come_is_closed(server: Server, said: bytes) -> Non
 
 def test_a_head_in_drops_is_closed(server: Server) -> None:
     said = b"GET /health HTTP/1.1\r\n" + b"X-Long: a\r\n" * 10
-    with raw(server) as client, pytest.raises(ConnectionError):
+    with raw(server.url) as client, pytest.raises(ConnectionError):
         drip(client, [bytes([byte]) for byte in said], 0.1)
 
 
 def test_a_second_head_has_the_deadline_too(server: Server) -> None:
     ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with raw(server, ask) as client:
+    with raw(server.url, ask) as client:
         assert client.recv(65536).startswith(b"HTTP/1.1 200")
         client.sendall(b"GET /health HT")
         found = rest(client)
@@ -100,7 +81,7 @@ def test_a_second_head_has_the_deadline_too(server: Server) -> None:
 
 def test_a_body_that_does_not_come_is_closed(server: Server) -> None:
     said = head("/generate", "Content-Type: application/json", "Content-Length: 100")
-    with raw(server, said + b'{"text"') as client:
+    with raw(server.url, said + b'{"text"') as client:
         found, seconds = took_s(client)
     assert b"408" in found.splitlines()[0]
     assert b"body_timeout_s" in found
@@ -109,7 +90,7 @@ def test_a_body_that_does_not_come_is_closed(server: Server) -> None:
 
 def test_the_rest_of_a_refused_body_is_not_read_for_ever(server: Server) -> None:
     said = head("/generate", "Transfer-Encoding: chunked").replace(b"localhost", b"evil.example")
-    with raw(server, said) as client, pytest.raises(ConnectionError):
+    with raw(server.url, said) as client, pytest.raises(ConnectionError):
         drip(client, itertools.repeat(b"400\r\n" + b"x" * 1024 + b"\r\n"), 0.05)
 
 
@@ -117,7 +98,7 @@ def test_an_early_answer_leaves_the_connection_open(server: Server) -> None:
     body = json.dumps({"text": "hi"}).encode()
     fields = f"Content-Length: {len(body)}"
     evil = head("/generate", fields).replace(b"localhost", b"evil.example")
-    with raw(server, evil) as client:
+    with raw(server.url, evil) as client:
         found = b""
         while not found.endswith(b"}}"):
             found += client.recv(65536)
@@ -127,14 +108,14 @@ def test_an_early_answer_leaves_the_connection_open(server: Server) -> None:
 
 
 def test_an_idle_connection_is_closed(server: Server) -> None:
-    with raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
+    with raw(server.url, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
         found, seconds = took_s(client)
     assert b"HTTP/1.1 200" in found
     assert seconds > 0.5
 
 
 def test_a_body_in_chunks_of_a_byte_is_refused(server: Server) -> None:
-    with raw(server, head("/generate", "Transfer-Encoding: chunked")) as client:
+    with raw(server.url, head("/generate", "Transfer-Encoding: chunked")) as client:
         with contextlib.suppress(OSError):
             client.sendall(b"1\r\n[\r\n" * 100_000)
         assert rest(client).startswith(b"HTTP/1.1 400")
@@ -151,49 +132,43 @@ def test_a_body_in_ordinary_chunks_is_read(server: Server) -> None:
 
 def test_long_heads_are_refused(server: Server) -> None:
     many = [f"X-{number}: {'a' * 100}" for number in range(1000)]
-    with raw(server) as client:
+    with raw(server.url) as client:
         with contextlib.suppress(OSError):
             client.sendall(head("/generate", *many))
         assert rest(client).startswith(b"HTTP/1.1 4")
-
-
-def refused(server: Server) -> float:
-    lines = server.get("/metrics").text.splitlines()
-    mark = "overlap_spec:connections_refused_total "
-    return next(float(x.removeprefix(mark)) for x in lines if x.startswith(mark))
 
 
 def test_idle_connections_make_room_for_requests(server: Server) -> None:
     with httpx.Client() as client, contextlib.ExitStack() as stack:
         assert client.get(server.url + "/health").status_code == 200
         for number in range(3 * LIMIT):
-            stack.enter_context(raw(server))
+            stack.enter_context(raw(server.url))
             # A connection that is used is not the one that goes.
             if number % 8 == 0:
                 assert client.get(server.url + "/health").status_code == 200
     with contextlib.ExitStack() as stack:
         for _ in range(3 * LIMIT):
-            stack.enter_context(raw(server))
+            stack.enter_context(raw(server.url))
         ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        assert stack.enter_context(raw(server, ask)).recv(65536).startswith(b"HTTP/1.1 200")
-    assert refused(server) >= 2 * LIMIT
+        assert stack.enter_context(raw(server.url, ask)).recv(65536).startswith(b"HTTP/1.1 200")
+    assert server.metric("connections_refused_total") >= 2 * LIMIT
 
 
 def test_more_requests_than_connections_are_refused(server: Server) -> None:
     said = head("/generate", "Content-Type: application/json", "Content-Length: 100") + b"{"
-    before = refused(server)
+    before = server.metric("connections_refused_total")
     with contextlib.ExitStack() as stack:
         for _ in range(LIMIT):
-            stack.enter_context(raw(server, said))
+            stack.enter_context(raw(server.url, said))
         time.sleep(0.3)
         # One that says nothing, and one that asks.
         for asks in (b"", b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"):
-            with raw(server, asks) as client:
+            with raw(server.url, asks) as client:
                 found = rest(client)
             assert found.startswith(b"HTTP/1.1 503")
             assert b"too_many_connections" in found
     wait_for(lambda: httpx.get(server.url + "/health").status_code == 200, 10)
-    wait_for(lambda: refused(server) >= before + 2, 10)
+    wait_for(lambda: server.metric("connections_refused_total") >= before + 2, 10)
 
 
 def test_the_descriptor_limit_is_raised() -> None:
@@ -203,15 +178,10 @@ def test_the_descriptor_limit_is_raised() -> None:
     old = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        made = Server(*FIXED, "--max-connections", "1000")
+        assert most_connections(ServerSettings(max_connections=700)) == 700
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 1400
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, old)
-    try:
-        with open(f"/proc/{made.process.pid}/limits") as file:
-            (line,) = (line for line in file if line.startswith("Max open files"))
-        assert int(line.split()[3]) >= 1000
-    finally:
-        made.kill()
 
 
 def test_a_taken_port_is_told_at_once() -> None:

@@ -13,17 +13,15 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
 from overlap_spec.server.settings import ServerSettings
-from tests.support.serving import FIXED, Server, wait_for
+from tests.support.serving import FIXED, Server, raw, rest, wait_for
+from tests.support.skips import needs_weights
 
 LIMIT = 24
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 PROBES = re.compile(rb"probes on (http://\S+)")
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")
@@ -31,23 +29,6 @@ def server() -> Iterator[Server]:
     made = Server(*FIXED, "--max-connections", str(LIMIT), "--probe-port", "0")
     yield made
     made.kill()
-
-
-@contextlib.contextmanager
-def raw(url: str, said: bytes = b"") -> Iterator[socket.socket]:
-    """A connection that has said something."""
-    where = urlsplit(url)
-    with socket.create_connection((where.hostname, where.port), timeout=20) as client:
-        client.sendall(said)
-        yield client
-
-
-def rest(client: socket.socket) -> bytes:
-    """All that comes until the server closes."""
-    found = b""
-    while part := client.recv(65536):
-        found += part
-    return found
 
 
 def post(*fields: str, path: str = "/tokenize", version: str = "1.1") -> bytes:
@@ -203,6 +184,7 @@ def aborted_by_its_address(server: Server) -> int:
     return count
 
 
+@pytest.mark.ci
 def test_a_forwarded_address_is_believed_from_a_trusted_proxy_alone(server: Server) -> None:
     assert aborted_by_its_address(server) == 1
     behind = Server(*FIXED, "--trusted-proxy", "127.0.0.0/8")
@@ -217,6 +199,7 @@ def test_a_proxy_is_an_address() -> None:
         ServerSettings(trusted_proxies=("proxy.example",))
 
 
+@pytest.mark.ci
 def test_few_descriptors_are_told_once_and_serve() -> None:
     few = (64, 64)
     made = Server(*FIXED, prepare=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, few))

@@ -8,29 +8,18 @@ from typing import Any
 import httpx
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from overlap_spec.server import admin
-from tests.support.serving import Server, shared_server
+from tests.support.serving import Server, error_of, shared_server
+from tests.support.skips import needs_weights
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")
 def server() -> Server:
     return shared_server()
-
-
-def error_of(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
-    assert reply.status_code == status, reply.text
-    assert reply.headers["content-type"] == "application/json"
-    error: dict[str, Any] = reply.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    return error
 
 
 def schema(text: Any, **more: Any) -> dict[str, Any]:

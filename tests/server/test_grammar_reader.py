@@ -20,6 +20,7 @@ from overlap_spec.grammar.isolation.limits import CompileFailure, FailureKind
 from overlap_spec.server.errors import as_api_error
 from overlap_spec.server.grammar_reader import GrammarReader
 from tests.support.faulty_backend import eat_where_little_is_left, forge
+from tests.support.tiers import few
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 
@@ -58,7 +59,9 @@ def test_a_grammar_comes_back_as_it_is_made_here() -> None:
     assert reading(lambda reader, _: reader.read(pickle.dumps(GOOD))) == GOOD()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "how", few((signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP), signal.SIGKILL)
+)
 def test_a_reader_lost_once_costs_a_retry(how: signal.Signals) -> None:
     async def work(reader: GrammarReader, pids: set[int]) -> Grammar:
         for pid in pids:
@@ -69,7 +72,11 @@ def test_a_reader_lost_once_costs_a_retry(how: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "was stopped")]
+    ("how", "words"),
+    few(
+        [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "was stopped")],
+        (signal.SIGKILL, "SIGKILL"),
+    ),
 )
 def test_a_reader_lost_twice_blames_no_grammar(how: signal.Signals, words: str) -> None:
     lose = pickle.dumps(partial(signal.raise_signal, how))

@@ -15,17 +15,15 @@ import httpx
 import pytest
 
 from overlap_spec.children import without_secrets
-from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
 from overlap_spec.server.keys import Keys
 from overlap_spec.server.settings import ServerSettings
 from tests.support.serving import FIXED, Server, children, wait_for
+from tests.support.skips import needs_weights
 
 ANNA, BERT, ROOT = ({"Authorization": f"Bearer {key}"} for key in ("anna", "bert", "root"))
+PAGE = "https://page.example"
 ENDLESS = {"text": "go", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
-needs_weights = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +34,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     os.environ["OVERLAP_SPEC_API_KEY"] = "hidden-from-children"
     try:
         files = ("--api-key-file", str(folder / "keys"))
-        made = Server(*FIXED, *files, "--admin-api-key-file", str(folder / "admin"))
+        files += ("--admin-api-key-file", str(folder / "admin"))
+        made = Server(*FIXED, *files, "--cors-origin", PAGE)
     finally:
         del os.environ["OVERLAP_SPEC_API_KEY"]
     made.headers = ROOT
@@ -179,6 +178,69 @@ def test_children_know_no_secret(server: Server) -> None:
     assert info["api_key"] == "set"
     assert info["admin_api_key"] is None
     assert "hidden-from-children" not in server.get("/server_info").text
+
+
+@needs_weights
+def test_a_key_is_taken_from_either_header(server: Server) -> None:
+    body = {"max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}
+    for path in ("/v1/messages", "/v1/chat/completions"):
+        for headers, status in (
+            ({}, 401),
+            ({"x-api-key": "anna"}, 200),
+            (ANNA, 200),
+            ({"x-api-key": "Anna"}, 401),
+            ({"x-api-key": "Bearer anna"}, 401),
+            ({"authorization": "Bearer no", "x-api-key": "anna"}, 401),
+        ):
+            reply = httpx.post(server.url + path, json=body, headers=headers, timeout=60)
+            assert reply.status_code == status, (path, headers)
+            if status == 401 and path == "/v1/messages":
+                assert reply.json()["error"]["type"] == "authentication_error"
+
+
+@needs_weights
+def test_clients_in_pages_may_send_headers_of_their_own(server: Server) -> None:
+    asked = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
+    headers = {
+        "origin": PAGE,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": asked,
+    }
+    url = f"{server.url}/v1/chat/completions"
+    allowed = httpx.options(url, headers=headers)
+    other = httpx.options(url, headers=headers | {"origin": "https://other.example"})
+    refused = httpx.post(url, json={}, headers={"origin": PAGE})
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == PAGE
+    assert set(asked.split(",")) <= set(
+        allowed.headers["access-control-allow-headers"].replace(" ", "").lower().split(",")
+    )
+    assert other.status_code == 400
+    assert "access-control-allow-origin" not in other.headers
+    # A page may read why it was refused.
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
+
+
+def cached(server: Server, who: dict[str, str], **more: Any) -> int:
+    """Tokens of a prompt that a request found computed."""
+    text = "what one client asks, another one may not learn " * 8
+    body = {"text": text, "sampling_params": {"max_new_tokens": 1}, **more}
+    reply = httpx.post(server.url + "/generate", json=body, headers=who, timeout=60)
+    count: int = reply.json()["meta_info"]["cached_tokens"]
+    return count
+
+
+@needs_weights
+def test_what_was_computed_for_a_key_is_for_it_alone(server: Server) -> None:
+    assert cached(server, ANNA) == 0
+    assert cached(server, ANNA) > 0
+    assert cached(server, BERT) == 0
+    assert cached(server, BERT) > 0
+    # A salt that both know is shared on purpose.
+    assert cached(server, ANNA, cache_salt="ours") == 0
+    assert cached(server, BERT, cache_salt="ours") > 0
+    # No salt is a key's.
+    assert cached(server, BERT, cache_salt="key anna") == 0
 
 
 def test_names_of_secrets() -> None:

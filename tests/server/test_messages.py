@@ -9,8 +9,8 @@ import httpx
 import jsonschema
 import pytest
 
-from overlap_spec.config import EMBEDDED
-from tests.support.serving import FIXED, PAIR, Server, shared_server
+from tests.support.serving import IMPATIENT, PAIR, Server, shared_server
+from tests.support.skips import needs_weights
 
 TEXT = "Maria Lopez is 34 years old and lives in Lisbon."
 ASKED = [{"role": "user", "content": TEXT}]
@@ -19,9 +19,7 @@ CHAT_TOOL = {
     "type": "function",
     "function": {"name": "zyx_tool", "description": "Takes a pair.", "parameters": PAIR},
 }
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +90,21 @@ def test_why_a_message_ended(server: Server) -> None:
     assert whole["stop_reason"] == "end_turn"
 
 
-def test_a_context_that_is_full_ends_the_message() -> None:
-    small = Server(*FIXED, "--context-length", "96")
-    try:
-        message = ask(small, {"max_tokens": 1000, "ignore_eos": True})
-        error = small.post("/v1/messages", {"max_tokens": 9, "messages": ASKED, "min_tokens": 10})
-    finally:
-        small.kill()
+def test_a_context_that_is_full_ends_the_message(server: Server) -> None:
+    def said(words: int) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": "word " * words}]}
+
+    def count(words: int) -> int:
+        reply = server.post("/v1/messages/count_tokens", said(words)).json()
+        number: int = reply["input_tokens"]
+        return number
+
+    words = 4000 * 1000 // (count(1200) - count(200))
+    left = 4096 - count(words)
+    assert 0 < left < 200
+    message = ask(server, {"max_tokens": 1000, "ignore_eos": True} | said(words))
+    assert message["usage"]["output_tokens"] == left
+    error = server.post("/v1/messages", {"max_tokens": 9, "messages": ASKED, "min_tokens": 10})
     assert message["stop_reason"] == "model_context_window_exceeded"
     assert "min_tokens" in error_of(error)["message"]
 
@@ -229,31 +235,9 @@ def test_every_refusal_has_the_shape(server: Server) -> None:
     assert "not JSON" in error_of(broken)["message"]
 
 
-def test_a_key_is_taken_from_either_header() -> None:
-    server = Server(*FIXED, "--api-key", "secret")
-    body = {"max_tokens": 3, "messages": ASKED}
-    try:
-        error = error_of(server.post("/v1/messages", body), 401)
-        assert error["type"] == "authentication_error"
-        for path in ("/v1/messages", "/v1/chat/completions"):
-            for headers, status in (
-                ({"x-api-key": "secret"}, 200),
-                ({"authorization": "Bearer secret"}, 200),
-                ({"x-api-key": "Secret"}, 401),
-                ({"x-api-key": "Bearer secret"}, 401),
-                ({"authorization": "Bearer no", "x-api-key": "secret"}, 401),
-            ):
-                server.headers = headers
-                assert server.post(path, body).status_code == status, (path, headers)
-    finally:
-        server.kill()
-
-
+@pytest.mark.ci
 def test_a_stream_that_fails_says_so() -> None:
-    slow = Server(*FIXED, "--request-timeout-s", "0.2")
-    try:
-        *_, last = events_of(slow, {"ignore_eos": True, "max_tokens": 3000})
-    finally:
-        slow.kill()
+    body = {"ignore_eos": True, "max_tokens": 3000}
+    *_, last = events_of(shared_server(*IMPATIENT), body)
     assert last["type"] == "error"
     assert last["error"]["type"] == "timeout_error"

@@ -15,8 +15,8 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
-from overlap_spec.config import EMBEDDED
 from tests.support.serving import Server, shared_server
+from tests.support.skips import needs_weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = "overlap-spec"
@@ -24,9 +24,7 @@ PERSON = json.loads((EXAMPLES / "person.schema.json").read_text())
 MARIA = [{"role": "user", "content": "Maria Lopez is 34 years old and lives in Lisbon."}]
 WEATHER = [{"role": "user", "content": "What is the weather in Vienna in celsius?"}]
 TOOLS = json.loads((EXAMPLES / "tools.json").read_text())
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 
-from overlap_spec.config import EMBEDDED
-from tests.server.test_errors import error_of
-from tests.support.serving import Server, shared_server
+from tests.support.serving import Server, error_of, shared_server
+from tests.support.skips import needs_weights
 
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 SAID = "Maria Lopez is 34 years old and lives in Lisbon."
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 # What asks for nothing.
 NEUTRAL: dict[str, Any] = {
     "use_beam_search": False,
@@ -130,12 +127,13 @@ def test_variables_that_the_template_does_not_read_are_let_go(server: Server) ->
         assert said in warning
 
 
+@pytest.mark.ci
 def test_choices_together_repeat_a_bounded_part_of_a_request(server: Server) -> None:
     words = " ".join(["Lisbon"] * 400)
-    body: dict[str, Any] = {"prompt": [words] * 4, "max_tokens": 1, "n": 16}
+    body: dict[str, Any] = {"prompt": [words] * 4, "max_tokens": 1}
     tokens = ask(server, TEXT, **body, prompt_logprobs=0)["usage"]["prompt_tokens"]
     top = 2**18 // (tokens * 16)
-    refused = server.post(TEXT, body | {"prompt_logprobs": min(top + 1, 20)})
+    refused = server.post(TEXT, body | {"n": 16, "prompt_logprobs": min(top + 1, 20)})
     if top < 20:
         assert error_of(refused)["param"] == "prompt_logprobs"
     texts = [str(number) + "x" * 30_000 for number in range(2)]

@@ -21,7 +21,6 @@ from tests.support.playground import (
     answer,
     errors,
     needs_browser,
-    needs_weights,
     run,
     select,
     spans,
@@ -30,6 +29,7 @@ from tests.support.playground import (
     write,
 )
 from tests.support.serving import Server, shared_server
+from tests.support.skips import needs_weights
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,6 @@ from tests.support.playground import (
     click,
     errors,
     needs_browser,
-    needs_weights,
     pretend,
     select,
     spans,
@@ -21,6 +20,7 @@ from tests.support.playground import (
     text,
     write,
 )
+from tests.support.skips import needs_weights
 
 pytestmark = [needs_weights, needs_browser]
 NODES = "[...document.querySelectorAll('#tree .node')]"

@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from tests.support.serving import Server, shared_server
+from tests.support.skips import needs_weights
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MODEL = "overlap-spec"
@@ -17,9 +17,7 @@ SAID = "Maria Lopez is 34 years old and lives in Lisbon. Größe: 3 µm."
 ASKED: list[Any] = [{"role": "user", "content": SAID}]
 # The server's logits, of another batch.
 CLOSE = 0.02
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,14 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from overlap_spec.config import EMBEDDED
-from tests.support.serving import FIXED, PAIR, Server, shared_server
+from tests.support.serving import IMPATIENT, PAIR, Server, shared_server
+from tests.support.skips import needs_weights
 
 MODEL = "overlap-spec"
 TEXT = "Maria Lopez is 34 years old and lives in Lisbon."
 ASKED = [{"role": "user", "content": TEXT}]
 TOOL: dict[str, Any] = {"type": "function", "name": "zyx_tool", "parameters": PAIR, "strict": True}
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")
@@ -220,12 +218,8 @@ def test_log_probabilities(client: openai.OpenAI, server: Server) -> None:
 
 
 def test_a_stream_that_fails_says_so() -> None:
-    slow = Server(*FIXED, "--request-timeout-s", "0.2")
-    try:
-        body = {"input": TEXT, "ignore_eos": True, "max_output_tokens": 3000}
-        *_, last = events_of(slow, body)
-    finally:
-        slow.kill()
+    body = {"input": TEXT, "ignore_eos": True, "max_output_tokens": 3000}
+    *_, last = events_of(shared_server(*IMPATIENT), body)
     assert last["type"] == "response.failed"
     assert last["response"]["status"] == "failed"
     assert last["response"]["error"]["code"] == "timeout"

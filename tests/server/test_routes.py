@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import socket
 import subprocess
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,16 +14,13 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
 from overlap_spec.server.run import tls_context
 from overlap_spec.server.settings import ServerSettings
 from tests.support.serving import FIXED, MOST_TURN_S, Server, shared_server
+from tests.support.skips import needs_weights
 
-PAGE = "https://page.example"
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 def test_routes_under_the_names_of_other_servers() -> None:
@@ -44,32 +42,6 @@ def test_the_reference_page_needs_nothing_from_elsewhere() -> None:
     assert "<script" not in page.text
 
 
-def test_clients_in_pages_may_send_headers_of_their_own() -> None:
-    server = Server(*FIXED, "--cors-origin", PAGE, "--api-key", "secret")
-    asked = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
-    headers = {
-        "origin": PAGE,
-        "access-control-request-method": "POST",
-        "access-control-request-headers": asked,
-    }
-    try:
-        url = f"{server.url}/v1/chat/completions"
-        allowed = httpx.options(url, headers=headers)
-        other = httpx.options(url, headers=headers | {"origin": "https://other.example"})
-        refused = httpx.post(url, json={}, headers={"origin": PAGE})
-    finally:
-        server.kill()
-    assert allowed.status_code == 200
-    assert allowed.headers["access-control-allow-origin"] == PAGE
-    assert set(asked.split(",")) <= set(
-        allowed.headers["access-control-allow-headers"].replace(" ", "").lower().split(",")
-    )
-    assert other.status_code == 400
-    assert "access-control-allow-origin" not in other.headers
-    # A page may read why it was refused.
-    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
-
-
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     if shutil.which("openssl") is None:
@@ -83,53 +55,53 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return chain, key
 
 
-def test_it_speaks_https(certificate: tuple[Path, Path]) -> None:
-    chain, key = certificate
-    server = Server(*FIXED, "--ssl-certfile", str(chain), "--ssl-keyfile", str(key))
-    try:
-        assert server.url.startswith("https://127.0.0.1:")
-        url, body = f"{server.url}/v1/completions", {"prompt": "x", "regex": "abc"}
-        with httpx.Client(verify=str(chain), timeout=60) as client:
-            assert client.post(url, json=body).json()["choices"][0]["text"] == "abc"
-            large = body | {"prompt": "x" * 10**6}
-            assert client.post(url, json=large).status_code == 400
-            shown = client.get(f"{server.url}/server_info").json()["server"]
-            assert shown["ssl_keyfile"] == "set"
-            # Such chunks are refused within the turn that reads them.
-            with pytest.raises(httpx.HTTPStatusError, match="400"):
-                client.post(url, content=(b"x" for _ in range(20_000))).raise_for_status()
-            worst = [
-                float(line.split()[1])
-                for line in client.get(f"{server.url}/metrics").text.splitlines()
-                if line.startswith("overlap_spec:front_turn_worst_seconds ")
-            ]
-        plain = server.url.replace("https", "http")
-        with pytest.raises(httpx.HTTPError):
-            httpx.get(f"{plain}/health")
-    finally:
-        server.kill()
+@pytest.fixture(scope="module")
+def encrypted(certificate: tuple[Path, Path]) -> Iterator[Server]:
+    chain, key = map(str, certificate)
+    limits = ("--max-connections", "4", "--header-timeout-s", "600")
+    server = Server(*FIXED, "--ssl-certfile", chain, "--ssl-keyfile", key, *limits)
+    yield server
+    server.kill()
+
+
+def test_it_speaks_https(encrypted: Server, certificate: tuple[Path, Path]) -> None:
+    assert encrypted.url.startswith("https://127.0.0.1:")
+    url, body = f"{encrypted.url}/v1/completions", {"prompt": "x", "regex": "abc"}
+    with httpx.Client(verify=str(certificate[0]), timeout=60) as client:
+        assert client.post(url, json=body).json()["choices"][0]["text"] == "abc"
+        large = body | {"prompt": "x" * 10**6}
+        assert client.post(url, json=large).status_code == 400
+        shown = client.get(f"{encrypted.url}/server_info").json()["server"]
+        assert shown["ssl_keyfile"] == "set"
+        # Such chunks are refused within the turn that reads them.
+        with pytest.raises(httpx.HTTPStatusError, match="400"):
+            client.post(url, content=(b"x" for _ in range(20_000))).raise_for_status()
+        worst = [
+            float(line.split()[1])
+            for line in client.get(f"{encrypted.url}/metrics").text.splitlines()
+            if line.startswith("overlap_spec:front_turn_worst_seconds ")
+        ]
+    plain = encrypted.url.replace("https", "http")
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"{plain}/health")
     assert worst[0] < MOST_TURN_S
 
 
-def test_silent_handshakes_count_as_connections(certificate: tuple[Path, Path]) -> None:
-    chain, key = certificate
-    files = ("--ssl-certfile", str(chain), "--ssl-keyfile", str(key))
-    server = Server(*FIXED, *files, "--max-connections", "4", "--header-timeout-s", "600")
-    where = urlsplit(server.url)
-    try:
-        with contextlib.ExitStack() as stack:
-            silent = [
-                stack.enter_context(socket.create_connection((where.hostname, where.port), 20))
-                for _ in range(8)
-            ]
-            # The first ones have made room.
-            for client in silent[:4]:
-                with contextlib.suppress(ConnectionResetError):
-                    assert client.recv(1) == b""
-            with httpx.Client(verify=str(chain), timeout=20) as client:
-                assert client.get(f"{server.url}/health").status_code == 200
-    finally:
-        server.kill()
+def test_silent_handshakes_count_as_connections(
+    encrypted: Server, certificate: tuple[Path, Path]
+) -> None:
+    where = urlsplit(encrypted.url)
+    with contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection((where.hostname, where.port), 20))
+            for _ in range(8)
+        ]
+        # The first ones have made room.
+        for client in silent[:4]:
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(1) == b""
+        with httpx.Client(verify=str(certificate[0]), timeout=20) as client:
+            assert client.get(f"{encrypted.url}/health").status_code == 200
 
 
 def test_a_certificate_that_cannot_be_used_is_named(

@@ -16,16 +16,14 @@ from typing import Any
 import httpx
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from tests.support.serving import Server, wait_for
+from tests.support.skips import needs_weights
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 LONG = {"max_new_tokens": 300, "ignore_eos": True}
 
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = needs_weights
 
 
 def limited(kind: int, value: int) -> Callable[[], None]:
@@ -99,7 +97,7 @@ def on_disk(folder: Path) -> dict[str, str]:
     return {"TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_full_disk_ends_nothing(disk: Path) -> None:
     log = disk / "log"
     made = Server("--log-level", "debug", more=on_disk(disk), log_file=log)
@@ -120,7 +118,7 @@ def test_a_full_disk_ends_nothing(disk: Path) -> None:
         made.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_files_that_may_not_grow_end_nothing(tmp_path: Path) -> None:
     # A compiled grammar that its worker hands over is a file in memory, and has to fit as well.
     log, most = tmp_path / "log", 2**24
@@ -145,7 +143,7 @@ def test_files_that_may_not_grow_end_nothing(tmp_path: Path) -> None:
         made.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_an_engine_past_its_memory_answers_or_starts_again() -> None:
     made = Server()
     try:

@@ -12,16 +12,17 @@ from typing import Any
 import httpx
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from tests.support.serving import FIXED, Server, wait_for
+from tests.support.skips import needs_weights
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 ANNA, BERT = ({"Authorization": f"Bearer {key}"} for key in ("anna", "bert"))
 ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+pytestmark = [
+    pytest.mark.ci,
+    needs_weights,
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,26 +49,6 @@ def asking(server: Server, path: str, bodies: list[Any], who: dict[str, str]) ->
     yield threads
     for thread in threads:
         thread.join(60)
-
-
-def cached(server: Server, who: dict[str, str], **more: Any) -> int:
-    """Tokens of a prompt that a request found computed."""
-    text = "what one client asks, another one may not learn " * 8
-    body = {"text": text, "sampling_params": {"max_new_tokens": 1}, **more}
-    count: int = post(server, "/generate", body, who).json()["meta_info"]["cached_tokens"]
-    return count
-
-
-def test_what_was_computed_for_a_key_is_for_it_alone(server: Server) -> None:
-    assert cached(server, ANNA) == 0
-    assert cached(server, ANNA) > 0
-    assert cached(server, BERT) == 0
-    assert cached(server, BERT) > 0
-    # A salt that both know is shared on purpose.
-    assert cached(server, ANNA, cache_salt="ours") == 0
-    assert cached(server, BERT, cache_salt="ours") > 0
-    # No salt is a key's.
-    assert cached(server, BERT, cache_salt="key anna") == 0
 
 
 def test_a_queue_that_one_has_filled_takes_another_ones_request(server: Server) -> None:

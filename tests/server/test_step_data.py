@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.playground import needs_weights
 from tests.support.serving import Server, shared_server, wait_for
+from tests.support.skips import needs_weights
 
 pytestmark = needs_weights
 SCHEMA = {

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.eagle3 import Eagle3Config, Eagle3Head
+from overlap_spec.models.vocabulary import token_texts
 from overlap_spec.models.weights import export_state
 
 SPECIALS = ("<bos>", "<user>", "<assistant>", "<end>")
@@ -98,3 +100,26 @@ def save(module: torch.nn.Module, path: Path, seed: int, scale: float) -> None:
                 std = scale / parameter.shape[1] ** 0.5
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
     save_file(export_state(module), path / "model.safetensors")
+
+
+def renumber(source: str, folder: Path, kept: list[int], stand_in: str = "") -> None:
+    """A copy of a model with the tokens ``kept`` alone, in that order.
+
+    ``stand_in``: begins the texts of unknown tokens, which fill the vocabulary up.
+    """
+    shutil.copytree(source, folder)
+    data = json.loads((folder / "tokenizer.json").read_text())
+    texts = token_texts(folder / "tokenizer.json")
+    new = {texts[number]: place for place, number in enumerate(kept)}
+    if stand_in:
+        new |= {f"{stand_in}{n}": n for n in range(len(kept), len(texts))}
+    data["model"]["vocab"], data["added_tokens"] = new, []
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    weights = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = torch.randn(len(new), weights[name].shape[1])
+        rows[: len(kept)] = weights[name][kept]
+        weights[name] = rows
+    save_file(weights, folder / "model.safetensors")
+    hf = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**hf, "vocab_size": len(new)}))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from overlap_spec.server.admin import PAGE
 from tests.support.browser import CHROMIUM, Browser
 
@@ -15,9 +14,6 @@ CTRL = 2
 IDLE = "!document.getElementById('run').disabled"
 SOURCES = {path.name: path.read_text() for path in sorted(PAGE.parent.iterdir())}
 
-needs_weights = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 
 

@@ -8,13 +8,15 @@ import functools
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -27,6 +29,8 @@ MOST_TURN_S = 0.25
 # For servers of which a test wants something else: one draft length has few passes to record, where
 # lengths that change have 2 s of processor time at each start.
 FIXED = ("--adaptive", "static")
+# Of the server that several files share.
+IMPATIENT = (*FIXED, "--request-timeout-s", "0.2")
 LISTENS = re.compile(rb"serving on (https?://\S+)")
 
 # No answer by chance has this shape.
@@ -126,6 +130,17 @@ class Server:
         state: dict[str, Any] = self.get("/server_info").json()["state"]
         return state
 
+    def metric(self, name: str) -> float:
+        """A figure of `/metrics`, as it stands there behind the prefix."""
+        start = f"overlap_spec:{name} "
+        lines = self.get("/metrics").text.splitlines()
+        return next(float(line.removeprefix(start)) for line in lines if line.startswith(start))
+
+    def long_turns(self) -> float:
+        """How many turns of its loop have taken over half a second of processor time."""
+        turns = "front_turn_seconds"
+        return self.metric(f"{turns}_count") - self.metric(f'{turns}_bucket{{le="0.5"}}')
+
     def readers(self) -> list[int]:
         """The workers that read grammars for the front, those of the engine left out."""
         forks = [pid for pid in children(self.process.pid) if _forks_workers(pid)]
@@ -148,6 +163,33 @@ class Server:
         self.process.wait()
 
 
+@contextlib.contextmanager
+def raw(url: str, said: bytes = b"") -> Iterator[socket.socket]:
+    """A connection that has said something."""
+    where = urlsplit(url)
+    with socket.create_connection((where.hostname, where.port), timeout=20) as client:
+        client.sendall(said)
+        yield client
+
+
+def rest(client: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := client.recv(65536):
+            found += part
+    return found
+
+
+def error_of(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert reply.status_code == status, reply.text
+    assert reply.headers["content-type"] == "application/json"
+    error: dict[str, Any] = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
 def wait_for(condition: Callable[[], Any], timeout_s: float) -> None:
     """Wait until a condition holds; AssertionError where it does not in time."""
     deadline = time.monotonic() + timeout_s
@@ -157,15 +199,16 @@ def wait_for(condition: Callable[[], Any], timeout_s: float) -> None:
 
 
 @functools.cache
-def shared_server() -> Server:
-    """One server of the embedded model for all tests that only use it.
+def shared_server(*flags: str) -> Server:
+    """The one server of the embedded model with these flags, for all tests that only use it.
 
-    The variable OVERLAP_SPEC_TEST_URL names one that runs already: `tests/cluster/test_ray.py` runs
-    the same tests through its replicas.
+    The variable OVERLAP_SPEC_TEST_URL names one without flags that runs already:
+    `tests/cluster/test_ray.py` runs the same tests through its replicas.
     """
-    if url := os.environ.get("OVERLAP_SPEC_TEST_URL"):
+    url = os.environ.get("OVERLAP_SPEC_TEST_URL")
+    if url and not flags:
         return Server.at(url)
-    server = Server()
+    server = Server(*flags)
     # Ended with a word, so that processes that it started end with it.
     atexit.register(server.terminate)
     return server

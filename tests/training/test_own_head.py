@@ -28,6 +28,7 @@ from overlap_spec.training.head import DraftPass, HeadRecipe, new_head
 from overlap_spec.training.own_head import HeadSettings, draft_vocabulary, train_head
 from overlap_spec.training.progress import Bars
 from overlap_spec.training.samples import read_samples
+from tests.support.tiers import few
 
 CPU = torch.device("cpu")
 CHATS = [
@@ -78,11 +79,14 @@ def train(asked: HeadSettings, stop: int = -1) -> bytes:
 
 @pytest.mark.parametrize(
     ("changes", "stops"),
-    [
+    few(
+        [
+            ({}, (1, 3)),
+            ({"own_answers": True}, (1, 5)),  # in the answers, and in the steps
+            ({"cache_features": True}, (5, 32)),  # in the features, and in the steps
+        ],
         ({}, (1, 3)),
-        ({"own_answers": True}, (1, 5)),  # in the answers, and in the steps
-        ({"cache_features": True}, (5, 32)),  # in the features, and in the steps
-    ],
+    ),
     ids=str,
 )
 def test_a_stopped_training_ends_with_the_weights_of_an_unbroken_one(

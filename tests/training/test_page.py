@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from overlap_spec import cli
-from overlap_spec.config import EMBEDDED
+from tests.support.skips import needs_weights
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "training.md").read_text()
@@ -20,9 +20,8 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = re.findall(r"^overlap-spec .*$", PAGE, re.MULTILINE)
 
 
-@pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+@pytest.mark.ci
+@needs_weights
 def test_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

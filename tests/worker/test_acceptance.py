@@ -282,6 +282,7 @@ def test_rules_over_packed_nodes_decide_as_over_all(name: str) -> None:
         assert lengths[1].sum() > lengths[0].sum()
 
 
+@pytest.mark.ci
 def test_rules_never_ask_for_the_devices_data() -> None:
     """On tensors of shapes alone whatever waited for a value would raise."""
     tables, features = rows_of(SETTINGS[1])

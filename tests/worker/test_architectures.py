@@ -22,6 +22,7 @@ from overlap_spec.models.weights import export_state, load_decoder
 from overlap_spec.training.attention import CausalRows
 from overlap_spec.worker.graphs import TracedGraph
 from tests.support.checkpoints import write_tokenizer
+from tests.support.tiers import few
 from tests.worker.test_models import CASES, Cache, reference
 
 CPU = torch.device("cpu")
@@ -60,7 +61,9 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
 WAYS = [(name, True) for name in NEW] + [("gemma2-caps", False), ("gpt-oss", False)]
 
 
-@pytest.mark.parametrize(("small", "graphs"), WAYS, indirect=["small"])
+@pytest.mark.parametrize(
+    ("small", "graphs"), few(WAYS, ("gemma2-caps", True), ("gpt-oss", True)), indirect=["small"]
+)
 def test_greedy_text_is_that_of_transformers(small: tuple[Any, Path], graphs: bool) -> None:
     """Prompts of several lengths at once, without drafts, by chains, and by trees."""
     model, folder = small

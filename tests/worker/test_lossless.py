@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -14,10 +12,10 @@ import torch
 
 from overlap_spec import Engine, Grammar, SamplingParams
 from overlap_spec.config import EMBEDDED
-from overlap_spec.errors import GrammarError
+from overlap_spec.load.asks import OWN_SCHEMAS, QUESTIONS, mixed_asks, read_samples
 from overlap_spec.types import Output
+from tests.support.tiers import few
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_model = pytest.mark.skipif(
     not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
 )
@@ -30,33 +28,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 GREEDY = SamplingParams(max_tokens=48, temperature=0.0)
 
 
-def questions(count: int) -> list[str]:
-    path = DATA / "gsm8k_test.jsonl"
-    if not path.exists():
-        pytest.skip("GSM8K is not at hand")
-    lines = path.read_text().splitlines()[:count]
-    return [json.loads(line)["question"] for line in lines]
-
-
-def schemas(count: int) -> list[Grammar]:
-    """The first schemas that compile, in a shuffled order that mixes their sources."""
-    path = DATA / "jsonschemabench_dev.jsonl"
-    if not path.exists():
-        pytest.skip("JSONSchemaBench is not at hand")
-    lines = path.read_text().splitlines()
-    random.Random(2).shuffle(lines)
-    found: list[Grammar] = []
-    for line in lines:
-        schema = json.loads(line)["schema"]
-        if len(line) > 6000:
-            continue
-        try:
-            found.append(Grammar.json_schema(schema))
-        except GrammarError:
-            continue
-        if len(found) == 3 * count:
-            break
-    return found
+def work(count: int) -> list[tuple[str, Grammar | None]]:
+    """So many requests, every other one under a schema, no two with the same prompt."""
+    asks = mixed_asks(read_samples(OWN_SCHEMAS), count, GREEDY.max_tokens or 0)
+    return [(f"{number}. {ask.prompt}", ask.grammar) for number, ask in enumerate(asks)]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +40,7 @@ def plain() -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(scope="module", params=few(SETTINGS, "tree"))
 def speculative(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with Engine(**SETTINGS[request.param], adaptive="static") as engine:
         yield engine
@@ -77,41 +52,27 @@ def same(want: list[Output], got: list[Output]) -> None:
         assert g.token_ids == w.token_ids, index
 
 
-def work(engine: Engine) -> list[tuple[str, Grammar | None]]:
-    """26 questions without grammar and 26 schemas, in turn."""
-    free: list[tuple[str, Grammar | None]] = [(q, None) for q in questions(26)]
-    constrained: list[tuple[str, Grammar | None]] = []
-    for grammar in schemas(26):
-        try:
-            engine.compiler.compile(grammar)
-        except GrammarError:
-            continue
-        number = len(constrained)
-        constrained.append((f"Fill in form {number}: Ada Lee, 41, ada@lee.org, blue", grammar))
-        if len(constrained) == 26:
-            break
-    assert len(constrained) == 26
-    return [item for pair in zip(free, constrained, strict=True) for item in pair]
-
-
-def test_alone_and_in_mixed_batches_of_8(plain: Engine, speculative: Engine) -> None:
-    items = work(plain)
+@pytest.mark.parametrize("count", few((8, 52), 8))
+def test_alone_and_in_mixed_batches_of_8(plain: Engine, speculative: Engine, count: int) -> None:
+    items = work(count)
     prompts, grammars = [p for p, _ in items], [g for _, g in items]
     alone = [plain.generate(p, g, GREEDY) for p, g in items]
     batches = [slice(i, i + 8) for i in range(0, len(items), 8)]
     for engine in (plain, speculative):
         got = [o for b in batches for o in engine.generate(prompts[b], grammars[b], GREEDY)]
         same(alone, got)
-    same(alone[:12], [speculative.generate(p, g, GREEDY) for p, g in items[:12]])
+    few_items = items[: count // 4]
+    same(alone[: count // 4], [speculative.generate(p, g, GREEDY) for p, g in few_items])
     for output, grammar in zip(alone, grammars, strict=True):
         if grammar is not None and output.finish_reason == "stop":
             jsonschema.validate(json.loads(output.text), json.loads(grammar.source))
 
 
+@pytest.mark.ci
 def test_in_bfloat16() -> None:
     """Exactly, too: no product of this model depends on how many rows are computed with it."""
     with Engine(algorithm="none", overlap="none", dtype="bfloat16") as plain:
-        items = work(plain)[:24]
+        items = work(24)
         prompts, grammars = [p for p, _ in items], [g for _, g in items]
         want = [plain.generate(p, g, GREEDY) for p, g in items]
     with Engine(**SETTINGS["tree"], adaptive="static", dtype="bfloat16") as engine:
@@ -125,7 +86,7 @@ def test_seeded_sampling_is_the_same_with_and_without_speculation(
     plain: Engine, speculative: Engine
 ) -> None:
     """Coins depend on seed and position alone, so even sampled text is equal, token by token."""
-    prompts = questions(8)
+    prompts = [prompt for prompt, _ in work(8)]
     sampling = [
         SamplingParams(max_tokens=40, temperature=0.9, seed=i, top_p=0.9 if i % 2 else 1.0)
         for i in range(len(prompts))
@@ -144,7 +105,7 @@ def test_greedy_text_equals_transformers(plain: Engine) -> None:
     folder = EMBEDDED / "target"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts = [*questions(2), "Extract the person: Ada Lovelace is 36 years old."]
+    prompts = [work(1)[0][0], QUESTIONS[0], "Extract the person: Ada Lovelace is 36 years old."]
     for prompt in prompts:
         chat = [{"role": "user", "content": prompt}]
         ids = tokenizer.apply_chat_template(

@@ -29,6 +29,7 @@ print(next(line.split()[1] for line in lines if line.startswith("VmHWM")), loade
 """
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.skipif(
     not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"

@@ -122,6 +122,7 @@ def test_text_of_two_ranks_is_that_of_one(
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.ci
 def test_a_rank_of_four_that_dies_ends_the_engine_with_one_error(tiny: dict[str, str]) -> None:
     """Before that, the text is that of one rank; of four, two share each head of keys."""
     settings: dict[str, Any] = {"mask_deadline_ms": None, "graphs": False}
@@ -140,6 +141,7 @@ def test_a_rank_of_four_that_dies_ends_the_engine_with_one_error(tiny: dict[str,
     assert ended(others)
 
 
+@pytest.mark.ci
 def test_the_server_starts_an_engine_again_whose_rank_died(tiny: dict[str, Any]) -> None:
     """Also where nothing runs: it is seen before the next request."""
 
@@ -177,6 +179,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a parent's end")
 def test_no_stopped_process_outlives_the_front(tiny: dict[str, str]) -> None:
     command = [sys.executable, "-c", SCRIPT, json.dumps({**tiny, "grammar_isolated": True})]

@@ -27,6 +27,7 @@ from overlap_spec.types import Output
 from overlap_spec.worker import build
 from overlap_spec.worker.build import build_streams, check_quantization
 from overlap_spec.worker.streams import torch_threads
+from tests.support.tiers import few
 
 needs_int8 = pytest.mark.skipif(not has_int8(), reason="no AVX512-VNNI")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -114,7 +115,7 @@ def answer(engine: Engine, batch: int) -> list[Output]:
 
 
 @needs_int8
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", few(("float32", "bfloat16"), "bfloat16"))
 def test_speculation_changes_no_text(tiny: dict[str, Any], dtype: str) -> None:
     """Law 8, with and without recordings, alone and in a batch."""
     settings = {**tiny, "dtype": dtype, "quantization": "int8", "context_length": 256}

@@ -12,6 +12,7 @@ from overlap_spec.types import Output, StepResult
 from overlap_spec.worker.graphs import padded_size
 from overlap_spec.worker.worker import Worker
 from tests.support.policies import share_nodes
+from tests.support.tiers import few
 from tests.worker import test_overlap
 
 TREE = {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 16, "adaptive": "static"}
@@ -50,8 +51,8 @@ def results(monkeypatch: pytest.MonkeyPatch) -> list[StepResult]:
     return seen
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("graphs", few((True, False), True))
+@pytest.mark.parametrize("share", few((0.0, 0.1, 0.3, 0.6, 1.0), 0.0, 0.3))
 def test_fewer_nodes_change_no_text(
     tiny: dict[str, Any],
     plain: list[Output],
@@ -103,7 +104,7 @@ def test_the_best_nodes_of_the_batch_are_verified(
 
 
 @pytest.mark.clock
-@pytest.mark.parametrize("overlap", ["none", "once-sync"])
+@pytest.mark.parametrize("overlap", few(("none", "once-sync"), "once-sync"))
 def test_a_request_without_speculation_costs_one_node(
     tiny: dict[str, Any], plain: list[Output], results: list[StepResult], overlap: str
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_request_without_speculation_costs_one_node(
     assert all(wanted <= r.verified_rows <= padded_size(wanted) for r in full)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("room", test_overlap.ROOM)
 def test_chaos_with_ragged_verifies(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, room: str

@@ -152,6 +152,7 @@ class FailsInRank1(Echo):
         return super().draft(roots, tier)
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(300)
 def test_a_drafter_that_fails_in_one_rank_ends_the_engine(tiny: dict[str, Any]) -> None:
     settings: dict[str, Any] = {"graphs": False, "num_steps": 3, "adaptive": "static"}

@@ -19,6 +19,7 @@ from overlap_spec.worker import model_runner as runner_module
 from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.graphs import Recorded, Tensors, TracedGraph, padded, padded_size
 from overlap_spec.worker.model_runner import ModelRunner
+from tests.support.tiers import few
 from tests.worker import test_overlap
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -278,7 +279,7 @@ class HeldGraphs(GraphRunner):
         return 0
 
 
-@pytest.mark.parametrize("tier", test_overlap.TIERS)
+@pytest.mark.parametrize("tier", few(test_overlap.TIERS, "tree"))
 def test_chaos_with_fixed_inputs_and_outputs(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:

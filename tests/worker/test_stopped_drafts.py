@@ -148,6 +148,7 @@ def test_stopped_drafts_change_no_text(
     assert any(output.stats.accepted_drafts for output in outputs)
 
 
+@pytest.mark.ci
 def test_steps_draft_what_a_whole_draft_does(
     tiny: dict[str, Any], results: list[StepResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +185,7 @@ def test_a_stopped_step_is_told_as_the_shorter_one(
     assert {request.drafted for outcome in verifies for request in outcome.requests} == {2}
 
 
+@pytest.mark.ci
 def test_chaos_with_stopped_drafts(tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Random batches of random requests that preempt each other, every step another length."""
     first, settings = test_overlap.settings_of("chain", "crowded")

@@ -27,6 +27,7 @@ with Engine(**settings) as engine:
 """
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not TASKS.exists(), reason="threads are counted where Linux lists them")
 def test_a_thread_more_for_passes_is_one_thread_more() -> None:
     counts = []

@@ -1,0 +1,37 @@
+"""What the runs of the tests leave out, and what they may skip."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.skips import STRICT, check_skip
+from tests.support.tiers import few
+
+
+def skipped(reason: str) -> Any:
+    return SimpleNamespace(skipped=True, outcome="skipped", longrepr=("file", 1, reason))
+
+
+def test_a_skip_that_nobody_expects_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacks, known = skipped("Skipped: no embedded weights"), skipped("Skipped: no CUDA device")
+    monkeypatch.delenv(STRICT, raising=False)
+    check_skip(lacks)
+    assert lacks.outcome == "skipped"
+    monkeypatch.setenv(STRICT, "1")
+    check_skip(lacks)
+    check_skip(known)
+    assert (lacks.outcome, known.outcome) == ("failed", "skipped")
+    assert lacks.longrepr == "an unexpected skip: no embedded weights"
+
+
+def test_few_cases_are_left_for_every_day() -> None:
+    one, *others = few([("a", 1), ("b", 2), ("c", 3)], ("a", 1))
+    assert (one.values, one.marks) == (("a", 1), ())
+    assert [(other.values, other.marks[0].name) for other in others] == [
+        (("b", 2), "ci"), (("c", 3), "ci"),
+    ]  # fmt: skip
+    with pytest.raises(AssertionError, match="there is no case"):
+        few([1], 2)
