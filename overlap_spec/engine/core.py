@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine.cost_model import cost_model, tier_costs
-from overlap_spec.engine.drafter_guard import DrafterGuard
 from overlap_spec.engine.grammar_manager import GrammarManager, StepFigures
 from overlap_spec.engine.grammar_tables import GrammarTables
 from overlap_spec.engine.own_process import OwnProcess
@@ -37,6 +36,8 @@ from overlap_spec.timeline import Timeline
 from overlap_spec.types import Budget, History, StepPlan, StepResult, Tier
 from overlap_spec.worker.build import build_streams, build_worker, overlap_mode
 from overlap_spec.worker.in_flight import InFlightStep
+from overlap_spec.worker.jobs import clear, prepare, prepare_next
+from overlap_spec.worker.warm_up import warm_up
 from overlap_spec.worker.worker import Worker
 
 Run = tuple[Sequence, tuple[int, ...]]
@@ -78,21 +79,20 @@ class EngineCore:
         wider = max(reserve, reserve_tokens(max(wide, default=0)))
         start = time.perf_counter()
         self.worker = build_worker(config, wider, build_streams(config, record), record)
-        load_s = time.perf_counter() - start
-        usual = GPU_CHUNK_TOKENS if self.worker.on_gpu else CPU_CHUNK_TOKENS
+        load_s, traits = time.perf_counter() - start, self.worker.traits
+        usual = GPU_CHUNK_TOKENS if traits.on_gpu else CPU_CHUNK_TOKENS
         chunk_tokens = config.chunked_prefill_size or max(usual, config.page_size)
-        slots = self.worker.pages * config.page_size
+        slots = traits.pages * config.page_size
         fits = config.max_running_requests * wider <= slots // 2
-        tries = self.worker.on_gpu if config.tries is None else config.tries
+        tries = traits.on_gpu if config.tries is None else config.tries
         self.widens = tries and self.grafts and fits
         reserve = wider if self.widens else reserve
         pool = MatcherPool(lanes, config.mask_deadline_ms, config.mask_timeout_s)
         self.grammar = GrammarManager(pool, record)
-        reads = self.grafts and self.worker.reads_states
+        reads = self.grafts and traits.reads_states
         self.tables = GrammarTables(self.worker, self.grammar.pool) if reads else None
-        self.drafter = DrafterGuard(self.worker, config.drafter)
         self.scheduler = Scheduler(
-            pages=self.worker.pages,
+            pages=traits.pages,
             page_size=config.page_size,
             max_rows=config.max_running_requests,
             chunk_tokens=chunk_tokens,
@@ -113,30 +113,35 @@ class EngineCore:
         self._observed, self._rooms = Observed(), Rooms()
         # Output tokens of the requests that have ended.
         self._ended_tokens = 0
-        self.policy.tell_waits(self.worker.wait_ms)
+        self.policy.tell_waits(self.worker.graphs.wait_ms)
         # A wide tier's drafts are the grammar's too: its budget has no stop.
-        if self.worker.stops_drafts and not self.widens:
+        if traits.stops_drafts and not self.widens:
             self.policy.let_stop()
         limits = {tier: self.policy.largest_batch(tier) for tier in tiers}
         wider_ones = [t for t in tiers if self.widens and t.steps and not t.parents]
-        self.worker.warm_up(limits | {wide_tier(t): limits[t] for t in wider_ones}, chunk_tokens)
+        if traits.compiles:
+            limits |= {wide_tier(t): limits[t] for t in wider_ones}
+            self.worker.do(warm_up, limits, chunk_tokens)
+            self.worker.rest()
         if self.policy.weighs_cost:
             launch = nearest_tier(config, tiers)
             self.policy.calibrate(*cost_model(config, self.worker, launch, load_s))
         # Whether the tiers may still be measured: no page holds what a request computed.
         self._unmeasured = self.policy.weighs_cost
-        self.worker.prepare(self.policy.choose(StepView((RequestView(0, 1),))).tier)
+        self.worker.do(prepare, self.policy.choose(StepView((RequestView(0, 1),))).tier)
 
     def prepare_next(self) -> bool:
         """Between requests: record what one tier lacks, lest its first step wait for that (0.1 s
         and more), or measure them all before the first request; False where nothing is left to do.
         No request may be running."""
-        if self.worker.prepare_next(self.policy.tiers):
+        tiers = self.policy.tiers
+        made = self.worker.do(prepare_next, tiers)
+        self.worker.rest()
+        if made.get():
             return True
         if not self._unmeasured:
             return False
         self._unmeasured = False
-        tiers = self.policy.tiers
         found = tier_costs(self.config, self.worker, nearest_tier(self.config, tiers), tiers)
         if found is not None:
             self.policy.calibrate(*found)
@@ -182,13 +187,13 @@ class EngineCore:
         self.timeline.record("host", "plan", start, time.perf_counter_ns(), plan.index)
 
         if untrusted := self.scheduler.take_untrusted():
-            self.worker.clear(untrusted)
+            self.worker.do(clear, untrusted)
         kept: list[Run] | None = None
         step = self.worker.upload(plan)
-        if self.worker.drafts_on_host:
+        if self.worker.traits.drafts_on_host:
             kept = self._results(last)
         self.worker.draft(step, self._histories(plan))
-        ahead = self.worker.verifies_ahead
+        ahead = self.worker.traits.verifies_ahead
         if kept is None and last is not None and not ahead and self.scheduler.may_end_all(plan):
             # The one early wait, hidden under the draft.
             kept = self._results(last)
@@ -268,12 +273,12 @@ class EngineCore:
     @property
     def context_length(self) -> int:
         """Longest prompt and output together, in tokens."""
-        return self.worker.context_length
+        return self.worker.traits.context_length
 
     @property
     def vocab_size(self) -> int:
         """The target's."""
-        return self.worker.vocab_size
+        return self.worker.traits.vocab_size
 
     @property
     def longest(self) -> int:
@@ -300,16 +305,17 @@ class EngineCore:
         return {
             "overlap": self.config.overlap,
             "speculation": self.policy.snapshot() | self._observed.snapshot(),
-            "drafter": self.drafter.snapshot(),
+            "drafter": self.worker.guard.snapshot()
+            | {"refused_nodes": int(self.worker.runner.refused)},
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
             "output_tokens": self._ended_tokens + sum(len(s.output_ids) for s in self._open()),
             "pages_in_use": allocator.in_use,
             "pages": allocator.total,
-            "kv_bytes": allocator.total * self.worker.page_bytes,
-            "kv_touched_bytes": allocator.touched * self.worker.page_bytes,
+            "kv_bytes": allocator.total * self.worker.traits.page_bytes,
+            "kv_touched_bytes": allocator.touched * self.worker.traits.page_bytes,
             "matchers": len(self.grammar.matchers),
-            "graph_bytes": self.worker.graph_bytes,
+            "graph_bytes": self.worker.graphs.bytes,
             "rank_pids": list(self.worker.rank_pids),
             "preemptions": self.scheduler.preemptions,
             "steps": figures.steps,
@@ -339,7 +345,7 @@ class EngineCore:
         view = StepView(tuple([_view(s, target) for s in trees]), chunk_tokens)
         self._views[index] = view
         budget = self.policy.choose(view)
-        tier = self.drafter.allow(budget.tier)
+        tier = self.worker.guard.allow(budget.tier)
         if tier != budget.tier:
             budget = Budget(tier)
         if self.widens:
@@ -356,7 +362,7 @@ class EngineCore:
 
     def _histories(self, plan: StepPlan) -> list[History] | None:
         """Known tokens of the decode rows, where the drafter works on the host."""
-        if not self.worker.drafts_on_host:
+        if not self.worker.traits.drafts_on_host:
             return None
         by_row = {s.row: s for s in self.scheduler.running}
         return [by_row[row].history for row in plan.decode_rows]

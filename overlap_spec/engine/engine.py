@@ -98,7 +98,10 @@ class Engine:
         self.context_length = self.core.context_length
         if self.core.grafts:
             self.core.grammar.pool.forced = ForcedRuns(
-                vocabulary, self.tokenizer.encode, RUN_TOKENS, weighed=self.core.worker.reads_states
+                vocabulary,
+                self.tokenizer.encode,
+                RUN_TOKENS,
+                weighed=self.core.worker.traits.reads_states,
             )
         self._choice_tokens = ChoiceTokens(vocabulary, self.tokenizer.encode)
         # Those of the requests that are open.
@@ -504,7 +507,7 @@ def _ceiling(most_bytes: int | None, core: EngineCore) -> MemoryCeiling:
         ConfigError: the engine takes more than that by itself.
     """
     state, rest = core.snapshot(), rss_bytes()
-    if not core.worker.on_gpu:
+    if not core.worker.traits.on_gpu:
         # Pages take their memory when they are first written.
         rest += state["kv_bytes"] - state["kv_touched_bytes"]
     if most_bytes is None:

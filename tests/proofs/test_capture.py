@@ -135,10 +135,10 @@ def captured(
     engine: Engine, sizes: tuple[int, ...] = SIZES
 ) -> tuple[Capture, int, list[Launch], Exception | None]:
     """What was captured, how many passes were asked for, and the drafter's fault."""
-    runner = engine.core.worker.runner
-    with as_on_a_gpu(runner) as (capture, graphs, launches):
+    worker = engine.core.worker
+    with as_on_a_gpu(worker) as (capture, graphs, launches):
         count = record(graphs, tiers_of(engine), sizes)
-        fault, runner.fault = runner.fault, None
+        fault, worker.guard.fault = worker.guard.fault, None
     return capture, count, launches, fault
 
 
@@ -266,8 +266,8 @@ def test_what_a_capture_refuses_is_found(
         return within(runner, positions)
 
     monkeypatch.setattr(ModelRunner, "_within", spoilt)
-    runner = tree_engine.core.worker.runner
-    with as_on_a_gpu(runner) as (capture, graphs, _), pytest.raises(CaptureError, match=why):
+    worker = tree_engine.core.worker
+    with as_on_a_gpu(worker) as (capture, graphs, _), pytest.raises(CaptureError, match=why):
         record(graphs, tree_engine.core.policy.tiers, (2,))
     assert why in capture.refused[0]
 
@@ -334,15 +334,15 @@ def test_a_read_is_found_wherever_it_is(
         if capture.recording:
             x.flatten()[0].item()
 
-    runner = tree_engine.core.worker.runner
+    worker = tree_engine.core.worker
     PLACES[where](monkeypatch, reads)
     told: Exception | None = None
-    with as_on_a_gpu(runner) as (capture, graphs, _):
+    with as_on_a_gpu(worker) as (capture, graphs, _):
         try:
             record(graphs, tree_engine.core.policy.tiers, (2,))
         except RuntimeError as error:
             told = error
-        told, runner.fault = told or runner.fault, None
+        told, worker.guard.fault = told or worker.guard.fault, None
     assert capture.refused
     assert "reads a value" in str(told)
 

@@ -19,10 +19,11 @@ from overlap_spec.kernels import attention
 from overlap_spec.types import SamplingParams
 from overlap_spec.worker import build as build_module
 from overlap_spec.worker import choices as choices_module
-from overlap_spec.worker import model_runner as runner_module
 from overlap_spec.worker import worker as worker_module
 from overlap_spec.worker.batch import Chunks, Staging
 from overlap_spec.worker.in_flight import Buffers, Events, InFlightStep
+from overlap_spec.worker.model_runner import ModelRunner
+from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.worker import Worker
 from tests.support.race import (
     HOST,
@@ -98,10 +99,8 @@ def watched(
     watch_host(world, monkeypatch)
     give_the_device_memory(world, monkeypatch)
     if held:
-        monkeypatch.setattr(runner_module, "GraphRunner", test_replay.HeldGraphs)
-        monkeypatch.setattr(
-            runner_module.ModelRunner, "_visible", lambda self, _: self.tables.pages.shape[1]
-        )
+        monkeypatch.setattr(worker_module, "GraphRunner", test_replay.HeldGraphs)
+        monkeypatch.setattr(Phases, "_visible", lambda self, _: self.tables.pages.shape[1])
     more = {"lane_threads": 0, "mask_deadline_ms": None, "graphs": held, **settings}
     with Watch(world), test_overlap.build(tiny, **more) as engine:
         worker = engine.core.worker
@@ -203,7 +202,10 @@ def test_no_stream_races_another_in_any_mode(
     held: bool,
     ahead: bool,
 ) -> None:
-    monkeypatch.setattr(Worker, "verifies_ahead", ahead)
+    traits = worker_module.traits_of
+    monkeypatch.setattr(
+        worker_module, "traits_of", lambda runner: replace(traits(runner), verifies_ahead=ahead)
+    )
     first, settings = test_overlap.settings_of(tier, room)
     with watched(tiny, monkeypatch, held, overlap=mode, **settings) as (world, engine):
         serve(engine, first, 4)
@@ -241,13 +243,13 @@ def test_features_that_are_no_pages_are_not_read_unseen(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks that begin with what padding left."""
-    extend = runner_module.ModelRunner._extend_chunks
+    extend = ModelRunner.extend_chunks
 
     def misled(runner: Any, chunks: Chunks, *rest: Any) -> None:
         padding = torch.full_like(chunks.pages, len(runner.page_features) - 1)
         extend(runner, replace(chunks, pages=padding), *rest)
 
-    monkeypatch.setattr(runner_module.ModelRunner, "_extend_chunks", misled)
+    monkeypatch.setattr(ModelRunner, "extend_chunks", misled)
     with watched(tiny, monkeypatch, num_steps=3, adaptive="static") as (world, engine):
         serve(engine, 1000, 1)
     assert {race.kind for race in world.races} == {"read of what holds nothing of"}

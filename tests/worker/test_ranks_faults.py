@@ -21,7 +21,7 @@ from overlap_spec.worker.build import build_worker
 from overlap_spec.worker.follower import Spans, follow
 from overlap_spec.worker.lead import LeadWorker
 from overlap_spec.worker.messages import Call, encode_calls
-from overlap_spec.worker.model_runner import ModelRunner
+from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.streams import InlineStream, InlineStreams, Value
 from overlap_spec.worker.worker import Worker
 from tests.support.drafters import Echo
@@ -106,8 +106,7 @@ def test_nothing_is_told_of_a_step_in_which_a_rank_was_lost(
         return LeadWorker(
             worker.runner,
             worker.streams,
-            overlap,
-            config.max_running_requests,
+            config,
             rest[-1],
             cast("Group", group),
             cast("Processes", lost),
@@ -118,13 +117,13 @@ def test_nothing_is_told_of_a_step_in_which_a_rank_was_lost(
     handle = engine.submit("abc", None, {"max_tokens": 40, "ignore_eos": True, "temperature": 0.0})
     while handle.pushed_tokens < 5:
         engine.step()
-    plain, accept = handle.pushed_tokens, ModelRunner.accept
+    plain, accept = handle.pushed_tokens, Phases.accept
 
-    def losing(runner: ModelRunner, *rest: Any) -> Any:
+    def losing(phases: Phases, *rest: Any) -> Any:
         lost.gone = True
-        return accept(runner, *rest)
+        return accept(phases, *rest)
 
-    monkeypatch.setattr(ModelRunner, "accept", losing)
+    monkeypatch.setattr(Phases, "accept", losing)
     with pytest.raises(EngineUnavailable, match="rank 1 was killed"):
         list(engine.pieces(handle))
     # In once-sync the step before the lost one is told.
