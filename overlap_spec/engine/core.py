@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.engine.cost_model import cost_model, tier_costs
-from overlap_spec.engine.grammar_manager import GrammarManager, StepFigures
+from overlap_spec.engine.cost_model import tier_costs
+from overlap_spec.engine.grammar_manager import GrammarManager
 from overlap_spec.engine.grammar_tables import GrammarTables
 from overlap_spec.engine.own_process import OwnProcess
-from overlap_spec.engine.rooms import Rooms
+from overlap_spec.engine.wide import GrammarTrees, widened
 from overlap_spec.grammar.matcher_pool import MatcherPool
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence
-from overlap_spec.speculation.fallback import FallbackPolicy
 from overlap_spec.speculation.observed import Observed
 from overlap_spec.speculation.policy import (
     LengthPolicy,
@@ -27,17 +24,12 @@ from overlap_spec.speculation.policy import (
     StepOutcome,
     StepView,
 )
-from overlap_spec.speculation.presets import load_policy
-from overlap_spec.speculation.static import StaticPolicy, static_tier
-from overlap_spec.speculation.tree_file import read_tree
-from overlap_spec.speculation.wide import wide_tier, widened
+from overlap_spec.speculation.presets import nearest_tier
 from overlap_spec.stats import Standing
 from overlap_spec.timeline import Timeline
-from overlap_spec.types import Budget, History, StepPlan, StepResult, Tier
-from overlap_spec.worker.build import build_streams, build_worker, overlap_mode
+from overlap_spec.types import Budget, History, StepPlan, StepResult
 from overlap_spec.worker.in_flight import InFlightStep
-from overlap_spec.worker.jobs import clear, prepare, prepare_next
-from overlap_spec.worker.warm_up import warm_up
+from overlap_spec.worker.jobs import clear, prepare_next
 from overlap_spec.worker.worker import Worker
 
 Run = tuple[Sequence, tuple[int, ...]]
@@ -50,85 +42,42 @@ class StepOutputs(NamedTuple):
     ended: list[Sequence]
 
 
-# Prompt tokens of a step, if nobody says: running requests wait for them. A CPU computes longer
-# chunks no faster, token by token.
-GPU_CHUNK_TOKENS, CPU_CHUNK_TOKENS = 1024, 256
-
-
 class EngineCore:
     """Scheduler, worker, grammar manager and length policy of one engine; not thread-safe.
 
-    Attributes:
-        widens: Whether there may be wide tiers, for what the grammar tells (``config.tries``): the
-            slots that these need are at most half of all.
-
-    Raises:
-        ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
+    Args:
+        pool: Runs the matchers.
+        tables: Of grammars' states, where the drafter reads them.
+        widens: Whether there may be wide tiers, for what the grammar tells (``config.tries``).
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        # A mode that was not asked for keeps its lane: only there a matcher's time has a bound.
-        lanes = config.lanes
-        self.config = config = replace(config, overlap=overlap_mode(config))
-        self.policy = _policy(config)
-        self.timeline = Timeline()
-        record = self.timeline.record
-        tiers = self.policy.tiers
-        reserve = reserve_tokens(max(tier.window_tokens for tier in tiers))
-        wide = [wide_tier(tier).window_tokens for tier in tiers if tier.steps]
-        wider = max(reserve, reserve_tokens(max(wide, default=0)))
-        start = time.perf_counter()
-        self.worker = build_worker(config, wider, build_streams(config, record), record)
-        load_s, traits = time.perf_counter() - start, self.worker.traits
-        usual = GPU_CHUNK_TOKENS if traits.on_gpu else CPU_CHUNK_TOKENS
-        chunk_tokens = config.chunked_prefill_size or max(usual, config.page_size)
-        slots = traits.pages * config.page_size
-        fits = config.max_running_requests * wider <= slots // 2
-        tries = traits.on_gpu if config.tries is None else config.tries
-        self.widens = tries and self.grafts and fits
-        reserve = wider if self.widens else reserve
-        pool = MatcherPool(lanes, config.mask_deadline_ms, config.mask_timeout_s)
-        self.grammar = GrammarManager(pool, record)
-        reads = self.grafts and traits.reads_states
-        self.tables = GrammarTables(self.worker, self.grammar.pool) if reads else None
-        self.scheduler = Scheduler(
-            pages=traits.pages,
-            page_size=config.page_size,
-            max_rows=config.max_running_requests,
-            chunk_tokens=chunk_tokens,
-            reserve_tokens=reserve,
-            assign=self._assign,
-            reuse=config.prefix_cache,
-        )
+    def __init__(
+        self,
+        config: EngineConfig,
+        worker: Worker,
+        scheduler: Scheduler,
+        policy: LengthPolicy,
+        pool: MatcherPool,
+        tables: GrammarTables | None,
+        timeline: Timeline,
+        widens: bool,
+    ) -> None:
+        self.config, self.worker, self.scheduler, self.policy = config, worker, scheduler, policy
+        self.grammar, self.tables = GrammarManager(pool, timeline.record), tables
+        self.timeline, self.widens = timeline, widens
         # Also for an engine never closed: a thread inside torch aborts a process that exits.
-        self._end = weakref.finalize(
-            self, _end_threads, self.grammar.pool, self.worker, OwnProcess()
-        )
+        self._end = weakref.finalize(self, _end_threads, pool, worker, OwnProcess())
         self._in_flight: InFlightStep | None = None
         self._before: InFlightStep | None = None
         self._runs: list[Run] = []
         self._told: set[int] = set()
         # What the steps under way were planned for, the newest last.
         self._views: dict[int, StepView] = {}
-        self._observed, self._rooms = Observed(), Rooms()
+        self._observed, self._grammar_trees = Observed(), GrammarTrees()
         # Output tokens of the requests that have ended.
         self._ended_tokens = 0
-        self.policy.tell_waits(self.worker.graphs.wait_ms)
-        # A wide tier's drafts are the grammar's too: its budget has no stop.
-        if traits.stops_drafts and not self.widens:
-            self.policy.let_stop()
-        limits = {tier: self.policy.largest_batch(tier) for tier in tiers}
-        wider_ones = [t for t in tiers if self.widens and t.steps and not t.parents]
-        if traits.compiles:
-            limits |= {wide_tier(t): limits[t] for t in wider_ones}
-            self.worker.do(warm_up, limits, chunk_tokens)
-            self.worker.rest()
-        if self.policy.weighs_cost:
-            launch = nearest_tier(config, tiers)
-            self.policy.calibrate(*cost_model(config, self.worker, launch, load_s))
         # Whether the tiers may still be measured: no page holds what a request computed.
-        self._unmeasured = self.policy.weighs_cost
-        self.worker.do(prepare, self.policy.choose(StepView((RequestView(0, 1),))).tier)
+        self._unmeasured = policy.weighs_cost
 
     def prepare_next(self) -> bool:
         """Between requests: record what one tier lacks, lest its first step wait for that (0.1 s
@@ -156,16 +105,6 @@ class EngineCore:
         if sequence.matcher is not None:
             self.grammar.matchers[sequence.request.id] = sequence.matcher
         self.scheduler.add(sequence)
-
-    def tell_tokens(self, texts: tuple[bytes, ...], stop_ids: tuple[int, ...]) -> None:
-        """Tell drafts what tokens are to tables of grammars' states; before the first request."""
-        if self.tables is not None:
-            self.tables.tell_tokens(texts, stop_ids)
-
-    def _assign(self, sequence: Sequence) -> None:
-        if self.tables is not None:
-            self.tables.enter(sequence)
-        self.worker.assign(sequence.row, sequence.request, sequence.output_ids, sequence.trie)
 
     def abort(self, request_id: int) -> None:
         """End a request now; tokens that are still computed for it are dropped."""
@@ -217,7 +156,7 @@ class EngineCore:
             drafted, rows, limits, runs = self.worker.trees(step)
             self.grammar.fill(plan.verified_ids, drafted, rows, limits, runs)
             if self.widens:
-                self._rooms.note(plan.verified_ids, drafted, runs)
+                self._grammar_trees.note(plan.verified_ids, drafted, runs)
         self.worker.accept(step, self._free(step))
         self.worker.extend(step)
         if self.config.overlap == "none":
@@ -265,43 +204,9 @@ class EngineCore:
         """End all threads."""
         self._end()
 
-    @property
-    def grafts(self) -> bool:
-        """Whether drafts may be what the grammar tells."""
-        return self.config.drafter != "none"
-
-    @property
-    def context_length(self) -> int:
-        """Longest prompt and output together, in tokens."""
-        return self.worker.traits.context_length
-
-    @property
-    def vocab_size(self) -> int:
-        """The target's."""
-        return self.worker.traits.vocab_size
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that can run at all."""
-        return self.scheduler.longest
-
-    @property
-    def matchers(self) -> Mapping[int, Any]:
-        """The running requests' matchers by request id."""
-        return self.grammar.matchers
-
-    @property
-    def figures(self) -> StepFigures:
-        """What the grammar cost so far, and how much of it was hidden."""
-        return self.grammar.figures
-
-    def gather_spans(self) -> None:
-        """Take the other ranks' spans into the timeline."""
-        self.worker.gather_spans()
-
     def snapshot(self) -> dict[str, Any]:
         """State as plain data: length policy, drafter, pages, requests, grammar time."""
-        allocator, figures = self.scheduler.allocator, self.figures
+        allocator, figures = self.scheduler.allocator, self.grammar.figures
         return {
             "overlap": self.config.overlap,
             "speculation": self.policy.snapshot() | self._observed.snapshot(),
@@ -349,7 +254,7 @@ class EngineCore:
         if tier != budget.tier:
             budget = Budget(tier)
         if self.widens:
-            budget = widened(budget, self._rooms.of(trees, tier))
+            budget = widened(budget, self._grammar_trees.sizes(trees, tier))
         tier = budget.tier
         if tier.nodes == 1 or all(r.speculate for r in view.requests):
             return budget
@@ -472,26 +377,6 @@ def _end_threads(pool: MatcherPool, worker: Worker, own_process: OwnProcess) -> 
         worker.close()
 
 
-def _policy(config: EngineConfig) -> LengthPolicy:
-    if config.drafter == "none":
-        return StaticPolicy(static_tier(0, 1, None))
-    if config.tree is not None:
-        return StaticPolicy(read_tree(Path(config.tree)))
-    steps, top_k = config.num_steps, config.eagle_topk
-    # What a drafter of one's own can draft, only its launch tier tells.
-    trees = ":" not in config.drafter
-    policy = load_policy(config.adaptive, steps, top_k, config.num_draft_tokens, trees)
-    if type(policy) is StaticPolicy:
-        return policy
-    nearest = nearest_tier(config, policy.tiers)
-    return FallbackPolicy(policy, StaticPolicy(nearest, reason="the policy failed"))
-
-
-def nearest_tier(config: EngineConfig, tiers: Iterable[Tier]) -> Tier:
-    """The one that is most like the launch settings."""
-    return min(tiers, key=lambda t: (t.top_k != config.eagle_topk, abs(t.steps - config.num_steps)))
-
-
 def _view(sequence: Sequence, tpot_slo_ms: float | None) -> RequestView:
     """What the length policy sees of a request; the target is that of requests without one."""
     request = sequence.request
@@ -510,12 +395,3 @@ def _target(sequence: Sequence, default_ms: float | None) -> float | None:
     """A request's TPOT target, its own or the engine's."""
     own = sequence.request.sampling.tpot_slo_ms
     return default_ms if own is None else own
-
-
-def reserve_tokens(window_tokens: int) -> int:
-    """Slots that a running sequence owns after its committed length.
-
-    Twice the draft window, since the host may be one step behind, and one for the draft cache's
-    slot of the newest token.
-    """
-    return 2 * window_tokens + 1

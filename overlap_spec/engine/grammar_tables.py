@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from overlap_spec.grammar.matcher_pool import MatcherPool
+from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.types import GrammarTable
 from overlap_spec.worker import jobs
@@ -15,14 +16,12 @@ class GrammarTables:
 
     Args:
         pool: Follows the requests' texts in their tables.
+        vocabulary: What the device is told of tokens.
     """
 
-    def __init__(self, worker: Worker, pool: MatcherPool) -> None:
+    def __init__(self, worker: Worker, pool: MatcherPool, vocabulary: Vocabulary) -> None:
         self._worker, self._pool, self._rooms = worker, pool, StateRooms()
-
-    def tell_tokens(self, texts: tuple[bytes, ...], stop_ids: tuple[int, ...]) -> None:
-        """Tell the device what tokens are to tables."""
-        self._worker.do(jobs.write_texts, token_steps(texts, stop_ids))
+        worker.do(jobs.write_texts, token_steps(vocabulary.text, vocabulary.stop_ids))
 
     def enter(self, sequence: Sequence) -> None:
         """Take a request's table in before its first token; where there is no room it has none."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.engine import Engine
-from overlap_spec.engine import core as core_module
+from overlap_spec.engine import build as engine_build
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import attention
 from overlap_spec.types import SamplingParams
@@ -84,7 +84,7 @@ def give_the_device_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     for module in (worker_module, choices_module):
         monkeypatch.setattr(module, "uploaded", lambda host, _: world.upload(host))
-    monkeypatch.setattr(core_module, "build_streams", lambda *_: ClockStreams(world))
+    monkeypatch.setattr(engine_build, "build_streams", lambda *_: ClockStreams(world))
     # Weights that are packed for the CPU are no tensors of the device's kind.
     monkeypatch.setattr(build_module, "pack", lambda _: None)
     # Keys of a request's own pages alone are read: others' are masked, and may be anything.

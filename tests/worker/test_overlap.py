@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 from overlap_spec.engine import Engine
-from overlap_spec.engine import core as core_module
+from overlap_spec.engine import build as engine_build
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, SamplingParams, StepPlan
 from overlap_spec.worker import worker as worker_module
 from overlap_spec.worker.batch import Batch
 from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.phases import Phases
-from overlap_spec.worker.streams import ChaosStream, Streams, ThreadStreams
+from overlap_spec.worker.streams import Streams
 from overlap_spec.worker.worker import Worker
+from tests.support.streams import ChaosStream, ThreadStreams
 
 PERSON = {
     "type": "object",
@@ -87,7 +88,7 @@ def run(engine: Engine, asks: list[Ask]) -> list[Output]:
     assert allocator.in_use == 0
     assert allocator.free_count == allocator.total
     assert engine.core.scheduler.idle
-    assert not engine.core.matchers
+    assert not engine.core.grammar.matchers
     assert not engine.output_processor.open()
     return [output for output in outputs if output is not None]
 
@@ -101,7 +102,7 @@ def check_laws(engine: Engine) -> None:
     held |= {node.page for s in scheduler.running for node in s.path}
     assert len(held) == allocator.in_use
     for sequence in scheduler.running:
-        matcher = engine.core.matchers.get(sequence.request.id)
+        matcher = engine.core.grammar.matchers.get(sequence.request.id)
         if matcher is not None:
             assert matcher.accepted_tokens == len(sequence.output_ids)
         assert sequence.stats.output_tokens == len(sequence.output_ids)
@@ -129,7 +130,7 @@ def chaos(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     def streams(*_: Any) -> Streams:
         return ThreadStreams(lambda name: ChaosStream(name, seed, 0.0005))
 
-    monkeypatch.setattr(core_module, "build_streams", streams)
+    monkeypatch.setattr(engine_build, "build_streams", streams)
 
 
 def settings_of(tier: str, room: str) -> tuple[int, dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.drafters.base import Draft, Roots
-from overlap_spec.engine import core as core_module
+from overlap_spec.engine import build as engine_build
 from overlap_spec.errors import EngineUnavailable
 from overlap_spec.parallel.group import Group
 from overlap_spec.parallel.processes import Processes
@@ -112,7 +112,7 @@ def test_nothing_is_told_of_a_step_in_which_a_rank_was_lost(
             cast("Processes", lost),
         )
 
-    monkeypatch.setattr(core_module, "build_worker", lead)
+    monkeypatch.setattr(engine_build, "build_worker", lead)
     engine = build(tiny, overlap=overlap, graphs=False, algorithm="none")
     handle = engine.submit("abc", None, {"max_tokens": 40, "ignore_eos": True, "temperature": 0.0})
     while handle.pushed_tokens < 5:
