@@ -192,7 +192,7 @@ def run_all(
     """Run everything and keep the samples; what differs between sides, in words."""
     total = sum(len(groups) for groups in work.values()) * len(engines)
     tokenizer = next(iter(engines.values())).tokenizer
-    weighs = {name: engine.core.worker.reads_states for name, engine in engines.items()}
+    weighs = {name: engine.core.worker.traits.reads_states for name, engine in engines.items()}
     with run.progress() as progress:
         task = progress.add_task("groups", total=total)
         for workload, groups in work.items():

@@ -36,6 +36,7 @@ from bench.workloads import OWN_SCHEMAS, Ask, free_asks, json_asks, read_samples
 from overlap_spec.engine import Engine
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import ConfigError, OverlapSpecError
+from overlap_spec.worker.jobs import clear
 
 IN_FLIGHT = 32
 SAMPLES = 200
@@ -179,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings |= model_settings(options, run.console)
         with Engine(**settings) as engine:
             # The system gives memory to a page of the caches when it is first written.
-            engine.core.worker.clear(list(range(engine.snapshot()["pages"] + 1)))
+            engine.core.worker.do(clear, list(range(engine.snapshot()["pages"] + 1)))
             reasons = soak(engine, run, options.requests, options.seed)
             last = held(engine, 0.0)
     except OverlapSpecError as error:

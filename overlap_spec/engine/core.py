@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.engine.cost_model import cost_model, tier_costs
-from overlap_spec.engine.drafter_guard import DrafterGuard
-from overlap_spec.engine.grammar_manager import GrammarManager, StepFigures
+from overlap_spec.engine.cost_model import tier_costs
+from overlap_spec.engine.grammar_manager import GrammarManager
 from overlap_spec.engine.grammar_tables import GrammarTables
 from overlap_spec.engine.own_process import OwnProcess
-from overlap_spec.engine.rooms import Rooms
+from overlap_spec.engine.wide import GrammarTrees, widened
 from overlap_spec.grammar.matching.pool import MatcherPool
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence
-from overlap_spec.speculation.fallback import FallbackPolicy
 from overlap_spec.speculation.observed import Observed
 from overlap_spec.speculation.policy import (
     LengthPolicy,
@@ -28,15 +24,12 @@ from overlap_spec.speculation.policy import (
     StepOutcome,
     StepView,
 )
-from overlap_spec.speculation.presets import load_policy
-from overlap_spec.speculation.static import StaticPolicy, static_tier
-from overlap_spec.speculation.tree_file import read_tree
-from overlap_spec.speculation.wide import wide_tier, widened
+from overlap_spec.speculation.presets import nearest_tier
 from overlap_spec.stats import Standing
 from overlap_spec.timeline import Timeline
-from overlap_spec.types import Budget, History, StepPlan, StepResult, Tier
-from overlap_spec.worker.build import build_streams, build_worker, overlap_mode
+from overlap_spec.types import Budget, History, StepPlan, StepResult
 from overlap_spec.worker.in_flight import InFlightStep
+from overlap_spec.worker.jobs import clear, prepare_next
 from overlap_spec.worker.worker import Worker
 
 Run = tuple[Sequence, tuple[int, ...]]
@@ -49,94 +42,55 @@ class StepOutputs(NamedTuple):
     ended: list[Sequence]
 
 
-# Prompt tokens of a step, if nobody says: running requests wait for them. A CPU computes longer
-# chunks no faster, token by token.
-GPU_CHUNK_TOKENS, CPU_CHUNK_TOKENS = 1024, 256
-
-
 class EngineCore:
     """Scheduler, worker, grammar manager and length policy of one engine; not thread-safe.
 
-    Attributes:
-        widens: Whether there may be wide tiers, for what the grammar tells (``config.tries``): the
-            slots that these need are at most half of all.
-
-    Raises:
-        ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
+    Args:
+        pool: Runs the matchers.
+        tables: Of grammars' states, where the drafter reads them.
+        widens: Whether there may be wide tiers, for what the grammar tells (``config.tries``).
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        # A mode that was not asked for keeps its lane: only there a matcher's time has a bound.
-        lanes = config.lanes
-        self.config = config = replace(config, overlap=overlap_mode(config))
-        self.policy = _policy(config)
-        self.timeline = Timeline()
-        record = self.timeline.record
-        tiers = self.policy.tiers
-        reserve = reserve_tokens(max(tier.window_tokens for tier in tiers))
-        wide = [wide_tier(tier).window_tokens for tier in tiers if tier.steps]
-        wider = max(reserve, reserve_tokens(max(wide, default=0)))
-        start = time.perf_counter()
-        self.worker = build_worker(config, wider, build_streams(config, record), record)
-        load_s = time.perf_counter() - start
-        usual = GPU_CHUNK_TOKENS if self.worker.on_gpu else CPU_CHUNK_TOKENS
-        chunk_tokens = config.chunked_prefill_size or max(usual, config.page_size)
-        slots = self.worker.pages * config.page_size
-        fits = config.max_running_requests * wider <= slots // 2
-        tries = self.worker.on_gpu if config.tries is None else config.tries
-        self.widens = tries and self.grafts and fits
-        reserve = wider if self.widens else reserve
-        pool = MatcherPool(lanes, config.mask_deadline_ms, config.mask_timeout_s)
-        self.grammar = GrammarManager(pool, record)
-        reads = self.grafts and self.worker.reads_states
-        self.tables = GrammarTables(self.worker, self.grammar.pool) if reads else None
-        self.drafter = DrafterGuard(self.worker, config.drafter)
-        self.scheduler = Scheduler(
-            pages=self.worker.pages,
-            page_size=config.page_size,
-            max_rows=config.max_running_requests,
-            chunk_tokens=chunk_tokens,
-            reserve_tokens=reserve,
-            assign=self._assign,
-            reuse=config.prefix_cache,
-        )
+    def __init__(
+        self,
+        config: EngineConfig,
+        worker: Worker,
+        scheduler: Scheduler,
+        policy: LengthPolicy,
+        pool: MatcherPool,
+        tables: GrammarTables | None,
+        timeline: Timeline,
+        widens: bool,
+    ) -> None:
+        self.config, self.worker, self.scheduler, self.policy = config, worker, scheduler, policy
+        self.grammar, self.tables = GrammarManager(pool, timeline.record), tables
+        self.timeline, self.widens = timeline, widens
         # Also for an engine never closed: a thread inside torch aborts a process that exits.
-        self._end = weakref.finalize(
-            self, _end_threads, self.grammar.pool, self.worker, OwnProcess()
-        )
+        self._end = weakref.finalize(self, _end_threads, pool, worker, OwnProcess())
         self._in_flight: InFlightStep | None = None
         self._before: InFlightStep | None = None
         self._runs: list[Run] = []
         self._told: set[int] = set()
         # What the steps under way were planned for, the newest last.
         self._views: dict[int, StepView] = {}
-        self._observed, self._rooms = Observed(), Rooms()
+        self._observed, self._grammar_trees = Observed(), GrammarTrees()
         # Output tokens of the requests that have ended.
         self._ended_tokens = 0
-        self.policy.tell_waits(self.worker.wait_ms)
-        # A wide tier's drafts are the grammar's too: its budget has no stop.
-        if self.worker.stops_drafts and not self.widens:
-            self.policy.let_stop()
-        limits = {tier: self.policy.largest_batch(tier) for tier in tiers}
-        wider_ones = [t for t in tiers if self.widens and t.steps and not t.parents]
-        self.worker.warm_up(limits | {wide_tier(t): limits[t] for t in wider_ones}, chunk_tokens)
-        if self.policy.weighs_cost:
-            launch = nearest_tier(config, tiers)
-            self.policy.calibrate(*cost_model(config, self.worker, launch, load_s))
         # Whether the tiers may still be measured: no page holds what a request computed.
-        self._unmeasured = self.policy.weighs_cost
-        self.worker.prepare(self.policy.choose(StepView((RequestView(0, 1),))).tier)
+        self._unmeasured = policy.weighs_cost
 
     def prepare_next(self) -> bool:
         """Between requests: record what one tier lacks, lest its first step wait for that (0.1 s
         and more), or measure them all before the first request; False where nothing is left to do.
         No request may be running."""
-        if self.worker.prepare_next(self.policy.tiers):
+        tiers = self.policy.tiers
+        made = self.worker.do(prepare_next, tiers)
+        self.worker.rest()
+        if made.get():
             return True
         if not self._unmeasured:
             return False
         self._unmeasured = False
-        tiers = self.policy.tiers
         found = tier_costs(self.config, self.worker, nearest_tier(self.config, tiers), tiers)
         if found is not None:
             self.policy.calibrate(*found)
@@ -151,16 +105,6 @@ class EngineCore:
         if sequence.matcher is not None:
             self.grammar.matchers[sequence.request.id] = sequence.matcher
         self.scheduler.add(sequence)
-
-    def tell_tokens(self, texts: tuple[bytes, ...], stop_ids: tuple[int, ...]) -> None:
-        """Tell drafts what tokens are to tables of grammars' states; before the first request."""
-        if self.tables is not None:
-            self.tables.tell_tokens(texts, stop_ids)
-
-    def _assign(self, sequence: Sequence) -> None:
-        if self.tables is not None:
-            self.tables.enter(sequence)
-        self.worker.assign(sequence.row, sequence.request, sequence.output_ids, sequence.trie)
 
     def abort(self, request_id: int) -> None:
         """End a request now; tokens that are still computed for it are dropped."""
@@ -182,13 +126,13 @@ class EngineCore:
         self.timeline.record("host", "plan", start, time.perf_counter_ns(), plan.index)
 
         if untrusted := self.scheduler.take_untrusted():
-            self.worker.clear(untrusted)
+            self.worker.do(clear, untrusted)
         kept: list[Run] | None = None
         step = self.worker.upload(plan)
-        if self.worker.drafts_on_host:
+        if self.worker.traits.drafts_on_host:
             kept = self._results(last)
         self.worker.draft(step, self._histories(plan))
-        ahead = self.worker.verifies_ahead
+        ahead = self.worker.traits.verifies_ahead
         if kept is None and last is not None and not ahead and self.scheduler.may_end_all(plan):
             # The one early wait, hidden under the draft.
             kept = self._results(last)
@@ -212,7 +156,7 @@ class EngineCore:
             drafted, rows, limits, runs = self.worker.trees(step)
             self.grammar.fill(plan.verified_ids, drafted, rows, limits, runs)
             if self.widens:
-                self._rooms.note(plan.verified_ids, drafted, runs)
+                self._grammar_trees.note(plan.verified_ids, drafted, runs)
         self.worker.accept(step, self._free(step))
         self.worker.extend(step)
         if self.config.overlap == "none":
@@ -260,56 +204,23 @@ class EngineCore:
         """End all threads."""
         self._end()
 
-    @property
-    def grafts(self) -> bool:
-        """Whether drafts may be what the grammar tells."""
-        return self.config.drafter != "none"
-
-    @property
-    def context_length(self) -> int:
-        """Longest prompt and output together, in tokens."""
-        return self.worker.context_length
-
-    @property
-    def vocab_size(self) -> int:
-        """The target's."""
-        return self.worker.vocab_size
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that can run at all."""
-        return self.scheduler.longest
-
-    @property
-    def matchers(self) -> Mapping[int, Any]:
-        """The running requests' matchers by request id."""
-        return self.grammar.matchers
-
-    @property
-    def figures(self) -> StepFigures:
-        """What the grammar cost so far, and how much of it was hidden."""
-        return self.grammar.figures
-
-    def gather_spans(self) -> None:
-        """Take the other ranks' spans into the timeline."""
-        self.worker.gather_spans()
-
     def snapshot(self) -> dict[str, Any]:
         """State as plain data: length policy, drafter, pages, requests, grammar time."""
-        allocator, figures = self.scheduler.allocator, self.figures
+        allocator, figures = self.scheduler.allocator, self.grammar.figures
         return {
             "overlap": self.config.overlap,
             "speculation": self.policy.snapshot() | self._observed.snapshot(),
-            "drafter": self.drafter.snapshot(),
+            "drafter": self.worker.guard.snapshot()
+            | {"refused_nodes": int(self.worker.runner.refused)},
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
             "output_tokens": self._ended_tokens + sum(len(s.output_ids) for s in self._open()),
             "pages_in_use": allocator.in_use,
             "pages": allocator.total,
-            "kv_bytes": allocator.total * self.worker.page_bytes,
-            "kv_touched_bytes": allocator.touched * self.worker.page_bytes,
+            "kv_bytes": allocator.total * self.worker.traits.page_bytes,
+            "kv_touched_bytes": allocator.touched * self.worker.traits.page_bytes,
             "matchers": len(self.grammar.matchers),
-            "graph_bytes": self.worker.graph_bytes,
+            "graph_bytes": self.worker.graphs.bytes,
             "rank_pids": list(self.worker.rank_pids),
             "preemptions": self.scheduler.preemptions,
             "steps": figures.steps,
@@ -339,11 +250,11 @@ class EngineCore:
         view = StepView(tuple([_view(s, target) for s in trees]), chunk_tokens)
         self._views[index] = view
         budget = self.policy.choose(view)
-        tier = self.drafter.allow(budget.tier)
+        tier = self.worker.guard.allow(budget.tier)
         if tier != budget.tier:
             budget = Budget(tier)
         if self.widens:
-            budget = widened(budget, self._rooms.of(trees, tier))
+            budget = widened(budget, self._grammar_trees.sizes(trees, tier))
         tier = budget.tier
         if tier.nodes == 1 or all(r.speculate for r in view.requests):
             return budget
@@ -356,7 +267,7 @@ class EngineCore:
 
     def _histories(self, plan: StepPlan) -> list[History] | None:
         """Known tokens of the decode rows, where the drafter works on the host."""
-        if not self.worker.drafts_on_host:
+        if not self.worker.traits.drafts_on_host:
             return None
         by_row = {s.row: s for s in self.scheduler.running}
         return [by_row[row].history for row in plan.decode_rows]
@@ -466,26 +377,6 @@ def _end_threads(pool: MatcherPool, worker: Worker, own_process: OwnProcess) -> 
         worker.close()
 
 
-def _policy(config: EngineConfig) -> LengthPolicy:
-    if config.drafter == "none":
-        return StaticPolicy(static_tier(0, 1, None))
-    if config.tree is not None:
-        return StaticPolicy(read_tree(Path(config.tree)))
-    steps, top_k = config.num_steps, config.eagle_topk
-    # What a drafter of one's own can draft, only its launch tier tells.
-    trees = ":" not in config.drafter
-    policy = load_policy(config.adaptive, steps, top_k, config.num_draft_tokens, trees)
-    if type(policy) is StaticPolicy:
-        return policy
-    nearest = nearest_tier(config, policy.tiers)
-    return FallbackPolicy(policy, StaticPolicy(nearest, reason="the policy failed"))
-
-
-def nearest_tier(config: EngineConfig, tiers: Iterable[Tier]) -> Tier:
-    """The one that is most like the launch settings."""
-    return min(tiers, key=lambda t: (t.top_k != config.eagle_topk, abs(t.steps - config.num_steps)))
-
-
 def _view(sequence: Sequence, tpot_slo_ms: float | None) -> RequestView:
     """What the length policy sees of a request; the target is that of requests without one."""
     request = sequence.request
@@ -504,12 +395,3 @@ def _target(sequence: Sequence, default_ms: float | None) -> float | None:
     """A request's TPOT target, its own or the engine's."""
     own = sequence.request.sampling.tpot_slo_ms
     return default_ms if own is None else own
-
-
-def reserve_tokens(window_tokens: int) -> int:
-    """Slots that a running sequence owns after its committed length.
-
-    Twice the draft window, since the host may be one step behind, and one for the draft cache's
-    slot of the newest token.
-    """
-    return 2 * window_tokens + 1

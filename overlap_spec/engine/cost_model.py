@@ -25,7 +25,7 @@ from overlap_spec.speculation.profiles import load_profile, save_profile
 from overlap_spec.timeline import Timeline
 from overlap_spec.types import Tier
 from overlap_spec.worker.build import build_streams, build_worker, machine_key
-from overlap_spec.worker.pass_times import PassTimes, Point
+from overlap_spec.worker.pass_times import PassTimes, Point, measure
 from overlap_spec.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -59,10 +59,10 @@ def cost_model(
         rows = config.max_running_requests
         more = [Point(launch, batch) for batch in STARTUP_MORE_BATCHES if batch <= rows]
         points = [Point(launch, batch) for batch in STARTUP_BATCHES]
-        times = worker.measure(points, math.inf)
+        times = measure(worker, points, math.inf)
         limit_s = min(max(STARTUP_SHARE * load_s, STARTUP_LEAST_S), STARTUP_MOST_S)
         # Again: what a machine does besides lasts, and should slow no point more than another.
-        times += worker.measure((points + more) * 2, limit_s)
+        times += measure(worker, (points + more) * 2, limit_s)
         return startup_fit(_least(times))
     except Exception as error:  # the drafter's own, or no room for it
         log.warning("no start-up fit, costs are assumed: %s", error, exc_info=error)
@@ -83,7 +83,7 @@ def tier_costs(
         return None
     points = list(tier_points(tiers, launch, config.max_running_requests))
     try:
-        times = worker.measure(points, TIER_S)
+        times = measure(worker, points, TIER_S)
     except Exception as error:  # the drafter's own, or no room for it
         log.warning("tiers are not measured: %s", error, exc_info=error)
         return None
@@ -164,10 +164,10 @@ def profile(
     worker = build_worker(config, reserve, build_streams(config, record), record)
     try:
         rows = config.max_running_requests
-        points = list(profile_points(tiers, rows, worker.context_length))
+        points = list(profile_points(tiers, rows, worker.traits.context_length))
         times: list[PassTimes] = []
         for number, point in enumerate(points, 1):
-            times += worker.measure([point], math.inf)
+            times += measure(worker, [point], math.inf)
             progress((number, len(points)))
     finally:
         worker.close()

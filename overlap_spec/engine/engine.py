@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Unpack, overload
-from weakref import WeakValueDictionary
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine.arguments import (
@@ -24,31 +21,24 @@ from overlap_spec.engine.arguments import (
     each_grammar,
     grouped,
 )
-from overlap_spec.engine.core import EngineCore
+from overlap_spec.engine.build import build
 from overlap_spec.engine.grammar_manager import StepFigures
 from overlap_spec.engine.input_processor import GenerateOptions, InputProcessor, Limits
 from overlap_spec.engine.interrupts import put_off_interrupts
 from overlap_spec.engine.output_processor import OutputProcessor
 from overlap_spec.engine.own_process import OwnProcess
 from overlap_spec.engine.request_handle import RequestHandle
-from overlap_spec.errors import ConfigError, EngineUnavailable, RequestFailed
-from overlap_spec.grammar.automata.search import TextSearch, search
-from overlap_spec.grammar.backends import load
-from overlap_spec.grammar.compile import GrammarCompiler
+from overlap_spec.engine.sequences import SequenceMaker
+from overlap_spec.errors import EngineUnavailable, RequestFailed
 from overlap_spec.grammar.contract import CompiledGrammar
-from overlap_spec.grammar.drafting.choices import ChoiceTokens
-from overlap_spec.grammar.drafting.forced import ForcedRuns
-from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
+from overlap_spec.grammar.isolation.limits import CompileFailure
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.memory import MemoryCeiling, machine_bytes, rss_bytes
 from overlap_spec.models.config import read_config
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
-from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.stats import Standing
 from overlap_spec.timeline import Timeline
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import RUN_TOKENS, Delta, Output, Request, WeighedChoices
-from overlap_spec.worker.extras.base import extras_of
+from overlap_spec.types import Delta, Output, Request
 
 
 class Engine:
@@ -73,41 +63,16 @@ class Engine:
         self.config = EngineConfig.build(model=model, **settings)
         vocab_size = read_config(self.config.target_path).vocab_size
         self.tokenizer = Tokenizer(self.config.target_path, vocab_size)
-        vocabulary = self.tokenizer.vocabulary
-        backend = load(self.config.grammar_backend)
-        self.compiler = GrammarCompiler(
-            backend(vocabulary),
-            self.config.grammar_cache_bytes,
-            isolated=self.config.grammar_isolated,
-            limits=CompileLimits(
-                time_s=self.config.grammar_compile_timeout_s,
-                memory_bytes=self.config.grammar_compile_memory_bytes,
-            ),
-        )
-        # Its processes start while the weights are read.
-        self.compiler.warm()
-        try:
-            self.core = EngineCore(self.config)
-            self.compiler.ceiling = _ceiling(self.config.memory_limit_bytes, self.core)
-        except BaseException:
-            self.compiler.close()
-            raise
+        self.core, self.compiler = build(self.config, self.tokenizer)
+        assert self.compiler.ceiling is not None
         self.memory_limit_bytes = self.compiler.ceiling.most_bytes
-        self.compiler.makes_states = self.core.tables is not None
-        self.core.tell_tokens(vocabulary.text, vocabulary.stop_ids)
-        self.context_length = self.core.context_length
-        if self.core.grafts:
-            self.core.grammar.pool.forced = ForcedRuns(
-                vocabulary, self.tokenizer.encode, RUN_TOKENS, weighed=self.core.worker.reads_states
-            )
-        self._choice_tokens = ChoiceTokens(vocabulary, self.tokenizer.encode)
-        # Those of the requests that are open.
-        self._weighed: WeakValueDictionary[tuple[Any, ...], WeighedChoices] = WeakValueDictionary()
-        limits = Limits(self.context_length, self.core.longest)
+        self.context_length = self.core.worker.traits.context_length
+        limits = Limits(self.context_length, self.core.scheduler.longest)
         self.input_processor = InputProcessor(
             self.tokenizer, limits, self.config.additional_properties
         )
-        self._ids, self._own_process = itertools.count(), OwnProcess()
+        self._own_process = OwnProcess()
+        self._sequences = SequenceMaker(self.tokenizer, limits, self.core.widens)
         self.output_processor = OutputProcessor(self.compiler.check)
         self._lock = threading.RLock()
         self._closed = False
@@ -129,12 +94,12 @@ class Engine:
         """
         with self._held():
             self._check_open()
-            self.core.gather_spans()
+            self.core.worker.gather_spans()
 
     @property
     def figures(self) -> StepFigures:
         """Time of grammar work so far, and how much of it was hidden."""
-        return self.core.figures
+        return self.core.grammar.figures
 
     def snapshot(self) -> dict[str, Any]:
         """State as plain data: length policy, pages, requests, grammar time."""
@@ -298,7 +263,7 @@ class Engine:
             compiled: The compiled ``request.grammar``.
             compile_ms: How long the request waited for that, for its statistics.
         """
-        return self._enqueue([self._sequence(request, compiled, compile_ms)])[0]
+        return self._enqueue([self._sequences.make(request, compiled, compile_ms)])[0]
 
     def abort(self, handle: RequestHandle) -> None:
         """End a request now; its output, there at once, is what has been generated."""
@@ -408,41 +373,7 @@ class Engine:
             compile_start_ns = time.perf_counter_ns()
             compiled = self.compile(request.grammar)
             compile_ms = (time.perf_counter_ns() - compile_start_ns) / 1e6
-        return [self._sequence(each, compiled, compile_ms) for each in copies(request, count)]
-
-    def _sequence(
-        self, request: Request, compiled: CompiledGrammar | None, compile_ms: float
-    ) -> SequenceState:
-        request = replace(request, id=next(self._ids))
-        asked = request.sampling
-        finders = [TextSearch(search(pattern, "stop_regex")) for pattern in asked.stop_regex]
-        buffer = TextBuffer(
-            self.tokenizer.detokenizer(),
-            tuple(asked.stop),
-            finders,
-            asked.include_stop_str_in_output,
-        )
-        sequence = SequenceState(request, buffer, compiled.matcher() if compiled else None)
-        sequence.extras = extras_of(request)
-        sequence.states = compiled.states if compiled else None
-        sequence.choices = self._choices(request)
-        if request.grammar is not None and self.core.widens:
-            sequence.trie = self._choice_tokens.trie(request.grammar)
-        sequence.stats.prompt_tokens = len(request.prompt_ids)
-        sequence.stats.grammar_compile_ms = compile_ms
-        return sequence
-
-    def _choices(self, request: Request) -> WeighedChoices | None:
-        """What the target is to weigh for a request."""
-        grammar = request.grammar
-        if grammar is None or not (grammar.probabilities or grammar.faithful):
-            return None
-        key = request.prompt_ids, request.cache_salt, grammar.source, grammar.faithful
-        known = self._weighed.get(key)
-        if known is None:
-            room = min(self.context_length, self.core.longest) - len(request.prompt_ids)
-            known = self._weighed[key] = self._choice_tokens.weighed(grammar, room)
-        return known
+        return [self._sequences.make(each, compiled, compile_ms) for each in copies(request, count)]
 
     def _enqueue(self, sequences: Sequence[SequenceState]) -> list[RequestHandle]:
         handles: list[RequestHandle] = []
@@ -495,24 +426,3 @@ class Engine:
         """Run a step; if there is none to run, wait for the validation of the handle's output."""
         if not self.step() and (validation := self.output_processor.validation(handle)) is not None:
             wait([validation])
-
-
-def _ceiling(most_bytes: int | None, core: EngineCore) -> MemoryCeiling:
-    """The ceiling of this process, in which ``core`` has been loaded.
-
-    Raises:
-        ConfigError: the engine takes more than that by itself.
-    """
-    state, rest = core.snapshot(), rss_bytes()
-    if not core.worker.on_gpu:
-        # Pages take their memory when they are first written.
-        rest += state["kv_bytes"] - state["kv_touched_bytes"]
-    if most_bytes is None:
-        # Most is left to the machine's other processes, compile workers among them.
-        most_bytes = rest + max(0, machine_bytes() - rest) // 4
-    elif most_bytes < rest:
-        raise ConfigError(
-            f"memory_limit_bytes is {most_bytes}, and the engine takes {rest} by itself, its whole "
-            "KV cache included: set more, or lower max_total_tokens"
-        )
-    return MemoryCeiling(most_bytes)

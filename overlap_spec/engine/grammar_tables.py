@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from overlap_spec.grammar.matching.pool import MatcherPool
+from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.scheduler.sequence import Sequence
+from overlap_spec.types import GrammarTable
+from overlap_spec.worker import jobs
 from overlap_spec.worker.grammar_states import StateRooms, token_steps
 from overlap_spec.worker.worker import Worker
 
@@ -13,14 +16,12 @@ class GrammarTables:
 
     Args:
         pool: Follows the requests' texts in their tables.
+        vocabulary: What the device is told of tokens.
     """
 
-    def __init__(self, worker: Worker, pool: MatcherPool) -> None:
+    def __init__(self, worker: Worker, pool: MatcherPool, vocabulary: Vocabulary) -> None:
         self._worker, self._pool, self._rooms = worker, pool, StateRooms()
-
-    def tell_tokens(self, texts: tuple[bytes, ...], stop_ids: tuple[int, ...]) -> None:
-        """Tell the device what tokens are to tables."""
-        self._worker.write_texts(token_steps(texts, stop_ids))
+        worker.do(jobs.write_texts, token_steps(vocabulary.text, vocabulary.stop_ids))
 
     def enter(self, sequence: Sequence) -> None:
         """Take a request's table in before its first token; where there is no room it has none."""
@@ -31,7 +32,7 @@ class GrammarTables:
         if part is not None:
             base, new = part
             if new:
-                self._worker.write_table(base, table)
+                self._worker.do(jobs.write_table, base, GrammarTable(*table))
             self._pool.guesses(request_id).standing.enter(table, base)
 
     def leave(self, request_id: int) -> None:

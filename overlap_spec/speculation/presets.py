@@ -6,16 +6,19 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from overlap_spec.config import EngineConfig
 from overlap_spec.errors import ConfigError
+from overlap_spec.speculation.fallback import FallbackPolicy
 from overlap_spec.speculation.policy import OFF, LengthPolicy
 from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.speculation.tiers import EmaSlot, SlotPolicy, SlotSettings
+from overlap_spec.speculation.tree_file import read_tree
 from overlap_spec.types import Tier
 
 PRESETS: dict[str, dict[int, SlotSettings]] = {
@@ -190,3 +193,24 @@ def _wrong(key: str, value: object) -> str | None:
 
 def _is_int(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def policy_of(config: EngineConfig) -> LengthPolicy:
+    """The settings' policy; a fixed tier takes its place where it fails."""
+    if config.drafter == "none":
+        return StaticPolicy(static_tier(0, 1, None))
+    if config.tree is not None:
+        return StaticPolicy(read_tree(Path(config.tree)))
+    steps, top_k = config.num_steps, config.eagle_topk
+    # What a drafter of one's own can draft, only its launch tier tells.
+    trees = ":" not in config.drafter
+    policy = load_policy(config.adaptive, steps, top_k, config.num_draft_tokens, trees)
+    if type(policy) is StaticPolicy:
+        return policy
+    nearest = nearest_tier(config, policy.tiers)
+    return FallbackPolicy(policy, StaticPolicy(nearest, reason="the policy failed"))
+
+
+def nearest_tier(config: EngineConfig, tiers: Iterable[Tier]) -> Tier:
+    """The one that is most like the launch settings."""
+    return min(tiers, key=lambda t: (t.top_k != config.eagle_topk, abs(t.steps - config.num_steps)))

@@ -64,7 +64,7 @@ def build_worker(
         if config.tensor_parallel_size > 1:
             return _build_lead(config, device, dtype, reserve_tokens, streams, record)
         runner = _build_runner(config, device, dtype, reserve_tokens, streams, None)
-        return Worker(runner, streams, config.overlap, config.max_running_requests, record)
+        return Worker(runner, streams, config, record)
     except BaseException:
         streams.close()
         raise
@@ -96,8 +96,7 @@ def _build_lead(
         group = Group(launched, device, (asdict(same), reserve_tokens))
         streams.prefill = streams.compute
         runner = _build_runner(config, device, dtype, reserve_tokens, streams, group)
-        rows = config.max_running_requests
-        return LeadWorker(runner, streams, config.overlap, rows, record, group, processes)
+        return LeadWorker(runner, streams, config, record, group, processes)
     except BaseException:
         if processes is not None:
             processes.give_up("rank 0 could not be built")
@@ -120,8 +119,7 @@ def run_follower(launched: Launch) -> None:
     streams.prefill = streams.compute
     group = Group(launched, device)
     runner = _build_runner(config, device, dtype, reserve_tokens, streams, group)
-    rows = config.max_running_requests
-    follow(Worker(runner, streams, config.overlap, rows, spans.record), group, spans)
+    follow(Worker(runner, streams, config, spans.record), group, spans)
 
 
 def _build_runner(
@@ -184,7 +182,7 @@ def _load(
     for cache in (pool, *draft_pools):
         cache.allocate(pages)
     rule = AcceptanceRule(config, tables)
-    return ModelRunner(target, drafter, tables, pool, draft_pools, config.graphs, rule)
+    return ModelRunner(target, drafter, tables, pool, draft_pools, rule)
 
 
 def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:

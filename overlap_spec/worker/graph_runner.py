@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,38 +15,14 @@ from torch import Tensor
 from overlap_spec.drafters.base import Drafter
 from overlap_spec.kernels import Tree
 from overlap_spec.types import Tier
+from overlap_spec.worker.drafter_guard import DrafterGuard
 from overlap_spec.worker.graphs import CudaGraph, Eager, Recorded, Tensors, TracedGraph
+from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.stepwise import ChainDraft, first_step, link_steps, next_step
-from overlap_spec.worker.tables import RowTables
 
 # Trees, without and with branches, over which passes are traced that are good for any size: of more
 # than one node, since in a trace sizes of 1 would look alike.
 CHAIN, TREE = Tier(2, 1, 3), Tier(2, 2, 4)
-
-
-class Recordable(Protocol):
-    """The passes, as :class:`overlap_spec.worker.model_runner.ModelRunner` has them."""
-
-    drafter: Drafter | None
-    tables: RowTables
-    device: torch.device
-    fault: Exception | None
-    draft_pools: Iterable[Any]
-    no_run: Tensor
-    extends: bool
-    reads_states: bool
-
-    @property
-    def stops_drafts(self) -> bool: ...
-
-    def note_fault(self, error: Exception) -> None: ...
-
-    draft_trees: Callable[..., Tensors]
-    dead_trees: Callable[..., Tensors]
-    verify_trees: Callable[..., Tensors]
-    verify_packed: Callable[..., Tensors]
-    commit_trees: Callable[..., Tensors]
-    extend_trees: Callable[..., Tensors]
 
 
 class TierGraphs(NamedTuple):
@@ -68,6 +44,7 @@ class GraphRunner:
 
     Args:
         runner: Whose passes they are; a module that holds every tensor that they touch.
+        guard: Told of a drafter that cannot be recorded.
         enabled: False records nothing.
 
     Attributes:
@@ -76,13 +53,11 @@ class GraphRunner:
         recording: Whether a pass is being recorded.
     """
 
-    def __init__(self, runner: Any, enabled: bool) -> None:
+    def __init__(self, runner: ModelRunner, guard: DrafterGuard, enabled: bool) -> None:
         self.bytes, self.count, self.recording, self.enabled = 0, 0, False, enabled
         self._took_ms = 0.0
-        self._runner = runner
-        passes: Recordable = runner
-        self._passes = passes
-        self._cuda = passes.device.type == "cuda"
+        self._runner, self._guard = runner, guard
+        self._cuda = runner.device.type == "cuda"
         self._pool: Any = None
         self._tiers: dict[tuple[Tier, int], TierGraphs] = {}
         self._shared: dict[tuple[str, Tier], Any] = {}
@@ -145,7 +120,7 @@ class GraphRunner:
         there. For traces: a GPU's graphs are of a batch size each, and made before serving."""
         if self._cuda or not self.enabled:
             return False
-        kinds = product(tiers, (False, True), (False, self._passes.reads_states))
+        kinds = product(tiers, (False, True), (False, self._runner.reads_states))
         return any(self.record(*kind) for kind in kinds)
 
     def wait_ms(self, tier: Tier) -> float:
@@ -164,29 +139,29 @@ class GraphRunner:
         return self.count > before
 
     def _draft(self, tier: Tier, rows: int, sampled: bool, told: bool) -> Recorded | None:
-        drafter = self._passes.drafter if tier.steps else None
+        drafter = self._runner.drafter if tier.steps else None
         if not self.enabled or (drafter is not None and (drafter.host or not drafter.recorded)):
             return None
         if self._cuda:
-            key = tier, rows, True, self._passes.reads_states
+            key = tier, rows, True, self._runner.reads_states
         else:
             key = tier, 0, sampled and drafter is not None, told and drafter is not None
         if key not in self._drafts:
-            if drafter is not None and self._passes.fault is not None:
+            if drafter is not None and self._guard.fault is not None:
                 return None
             with self._record():
                 self._drafts[key] = self._make_draft(*key)
         return self._drafts[key]
 
     def _make_tier(self, tier: Tier, size: int) -> TierGraphs:
-        passes = self._passes
+        runner = self._runner
         if not self.enabled:
             verify, commit = (
-                Eager(partial(work, tier)) for work in (passes.verify_trees, passes.commit_trees)
+                Eager(partial(work, tier)) for work in (runner.verify_trees, runner.commit_trees)
             )
             return TierGraphs(verify, commit, None)
-        drafter = passes.drafter
-        recorded = drafter is not None and drafter.recorded and passes.fault is None
+        drafter = runner.drafter
+        recorded = drafter is not None and drafter.recorded and self._guard.fault is None
         # In a trace of a single row, sizes of 1 would look alike.
         rows = size if self._cuda else 2
         draft = self._draft(tier, size, True, True) if self._cuda else None
@@ -195,7 +170,7 @@ class GraphRunner:
         kind = CHAIN if tier.is_chain else tier
         commit = self._share("commit", tier, kind, self._make_commit, rows, draft)
         extend = None
-        if recorded and passes.extends:
+        if recorded and runner.extends:
             extend = self._share("extend", tier, CHAIN, self._make_extend, rows, draft, features)
         return TierGraphs(verify, commit, extend)
 
@@ -217,7 +192,7 @@ class GraphRunner:
         if self._cuda and draft is not None:
             trees = draft(*given)
             return draft.kept(*given), trees
-        return given, self._passes.dead_trees(tier, *given)
+        return given, self._runner.dead_trees(tier, *given)
 
     def _make_verify(
         self, tier: Tier, rows: int, draft: Recorded | None
@@ -226,17 +201,16 @@ class GraphRunner:
         (_, pages), (_, roots, _, _, *tensors) = self._trees(tier, rows, draft)
         tree = Tree(*tensors[: len(Tree._fields)])
         inputs = pages, roots, tree.tokens, tree.depths, tree.ancestors
-        graph = self._make(partial(self._passes.verify_trees, tier), *inputs)
+        graph = self._make(partial(self._runner.verify_trees, tier), *inputs)
         return graph, graph(*inputs)[1:]
 
     def _make_commit(self, tier: Tier, rows: int, draft: Recorded | None) -> Recorded:
-        passes = self._passes
         (padding, pages), (_, roots, _, _, *tensors) = self._trees(tier, rows, draft)
         tree = Tree(*tensors[: len(Tree._fields)])
         every = padding.new_full((tree.tokens.numel(),), -1)
         limits = torch.full_like(padding, tier.steps)
-        chosen = *tree, every, limits, passes.no_run.repeat(len(every), 1)
-        return self._make(partial(passes.commit_trees, tier), padding, pages, roots, *chosen)
+        chosen = *tree, every, limits, self._runner.no_run.repeat(len(every), 1)
+        return self._make(partial(self._runner.commit_trees, tier), padding, pages, roots, *chosen)
 
     def _make_extend(
         self, tier: Tier, rows: int, draft: Recorded | None, features: Tensors
@@ -252,14 +226,14 @@ class GraphRunner:
         lengths = roots.new_full((count,), min(tier.steps, 1))
         features = tuple(x.new_full((count * tier.nodes, x.shape[1]), 0.25) for x in features)
         others = torch.zeros_like(lengths), torch.full_like(path, 5), path, lengths, *features
-        return self._guarded(self._passes.extend_trees, inputs, (*self._padding(count), *others))
+        return self._guarded(self._runner.extend_trees, inputs, (*self._padding(count), *others))
 
     def _make_draft(self, tier: Tier, rows: int, sampled: bool, told: bool) -> Recorded | None:
-        stepwise = not self._cuda and self._passes.stops_drafts
+        stepwise = not self._cuda and self._runner.stops_drafts
         if stepwise and tier.is_chain and tier.steps:
             steps = self.find_steps(sampled, told)
             return None if steps is None else steps.of(tier.steps)
-        work = partial(self._passes.draft_trees, tier, sampled, told)
+        work = partial(self._runner.draft_trees, tier, sampled, told)
         return self._guarded(work, self._padding(rows or 2), self._padding(rows or 3))
 
     def _make_steps(self, sampled: bool, told: bool) -> ChainDraft | None:
@@ -269,7 +243,7 @@ class GraphRunner:
         link = partial(link_steps, self._runner)
         if not self.enabled:
             return ChainDraft(Eager(first), Eager(onward), Eager(link), told)
-        with self._runner.guard_drafter():
+        with self._guard:
             # In a trace sizes of 1 would look alike: two rows with two drafts; the others have one.
             padding, others = self._padding(2), self._padding(3)
             given, other = (first(*rows) for rows in (padding, others))
@@ -284,9 +258,8 @@ class GraphRunner:
         return None
 
     def _make_packed(self, tier: Tier, rows: int, count: int) -> Recorded:
-        passes = self._passes
         if not self.enabled:
-            return Eager(passes.verify_packed)
+            return Eager(self._runner.verify_packed)
         rows, count = (rows, count) if self._cuda else (2, 3)
         padding, pages = self._padding(rows)
         nodes = max(tier.nodes, 2)
@@ -296,11 +269,11 @@ class GraphRunner:
         tokens = padding.new_zeros(rows, nodes)
         seen = torch.eye(nodes, dtype=torch.bool, device=padding.device).expand(rows, -1, -1)
         inputs = pack, pages, torch.zeros_like(padding), tokens, tokens, seen.contiguous()
-        return self._make(passes.verify_packed, *inputs)
+        return self._make(self._runner.verify_packed, *inputs)
 
     def _padding(self, rows: int) -> tuple[Tensor, Tensor]:
-        tables = self._passes.tables
-        padding = torch.full((rows,), tables.padding_row, device=self._passes.device)
+        tables = self._runner.tables
+        padding = torch.full((rows,), tables.padding_row, device=self._runner.device)
         return padding, tables.pages[padding]
 
     @contextmanager
@@ -323,28 +296,23 @@ class GraphRunner:
         """A recording of the drafter's work over ``inputs``, held against the work itself over
         ``others`` (a trace: of another batch size); None, and the drafter's fault told, where that
         fails."""
-        try:
+        with self._guard:
             recorded = self._make(work, *inputs)
-        except Exception as error:  # a drafter's fault costs no request
-            self._passes.note_fault(error)
-            return None
-        cause: Exception | None = None
-        try:
-            if self._same(recorded, work, *others):
-                return recorded
-        except Exception as error:  # the recording's, or the drafter's
-            cause = error
-        fault = RuntimeError(
-            f"{type(self._passes.drafter).__name__}: its recording gives other results than the "
-            "drafter itself; keep values and sizes on the device, or set recorded = False"
-        )
-        fault.__cause__ = cause
-        self._passes.note_fault(fault)
+            cause: Exception | None = None
+            try:
+                if self._same(recorded, work, *others):
+                    return recorded
+            except Exception as error:  # the recording's, or the drafter's
+                cause = error
+            raise RuntimeError(
+                f"{type(self._runner.drafter).__name__}: its recording gives other results than "
+                "the drafter itself; keep values and sizes on the device, or set recorded = False"
+            ) from cause
         return None
 
     def _same(self, recorded: Recorded, work: Callable[..., Tensors], *inputs: Tensor) -> bool:
         """Whether both give the same results, and leave the drafter in the same state."""
-        tables, drafter = self._passes.tables, self._passes.drafter
+        tables, drafter = self._runner.tables, self._runner.drafter
         if drafter is None:
             return True
         state = _own_buffers(drafter, len(tables.roots))
@@ -353,7 +321,7 @@ class GraphRunner:
         outcomes = []
         try:
             for run in (recorded, work):
-                for cache in self._passes.draft_pools:
+                for cache in self._runner.caches[1:]:
                     cache.clear((0,))
                 for buffer in state:
                     buffer[-1:] = 0.5 if buffer.is_floating_point() else 1
@@ -378,7 +346,7 @@ class GraphRunner:
         return CudaGraph(work, inputs, self._pool)
 
     def _reserved(self) -> int:
-        return torch.cuda.memory_reserved(self._passes.device) if self._cuda else 0
+        return torch.cuda.memory_reserved(self._runner.device) if self._cuda else 0
 
 
 def _own_buffers(drafter: Drafter, rows: int) -> list[Tensor]:

@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from overlap_spec.types import RUN_TOKENS, TOLD, HostTrees, StepPlan, Tier
+from overlap_spec.types import TOLD, HostTrees, StepPlan, Tier
 from overlap_spec.worker.batch import Batch, Staging
 from overlap_spec.worker.graphs import padded_size
 from overlap_spec.worker.kv_pool import lazy_zeros
+from overlap_spec.worker.packed_rows import row_width
 from overlap_spec.worker.streams import Event, Streams, Value
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Buffers:
             the CPU are the same memory.
         runs: int32 ``(nodes, TOLD)``: what the grammar forces behind each node, a run, and
             the node's state; ``device_runs`` likewise.
-        results: int64, room for what :class:`overlap_spec.worker.passes.AcceptResult` packs.
+        results: int64, room for the packed rows of trees and of final chunks.
         events: Recorded anew by each step that uses the buffers; ``events.free`` after its last
             use.
         keep: The step's tensors, which streams other than their own read until then.
@@ -80,8 +81,8 @@ class Buffers:
             self.device_masks = torch.zeros(nodes, words, dtype=torch.int32, device=device)
             self.device_limits = torch.zeros(most, dtype=torch.int64, device=device)
             self.device_runs = torch.zeros_like(self.runs, device=device)
-        columns = 3 + 2 * (tier.steps + 1) + RUN_TOKENS
-        self.results = host_zeros((2 * most * columns,), torch.int64, pinned)
+        columns = row_width(tier.steps) + row_width(0)
+        self.results = host_zeros((most * columns,), torch.int64, pinned)
         self.staging = Staging()
         self.events = Events(streams)
         self.in_use = False

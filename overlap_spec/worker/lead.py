@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
+from overlap_spec.config import EngineConfig
 from overlap_spec.errors import EngineUnavailable
 from overlap_spec.parallel.group import Group
 from overlap_spec.parallel.processes import Processes
 from overlap_spec.types import (
-    GrammarTable,
     HostTrees,
     Int32s,
     Int64s,
     Request,
     StepPlan,
     StepResult,
-    Tier,
     TokenTrie,
 )
 from overlap_spec.worker.in_flight import InFlightStep
@@ -32,9 +29,8 @@ from overlap_spec.worker.messages import (
     pack_decision,
 )
 from overlap_spec.worker.model_runner import ModelRunner
-from overlap_spec.worker.pass_times import BEGIN_SHARE, PassTimes, Point
-from overlap_spec.worker.streams import HostEvent, RecordSpan, Streams, ThreadStream
-from overlap_spec.worker.worker import Proposal, Worker
+from overlap_spec.worker.streams import HostEvent, RecordSpan, Streams, ThreadStream, Value
+from overlap_spec.worker.worker import Proposal, T, Ts, Worker
 
 # For the watcher to see that a rank has ended whose connection broke.
 SEEN_S = 5.0
@@ -55,35 +51,23 @@ class LeadWorker(Worker):
         self,
         runner: ModelRunner,
         streams: Streams,
-        overlap: str,
-        rows: int,
+        config: EngineConfig,
         record: RecordSpan,
         group: Group,
         processes: Processes | None,
     ) -> None:
-        super().__init__(runner, streams, overlap, rows, record)
+        super().__init__(runner, streams, config, record)
+        # The other ranks wait for a decision whose size the plan tells; and draft and verify are
+        # told at once.
+        self.traits = replace(self.traits, stops_drafts=False, verifies_ahead=True)
         self.group, self.processes = group, processes
         if processes is not None:
-            processes.on_loss = group.abort
+            processes.on_loss, self.rank_pids = group.abort, processes.pids
         # A serial step waits for its draft, in which ranks may take part, before it goes on.
-        self._serial = overlap == "none"
+        self._serial = self.overlap == "none"
         self._calls: list[Call] = []
         self._verified = -1
         self._sender = ThreadStream("tell", record)
-
-    @property
-    def stops_drafts(self) -> bool:
-        """No: the other ranks wait for a decision whose size the plan tells."""
-        return False
-
-    @property
-    def verifies_ahead(self) -> bool:
-        """Always: draft and verify are told at once."""
-        return True
-
-    @property
-    def rank_pids(self) -> tuple[int, ...]:
-        return () if self.processes is None else self.processes.pids
 
     def check(self) -> None:
         """Raise EngineUnavailable if a rank is gone."""
@@ -93,7 +77,7 @@ class LeadWorker(Worker):
     def gather_spans(self) -> None:
         """As the worker's; lane ``compute`` of rank 1 is ``rank 1 compute``. The clocks are one on
         one machine alone."""
-        self._tell(("tell_spans", ()))
+        self._call("tell_spans")
         taken = [
             self._sender.run("spans", self._take_spans, rank)
             for rank in range(1, self.group.shard.size)
@@ -109,62 +93,37 @@ class LeadWorker(Worker):
     def _take_spans(self, rank: int) -> list[SpanFields]:
         return decode_spans(lambda tensor: self.group.receive(tensor, rank))
 
-    def prepare(self, tier: Tier) -> None:
-        self._tell(("prepare", (tier,)))
-        super().prepare(tier)
-
-    def prepare_next(self, tiers: Sequence[Tier]) -> bool:
-        self._tell(("prepare_next", (tiers,)))
+    def rest(self) -> None:
         with self._blaming():
-            return super().prepare_next(tiers)
+            super().rest()
 
-    def warm_up(self, tiers: Mapping[Tier, int | None], chunk_tokens: int) -> None:
-        self._tell(("warm_up", (tiers, chunk_tokens)))
-        with self._blaming():
-            super().warm_up(tiers, chunk_tokens)
-
-    def measure(self, points: Sequence[Point], deadline_s: float) -> list[PassTimes]:
-        """As the worker's; each point is told by itself, since only this rank's clock counts."""
-        found, start = [], time.perf_counter()
-        for point in points:
-            if time.perf_counter() - start > BEGIN_SHARE * deadline_s:
-                break
-            self._tell(("measure", ([point], math.inf)))
-            with self._blaming():
-                found += super().measure([point], math.inf)
-        return found
+    def do(self, job: Callable[[Worker, Unpack[Ts]], T], *arguments: *Ts) -> Value[T]:
+        self._call("do", job, *arguments)
+        return super().do(job, *arguments)
 
     def assign(
         self, row: int, request: Request, output_ids: list[int], trie: TokenTrie | None = None
     ) -> None:
         bare = replace(request, grammar=None)
-        self._calls.append(("assign", (row, bare, list(output_ids), trie)))
+        self._call("assign", row, bare, list(output_ids), trie, now=False)
         super().assign(row, request, output_ids, trie)
-
-    def write_texts(self, steps: Int32s) -> None:
-        self._tell(("write_texts", (steps,)))
-        super().write_texts(steps)
-
-    def write_table(self, base: int, table: GrammarTable) -> None:
-        self._calls.append(("write_table", (base, GrammarTable(*table))))
-        super().write_table(base, table)
 
     def upload(self, plan: StepPlan) -> InFlightStep:
         self._sender.step = plan.index
-        self._calls.append(("upload", (plan,)))
+        self._call("upload", plan, now=False)
         with self._blaming():
             return super().upload(plan)
 
     def grow(self, step: InFlightStep, proposal: Proposal | None) -> None:
-        self._tell(("grow", (proposal,)), self._serial)
+        self._call("grow", proposal, now=self._serial)
         super().grow(step, proposal)
 
     def prefill(self, step: InFlightStep) -> None:
-        self._tell(("prefill", ()), self._serial)
+        self._call("prefill", now=self._serial)
         super().prefill(step)
 
     def verify(self, step: InFlightStep) -> None:
-        self._tell(("verify", ()))
+        self._call("verify")
         self._verified = step.plan.index
         super().verify(step)
 
@@ -180,7 +139,7 @@ class LeadWorker(Worker):
         if self._verified == step.plan.index:
             self._sender.run("decision", self._send_decision, step, False, ())
         else:
-            self._tell(("drop", ()))
+            self._call("drop")
         super().drop(step)
 
     def results(
@@ -191,17 +150,6 @@ class LeadWorker(Worker):
         # What waited for a rank that is gone was let go of, with sums that have no meaning.
         self.check()
         return found
-
-    def clear(self, pages: list[int]) -> None:
-        self._calls.append(("clear", (pages,)))
-        super().clear(pages)
-
-    def retry_drafter(self) -> None:
-        # After the same pass in all ranks.
-        self._calls += [("rest", ()), ("retry_drafter", ())]
-        with self._blaming():
-            self.rest()
-        super().retry_drafter()
 
     def close(self) -> None:
         if self.processes is not None:
@@ -214,11 +162,12 @@ class LeadWorker(Worker):
 
     def _bid_farewell(self) -> None:
         self._calls.clear()
-        self._tell(("close", ()))
+        self._call("close")
 
-    def _tell(self, call: Call, now: bool = True) -> None:
-        """Send the calls so far, this one the last; or keep it for the next."""
-        self._calls.append(call)
+    def _call(self, name: str, *arguments: Any, now: bool = True) -> None:
+        """Have the other ranks make a call, after those that they have not been told of yet; or
+        keep it for the next."""
+        self._calls.append((name, arguments))
         if not now:
             return
         calls, self._calls = self._calls, []

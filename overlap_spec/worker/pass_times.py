@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from overlap_spec.kernels import Tree
 from overlap_spec.types import Tier
-from overlap_spec.worker.model_runner import ModelRunner
+from overlap_spec.worker.worker import Worker
 
 # Times a pass is run at most, after once that is not counted; the least counts, since what else
 # the machine does only adds.
@@ -39,58 +39,58 @@ class PassTimes(NamedTuple):
     verify_ms: float
 
 
-def measure_passes(
-    runner: ModelRunner, points: Sequence[Point], deadline_s: float
-) -> Iterator[PassTimes]:
-    """Run the recorded passes of each point; the rest is left out when the time is over.
+def measure(worker: Worker, points: Sequence[Point], deadline_s: float) -> list[PassTimes]:
+    """Time the passes of each point; the rest is left out when the time is over.
 
-    No request may be running: the caches' pages are written.
+    Only this rank's clock counts: the others are told of each point by itself.
 
     Args:
         deadline_s: Seconds for all points, of a machine that does nothing else. The one that is
             under way is finished.
     """
-    tables, pool = runner.tables, runner.pool
     start, worked = time.perf_counter(), time.process_time()
-    used = 1
-    row = tables.padding_row
+    found = []
+    for point in points:
+        # On a machine that is busy with other work, what was worked counts.
+        passed = time.perf_counter() - start, time.process_time() - worked
+        if min(passed) > BEGIN_SHARE * deadline_s or passed[0] > BUSY_FACTOR * deadline_s:
+            break
+        times = worker.do(measure_point, point)
+        worker.rest()
+        found.append(times.get())
+    return found
+
+
+def measure_point(worker: Worker, point: Point) -> PassTimes:
+    """Run the recorded passes of a point. No request may be running: pages are written."""
+    runner, (tier, batch, context) = worker.runner, point
+    tables, pool, row = runner.tables, runner.pool, runner.tables.padding_row
+    needed = -(-(context + tier.window_tokens + 1) // pool.page_size)
+    needed = min(needed, tables.pages.shape[1], pool.k.shape[1] - 1)
     kept = tables.pages[row].clone()
     try:
-        for point in points:
-            # On a machine that is busy with other work, what was worked counts.
-            passed = time.perf_counter() - start, time.process_time() - worked
-            if min(passed) > BEGIN_SHARE * deadline_s or passed[0] > BUSY_FACTOR * deadline_s:
-                return
-            tier, batch, context = point
-            pages_needed = -(-(context + tier.window_tokens + 1) // pool.page_size)
-            pages_needed = min(pages_needed, tables.pages.shape[1], pool.k.shape[1] - 1)
-            used = max(used, pages_needed + 1)
-            tables.pages[row, :pages_needed] = torch.arange(
-                1, pages_needed + 1, device=tables.device
-            )
-            tables.committed[row] = min(context, runner.last_position - tier.window_tokens)
-            rows = torch.full((batch,), row, device=tables.device)
-            columns = tables.pages.shape[1] if rows.is_cuda else pages_needed
-            yield PassTimes(point, *_times(runner, tier, rows, tables.pages[rows, :columns]))
+        tables.pages[row, :needed] = torch.arange(1, needed + 1, device=tables.device)
+        tables.committed[row] = min(context, runner.last_position - tier.window_tokens)
+        rows = torch.full((batch,), row, device=tables.device)
+        columns = tables.pages.shape[1] if rows.is_cuda else needed
+        return PassTimes(point, *_times(worker, tier, rows, tables.pages[rows, :columns]))
     finally:
         tables.pages[row] = kept
         tables.committed[row] = 0
-        for cache in (pool, *runner.draft_pools):
-            cache.clear(tuple(range(used)))
+        for cache in runner.caches:
+            cache.clear(tuple(range(needed + 1)))
 
 
-def _times(runner: ModelRunner, tier: Tier, rows: Tensor, pages: Tensor) -> tuple[float, float]:
-    graphs = runner.graphs.find(tier, len(rows))
-    recorded = runner.graphs.find_draft(tier, len(rows), False, False)
+def _times(worker: Worker, tier: Tier, rows: Tensor, pages: Tensor) -> tuple[float, float]:
+    runner, graphs = worker.runner, worker.graphs.find(tier, len(rows))
+    recorded = worker.graphs.find_draft(tier, len(rows), False, False)
     drafted = recorded is not None and tier.steps > 0
     together = runner.target.config.shard.size > 1
 
     def draft() -> tuple[Tensor, ...]:
         if recorded is not None:
             return recorded(rows, pages)
-        if runner.drafter is not None and runner.drafter.host:
-            return runner.dead_trees(tier, rows, pages)
-        return runner.draft_trees(tier, False, False, rows, pages)
+        return worker.phases.draft_trees(tier, False, False, rows, pages)
 
     draft_ms, (_, positions, _, _, *rest) = _least_ms(draft, rows, together)
     tree = Tree(*rest[: len(Tree._fields)])
@@ -105,7 +105,7 @@ def _times(runner: ModelRunner, tier: Tier, rows: Tensor, pages: Tensor) -> tupl
         return (logits,)
 
     verify_ms, _ = _least_ms(verify, rows, together)
-    on_device = drafted or (runner.drafter is not None and not runner.drafter.host)
+    on_device = drafted or (runner.drafter is not None and not worker.traits.drafts_on_host)
     return draft_ms if on_device and tier.steps else 0.0, verify_ms
 
 

@@ -15,9 +15,6 @@ from overlap_spec.types import Tier
 from overlap_spec.worker.kv_pool import KVPool, PagedAttend
 from overlap_spec.worker.sampler import Masks
 
-SCORE_UNIT = 2.0**20
-DEAD_SCORE = -(2.0**62)
-
 
 class Drafted(NamedTuple):
     """Trees after the roots of ``batch.rows``; the last rows may be padding.
@@ -65,12 +62,9 @@ class AcceptResult(NamedTuple):
 
     ``lengths`` int64 ``(R,)``: accepted drafts. ``tokens`` int64 ``(R, W)``: the target's choices
     along the accepted path, of which ``lengths + 1`` count; the last may be negative. ``path``
-    int64 ``(R, W)``: the accepted nodes. ``packed`` int64 ``(R, ...)``: what goes to the host: of
-    trees the length, how many drafts lived, the tokens, and in units of 1 / :data:`SCORE_UNIT`
-    the scores along the path and the best score of the last node's children; of chunks their
-    token; of both, what is forced behind the new root.
-    ``logprobs``: of each of ``tokens``, and the best ones and their ids: ``(R, W)``,
-    ``(R, W, n)``, ``(R, W, n)``.
+    int64 ``(R, W)``: the accepted nodes. ``packed`` int64 ``(R, ...)``: what goes to the host, as
+    :mod:`overlap_spec.worker.packed_rows` packs it. ``logprobs``: of each of ``tokens``, and the
+    best ones and their ids: ``(R, W)``, ``(R, W, n)``, ``(R, W, n)``.
     """
 
     lengths: Tensor

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from torch import Tensor
 
 from overlap_spec.errors import NumericFault
-from overlap_spec.types import (
-    RUN_TOKENS,
-    Int64s,
-    Request,
-    RowResult,
-    TokenLogprobs,
-    TokenTrie,
-    WeighedChoices,
-)
+from overlap_spec.types import Request, RowResult, Tier, TokenTrie, WeighedChoices
 from overlap_spec.worker import choices
 from overlap_spec.worker.extras.base import Row
 from overlap_spec.worker.in_flight import InFlightStep
-from overlap_spec.worker.passes import DEAD_SCORE, SCORE_UNIT
+from overlap_spec.worker.packed_rows import read_rows
 from overlap_spec.worker.sampler import token_logprobs
 from overlap_spec.worker.tables import RowTables
 
 NAN_CHOICE = -2
-NO_SCORE = DEAD_SCORE / SCORE_UNIT / 2
+NOT_NUMBERS = "the model's logits are not numbers: numeric fault"
+# Of a final chunk, which is a tree of its root alone.
+NO_DRAFT = Tier(0, 1, 1)
 
 
 class TriePlace(NamedTuple):
@@ -74,18 +68,16 @@ class ResultReader:
         """What each of ``plan.verified`` gave, trees first; once ``results_on_host`` has passed and
         the step is settled. Steps are read in their order."""
         plan = step.plan
-        trees = len(plan.decode_rows)
-        rows = self._tree_results(step) if trees else []
-        chosen = step.results[-1].tolist() if plan.final_chunks else ()
+        trees, rows = len(plan.decode_rows), list[RowResult]()
+        if trees:
+            rows += self._rows(step, step.results[0][:trees], 0, plan.tier)
+        if plan.final_chunks:
+            rows += self._rows(step, step.results[-1], trees, NO_DRAFT)
         if step.scores is not None:
             choices.read(plan, step.scores.numpy())
-        for index, (token, *run) in enumerate(chosen):
-            self._runs[plan.final_chunks[index].row] = _run(run)
-            row = self._row_result(step, trees + index, [token], 0, 0, False, (), 0, 0)
-            weighed = plan.final_chunks[index].choices
-            if weighed is not None and row.error is None:
-                row = self._weighed(step, plan.final_chunks[index].row, weighed, row)
-            rows.append(row)
+        for index, chunk in enumerate(plan.final_chunks, trees):
+            if chunk.choices is not None and rows[index].error is None:
+                rows[index] = self._weighed(step, chunk.row, chunk.choices, rows[index])
         return tuple(rows)
 
     def _weighed(
@@ -96,9 +88,7 @@ class ResultReader:
         logprobs = weighed.logprobs
         if not np.isfinite(logprobs).all():
             weighed.forget()
-            return row._replace(
-                error=NumericFault("the model's logits are not numbers: numeric fault")
-            )
+            return row._replace(error=NumericFault(NOT_NUMBERS))
         row = row._replace(choice_logprobs=tuple(logprobs.tolist()))
         if not weighed.faithful:
             return row
@@ -112,118 +102,50 @@ class ResultReader:
         """What the optional parts that row ``number`` has asked for tell of its tokens."""
         return {part.name: part.read_row(row) for part in self._tables.features_of(number).extras}
 
-    def _tree_results(self, step: InFlightStep) -> list[RowResult]:
-        """The trees' results: a row costs one turn of this, and no call that not all need."""
-        plan, tier, limits = step.plan, step.plan.tier, step.limits
-        numbers = step.results[0][: len(plan.decode_rows)].numpy()
-        scores = numbers[:, 3 + tier.steps : 1 - RUN_TOKENS] / SCORE_UNIT
-        each = zip(
-            plan.decode_rows, numbers.tolist(), *_confidences(scores, numbers[:, 0]), strict=True
-        )
+    def _rows(
+        self, step: InFlightStep, packed: Tensor, first: int, tier: Tier
+    ) -> Iterator[RowResult]:
+        """The results of ``plan.verified`` from ``first`` on, which are trees of ``tier``: a row
+        costs one turn of this, and no call that not all need."""
+        members, limits = step.plan.verified, step.limits
         plain, runs, places = not step.features.tells, self._runs, self._places
-        found = []
-        for index, (row, told, sure, refused) in enumerate(each):
-            length, drafted = told[0], told[1]
-            tokens, grafts, grafted = told[2 : 3 + length], 0, 0
-            limited = bool(limits) and limits[index] < tier.steps
-            confidences = tuple(sure[:length] if refused is None else [*sure[:length], refused])
+        for index, told in enumerate(read_rows(packed, tier.steps), first):
+            drafted, accepted, tokens, behind, confidences = told
+            row, error, grafts, grafted = members[index][1], None, 0, 0
             place = places[row]
             if tier.base is not None and place is not None and place.left < tier.nodes:
-                grafts, grafted = drafted, length
-            elif (run := runs[row]) and tier.parents is None:
+                grafts, grafted = drafted, accepted
+            elif drafted and tier.parents is None and (run := runs[row]):
                 # Grafts come first: their scores are best. A tree of a fixed shape has none.
                 grafts = min(len(run), drafted, tier.steps)
-                most = min(grafts, length)
+                most = min(grafts, accepted)
                 while grafted < most and run[grafted] == tokens[grafted]:
                     grafted += 1
-            runs[row] = _run(told[1 - RUN_TOKENS :])
-            if plain and place is None and tokens[-1] >= 0:
-                fields = tuple(tokens), drafted, length, (), None, limited, confidences
-                found.append(RowResult(*fields, grafts, grafted))
-                continue
-            found.append(
-                self._row_result(
-                    step, index, tokens, length, drafted, limited, confidences, grafts, grafted
-                )
-            )
-        return found
+            runs[row] = behind
+            if tokens[-1] < 0 and tokens.pop() == NAN_CHOICE:
+                error = NumericFault(NOT_NUMBERS)
+            if place is not None:
+                places[row] = place.after(tokens)
+            limited = bool(limits) and limits[index] < tier.steps
+            fields = tuple(tokens), drafted, accepted, (), error, limited, confidences
+            found = RowResult(*fields, grafts, grafted)
+            yield found if plain else self._telling(step, index, found)
 
-    def _row_result(
-        self,
-        step: InFlightStep,
-        index: int,
-        tokens: list[int],
-        accepted: int,
-        drafted: int,
-        limited: bool,
-        confidences: tuple[float, ...],
-        grafts: int,
-        grafted: int,
-    ) -> RowResult:
-        _, row, constrained = step.plan.verified[index]
-        error = None
-        if tokens[-1] == NAN_CHOICE:
-            error = NumericFault("the model's logits are not numbers: numeric fault")
-        if tokens[-1] < 0:
-            tokens.pop()
-        place = self._places[row]
-        if place is not None:
-            self._places[row] = place.after(tokens)
-        if not step.features.tells:
-            result = tuple(tokens), drafted, accepted, (), error, limited, confidences
-            return RowResult(*result, grafts, grafted)
-        asked = self._tables.features_of(row)
-        logprobs: tuple[TokenLogprobs, ...] = ()
+    def _telling(self, step: InFlightStep, index: int, row: RowResult) -> RowResult:
+        """A result with what its request asks for beyond the tokens."""
+        trees = len(step.plan.decode_rows)
+        _, number, constrained = step.plan.verified[index]
+        asked = self._tables.features_of(number)
         if asked.top_logprobs is not None and step.logprobs:
-            trees = len(step.plan.decode_rows)
-            parts = step.logprobs[0 if index < trees else -1]
-            at = index if index < trees else index - trees
-            own, best, ids = (part[at, : len(tokens)] for part in parts)
-            logprobs = token_logprobs(own, best, ids, asked.top_logprobs)
-        told = {}
-        if asked.extras:
-            links = step.links[:, index] if index < len(step.plan.decode_rows) else None
-            masks = step.mask_rows(index) if constrained else None
-            reached = Row(step.plan.index, tokens, accepted, grafted, limited, links, masks)
-            told = self._extras(row, reached)
-        return RowResult(
-            tuple(tokens),
-            drafted,
-            accepted,
-            logprobs,
-            error,
-            limited,
-            confidences,
-            grafts,
-            grafted,
-            extras=told,
-        )
-
-
-def _run(told: list[int]) -> list[int]:
-    """A run without the -1 behind its end."""
-    return told[: told.index(-1)] if told[-1] == -1 else told
-
-
-def _confidences(
-    scores: NDArray[np.float64], lengths: Int64s
-) -> tuple[list[list[float]], list[float | None]]:
-    """How sure the drafter was, of each row of a step.
-
-    Args:
-        scores: float64 ``(rows, steps + 2)``: along the path, the root's 0 first; then the best of
-            what was refused after it.
-        lengths: int64 ``(rows,)``: drafts that were accepted.
-
-    Returns:
-        Of each row ``steps`` probabilities, of which the accepted drafts' come first; and the
-        probability of what was refused, None where nothing was.
-    """
-    last = scores[np.arange(len(scores)), lengths]
-    with np.errstate(over="ignore"):
-        # Behind the accepted ones there is no path.
-        accepted = np.exp(np.diff(scores[:, :-1]))
-        refused = np.exp(scores[:, -1] - last)
-    there = (scores[:, -1] > NO_SCORE).tolist()
-    best = zip(there, refused.tolist(), strict=True)
-    return accepted.tolist(), [value if is_there else None for is_there, value in best]
+            parts, at = (
+                (step.logprobs[0], index) if index < trees else (step.logprobs[-1], index - trees)
+            )
+            own, best, ids = (part[at, : len(row.tokens)] for part in parts)
+            row = row._replace(logprobs=token_logprobs(own, best, ids, asked.top_logprobs))
+        if not asked.extras:
+            return row
+        links = step.links[:, index] if index < trees else None
+        masks = step.mask_rows(index) if constrained else None
+        reached = row.tokens, row.accepted, row.grafted, row.limited
+        told = Row(step.plan.index, *reached, links, masks)
+        return row._replace(extras=self._extras(number, told))

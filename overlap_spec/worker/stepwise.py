@@ -7,30 +7,17 @@ On the CPU, where it is known after each step how sure the drafter was. The step
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from overlap_spec.drafters.base import Draft, Drafter, Roots
+from overlap_spec.drafters.base import Draft, Roots
 from overlap_spec.drafters.states import GrammarStanding
 from overlap_spec.drafters.tree_drafter import ChainLink, TreeDrafter
 from overlap_spec.kernels.scripting import compiled, replay
 from overlap_spec.types import DraftStop
-from overlap_spec.worker.grammar_states import GrammarStates
 from overlap_spec.worker.graphs import Recorded, Tensors, TracedGraph
-
-
-class Stepped(Protocol):
-    """What the steps need of :class:`overlap_spec.worker.model_runner.ModelRunner`."""
-
-    drafter: Drafter | None
-    states: GrammarStates
-    known_roots: Callable[[Tensor, Tensor], Roots]
-    draft_roots: Callable[[Roots, bool, bool], Roots]
-    link: Callable[[Tensor, Draft, int], Tensors]
+from overlap_spec.worker.model_runner import ModelRunner
 
 
 def stops(scores: Tensor, expected: Tensor, curves: Tensor, costs_ms: list[float]) -> bool:
@@ -126,7 +113,9 @@ class FixedChain(Recorded):
         return self._chain.replay(rows, pages, *self._never)
 
 
-def first_step(runner: Stepped, sampled: bool, told: bool, rows: Tensor, pages: Tensor) -> Tensors:
+def first_step(
+    runner: ModelRunner, sampled: bool, told: bool, rows: Tensor, pages: Tensor
+) -> Tensors:
     """The roots' tokens, positions and runs; the first drafts ``(B, 1)`` and their
     log-probabilities ``(B, 1)``; and from what the next come: the state ``(B, 1, H)``, and where
     ``told`` the states of the grammars ``(B,)``."""
@@ -139,7 +128,7 @@ def first_step(runner: Stepped, sampled: bool, told: bool, rows: Tensor, pages: 
 
 
 def next_step(
-    runner: Stepped,
+    runner: ModelRunner,
     sampled: bool,
     told: bool,
     rows: Tensor,
@@ -183,6 +172,6 @@ def _carried(link: ChainLink, told: bool) -> Tensors:
     return link.state, link.options.along(link.token).states
 
 
-def link_steps(runner: Stepped, roots: Tensor, tokens: Tensor, scores: Tensor) -> Tensors:
+def link_steps(runner: ModelRunner, roots: Tensor, tokens: Tensor, scores: Tensor) -> Tensors:
     """The links of finished chains, and the tensors of their trees."""
     return runner.link(roots, Draft(tokens, None, scores.cumsum(1)), 0)

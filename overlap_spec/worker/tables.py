@@ -28,15 +28,15 @@ DEEPEST = 2**31
 class SamplingFeatures:
     """What the requests of a step ask for beyond an argmax: the rest is skipped."""
 
-    sampled: bool
-    filtered: bool
-    penalised: bool
-    biased: bool
-    banned: bool
-    min_tokens: bool
-    top_logprobs: int | None
-    tries: bool
-    extras: frozenset[type[Extra]]
+    sampled: bool = False
+    filtered: bool = False
+    penalised: bool = False
+    biased: bool = False
+    banned: bool = False
+    min_tokens: bool = False
+    top_logprobs: int | None = None
+    tries: bool = False
+    extras: frozenset[type[Extra]] = frozenset()
 
     @property
     def by_node(self) -> bool:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar, TypeVarTuple, Unpack
 
 import torch
 from torch import Tensor
 
+from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Draft, host_draft
 from overlap_spec.drafters.grafts import graft
 from overlap_spec.types import (
     Floats,
-    GrammarTable,
     History,
     HostTrees,
     Int32s,
@@ -27,104 +27,116 @@ from overlap_spec.types import (
     TokenTrie,
 )
 from overlap_spec.worker.batch import Batch, PlanUpload, uploaded
+from overlap_spec.worker.drafter_guard import DrafterGuard
 from overlap_spec.worker.extras import base as extras
+from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.in_flight import Buffers, InFlightStep, TierState
-from overlap_spec.worker.kv_pool import KVPool
 from overlap_spec.worker.model_runner import ModelRunner
-from overlap_spec.worker.pass_times import PassTimes, Point, measure_passes
-from overlap_spec.worker.passes import (
-    Accepted,
-    Drafted,
-    GrammarRows,
-    Prefilled,
-)
+from overlap_spec.worker.passes import Accepted, Drafted, GrammarRows, Prefilled
+from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.results import ResultReader
 from overlap_spec.worker.sampler import Masks
-from overlap_spec.worker.streams import RecordSpan, Streams
-from overlap_spec.worker.warm_up import warm_up
+from overlap_spec.worker.streams import RecordSpan, Streams, Value
 
 # What a drafter on the host proposed: tokens, parents and scores of all trees.
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 Proposal = tuple[Int64s, Int64s, Floats]
 # Steps whose accept may still be asked for its time.
 ACCEPTS = 4
 
 
+@dataclass(frozen=True)
+class Traits:
+    """What a worker is, and does not cease to be.
+
+    Attributes:
+        context_length: Longest prompt and output together, in tokens.
+        vocab_size: The target's.
+        pages: Pages of the caches, page 0 included.
+        page_bytes: What a page takes in all caches of this rank together.
+        on_gpu: Whether steps run on a GPU.
+        compiles: Whether kernels are compiled when they first run, which no request should wait
+            for.
+        drafts_on_host: Whether drafts need the tokens of the step before on the host.
+        reads_states: Whether the drafter keeps to what grammars' tables allow.
+        stops_drafts: Whether a plan's drafts can be stopped after each step. Not on a GPU, whose
+            host would have to wait for each: there a budget drafts all that its tier says.
+        verifies_ahead: Whether a verify is queued before it is known that anyone wants it. On a GPU
+            its launch would wait for the host else, in each step of a request that may end. On the
+            CPU a verify for nobody takes the cores from others.
+    """
+
+    context_length: int
+    vocab_size: int
+    pages: int
+    page_bytes: int
+    on_gpu: bool
+    compiles: bool
+    drafts_on_host: bool
+    reads_states: bool
+    stops_drafts: bool
+    verifies_ahead: bool
+
+
+def traits_of(runner: ModelRunner) -> Traits:
+    """Those of a worker that has all of the model."""
+    on_gpu = runner.device.type == "cuda"
+    return Traits(
+        context_length=runner.target.config.max_position,
+        vocab_size=runner.tables.vocab_size,
+        pages=runner.pool.k.shape[1],
+        page_bytes=sum(cache.page_bytes for cache in runner.caches),
+        on_gpu=on_gpu,
+        compiles=on_gpu,
+        drafts_on_host=runner.drafter is not None and runner.drafter.host,
+        reads_states=runner.reads_states,
+        stops_drafts=runner.stops_drafts,
+        verifies_ahead=on_gpu,
+    )
+
+
 class Worker:
     """Runs steps over rows; what decides the next token stays on the device.
 
-    A step is ``upload``, ``draft``, ``verify``, ``accept``, ``extend``, in this order; each queues
-    work and returns. ``results`` waits.
+    A step is ``upload``, ``draft``, ``prefill``, ``verify``, ``accept``, ``extend``, in this order;
+    each queues work and returns. ``results`` waits. Between steps ``do`` queues jobs.
 
     Args:
-        overlap: ``none``, ``double-sync`` or ``once-sync``.
-        rows: Rows of the tables.
+        config: With ``overlap`` ``none``, ``double-sync`` or ``once-sync``.
         record: Takes spans for the timeline.
+
+    Attributes:
+        rank_pids: Process ids of the other ranks that this one has started.
     """
 
+    rank_pids: tuple[int, ...] = ()
+
     def __init__(
-        self, runner: ModelRunner, streams: Streams, overlap: str, rows: int, record: RecordSpan
+        self, runner: ModelRunner, streams: Streams, config: EngineConfig, record: RecordSpan
     ) -> None:
-        self.runner, self.streams, self.overlap, self._rows = runner, streams, overlap, rows
-        self._record, self._tables, self._device = record, runner.tables, runner.device
+        self.runner, self.streams, self.overlap = runner, streams, config.overlap
+        self.rows, self._record = config.max_running_requests, record
+        self._tables, self._device = runner.tables, runner.device
+        self.traits, drafter = traits_of(runner), runner.drafter
+        # What drafts in all ranks must not fail in one.
+        together = drafter is not None and not drafter.host and runner.target.config.shard.size > 1
+        self.guard = DrafterGuard(config.drafter, fatal=together)
+        self.graphs = GraphRunner(runner, self.guard, config.graphs)
+        self.phases = Phases(runner, self.graphs, self.guard)
         self._states: dict[Tier, TierState] = {}
         self._reader = ResultReader(runner.tables)
         self._accepted = [streams.event() for _ in range(ACCEPTS)]
         columns = self._tables.pages.shape[1]
-        self._upload = PlanUpload(
-            columns, self._tables.padding_row, runner.graphs.enabled, self._device
+        self.plan_upload = PlanUpload(
+            columns, self._tables.padding_row, self.graphs.enabled, self._device
         )
-        if self._device.type == "cuda":
+        if self.traits.on_gpu:
             # Weights, caches and tables were written on a stream that ours do not wait for.
             torch.cuda.synchronize(self._device)
             # What earlier engines left would be counted as the graphs'.
             gc.collect()
             torch.cuda.empty_cache()
-
-    @property
-    def context_length(self) -> int:
-        """Longest prompt and output together, in tokens."""
-        return self.runner.target.config.max_position
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether steps run on a GPU."""
-        return self._device.type == "cuda"
-
-    @property
-    def vocab_size(self) -> int:
-        """The target's."""
-        return self._tables.vocab_size
-
-    @property
-    def pages(self) -> int:
-        """Pages of the caches, page 0 included."""
-        return self.runner.pool.k.shape[1]
-
-    @property
-    def page_bytes(self) -> int:
-        """What a page takes in all caches of this rank together."""
-        drafts = (cast(KVPool, cache) for cache in self.runner.draft_pools)
-        return sum(cache.page_bytes for cache in (self.runner.pool, *drafts))
-
-    @property
-    def graph_bytes(self) -> int:
-        """Memory that CUDA graphs took."""
-        return self.runner.graphs.bytes
-
-    @property
-    def rank_pids(self) -> tuple[int, ...]:
-        """Process ids of the other ranks that this one has started."""
-        return ()
-
-    @property
-    def drafter_fault(self) -> Exception | None:
-        """What the drafter raised, while it is not used for that."""
-        return self.runner.fault
-
-    @property
-    def refused_nodes(self) -> int:
-        """Drafted nodes that broke the drafters' contract, so far."""
-        return int(self.runner.refused)
 
     def check(self) -> None:
         """Raise EngineUnavailable where steps cannot be run any more."""
@@ -132,97 +144,17 @@ class Worker:
     def gather_spans(self) -> None:
         """Record the spans that the other ranks have kept since the last call."""
 
-    def retry_drafter(self) -> None:
-        """Use the drafter again."""
-        self.runner.fault = None
-
     def rest(self) -> None:
         """Wait until compute has run all that is queued."""
         passed = self.streams.event()
         self.streams.compute.record(passed)
         passed.synchronize()
 
-    @property
-    def drafts_on_host(self) -> bool:
-        """Whether drafts need the tokens of the step before on the host."""
-        return self.runner.drafter is not None and self.runner.drafter.host
-
-    @property
-    def reads_states(self) -> bool:
-        """Whether the drafter keeps to what grammars' tables allow."""
-        return self.runner.reads_states
-
     @torch.inference_mode()
-    def write_texts(self, steps: Int32s) -> None:
-        """Tell what tokens are to grammars' tables, as :func:`token_steps` makes it."""
-        self.streams.compute.run("texts", self.runner.states.write_texts, steps)
-
-    @torch.inference_mode()
-    def write_table(self, base: int, table: GrammarTable) -> None:
-        """Queue a grammar's table on its way to the device, to number ``base``."""
-        self.streams.compute.run("table", self.runner.states.write, base, table)
-
-    @property
-    def stops_drafts(self) -> bool:
-        """Whether a plan's drafts can be stopped after each step. Not on a GPU, whose host would
-        have to wait for each: there a budget drafts all that its tier says."""
-        return self.runner.stops_drafts
-
-    @property
-    def verifies_ahead(self) -> bool:
-        """Whether a verify is queued before it is known that anyone wants it.
-
-        On a GPU its launch would wait for the host else, in each step of a request that may end. On
-        the CPU a verify for nobody takes the cores from others.
-        """
-        return self._device.type == "cuda"
-
-    def wait_ms(self, tier: Tier) -> float:
-        """About what a step of the tier would wait for recordings, 0 where all are there."""
-        return self.runner.graphs.wait_ms(tier)
-
-    @torch.inference_mode()
-    def prepare(self, tier: Tier) -> None:
-        """Queue the recording of a tier's passes for a single request, ahead of its first step,
-        with a grammar or without one."""
-        for told in {False, self.reads_states}:
-            self.streams.compute.run("record", self.runner.graphs.record, tier, False, told)
-
-    @torch.inference_mode()
-    def prepare_next(self, tiers: Sequence[Tier]) -> bool:
-        """Record what one of these tiers lacks, and wait for it; False if they lack nothing."""
-        made = self.streams.compute.run("record", self.runner.graphs.record_next, tiers)
-        self.rest()
-        return made.get()
-
-    @property
-    def compiles(self) -> bool:
-        """Whether kernels are compiled when they first run, which no request should wait for."""
-        return self._device.type == "cuda"
-
-    @torch.inference_mode()
-    def warm_up(self, tiers: Mapping[Tier, int | None], chunk_tokens: int) -> None:
-        """Compile all that serving may want, before the first step; see :func:`warm_up`.
-
-        Args:
-            tiers: All that a plan may have, each with the most trees of such a plan; None: as many
-                as there are rows.
-            chunk_tokens: Most prompt tokens of a step.
-        """
-        if self.compiles:
-            most = {tier: min(limit or self._rows, self._rows) for tier, limit in tiers.items()}
-            work = warm_up, self.runner, self._upload, most, chunk_tokens
-            self.streams.compute.run("warm up", *work)
-            self.rest()
-
-    @torch.inference_mode()
-    def measure(self, points: Sequence[Point], deadline_s: float) -> list[PassTimes]:
-        """Time the passes of a step, before the first one: see :func:`measure_passes`."""
-        found = self.streams.compute.run(
-            "measure", lambda: list(measure_passes(self.runner, points, deadline_s))
-        )
-        self.rest()
-        return found.get()
+    def do(self, job: Callable[[Worker, Unpack[Ts]], T], *arguments: *Ts) -> Value[T]:
+        """Queue ``job(worker, *arguments)`` on compute, between two steps; in all ranks. It is a
+        function of a module, such as are in :mod:`overlap_spec.worker.jobs`."""
+        return self.streams.compute.run(job.__name__, job, self, *arguments)
 
     @torch.inference_mode()
     def assign(
@@ -245,7 +177,7 @@ class Worker:
         if plan.tier not in self._states:
             words = -(-self._tables.vocab_size // 32)
             self._states[plan.tier] = TierState(
-                plan.tier, self._rows, words, self.streams, self._device
+                plan.tier, self.rows, words, self.streams, self._device
             )
         accepted = self._accepted[plan.index % ACCEPTS]
         accepted.reset()
@@ -258,11 +190,11 @@ class Worker:
         )
         self.streams.begin(plan.index)
         planner = self.streams.plan
-        step.batch = planner.run("upload", self._upload, plan, step.buffers.staging)
+        step.batch = planner.run("upload", self.plan_upload, plan, step.buffers.staging)
         planner.record(step.events.uploaded)
         self.streams.compute.wait(step.events.uploaded)
         if plan.pages:
-            self.streams.compute.run("pages", self.runner.enter_pages, step.batch)
+            self.streams.compute.run("pages", self.phases.enter_pages, step.batch)
         if plan.chunks:
             self.streams.compute.record(step.events.pages_entered)
         return step
@@ -276,7 +208,7 @@ class Worker:
         prefill = self.streams.prefill
         if step.plan.chunks:
             prefill.wait(step.events.pages_entered)
-            step.prefilled = prefill.run("prefill", self.runner.prefill, step.batch)
+            step.prefilled = prefill.run("prefill", self.phases.prefill, step.batch)
             prefill.record(step.events.prefilled)
 
     @torch.inference_mode()
@@ -313,23 +245,21 @@ class Worker:
                 uploaded(torch.from_numpy(part), self._device) for part in proposal
             )
             proposed = Draft(tokens, parents, scores)
-        return self.runner.draft(batch, sampled, proposed)
+        return self.phases.draft(batch, sampled, proposed)
 
     def forget(self, history: History) -> None:
         """Tell a drafter on the host that a request has ended."""
-        drafter = self.runner.drafter
-        if drafter is None or not drafter.host:
-            return
-        with self.runner.guard_drafter():
-            drafter.forget(history)
+        if self.runner.drafter is not None and self.traits.drafts_on_host:
+            with self.guard:
+                self.runner.drafter.forget(history)
 
     def _propose(self, step: InFlightStep, histories: Sequence[History]) -> Proposal | None:
         drafter, tier = self.runner.drafter, step.plan.tier.own
-        if drafter is None or tier.steps == 0 or not histories or self.drafter_fault is not None:
+        if drafter is None or tier.steps == 0 or not histories or self.guard.fault is not None:
             return None
         start = time.perf_counter_ns()
         arrays = None
-        with self.runner.guard_drafter():
+        with self.guard:
             known = [
                 replace(history, forced=self._reader.run_behind(row))
                 for history, row in zip(histories, step.plan.decode_rows, strict=True)
@@ -343,7 +273,7 @@ class Worker:
     def verify(self, step: InFlightStep) -> None:
         """Queue the target's pass over the trees."""
         compute = self.streams.compute
-        step.verified = compute.run("verify", self.runner.verify, step.drafted)
+        step.verified = compute.run("verify", self.phases.verify, step.drafted)
         if step.plan.chunks:
             compute.wait(step.events.prefilled)
         compute.record(step.events.verified)
@@ -395,7 +325,7 @@ class Worker:
             inside = compute.run("flags", uploaded, torch.tensor(flags), self._device)
         step.decided = compute.run(
             "accept",
-            self.runner.accept,
+            self.phases.accept,
             step.batch,
             step.drafted,
             step.verified,
@@ -424,13 +354,13 @@ class Worker:
         compute, prefill = self.streams.compute, self.streams.prefill
         if step.plan.decode_rows:
             passes = step.drafted, step.verified, step.decided
-            compute.run("extend", self.runner.extend, *passes)
+            compute.run("extend", self.phases.extend, *passes)
         if step.plan.chunks:
             chunks = step.batch, step.prefilled, step.decided
             # A drafter that is not recorded may not bear two threads at once.
             beside = prefill if self.runner.recorded_drafter else compute
             beside.wait(step.accepted)
-            beside.run("extend", self.runner.extend_chunks, *chunks)
+            beside.run("extend", self.phases.extend_chunks, *chunks)
             beside.record(step.events.prefill_extended)
             compute.wait(step.events.prefill_extended)
         compute.record(step.events.free)
@@ -479,16 +409,11 @@ class Worker:
         told = extras.read(plan, step.extras)
         return StepResult(plan, rows, exposed_ms, idle_ms, verified_rows, told)
 
-    @torch.inference_mode()
-    def clear(self, pages: list[int]) -> None:
-        """Zero pages that may hold NaN, after the steps that are under way."""
-        for pool in (self.runner.pool, *self.runner.draft_pools):
-            self.streams.compute.run("clear", pool.clear, tuple(pages))
-
     def close(self) -> None:
         """End the streams' threads, and free all memory; nothing can be run any more."""
         self.streams.close()
         self._states.clear()
+        self.graphs.clear()
         self.runner.release()
 
 

@@ -11,10 +11,10 @@ from overlap_spec.config import drafter_names
 from overlap_spec.drafters.base import Drafter
 from overlap_spec.drafters.registry import load_drafter
 from overlap_spec.engine import Engine
-from overlap_spec.engine.drafter_guard import FIRST_PAUSE_STEPS, OFF, DrafterGuard
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, Tier
+from overlap_spec.worker.drafter_guard import FIRST_PAUSE_STEPS, OFF, DrafterGuard
 from tests.support.tiers import few
 
 OWN = "tests.support.drafters:"
@@ -117,20 +117,12 @@ def test_a_drafter_that_hangs_is_waited_for(tiny: dict[str, Any], plain: list[Ou
     assert state["drafter"]["faults"] == 0
 
 
-class FakeWorker:
-    drafter_fault: Exception | None = None
-    refused_nodes = 0
-
-    def retry_drafter(self) -> None:
-        self.drafter_fault = None
-
-
 def test_pauses_double_until_the_drafter_has_worked_as_long() -> None:
-    worker, tier = FakeWorker(), Tier(3, 1, 4)
-    guard = DrafterGuard(worker, "mine")
+    guard, tier = DrafterGuard("mine"), Tier(3, 1, 4)
 
     def paused_steps() -> int:
-        worker.drafter_fault = ValueError("x")
+        with guard:
+            raise ValueError("x")
         steps = 0
         while guard.allow(tier) == OFF:
             steps += 1

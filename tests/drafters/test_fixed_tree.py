@@ -103,9 +103,9 @@ def test_each_node_is_its_parents_next_best_token(
     settings = {**tiny, "algorithm": "draft_model", "draft": tiny["model"], "adaptive": "static"}
     with Engine(**settings, tree=tree, graphs=graphs, overlap="none") as engine:
         prompt = engine.tokenizer.encode(PROMPT)
-        runner = engine.core.worker.runner
+        phases = engine.core.worker.phases
         kept: list[Any] = []
-        draft = runner.draft
+        draft = phases.draft
 
         def keep(*arguments: Any) -> Any:
             drafted = draft(*arguments)
@@ -113,7 +113,7 @@ def test_each_node_is_its_parents_next_best_token(
                 kept.append(drafted.tree)
             return drafted
 
-        runner.draft = keep
+        phases.draft = keep
         output = engine.generate(prompt, None, {"max_tokens": 4, "temperature": 0}, raw=True)
         assert engine.snapshot()["drafter"]["faults"] == 0
     tier = read_tree(Path(tree))

@@ -88,7 +88,7 @@ def test_a_matcher_that_fails_at_it_ends_its_own_request(
 ) -> None:
     with Engine(**tiny, adaptive="static", context_length=256) as engine:
         handles = [engine.submit(p, PERSON, SAMPLING) for p in PROMPTS]
-        matcher = engine.core.matchers[handles[1].request.id]
+        matcher = engine.core.grammar.matchers[handles[1].request.id]
 
         def fail(path: object = ()) -> bytes:
             raise RuntimeError(f"no bytes behind {path}")

@@ -12,11 +12,10 @@ import torch
 from overlap_spec.drafters.base import Draft, Roots
 from overlap_spec.drafters.grafts import lengthen
 from overlap_spec.engine import Engine
-from overlap_spec.engine.rooms import Rooms
+from overlap_spec.engine.wide import WIDE_NODES, WIDE_STEPS, GrammarTrees, wide_tier
 from overlap_spec.grammar.drafting.forced import ForcedRuns
 from overlap_spec.grammar.drafting.guesses import Guesses
 from overlap_spec.scheduler.sequence import Sequence
-from overlap_spec.speculation.wide import WIDE_NODES, WIDE_STEPS, run_room, wide_tier
 from overlap_spec.types import RUN_TOKENS, HostTrees, Output, Tier
 from tests.support.grafts import PERSON, PROMPTS, key, lengths
 from tests.support.tiers import few
@@ -198,11 +197,9 @@ def test_a_wide_tier_has_room_for_a_whole_run() -> None:
         assert wide.steps == max(WIDE_STEPS, base.steps)
         assert wide.nodes >= max(WIDE_NODES, base.nodes + wide.steps - base.steps)
         assert wide.top_k > 1
-    assert run_room(5, Tier(5, 1, 6)) == run_room(-1, Tier(5, 1, 6)) == 0
-    assert run_room(6, wide_tier(Tier(5, 1, 6))) == 7
 
 
-def test_rooms_go_by_the_longest_run_of_a_tree() -> None:
+def test_sizes_go_by_the_longest_run_of_a_tree() -> None:
     def sequence(number: int, constrained: bool, speculate: bool = True) -> Sequence:
         sampling = SimpleNamespace(speculate=speculate)
         request = SimpleNamespace(id=number, sampling=sampling)
@@ -210,15 +207,16 @@ def test_rooms_go_by_the_longest_run_of_a_tree() -> None:
         found = SimpleNamespace(request=request, matcher=matcher, trie=None, output_ids=[])
         return cast(Sequence, found)
 
-    rooms, tier = Rooms(), Tier(2, 1, 3)
+    trees, tier = GrammarTrees(), Tier(2, 1, 3)
     everyone = [sequence(4, True), sequence(5, True), sequence(6, False), sequence(7, True, False)]
-    assert rooms.of(everyone, tier) == [0, 0, 0, 0]
+    assert trees.sizes(everyone, tier) == [0, 0, 0, 0]
     runs = np.full((7, RUN_TOKENS), -1, np.int32)
     # Behind the nodes of the first tree 4 and 2 tokens, behind the others' 3, 9 and 9.
     for node, count in enumerate((4, 2, 0, 3, 9, 0, 9)):
         runs[node, :count] = 7
     none = np.zeros(7, np.int64)
-    trees = HostTrees(none, none, none, np.array([0, 2, 4, 5, 7]))
-    rooms.note([4, 8, 6, 7], trees, runs)
-    assert rooms.of(everyone, tier) == [4, 0, 0, 0]
-    assert rooms.of(everyone, Tier(3, 1, 4)) == [0, 0, 0, 0]
+    told = HostTrees(none, none, none, np.array([0, 2, 4, 5, 7]))
+    trees.note([4, 8, 6, 7], told, runs)
+    assert trees.sizes(everyone, tier) == [4, 0, 0, 0]
+    assert trees.sizes(everyone, Tier(3, 1, 4)) == [0, 0, 0, 0]
+    assert trees.sizes(everyone, wide_tier(Tier(2, 1, 3))) == [4, 0, 0, 0]

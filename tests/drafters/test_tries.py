@@ -14,10 +14,10 @@ import torch
 from overlap_spec.drafters.base import Draft, Roots
 from overlap_spec.drafters.grafts import lengthen
 from overlap_spec.engine import Engine
+from overlap_spec.engine.wide import WIDE_NODES, WIDE_STEPS, wide_tier, widened
 from overlap_spec.grammar.drafting.choices import ChoiceTokens, make_tries
 from overlap_spec.grammar.drafting.few_texts import few_texts
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.speculation.wide import WIDE_NODES, WIDE_STEPS, wide_tier, widened
 from overlap_spec.types import RUN_TOKENS, TRIE_NODES, Budget, Output, Tier, TokenTrie
 from overlap_spec.worker.tries import child, draft_known, follow, trie_table
 from tests.support.tiers import few

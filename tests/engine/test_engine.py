@@ -242,7 +242,7 @@ def test_a_faulty_matcher_ends_its_own_request_only(tiny: dict[str, str], fault:
         for index, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True)):
             handle = engine.submit(prompt, grammar, sampling)
             if index == 3:
-                faulty = Faulty(engine.core.matchers[handle.request.id], fault)
+                faulty = Faulty(engine.core.grammar.matchers[handle.request.id], fault)
                 engine.core.grammar.matchers[handle.request.id] = faulty
             handles.append(handle)
         while any(t.output is None for t in handles):
@@ -286,7 +286,7 @@ def test_a_type_that_refuses_its_output_costs_its_own_request_only(engine: Engin
 def output_by(engine: Engine, matcher: type[Faulty]) -> Any:
     """The output of a request whose matcher is wrapped by ``matcher``."""
     handle = engine.submit("slow", DATE)
-    inner = engine.core.matchers[handle.request.id]
+    inner = engine.core.grammar.matchers[handle.request.id]
     engine.core.grammar.matchers[handle.request.id] = matcher(inner, "none")
     while handle.output is None:
         engine.step()

@@ -16,8 +16,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from overlap_spec.engine import Engine
+from overlap_spec.engine.wide import wide_tier
 from overlap_spec.kernels.triton.launch import Launch
-from overlap_spec.speculation.wide import wide_tier
 from overlap_spec.types import Tier
 from overlap_spec.worker import build as build_module
 from overlap_spec.worker import model_runner as runner_module
@@ -134,10 +134,10 @@ def captured(
     engine: Engine, sizes: tuple[int, ...] = SIZES
 ) -> tuple[Capture, int, list[Launch], Exception | None]:
     """What was captured, how many passes were asked for, and the drafter's fault."""
-    runner = engine.core.worker.runner
-    with as_on_a_gpu(runner) as (capture, graphs, launches):
+    worker = engine.core.worker
+    with as_on_a_gpu(worker) as (capture, graphs, launches):
         count = record(graphs, tiers_of(engine), sizes)
-        fault, runner.fault = runner.fault, None
+        fault, worker.guard.fault = worker.guard.fault, None
     return capture, count, launches, fault
 
 
@@ -265,8 +265,8 @@ def test_what_a_capture_refuses_is_found(
         return within(runner, positions)
 
     monkeypatch.setattr(ModelRunner, "_within", spoilt)
-    runner = tree_engine.core.worker.runner
-    with as_on_a_gpu(runner) as (capture, graphs, _), pytest.raises(CaptureError, match=why):
+    worker = tree_engine.core.worker
+    with as_on_a_gpu(worker) as (capture, graphs, _), pytest.raises(CaptureError, match=why):
         record(graphs, tree_engine.core.policy.tiers, (2,))
     assert why in capture.refused[0]
 
@@ -333,15 +333,15 @@ def test_a_read_is_found_wherever_it_is(
         if capture.recording:
             x.flatten()[0].item()
 
-    runner = tree_engine.core.worker.runner
+    worker = tree_engine.core.worker
     PLACES[where](monkeypatch, reads)
     told: Exception | None = None
-    with as_on_a_gpu(runner) as (capture, graphs, _):
+    with as_on_a_gpu(worker) as (capture, graphs, _):
         try:
             record(graphs, tree_engine.core.policy.tiers, (2,))
         except RuntimeError as error:
             told = error
-        told, runner.fault = told or runner.fault, None
+        told, worker.guard.fault = told or worker.guard.fault, None
     assert capture.refused
     assert "reads a value" in str(told)
 

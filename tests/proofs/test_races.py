@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from overlap_spec.engine import Engine
-from overlap_spec.engine import core as core_module
+from overlap_spec.engine import build as engine_build
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import attention
 from overlap_spec.types import SamplingParams
 from overlap_spec.worker import build as build_module
 from overlap_spec.worker import choices as choices_module
-from overlap_spec.worker import model_runner as runner_module
 from overlap_spec.worker import worker as worker_module
 from overlap_spec.worker.batch import Chunks, Staging
 from overlap_spec.worker.in_flight import Buffers, Events, InFlightStep
+from overlap_spec.worker.model_runner import ModelRunner
+from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.worker import Worker
 from tests.support.race import (
     HOST,
@@ -84,7 +85,7 @@ def give_the_device_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     for module in (worker_module, choices_module):
         monkeypatch.setattr(module, "uploaded", lambda host, _: world.upload(host))
-    monkeypatch.setattr(core_module, "build_streams", lambda *_: ClockStreams(world))
+    monkeypatch.setattr(engine_build, "build_streams", lambda *_: ClockStreams(world))
     # Weights that are packed for the CPU are no tensors of the device's kind.
     monkeypatch.setattr(build_module, "pack", lambda _: None)
     # Keys of a request's own pages alone are read: others' are masked, and may be anything.
@@ -99,10 +100,8 @@ def watched(
     watch_host(world, monkeypatch)
     give_the_device_memory(world, monkeypatch)
     if held:
-        monkeypatch.setattr(runner_module, "GraphRunner", test_replay.HeldGraphs)
-        monkeypatch.setattr(
-            runner_module.ModelRunner, "_visible", lambda self, _: self.tables.pages.shape[1]
-        )
+        monkeypatch.setattr(worker_module, "GraphRunner", test_replay.HeldGraphs)
+        monkeypatch.setattr(Phases, "_visible", lambda self, _: self.tables.pages.shape[1])
     more = {"lane_threads": 0, "mask_deadline_ms": None, "graphs": held, **settings}
     with Watch(world), test_overlap.build(tiny, **more) as engine:
         worker = engine.core.worker
@@ -204,7 +203,10 @@ def test_no_stream_races_another_in_any_mode(
     held: bool,
     ahead: bool,
 ) -> None:
-    monkeypatch.setattr(Worker, "verifies_ahead", ahead)
+    traits = worker_module.traits_of
+    monkeypatch.setattr(
+        worker_module, "traits_of", lambda runner: replace(traits(runner), verifies_ahead=ahead)
+    )
     first, settings = test_overlap.settings_of(tier, room)
     with watched(tiny, monkeypatch, held, overlap=mode, **settings) as (world, engine):
         serve(engine, first, 4)
@@ -243,13 +245,13 @@ def test_features_that_are_no_pages_are_not_read_unseen(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks that begin with what padding left."""
-    extend = runner_module.ModelRunner._extend_chunks
+    extend = ModelRunner.extend_chunks
 
     def misled(runner: Any, chunks: Chunks, *rest: Any) -> None:
         padding = torch.full_like(chunks.pages, len(runner.page_features) - 1)
         extend(runner, replace(chunks, pages=padding), *rest)
 
-    monkeypatch.setattr(runner_module.ModelRunner, "_extend_chunks", misled)
+    monkeypatch.setattr(ModelRunner, "extend_chunks", misled)
     with watched(tiny, monkeypatch, num_steps=3, adaptive="static") as (world, engine):
         serve(engine, 1000, 1)
     assert {race.kind for race in world.races} == {"read of what holds nothing of"}

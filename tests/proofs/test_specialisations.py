@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.speculation.tiers import SlotPolicy
-from overlap_spec.worker import model_runner as runner_module
 from overlap_spec.worker import warm_up as warm_up_module
-from overlap_spec.worker.worker import Worker
+from overlap_spec.worker import worker as worker_module
+from overlap_spec.worker.phases import Phases
 from tests.support.specialisations import Key, noted_kernels
 from tests.support.tiers import few
 from tests.worker import test_overlap, test_replay
@@ -36,11 +37,12 @@ EVERYTHING: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings of one size each, over all columns of the page tables; and a warm start."""
-    monkeypatch.setattr(runner_module, "GraphRunner", test_replay.HeldGraphs)
+    monkeypatch.setattr(worker_module, "GraphRunner", test_replay.HeldGraphs)
+    monkeypatch.setattr(Phases, "_visible", lambda self, _: self.tables.pages.shape[1])
+    traits = worker_module.traits_of
     monkeypatch.setattr(
-        runner_module.ModelRunner, "_visible", lambda self, _: self.tables.pages.shape[1]
+        worker_module, "traits_of", lambda runner: replace(traits(runner), compiles=True)
     )
-    monkeypatch.setattr(Worker, "compiles", True)
 
 
 def serve(engine: Engine, batches: range) -> None:

@@ -29,6 +29,7 @@ from overlap_spec.drafters.fixed_tree import shape_of
 from overlap_spec.kernels.dispatch import use
 from overlap_spec.kernels.triton.launch import Launch, recorded
 from overlap_spec.worker.graph_runner import GraphRunner
+from overlap_spec.worker.worker import Worker
 
 DEVICE = torch.device("meta")
 # What waits for the host or the device, and is no operation on tensors.
@@ -191,8 +192,8 @@ class Makers(TorchFunctionMode):
 
 
 @contextmanager
-def as_on_a_gpu(runner: Any) -> Iterator[tuple[Capture, GraphRunner, list[Launch]]]:
-    """A runner's passes as a GPU would run them: its captures, its recordings, its launches.
+def as_on_a_gpu(worker: Worker) -> Iterator[tuple[Capture, GraphRunner, list[Launch]]]:
+    """A worker's passes as a GPU would run them: its captures, its recordings, its launches.
 
     Of an engine that does nothing else meanwhile; it is as before then.
     """
@@ -213,7 +214,6 @@ def as_on_a_gpu(runner: Any) -> Iterator[tuple[Capture, GraphRunner, list[Launch
         "overlap_spec.kernels.triton.attention.multiprocessors": lambda _: 132,
         **dict.fromkeys(WAITS, waits),
     }
-    before = runner.graphs
     with ExitStack() as stack:
         for name, stand in stands.items():
             stack.enter_context(patch(name, stand))
@@ -223,11 +223,10 @@ def as_on_a_gpu(runner: Any) -> Iterator[tuple[Capture, GraphRunner, list[Launch
             stack.enter_context(mode)
         launches = stack.enter_context(recorded())
         try:
-            exchange.exchange(runner)
-            runner.graphs = GraphRunner(runner, True)
-            runner.graphs._cuda = True
-            yield capture, runner.graphs, launches
+            exchange.exchange(worker.runner)
+            graphs = GraphRunner(worker.runner, worker.guard, True)
+            graphs._cuda = True
+            yield capture, graphs, launches
         finally:
-            runner.graphs = before
             exchange.undo()
             shape_of.cache_clear()

@@ -12,8 +12,8 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels.dispatch import use
 from overlap_spec.types import Output
 from overlap_spec.worker import build as build_module
-from overlap_spec.worker import model_runner as runner_module
-from overlap_spec.worker.model_runner import ModelRunner
+from overlap_spec.worker import worker as worker_module
+from overlap_spec.worker.phases import Phases
 from tests.support.kernel_harness import poisoned
 from tests.support.kernel_memory import LAUNCHED
 
@@ -58,11 +58,9 @@ def answers(
         if held:
             from tests.worker.test_replay import HeldGraphs
 
-            stack.enter_context(patch.object(runner_module, "GraphRunner", HeldGraphs))
+            stack.enter_context(patch.object(worker_module, "GraphRunner", HeldGraphs))
             stack.enter_context(
-                patch.object(
-                    ModelRunner, "_visible", lambda runner, _: runner.tables.pages.shape[1]
-                )
+                patch.object(Phases, "_visible", lambda phases, _: phases.tables.pages.shape[1])
             )
         engine = stack.enter_context(Engine(**{**SETTINGS, "graphs": held, **settings}))
         exempt(engine)

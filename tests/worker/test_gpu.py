@@ -10,7 +10,7 @@ import torch
 
 from overlap_spec.config import EMBEDDED
 from overlap_spec.engine import Engine
-from overlap_spec.engine import core as core_module
+from overlap_spec.engine import build as engine_build
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import SamplingParams
 from overlap_spec.worker.cuda import CudaStreams
@@ -56,7 +56,7 @@ def test_chaos_on_cuda_never_changes_outputs(
     first, settings = settings_of(tier, room)
     common: dict[str, Any] = {"device": "cuda", "dtype": "float32"}
     oracle = build(tiny, overlap="none", algorithm="none", **common)
-    monkeypatch.setattr(core_module, "build_streams", lambda *_: ChaosCudaStreams(first))
+    monkeypatch.setattr(engine_build, "build_streams", lambda *_: ChaosCudaStreams(first))
     with oracle, build(tiny, overlap=mode, **settings, **common) as engine:
         outputs_equal(oracle, engine, first)
 

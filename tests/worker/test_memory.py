@@ -59,17 +59,17 @@ def test_a_closed_engine_holds_nothing(tiny: dict[str, Any], overlap: str) -> No
     engine = Engine(**tiny, overlap=overlap, device="cpu")
     engine.generate("one", Grammar.json_object(), {"max_tokens": 8})
     runner = engine.core.worker.runner
-    assert runner.graphs.count
+    assert engine.core.worker.graphs.count
     assert engine.compiler.snapshot()["cache_bytes"]
     held = [weakref.ref(t) for t in (*runner.parameters(), *runner.buffers())]
     assert len(held) > 30
     engine.close()
     assert [ref().shape for ref in held if ref() is not None] == []  # type: ignore[union-attr]
-    assert runner.graphs.count == 0
+    assert engine.core.worker.graphs.count == 0
     assert engine.compiler.snapshot()["cache_bytes"] == 0
     # What it says of itself is still there.
     assert engine.snapshot()["pages_in_use"] == 0
-    assert engine.context_length == engine.core.context_length
+    assert engine.context_length == engine.context_length
     engine.close()
 
 
@@ -98,7 +98,7 @@ def test_a_start_reads_zeros_whatever_was_computed_before(tiny: dict[str, Any]) 
     with Engine(**tiny, page_size=4, overlap="none") as engine:
         engine.generate(["one", "two and three", "4"], None, {"max_tokens": 12})
         features = engine.core.worker.runner.page_features
-        assert features.shape[0] == engine.core.worker.pages + 1
+        assert features.shape[0] == engine.core.worker.traits.pages + 1
         assert not features[0].any()
         assert features[1:-1].any()
         assert features[-1].any()

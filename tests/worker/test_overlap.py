@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 
 from overlap_spec.engine import Engine
-from overlap_spec.engine import core as core_module
+from overlap_spec.engine import build as engine_build
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, SamplingParams, StepPlan
+from overlap_spec.worker import worker as worker_module
 from overlap_spec.worker.batch import Batch
 from overlap_spec.worker.in_flight import InFlightStep
-from overlap_spec.worker.model_runner import ModelRunner
-from overlap_spec.worker.streams import ChaosStream, Streams, ThreadStreams
+from overlap_spec.worker.phases import Phases
+from overlap_spec.worker.streams import Streams
 from overlap_spec.worker.worker import Worker
+from tests.support.streams import ChaosStream, ThreadStreams
 from tests.support.tiers import few
 
 PERSON = {
@@ -87,7 +89,7 @@ def run(engine: Engine, asks: list[Ask]) -> list[Output]:
     assert allocator.in_use == 0
     assert allocator.free_count == allocator.total
     assert engine.core.scheduler.idle
-    assert not engine.core.matchers
+    assert not engine.core.grammar.matchers
     assert not engine.output_processor.open()
     return [output for output in outputs if output is not None]
 
@@ -101,7 +103,7 @@ def check_laws(engine: Engine) -> None:
     held |= {node.page for s in scheduler.running for node in s.path}
     assert len(held) == allocator.in_use
     for sequence in scheduler.running:
-        matcher = engine.core.matchers.get(sequence.request.id)
+        matcher = engine.core.grammar.matchers.get(sequence.request.id)
         if matcher is not None:
             assert matcher.accepted_tokens == len(sequence.output_ids)
         assert sequence.stats.output_tokens == len(sequence.output_ids)
@@ -129,7 +131,7 @@ def chaos(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     def streams(*_: Any) -> Streams:
         return ThreadStreams(lambda name: ChaosStream(name, seed, 0.0005))
 
-    monkeypatch.setattr(core_module, "build_streams", streams)
+    monkeypatch.setattr(engine_build, "build_streams", streams)
 
 
 def settings_of(tier: str, room: str) -> tuple[int, dict[str, Any]]:
@@ -201,7 +203,10 @@ def test_verify_waits_for_no_results_on_a_gpu(
     first, settings = settings_of(tier, room)
     oracle = build(tiny, overlap="none", algorithm="none")
     chaos(monkeypatch, first)
-    monkeypatch.setattr(Worker, "verifies_ahead", True)
+    traits = worker_module.traits_of
+    monkeypatch.setattr(
+        worker_module, "traits_of", lambda runner: replace(traits(runner), verifies_ahead=True)
+    )
     uploaded: list[int] = []
     verified: list[int] = []
     needless, read_late = 0, 0
@@ -246,21 +251,21 @@ def test_a_step_that_nobody_wants_is_not_drafted(
     """Where the host has given it up before its drafts begin."""
     queued, decided, drafted, dropped = deque[int](), [-1], list[int](), list[int]()
     told = threading.Condition()
-    extend, draft = ModelRunner.extend, ModelRunner.draft
+    extend, draft = Phases.extend, Phases.draft
 
-    def held(runner: ModelRunner, *rest: Any) -> None:
+    def held(phases: Phases, *rest: Any) -> None:
         """Until the host has queued the next verify, or given the next step up."""
-        extend(runner, *rest)
+        extend(phases, *rest)
         number = queued.popleft()
         with told:
             assert told.wait_for(lambda: decided[-1] > number, 60)
 
-    def noted(runner: ModelRunner, batch: Batch, *rest: Any) -> Any:
+    def noted(phases: Phases, batch: Batch, *rest: Any) -> Any:
         drafted.append(batch.plan.index)
-        return draft(runner, batch, *rest)
+        return draft(phases, batch, *rest)
 
-    monkeypatch.setattr(ModelRunner, "extend", held)
-    monkeypatch.setattr(ModelRunner, "draft", noted)
+    monkeypatch.setattr(Phases, "extend", held)
+    monkeypatch.setattr(Phases, "draft", noted)
     verify, drop, extend_step = Worker.verify, Worker.drop, Worker.extend
 
     def decide(step: InFlightStep) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.drafters.base import Draft, Roots
-from overlap_spec.engine import core as core_module
+from overlap_spec.engine import build as engine_build
 from overlap_spec.errors import EngineUnavailable
 from overlap_spec.parallel.group import Group
 from overlap_spec.parallel.processes import Processes
@@ -21,7 +21,7 @@ from overlap_spec.worker.build import build_worker
 from overlap_spec.worker.follower import Spans, follow
 from overlap_spec.worker.lead import LeadWorker
 from overlap_spec.worker.messages import Call, encode_calls
-from overlap_spec.worker.model_runner import ModelRunner
+from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.streams import InlineStream, InlineStreams, Value
 from overlap_spec.worker.worker import Worker
 from tests.support.drafters import Echo
@@ -106,25 +106,24 @@ def test_nothing_is_told_of_a_step_in_which_a_rank_was_lost(
         return LeadWorker(
             worker.runner,
             worker.streams,
-            overlap,
-            config.max_running_requests,
+            config,
             rest[-1],
             cast("Group", group),
             cast("Processes", lost),
         )
 
-    monkeypatch.setattr(core_module, "build_worker", lead)
+    monkeypatch.setattr(engine_build, "build_worker", lead)
     engine = build(tiny, overlap=overlap, graphs=False, algorithm="none")
     handle = engine.submit("abc", None, {"max_tokens": 40, "ignore_eos": True, "temperature": 0.0})
     while handle.pushed_tokens < 5:
         engine.step()
-    plain, accept = handle.pushed_tokens, ModelRunner.accept
+    plain, accept = handle.pushed_tokens, Phases.accept
 
-    def losing(runner: ModelRunner, *rest: Any) -> Any:
+    def losing(phases: Phases, *rest: Any) -> Any:
         lost.gone = True
-        return accept(runner, *rest)
+        return accept(phases, *rest)
 
-    monkeypatch.setattr(ModelRunner, "accept", losing)
+    monkeypatch.setattr(Phases, "accept", losing)
     with pytest.raises(EngineUnavailable, match="rank 1 was killed"):
         list(engine.pieces(handle))
     # In once-sync the step before the lost one is told.

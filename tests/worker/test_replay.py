@@ -15,10 +15,12 @@ from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import Tree
 from overlap_spec.types import BY_NONE, DEAD, FEW_TOKENS, LOST, STATE_WIDTH, TOLD, Tier
-from overlap_spec.worker import model_runner as runner_module
+from overlap_spec.worker import worker as worker_module
+from overlap_spec.worker.drafter_guard import DrafterGuard
 from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.graphs import Recorded, Tensors, TracedGraph, padded, padded_size
 from overlap_spec.worker.model_runner import ModelRunner
+from overlap_spec.worker.worker import Worker
 from tests.support.tiers import few
 from tests.worker import test_overlap
 
@@ -78,7 +80,8 @@ def tier_of(engine: Engine) -> Tier:
 def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) -> None:
     settings = {"adaptive": "static", "overlap": "none", "dtype": "float32", "page_size": 4}
     with Engine(**tiny, **settings, **TIERS[tier], device=device) as engine:
-        runner, own = engine.core.worker.runner, tier_of(engine)
+        worker, own = engine.core.worker, tier_of(engine)
+        runner = worker.runner
         generator = torch.Generator().manual_seed(1)
         for buffer in state(runner):
             if buffer.is_floating_point():
@@ -106,14 +109,14 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             size = padded_size(batch)
             rows = torch.cat([rows, rows.new_full((size - batch,), tables.padding_row)])
             pages = tables.pages[rows, :columns]
-            graphs = runner.graphs.find(own, size)
+            graphs = worker.graphs.find(own, size)
             # Recording wrote to the row of padding, and to page 0.
             tables.committed[:batch] = torch.arange(batch, device=device) + 7
             for sampled, known in product((True, False), repeat=2):
                 # A kernel sees for itself which rows have these: one recording does for all.
                 told = (True, True) if device == "cuda" else (sampled, known)
                 want = tuple(x.clone() for x in runner.draft_trees(own, *told, rows, pages))
-                recorded = runner.graphs.find_draft(own, size, sampled, known)
+                recorded = worker.graphs.find_draft(own, size, sampled, known)
                 assert recorded is not None
                 got = recorded(rows, pages)
                 drafted = set(got[4][0, 1:].tolist())
@@ -130,7 +133,7 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             real = batch * own.nodes
             close([x[:real] for x in got], [x[:real] for x in want])
             close(state(runner), after)
-            packed(runner, own, tree, inputs, want, real)
+            packed(worker, own, tree, inputs, want, real)
 
             choices = tree.tokens.roll(-1, 1).flatten()
             limits = torch.full_like(positions, own.steps)
@@ -158,7 +161,7 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
 
 
 def packed(
-    runner: ModelRunner, tier: Tier, tree: Tree, inputs: Tensors, want: Tensors, real: int
+    worker: Worker, tier: Tier, tree: Tree, inputs: Tensors, want: Tensors, real: int
 ) -> None:
     """Verify of fewer nodes gives those nodes what the whole trees' gave them."""
     rows, nodes = tree.tokens.shape
@@ -166,7 +169,7 @@ def packed(
         # Parents outrank their children: by depth, all roots first.
         order = tree.depths.flatten().argsort(stable=True)
         pack = order[:count].sort().values
-        logits, features = runner.graphs.find_packed(tier, rows, count)(pack, *inputs)
+        logits, features = worker.graphs.find_packed(tier, rows, count)(pack, *inputs)
         mine = pack < real
         got = logits[mine], features[pack[mine]]
         close(list(got), [x[pack[mine]] for x in want])
@@ -187,7 +190,7 @@ def test_nothing_is_recorded_where_it_is_switched_off(tiny: dict[str, Any], over
     for graphs in (True, False):
         with Engine(**tiny, overlap=overlap, graphs=graphs, adaptive="default") as engine:
             outputs.append(engine.generate(prompts, grammars, {"max_tokens": 20}))
-            assert bool(engine.core.worker.runner.graphs.count) == graphs
+            assert bool(engine.core.worker.graphs.count) == graphs
     assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
 
 
@@ -196,7 +199,7 @@ def test_chains_of_all_lengths_have_the_same_recordings(tiny: dict[str, Any]) ->
     extend."""
     with Engine(**tiny, adaptive="default") as engine:
         assert len(engine.core.policy.tiers) == 3
-        graphs = engine.core.worker.runner.graphs
+        graphs = engine.core.worker.graphs
         engine.generate("a", None, {"max_tokens": 2})
         assert graphs.count == 9
         engine.generate(list("abcdefghi"), None, {"max_tokens": 90})
@@ -207,7 +210,7 @@ def test_chains_of_all_lengths_have_the_same_recordings(tiny: dict[str, Any]) ->
 def test_trees_are_recorded_when_they_are_needed(tiny: dict[str, Any]) -> None:
     """Their verify and extend are those of other trees; their drafts and commits their own."""
     with Engine(**tiny, adaptive="static", eagle_topk=2, num_steps=3) as engine:
-        graphs = engine.core.worker.runner.graphs
+        graphs = engine.core.worker.graphs
         engine.generate("a", None, {"max_tokens": 2})
         assert graphs.count == 5
         assert graphs.record(Tier(2, 2, 4))
@@ -218,7 +221,7 @@ def test_trees_are_recorded_when_they_are_needed(tiny: dict[str, Any]) -> None:
 def test_an_idle_moment_records_what_later_steps_want(tiny: dict[str, Any]) -> None:
     """A request whose batch takes another tier, or that samples, waits for no recording then."""
     with Engine(**tiny, adaptive="default") as engine:
-        graphs = engine.core.worker.runner.graphs
+        graphs = engine.core.worker.graphs
         while engine.prepare_next():
             pass
         ready = graphs.count
@@ -268,8 +271,8 @@ class Held(Recorded):
 
 
 class HeldGraphs(GraphRunner):
-    def __init__(self, runner: ModelRunner, enabled: bool) -> None:
-        super().__init__(runner, enabled)
+    def __init__(self, runner: ModelRunner, guard: DrafterGuard, enabled: bool) -> None:
+        super().__init__(runner, guard, enabled)
         self._cuda = True
 
     def _make(self, work: Any, *inputs: Tensor) -> Recorded:
@@ -286,17 +289,18 @@ def test_chaos_with_fixed_inputs_and_outputs(
     """What a replay overwrites has been read by then, whatever the streams' delays."""
     oracle = test_overlap.build(tiny, overlap="none", algorithm="none")
     test_overlap.chaos(monkeypatch, 7)
-    monkeypatch.setattr(runner_module, "GraphRunner", HeldGraphs)
+    monkeypatch.setattr(worker_module, "GraphRunner", HeldGraphs)
     settings = {**test_overlap.TIERS[tier], "mask_deadline_ms": None}
     with oracle, test_overlap.build(tiny, **settings) as engine:
-        runner = engine.core.worker.runner
-        monkeypatch.setattr(runner, "_visible", lambda _: runner.tables.pages.shape[1])
+        worker = engine.core.worker
+        phases = worker.phases
+        monkeypatch.setattr(phases, "_visible", lambda _: phases.tables.pages.shape[1])
         for seed in range(70, 82):
             asks = [replace(ask, abort_step=None) for ask in test_overlap.random_asks(seed)]
             got = test_overlap.run(engine, asks)
             want = test_overlap.run(oracle, asks)
             assert [o.token_ids for o in got] == [o.token_ids for o in want], seed
-        assert {size for _, size in engine.core.worker.runner.graphs._tiers} == {1, 2, 3, 4}
+        assert {size for _, size in engine.core.worker.graphs._tiers} == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("tier", ["chain", "tree"])
@@ -304,13 +308,14 @@ def test_a_pass_takes_what_another_one_has_where_it_is(
     tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:
     """The draft's rows and pages alone come up to it; a commit gets choices, limits and runs."""
-    monkeypatch.setattr(runner_module, "GraphRunner", HeldGraphs)
+    monkeypatch.setattr(worker_module, "GraphRunner", HeldGraphs)
     settings = {**test_overlap.TIERS[tier], "adaptive": "static", "overlap": "none"}
     with test_overlap.build(tiny, **settings) as engine:
-        runner = engine.core.worker.runner
-        monkeypatch.setattr(runner, "_visible", lambda _: runner.tables.pages.shape[1])
+        worker = engine.core.worker
+        phases = worker.phases
+        monkeypatch.setattr(phases, "_visible", lambda _: phases.tables.pages.shape[1])
         engine.generate(list("abc"), None, {"max_tokens": 12, "temperature": 0})
-        held: Any = runner.graphs
+        held: Any = worker.graphs
         draft = held.find_draft(tier_of(engine), 3, True, True)
         passes = held.find(tier_of(engine), 3)
         for recorded in (draft, *passes):

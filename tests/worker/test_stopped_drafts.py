@@ -17,6 +17,7 @@ from overlap_spec.speculation.adaspec import predicted_steps
 from overlap_spec.speculation.policy import LengthPolicy, StepOutcome, StepView
 from overlap_spec.types import Budget, DraftStop, Output, StepResult, Tier
 from overlap_spec.worker.graphs import padded_size
+from overlap_spec.worker.jobs import prepare_next
 from overlap_spec.worker.stepwise import stops
 from tests.support.policies import share_nodes
 from tests.worker import test_overlap, test_ragged
@@ -127,7 +128,7 @@ def test_stopped_drafts_change_no_text(
 ) -> None:
     """16 requests, greedy and sampled, with and without grammars, each step another length."""
     with Engine(**tiny, **CHAIN, graphs=graphs, overlap=overlap) as engine:
-        assert engine.core.worker.stops_drafts
+        assert engine.core.worker.traits.stops_drafts
         stop_at(monkeypatch, engine, cycle([1, 4, 2, 6, 3, 5]))
         outputs = answer(engine)
         assert engine.core.scheduler.allocator.in_use == 0
@@ -218,7 +219,7 @@ def test_a_drafter_that_raises_between_steps_costs_its_drafts(
     with Engine(**tiny, **CHAIN) as engine:
         stop_at(monkeypatch, engine, cycle([4]))
         out = engine.generate(["a prompt"], None, {"max_tokens": 12})[0]
-        assert engine.core.drafter.faults
+        assert engine.core.worker.guard.faults
     assert len(out.token_ids) == 12
 
 
@@ -226,9 +227,10 @@ def test_steps_are_recorded_ahead_of_the_first_request(tiny: dict[str, Any]) -> 
     """With chains, whose drafts are those steps."""
     with Engine(**tiny, adaptive="adaspec", context_length=128) as engine:
         worker = engine.core.worker
-        while worker.prepare_next([Tier(1, 1, 2)]):
-            pass
-        graphs = worker.runner.graphs
+        worker.do(prepare_next, [Tier(1, 1, 2)])
+        worker.do(prepare_next, [Tier(1, 1, 2)])
+        worker.rest()
+        graphs = worker.graphs
         before = graphs.count
         for kind in product((False, True), repeat=2):
             assert graphs.find_steps(*kind) is not None

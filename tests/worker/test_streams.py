@@ -10,14 +10,8 @@ import pytest
 import torch
 
 from overlap_spec.worker.cuda import CudaStreams
-from overlap_spec.worker.streams import (
-    ChaosStream,
-    CpuStreams,
-    InlineStreams,
-    Streams,
-    ThreadStream,
-    ThreadStreams,
-)
+from overlap_spec.worker.streams import CpuStreams, InlineStreams, Streams, ThreadStream
+from tests.support.streams import ChaosStream, ThreadStreams
 
 KINDS = [
     "inline",

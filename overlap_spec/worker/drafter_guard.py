@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any
 
 from overlap_spec.types import Tier
 
@@ -14,42 +15,50 @@ FIRST_PAUSE_STEPS = 32
 LONGEST_PAUSE_STEPS = 2**14
 
 
-class DraftingWorker(Protocol):
-    """What the guard asks of the worker."""
-
-    @property
-    def drafter_fault(self) -> Exception | None:
-        """What the drafter raised, while it is not used for that."""
-
-    @property
-    def refused_nodes(self) -> int:
-        """Drafted nodes that broke the drafters' contract."""
-
-    def retry_drafter(self) -> None:
-        """Use the drafter again."""
-
-
 class DrafterGuard:
-    """Pauses a drafter that raised, and tries it again, each time after twice as many steps.
+    """A ``with`` block around what a drafter does: where it raises, it pauses, and is tried again,
+    each time after twice as many steps.
 
     A drafter that has worked for as long as its last pause is trusted as at first.
 
     Args:
         name: The drafter's, for the log and the snapshot.
+        fatal: Whether the block raises RuntimeError instead: of a drafter that drafts in all ranks
+            of a model, since the others may have drafted. What they compute from then on has no
+            meaning.
 
     Attributes:
+        fault: What the drafter raised, while it is not used for that.
         faults: How often the drafter was paused.
     """
 
-    def __init__(self, worker: DraftingWorker, name: str) -> None:
-        self._worker, self._name = worker, name
+    def __init__(self, name: str, fatal: bool = False) -> None:
+        self._name, self._fatal = name, fatal
         self._pause, self._left, self._worked = FIRST_PAUSE_STEPS, 0, 0
         self._error: str | None = None
+        self.fault: Exception | None = None
         self.faults = 0
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if self._fatal:
+            text = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"the drafter failed in one of several ranks: {text}") from error
+        self.fault = error
+        return True
 
     def allow(self, tier: Tier) -> Tier:
         """``tier``, or none while the drafter is paused; called once for every step."""
-        fault = self._worker.drafter_fault
+        fault = self.fault
         if fault is None:
             self._worked += 1
             if self._worked >= self._pause:
@@ -69,17 +78,15 @@ class DrafterGuard:
             )
         self._left -= 1
         if not self._left:
-            self._worker.retry_drafter()
+            self.fault = None
         return OFF
 
     def snapshot(self) -> dict[str, Any]:
-        """State as plain data: ``name``, ``paused`` (whether drafts are off), ``faults``,
-        ``last_error``, None where there was none, and ``refused_nodes``: drafted nodes that broke
-        the contract and were not verified."""
+        """State as plain data: ``name``, ``paused`` (whether drafts are off), ``faults``, and
+        ``last_error``, None where there was none."""
         return {
             "name": self._name,
             "paused": self._left > 0,
             "faults": self.faults,
             "last_error": self._error,
-            "refused_nodes": self._worker.refused_nodes,
         }

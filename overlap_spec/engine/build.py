@@ -1,0 +1,156 @@
+"""An engine from its settings: the one place that knows how its parts fit together."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.engine.core import EngineCore
+from overlap_spec.engine.cost_model import cost_model
+from overlap_spec.engine.grammar_tables import GrammarTables
+from overlap_spec.engine.wide import wide_tier
+from overlap_spec.errors import ConfigError
+from overlap_spec.grammar.backends import load
+from overlap_spec.grammar.compile import GrammarCompiler
+from overlap_spec.grammar.drafting.forced import ForcedRuns
+from overlap_spec.grammar.isolation.limits import CompileLimits
+from overlap_spec.grammar.matching.pool import MatcherPool
+from overlap_spec.memory import MemoryCeiling, machine_bytes, rss_bytes
+from overlap_spec.scheduler.scheduler import Scheduler
+from overlap_spec.scheduler.sequence import Sequence
+from overlap_spec.speculation.policy import RequestView, StepView
+from overlap_spec.speculation.presets import nearest_tier, policy_of
+from overlap_spec.timeline import Timeline
+from overlap_spec.tokenizer import Tokenizer
+from overlap_spec.types import RUN_TOKENS
+from overlap_spec.worker.build import build_streams, build_worker, overlap_mode
+from overlap_spec.worker.jobs import prepare
+from overlap_spec.worker.warm_up import warm_up
+
+# Prompt tokens of a step, if nobody says: running requests wait for them. A CPU computes longer
+# chunks no faster, token by token.
+GPU_CHUNK_TOKENS, CPU_CHUNK_TOKENS = 1024, 256
+
+
+def build(config: EngineConfig, tokenizer: Tokenizer) -> tuple[EngineCore, GrammarCompiler]:
+    """An engine's core, ready for its first step, and what compiles its grammars.
+
+    Raises:
+        ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
+    """
+    compiler = GrammarCompiler(
+        load(config.grammar_backend)(tokenizer.vocabulary),
+        config.grammar_cache_bytes,
+        isolated=config.grammar_isolated,
+        limits=CompileLimits(
+            time_s=config.grammar_compile_timeout_s,
+            memory_bytes=config.grammar_compile_memory_bytes,
+        ),
+    )
+    # Its processes start while the weights are read.
+    compiler.warm()
+    try:
+        core = _core(config, tokenizer)
+        # How much is left to grammars is known, now that the rest is there.
+        compiler.ceiling = _ceiling(config.memory_limit_bytes, core)
+    except BaseException:
+        compiler.close()
+        raise
+    compiler.makes_states = core.tables is not None
+    return core, compiler
+
+
+def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:
+    # A mode that was not asked for keeps its lane: only there a matcher's time has a bound.
+    lanes = config.lanes
+    config = replace(config, overlap=overlap_mode(config))
+    policy, timeline = policy_of(config), Timeline()
+    tiers = policy.tiers
+    # Of tiers with room for what the grammar tells, beside the policy's own.
+    reserve = reserve_tokens(max(tier.window_tokens for tier in tiers))
+    wide = [wide_tier(tier).window_tokens for tier in tiers if tier.steps]
+    wider = max(reserve, reserve_tokens(max(wide, default=0)))
+
+    start = time.perf_counter()
+    streams = build_streams(config, timeline.record)
+    worker = build_worker(config, wider, streams, timeline.record)
+    load_s, traits, drafts = time.perf_counter() - start, worker.traits, config.drafter != "none"
+    usual = GPU_CHUNK_TOKENS if traits.on_gpu else CPU_CHUNK_TOKENS
+    chunk_tokens = config.chunked_prefill_size or max(usual, config.page_size)
+    # The slots that wide tiers need are at most half of all.
+    fits = config.max_running_requests * wider <= traits.pages * config.page_size // 2
+    widens = drafts and fits and (traits.on_gpu if config.tries is None else config.tries)
+
+    pool = MatcherPool(lanes, config.mask_deadline_ms, config.mask_timeout_s)
+    vocabulary, tables = tokenizer.vocabulary, None
+    if drafts:
+        weighed = traits.reads_states
+        pool.forced = ForcedRuns(vocabulary, tokenizer.encode, RUN_TOKENS, weighed=weighed)
+        tables = GrammarTables(worker, pool, vocabulary) if traits.reads_states else None
+
+    def assign(sequence: Sequence) -> None:
+        if tables is not None:
+            tables.enter(sequence)
+        worker.assign(sequence.row, sequence.request, sequence.output_ids, sequence.trie)
+
+    scheduler = Scheduler(
+        pages=traits.pages,
+        page_size=config.page_size,
+        max_rows=config.max_running_requests,
+        chunk_tokens=chunk_tokens,
+        reserve_tokens=wider if widens else reserve,
+        assign=assign,
+        reuse=config.prefix_cache,
+    )
+    core = EngineCore(config, worker, scheduler, policy, pool, tables, timeline, widens)
+    _warm_up(core, chunk_tokens, load_s)
+    return core
+
+
+def _warm_up(core: EngineCore, chunk_tokens: int, load_s: float) -> None:
+    """Compile, measure and record what the first steps want."""
+    config, worker, policy, tiers = core.config, core.worker, core.policy, core.policy.tiers
+    policy.tell_waits(worker.graphs.wait_ms)
+    # A wide tier's drafts are the grammar's too: its budget has no stop.
+    if worker.traits.stops_drafts and not core.widens:
+        policy.let_stop()
+    if worker.traits.compiles:
+        limits = {tier: policy.largest_batch(tier) for tier in tiers}
+        wide = [tier for tier in tiers if core.widens and tier.steps and not tier.parents]
+        limits |= {wide_tier(tier): limits[tier] for tier in wide}
+        worker.do(warm_up, limits, chunk_tokens)
+        worker.rest()
+    if policy.weighs_cost:
+        policy.calibrate(*cost_model(config, worker, nearest_tier(config, tiers), load_s))
+    worker.do(prepare, policy.choose(StepView((RequestView(0, 1),))).tier)
+
+
+def _ceiling(most_bytes: int | None, core: EngineCore) -> MemoryCeiling:
+    """The ceiling of this process, in which ``core`` has been loaded.
+
+    Raises:
+        ConfigError: the engine takes more than that by itself.
+    """
+    state, rest = core.snapshot(), rss_bytes()
+    if not core.worker.traits.on_gpu:
+        # Pages take their memory when they are first written.
+        rest += state["kv_bytes"] - state["kv_touched_bytes"]
+    if most_bytes is None:
+        # Most is left to the machine's other processes, compile workers among them.
+        most_bytes = rest + max(0, machine_bytes() - rest) // 4
+    elif most_bytes < rest:
+        raise ConfigError(
+            f"memory_limit_bytes is {most_bytes}, and the engine takes {rest} by itself, its whole "
+            "KV cache included: set more, or lower max_total_tokens"
+        )
+    return MemoryCeiling(most_bytes)
+
+
+def reserve_tokens(window_tokens: int) -> int:
+    """Slots that a running sequence owns after its committed length.
+
+    Twice the draft window, since the host may be one step behind, and one for the draft cache's
+    slot of the newest token.
+    """
+    return 2 * window_tokens + 1

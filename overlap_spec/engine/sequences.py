@@ -1,0 +1,69 @@
+"""From a request to the sequence that the scheduler runs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+from overlap_spec.engine.input_processor import Limits
+from overlap_spec.grammar.automata.search import TextSearch, search
+from overlap_spec.grammar.contract import CompiledGrammar
+from overlap_spec.grammar.drafting.choices import ChoiceTokens
+from overlap_spec.scheduler.sequence import Sequence
+from overlap_spec.scheduler.stops import TextBuffer
+from overlap_spec.tokenizer import Tokenizer
+from overlap_spec.types import Request, WeighedChoices
+from overlap_spec.worker.extras.base import extras_of
+
+
+class SequenceMaker:
+    """Gives requests their numbers, and all that they need while they run.
+
+    Args:
+        tries: Whether drafts may be the few texts that an output can be.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, tries: bool) -> None:
+        self._tokenizer, self._tries = tokenizer, tries
+        self._longest = min(limits.context_tokens, limits.cache_tokens)
+        self._choice_tokens = ChoiceTokens(tokenizer.vocabulary, tokenizer.encode)
+        # Those of the requests that are open.
+        self._weighed: WeakValueDictionary[tuple[Any, ...], WeighedChoices] = WeakValueDictionary()
+        self._ids = itertools.count()
+
+    def make(
+        self, request: Request, compiled: CompiledGrammar | None, compile_ms: float
+    ) -> Sequence:
+        """A sequence of a request that gets the next number; ``compiled``: its grammar."""
+        request = replace(request, id=next(self._ids))
+        asked, grammar = request.sampling, request.grammar
+        finders = [TextSearch(search(pattern, "stop_regex")) for pattern in asked.stop_regex]
+        buffer = TextBuffer(
+            self._tokenizer.detokenizer(),
+            tuple(asked.stop),
+            finders,
+            asked.include_stop_str_in_output,
+        )
+        sequence = Sequence(request, buffer, compiled.matcher() if compiled else None)
+        sequence.extras = extras_of(request)
+        sequence.states = compiled.states if compiled else None
+        sequence.choices = self._choices(request)
+        if grammar is not None and self._tries:
+            sequence.trie = self._choice_tokens.trie(grammar)
+        sequence.stats.prompt_tokens = len(request.prompt_ids)
+        sequence.stats.grammar_compile_ms = compile_ms
+        return sequence
+
+    def _choices(self, request: Request) -> WeighedChoices | None:
+        """What the target is to weigh for a request."""
+        grammar = request.grammar
+        if grammar is None or not (grammar.probabilities or grammar.faithful):
+            return None
+        key = request.prompt_ids, request.cache_salt, grammar.source, grammar.faithful
+        known = self._weighed.get(key)
+        if known is None:
+            room = self._longest - len(request.prompt_ids)
+            known = self._weighed[key] = self._choice_tokens.weighed(grammar, room)
+        return known

@@ -1,0 +1,37 @@
+"""What :meth:`overlap_spec.worker.worker.Worker.do` runs between steps, besides measuring and
+warming up: each in every rank, on compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from overlap_spec.types import GrammarTable, Int32s, Tier
+from overlap_spec.worker.worker import Worker
+
+
+def write_texts(worker: Worker, steps: Int32s) -> None:
+    """Tell what tokens are to grammars' tables, as :func:`token_steps` makes it."""
+    worker.runner.states.write_texts(steps)
+
+
+def write_table(worker: Worker, base: int, table: GrammarTable) -> None:
+    """Enter a grammar's table at number ``base``."""
+    worker.runner.states.write(base, table)
+
+
+def prepare(worker: Worker, tier: Tier) -> None:
+    """Record a tier's passes for a single request, ahead of its first step, with a grammar or
+    without one."""
+    for told in {False, worker.runner.reads_states}:
+        worker.graphs.record(tier, False, told)
+
+
+def prepare_next(worker: Worker, tiers: Sequence[Tier]) -> bool:
+    """Record what one of these tiers lacks; False if they lack nothing."""
+    return worker.graphs.record_next(tiers)
+
+
+def clear(worker: Worker, pages: Sequence[int]) -> None:
+    """Zero pages that may hold NaN."""
+    for pool in worker.runner.caches:
+        pool.clear(tuple(pages))

@@ -1,0 +1,318 @@
+"""What the compute stream does in a step: draft, verify, accept, extend.
+
+A step's trees and its prompts' chunks run apart: the trees' passes are recorded and replayed, the
+chunks run beside them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from overlap_spec.drafters.base import Draft, Roots
+from overlap_spec.kernels import Tree, apply_bitmask, select_nodes
+from overlap_spec.types import StepPlan, Tier
+from overlap_spec.worker.batch import Batch
+from overlap_spec.worker.choices import ChoiceScorer
+from overlap_spec.worker.drafter_guard import DrafterGuard
+from overlap_spec.worker.extras import base as extras
+from overlap_spec.worker.graph_runner import GraphRunner
+from overlap_spec.worker.graphs import Tensors, padded_size
+from overlap_spec.worker.kv_pool import PagedAttend
+from overlap_spec.worker.model_runner import ModelRunner
+from overlap_spec.worker.packed_rows import pack_rows
+from overlap_spec.worker.passes import (
+    Accepted,
+    AcceptResult,
+    Drafted,
+    GrammarRows,
+    Prefilled,
+    Verified,
+)
+from overlap_spec.worker.sampler import Nodes, Sampler
+from overlap_spec.worker.tables import SamplingFeatures
+from overlap_spec.worker.tries import child
+
+
+class Phases:
+    """A step's phases, over what the runner computes and the graphs have recorded.
+
+    Args:
+        guard: Around all that the drafter does.
+    """
+
+    def __init__(self, runner: ModelRunner, graphs: GraphRunner, guard: DrafterGuard) -> None:
+        self.runner, self.graphs, self.guard = runner, graphs, guard
+        self.tables, self.sampler, self.rule = runner.tables, Sampler(runner.tables), runner.rule
+        self.choices = ChoiceScorer(runner.target, runner.pool, runner.tables, runner.token_slots)
+
+    # Draft
+
+    def enter_pages(self, batch: Batch) -> None:
+        """Enter the plan's new pages into the page tables."""
+        self.tables.pages.view(-1)[batch.page_index] = batch.page_values
+
+    def draft(
+        self, batch: Batch, sampled: bool = False, proposed: Draft | None = None
+    ) -> Drafted | None:
+        """Grow the trees; None where a step only prefills.
+
+        Args:
+            sampled: Whether any row draws its tokens: drafts share its noise.
+            proposed: What a host drafter proposed for the first rows of the batch.
+        """
+        plan, tables, rows = batch.plan, self.tables, batch.rows
+        if not batch.trees:
+            return None
+        pages = tables.pages[rows, : self._visible(plan)]
+        # Where nobody has a grammar, none is asked: it takes its time.
+        told = self.runner.reads_states and any(plan.grammar[: batch.trees])
+        tier, stop = plan.tier, plan.budget.stop
+        outputs: Tensors | None = None
+        if stop is not None and self.guard.fault is None:
+            with self.guard:
+                steps = self.graphs.find_steps(sampled, told)
+                if steps is not None:
+                    outputs = steps(rows, pages, stop)
+                    nodes = outputs[-1].shape[1]
+                    tier = Tier(nodes - 1, 1, nodes)
+        recorded = None if outputs else self.graphs.find_draft(tier, len(rows), sampled, told)
+        if proposed is None and recorded is not None and self.guard.fault is None:
+            with self.guard:
+                outputs = recorded(rows, pages)
+                rows, pages = recorded.kept(rows, pages)
+        if outputs is None:
+            outputs = self.draft_trees(tier, sampled, told, rows, pages, proposed)
+        tokens, positions, forced, links, *tree = outputs
+        roots = Roots(rows, pages, tokens, positions, forced)
+        drafted = Drafted(roots, Tree(*tree), links, None, tier)
+        return drafted if plan.budget.nodes is None else self._select(batch, drafted)
+
+    def draft_trees(
+        self,
+        tier: Tier,
+        sampled: bool,
+        told: bool,
+        rows: Tensor,
+        pages: Tensor,
+        proposed: Draft | None = None,
+    ) -> Tensors:
+        """The runner's; dead trees where the drafter raises, or has lately."""
+        if self.guard.fault is None:
+            with self.guard:
+                return self.runner.draft_trees(tier, sampled, told, rows, pages, proposed)
+        return self.runner.dead_trees(tier, rows, pages)
+
+    def _select(self, batch: Batch, drafted: Drafted) -> Drafted:
+        """Keep the best nodes of the whole batch, as many as the budget says."""
+        roots, tree = drafted.roots, drafted.tree
+        rows, nodes = tree.tokens.shape
+        assert batch.plan.budget.nodes is not None
+        # Rows of padding bring their roots.
+        wanted = batch.plan.budget.nodes + rows - batch.trees
+        # A recording for every number of nodes would be too many.
+        count = padded_size(wanted) if self.graphs.enabled else wanted
+        count = min(count, rows * nodes)
+        selected = select_nodes(tree.scores, count, batch.least, batch.most)
+        scores = selected.scores
+        draft = Draft(tree.tokens[:, 1:], tree.parents[:, 1:], scores[:, 1:])
+        links, *kept = self.runner.link(roots.tokens, draft, drafted.tier.steps)
+        pack = selected.pack if count < rows * nodes else None
+        return drafted._replace(tree=Tree(*kept), links=links, pack=pack)
+
+    # Verify
+
+    def verify(self, drafted: Drafted | None) -> Verified | None:
+        """The target over the trees."""
+        if drafted is None:
+            return None
+        roots, tree, pack = drafted.roots, drafted.tree, drafted.pack
+        inputs = (roots.pages, roots.positions, tree.tokens, tree.depths, tree.ancestors)
+        tier = drafted.tier
+        if pack is None:
+            logits, *rest = self.graphs.find(tier, len(roots.rows)).verify(*inputs)
+        else:
+            logits, *rest = self.graphs.find_packed(tier, len(roots.rows), len(pack))(pack, *inputs)
+        return Verified(logits, rest[0] if rest else None)
+
+    def prefill(self, batch: Batch) -> Prefilled:
+        """The target over all chunks in one pass."""
+        chunks, runner = batch.chunks, self.runner
+        assert chunks is not None
+        span = runner.chunk_span(chunks, chunks.positions, chunks.offsets)
+        slots = runner.token_slots(chunks.token_rows, chunks.positions)
+        attend = PagedAttend(runner.pool, slots, span)
+        inputs = chunks.tokens, chunks.positions, attend, runner.feature_layers
+        hidden, features = runner.target(*inputs)
+        told = extras.compute(runner.target, batch, hidden)
+        scores = self.choices(batch.plan, hidden)
+        if not len(chunks.last):
+            return Prefilled(None, features, scores, told)
+        return Prefilled(runner.target.logits(hidden[chunks.last]), features, scores, told)
+
+    # Accept
+
+    def accept(
+        self,
+        batch: Batch,
+        drafted: Drafted | None,
+        verified: Verified | None,
+        prefilled: Prefilled | None,
+        features: SamplingFeatures,
+        grammar: GrammarRows | None,
+        free: Tensor | None = None,
+    ) -> Accepted:
+        """Mask, choose at every node, accept, and commit: the step's one decision.
+
+        Args:
+            grammar: None where no request has one.
+            free: bool ``(S,)``: whether each tree's root is inside the thinking; None: none is.
+        """
+        trees = chunks = None
+        if drafted is not None and verified is not None:
+            trees = self._accept_trees(batch, drafted, verified, features, grammar, free)
+        if prefilled is not None:
+            nodes = 0 if drafted is None else drafted.tree.tokens.shape[1]
+            chunks = self._accept_chunks(batch, prefilled, features, grammar, batch.trees * nodes)
+        return Accepted(trees, chunks)
+
+    def _accept_trees(
+        self,
+        batch: Batch,
+        drafted: Drafted,
+        verified: Verified,
+        features: SamplingFeatures,
+        grammar: GrammarRows | None,
+        free: Tensor | None,
+    ) -> AcceptResult:
+        roots, tree, pack, logits = drafted.roots, drafted.tree, drafted.pack, verified.logits
+        rows, nodes = tree.tokens.shape
+        count = batch.trees * nodes
+        limits = self.tables.depth_limit[roots.rows]
+        allowed, runs = None, self.runner.no_run.expand(rows * nodes, -1)
+        if grammar is not None:
+            masks, runs = grammar.masks, grammar.runs[: rows * nodes]
+            limits = torch.minimum(limits, grammar.limits)
+            allowed = masks.first(count) if pack is None else masks.packed(pack, count)
+        if pack is None:
+            logits = logits[:count]
+        ruled = self.rule.applies(features, free)
+        place = self._nodes(drafted, len(logits)) if features.by_node or ruled else None
+        logits = self.sampler.process(logits, place, features)
+        if ruled and allowed is not None:
+            apply_bitmask(logits, allowed.of(self._count(len(logits))))
+        choices = self.sampler.choose(logits, place, features, None if ruled else allowed)
+        if ruled:
+            assert place is not None
+            choices = self.rule(choices, logits, place, features, allowed, free)
+        every = choices.new_full((rows * nodes,), -1)
+        every = every.index_copy_(0, self._count(count) if pack is None else pack, choices)
+        commit = self.graphs.find(drafted.tier, rows).commit
+        lengths, tokens, path, packed = commit(
+            roots.rows, roots.pages, roots.positions, *tree, every, limits, runs
+        )
+        accepted = AcceptResult(lengths, tokens, path, packed)
+        count = batch.trees
+        real = AcceptResult(lengths[:count], tokens[:count], path[:count], packed[:count])
+        self._note_output(roots.rows[: batch.trees], real.tokens, real.lengths, features)
+        if features.top_logprobs is None:
+            return accepted
+        index = self._count(batch.trees)[:, None] * nodes + real.path
+        if pack is not None:
+            inverse = torch.zeros_like(every).index_copy_(0, pack, self._count(len(pack)))
+            index = inverse[index]
+        return accepted._replace(
+            logprobs=self.sampler.logprobs(
+                logits, index, real.tokens, features.top_logprobs, allowed
+            )
+        )
+
+    def _accept_chunks(
+        self,
+        batch: Batch,
+        prefilled: Prefilled,
+        features: SamplingFeatures,
+        grammar: GrammarRows | None,
+        first: int,
+    ) -> AcceptResult | None:
+        chunks, logits = batch.chunks, prefilled.logits
+        assert chunks is not None
+        self.tables.committed[chunks.rows] = chunks.starts + chunks.sizes
+        if logits is None:
+            return None
+        rows, count = chunks.final_rows, len(chunks.final_rows)
+        allowed, runs = None, self.runner.no_run.expand(count, -1)
+        if grammar is not None:
+            allowed, runs = grammar.masks.last(count), grammar.runs[first : first + count]
+        place = Nodes(rows, chunks.positions[chunks.last] + 1, None, None)
+        logits = self.sampler.process(logits, place, features)
+        tokens = self.sampler.choose(logits, place, features, allowed)
+        forced = self.runner.root(rows, tokens, runs)
+        if features.tries:
+            before = self.tables.place[rows]
+            self.tables.place[rows] = child(self.tables.tries, rows, before, tokens)
+        # A tree of its root alone.
+        lengths, tokens = torch.zeros_like(tokens), tokens[:, None]
+        scores = torch.full((count, 2), -torch.inf, device=tokens.device)
+        scores[:, 0] = 0.0
+        packed = pack_rows(lengths, lengths, tokens, scores, forced)
+        accepted = AcceptResult(lengths, tokens, lengths[:, None], packed)
+        self._note_output(rows, tokens, lengths, features)
+        if features.top_logprobs is None:
+            return accepted
+        index, top = self._count(count)[:, None], features.top_logprobs
+        return accepted._replace(
+            logprobs=self.sampler.logprobs(logits, index, tokens, top, allowed)
+        )
+
+    def _note_output(
+        self, rows: Tensor, emitted: Tensor, lengths: Tensor, features: SamplingFeatures
+    ) -> None:
+        """Enter what a step has given into the tables that the next choice reads."""
+        if features.penalised:
+            self.tables.count_output(rows, emitted, lengths)
+        if features.banned:
+            self.tables.push_output(rows, emitted, lengths)
+
+    def _nodes(self, drafted: Drafted, count: int) -> Nodes:
+        """Rows and positions of the first ``count`` verified nodes."""
+        roots, tree, pack = drafted.roots, drafted.tree, drafted.pack
+        rows = roots.rows.repeat_interleave(tree.tokens.shape[1])
+        after = (roots.positions[:, None] + tree.depths + 1).flatten()
+        if pack is None:
+            return Nodes(rows[:count], after[:count], tree, None)
+        return Nodes(rows[pack], after[pack], tree, pack)
+
+    # Extend
+
+    def extend(self, drafted: Drafted, verified: Verified, accepted: Accepted) -> None:
+        """Feed the drafter what the trees committed: each token with the feature before it."""
+        if not self.runner.extends or self.guard.fault is not None or accepted.trees is None:
+            return
+        with self.guard:
+            roots, (lengths, tokens, path, *_) = drafted.roots, accepted.trees
+            graphs = self.graphs.find(drafted.tier, len(roots.rows))
+            features = () if verified.features is None else (verified.features,)
+            inputs = (roots.rows, roots.pages, roots.positions, tokens, path, lengths)
+            if graphs.extend is not None:
+                graphs.extend(*inputs, *features)
+            else:
+                self.runner.extend_trees(*inputs, *features)
+
+    def extend_chunks(self, batch: Batch, prefilled: Prefilled, accepted: Accepted) -> None:
+        """Feed the drafter what the chunks committed."""
+        if not self.runner.extends or self.guard.fault is not None:
+            return
+        assert batch.chunks is not None
+        with self.guard:
+            self.runner.extend_chunks(batch.chunks, prefilled.features, accepted.chunks)
+
+    def _visible(self, plan: StepPlan) -> int:
+        """Columns of the page tables that the trees read: all of them where shapes are recorded."""
+        columns = self.tables.pages.shape[1]
+        if self.tables.device.type == "cuda":
+            return columns
+        return min(-(-plan.max_keys // self.runner.pool.page_size), columns)
+
+    def _count(self, end: int) -> Tensor:
+        return torch.arange(end, device=self.tables.device)
