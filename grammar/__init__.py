@@ -11,8 +11,8 @@ import whom):
   in the processes of `isolation`.
 - matcher: `matching` has the walk over a tree and the pool of threads.
 
-Besides: text that must differ (`distinct`), thinking (`reasoning`), and what drafts are told
-(`drafting`).
+Besides: text that must differ (`distinct`), thinking (`reasoning`), what drafts are told
+(`drafting`), other libraries' tokenizers (`vocabularies`) and generation (`adapters`).
 
 Names load on first use, so that importing the package imports no grammar library.
 """

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
 from overlap_spec.grammar.distinct import matcher as distinct_matcher
 from overlap_spec.grammar.drafting.state_table import StateTable
@@ -25,6 +26,7 @@ from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.grammar.isolation.pool import make_pool
 from overlap_spec.grammar.reasoning import matcher as reasoning_matcher
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.memory import MemoryCeiling, trim
 
 Key = tuple[Grammar, str, str]
@@ -110,6 +112,23 @@ class GrammarCompiler:
         self._compile_ms = deque[float](maxlen=TIMINGS)
         self._executor = make_pool(backend, limits or CompileLimits(), isolated)
         self._finalizer = weakref.finalize(self, self._executor.stop)
+
+    @classmethod
+    def for_vocabulary(
+        cls, vocabulary: Vocabulary, backend: str = "auto", **settings: Any
+    ) -> GrammarCompiler:
+        """A compiler for a vocabulary (`Vocabulary.of(tokenizer)`).
+
+        Args:
+            vocabulary: Of the matchers.
+            backend: A backend's name, as `--grammar-backend` takes it.
+            settings: As the class takes them, but `backend`.
+
+        Raises:
+            ConfigError: no backend has that name, or as the class.
+            ImportError: the backend's library is not installed.
+        """
+        return cls(load(backend)(vocabulary), **settings)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """The compiled grammar, from the cache if it is there; blocks until it is ready.

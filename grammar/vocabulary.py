@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.errors import CheckpointError
+from overlap_spec.grammar import vocabularies
 from overlap_spec.grammar.reasoning.markers import known_markers
+from overlap_spec.grammar.vocabularies import Tokens, tokenizers
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,18 +134,55 @@ class Vocabulary:
             spec = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} is not a readable tokenizer.json: {error}") from error
-        tokens = [b""] * vocab_size
-        for token, text in _model_tokens(spec, path):
-            if token < vocab_size:
+        found = tokenizers.from_spec(spec, path, _as_text(markers))
+        return cls._made(found, vocab_size, stop_ids)
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Any,
+        size: int | None = None,
+        stop_ids: int | Iterable[int] | None = None,
+        markers: Iterable[str] | None = None,
+    ) -> Vocabulary:
+        """The vocabulary of another library's tokenizer.
+
+        Args:
+            tokenizer: Of `transformers`, `tokenizers`, `tiktoken`, `mistral_common` or
+                `sentencepiece`, or a `llama_cpp.Llama`.
+            size: Rows of the model's output layer, where it is larger than the tokenizer
+                (`model.config.vocab_size`); ids beyond it are left out. None: the tokenizer's.
+            stop_ids: Ids that end the output (`model.generation_config.eos_token_id`). None: the
+                end-of-text token that the tokenizer names; those of `tokenizers` name none.
+            markers: As for `from_tokenizer_json`.
+
+        Raises:
+            CheckpointError: tokens whose bytes it does not tell.
+            TypeError: a tokenizer of another library.
+            ValueError: as the class, and it names no stop token.
+        """
+        found = vocabularies.read(tokenizer, _as_text(markers))
+        if stop_ids is None:
+            if not found.stop:
+                name = type(tokenizer).__name__
+                raise ValueError(f"{name} does not tell what ends an output: pass stop_ids")
+            stop_ids = sorted(found.stop)
+        elif isinstance(stop_ids, int):
+            stop_ids = [stop_ids]
+        return cls._made(found, max(found.texts) + 1 if size is None else size, stop_ids)
+
+    @classmethod
+    def _made(cls, found: Tokens, size: int, stop_ids: Iterable[int]) -> Vocabulary:
+        tokens = [b""] * size
+        for token, text in found.texts.items():
+            if token < size:
                 tokens[token] = text
-        special, as_text = set(), known_markers() if markers is None else set(markers)
-        for added in spec.get("added_tokens") or []:
-            if added["id"] >= vocab_size:
-                continue
-            tokens[added["id"]] = added["content"].encode()
-            if added["special"] and added["content"] not in as_text:
-                special.add(added["id"])
-        return cls(tuple(tokens), vocab_size, tuple(stop_ids), frozenset(special))
+        special = frozenset(token for token in found.special if token < size)
+        return cls(tuple(tokens), size, tuple(stop_ids), special)
+
+
+def _as_text(markers: Iterable[str] | None) -> frozenset[str]:
+    return known_markers() if markers is None else frozenset(markers)
 
 
 def _row(ids: Iterable[int], words: int) -> npt.NDArray[np.int32]:
@@ -152,67 +191,3 @@ def _row(ids: Iterable[int], words: int) -> npt.NDArray[np.int32]:
     row = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
     row.flags.writeable = False
     return row
-
-
-def _components(part: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(part, dict):
-        yield part
-        for nested in part.get("decoders") or part.get("pretokenizers") or []:
-            yield from _components(nested)
-
-
-def _model_tokens(spec: dict[str, Any], path: str | Path) -> Iterator[tuple[int, bytes]]:
-    model = spec.get("model") or {}
-    vocab = model.get("vocab")
-    if isinstance(vocab, dict):
-        pairs = [(int(token), text) for text, token in vocab.items()]
-    elif isinstance(vocab, list):
-        pairs = [(i, entry[0]) for i, entry in enumerate(vocab)]
-    else:
-        raise CheckpointError(f"{path} has no model.vocab")
-    decoders = list(_components(spec.get("decoder")))
-    kinds = {part.get("type") for part in decoders}
-    if "ByteLevel" in kinds:
-        table = {char: byte for byte, char in enumerate(_byte_level_alphabet())}
-        return ((i, _from_byte_level(text, table, path)) for i, text in pairs)
-    space = _space_mark(decoders)
-    if space is None and "ByteFallback" not in kinds:
-        raise CheckpointError(
-            f"{path} is neither byte-level nor byte-fallback (decoder: {sorted(map(str, kinds))})"
-        )
-    unknown = {model.get("unk_id")} if isinstance(vocab, list) else set()
-    return (
-        (i, b"" if i in unknown else _from_byte_fallback(text, space or "▁")) for i, text in pairs
-    )
-
-
-def _space_mark(decoders: list[dict[str, Any]]) -> str | None:
-    for part in decoders:
-        if part.get("type") == "Metaspace":
-            return str(part.get("replacement", "▁"))
-        if part.get("type") == "Replace" and part.get("content") == " ":
-            return str(part["pattern"].get("String"))
-    return None
-
-
-def _byte_level_alphabet() -> list[str]:
-    """The printable character for each byte in GPT-2's byte-level BPE."""
-    kept = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    substitutes = iter(range(256))
-    return [chr(byte) if byte in kept else chr(256 + next(substitutes)) for byte in range(256)]
-
-
-def _from_byte_level(text: str, table: dict[str, int], path: str | Path) -> bytes:
-    try:
-        return bytes(table[char] for char in text)
-    except KeyError as error:
-        # The model's vocabulary also lists added tokens, as plain text.
-        if len(text) > 1:
-            return text.encode()
-        raise CheckpointError(f"{path}: {error} is not in the byte-level alphabet") from error
-
-
-def _from_byte_fallback(text: str, space: str) -> bytes:
-    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-        return bytes([int(text[3:5], 16)])
-    return text.replace(space, " ").encode()

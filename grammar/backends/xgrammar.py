@@ -22,14 +22,14 @@ from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Match
 from overlap_spec.grammar.dialects.gbnf import to_gbnf
 from overlap_spec.grammar.ir.epsilon import EpsilonFree
 from overlap_spec.grammar.ir.forced_length import UNKNOWN, ForcedLength, forced_length, unpacked
-from overlap_spec.grammar.isolation.import_stubs import awaiting
+from overlap_spec.grammar.isolation.import_stubs import awaiting, doing_without
 from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.parsing.ebnf import ForeignConstruct
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 
-with awaiting("transformers"):
+with awaiting("transformers"), doing_without("torch"), doing_without("transformers"):
     import xgrammar as xgr
 
 # A grammar that compiles faster than this is serialised as its text: writing and reading its

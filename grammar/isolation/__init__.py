@@ -5,5 +5,5 @@ exhaustion does not reach whoever asks.
 - `jobs`: what is done, and how its answer is read, as data.
 - `pool`: the face, for any thread; `supervisor` does the jobs in workers, with their limits.
 - `link` starts the `fork_server`, the process that forks workers; `worker`: what each of them runs.
-- `channel`: what they send each other.
+- `channel`: what they send each other; `import_stubs`: libraries without what they do not need.
 """

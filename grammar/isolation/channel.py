@@ -36,7 +36,8 @@ def send(end: socket.socket, fd: int = -1, /, **header: Any) -> None:
     data = json.dumps(header, ensure_ascii=False).encode(errors="replace")
     if len(data) > HEADER_BYTES:
         raise ValueError(f"a header of {len(data)} bytes")
-    socket.send_fds(end, [data], [fd] if fd >= 0 else [], socket.MSG_NOSIGNAL)
+    flags = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
+    socket.send_fds(end, [data], [fd] if fd >= 0 else [], flags)
 
 
 def send_body(end: socket.socket, body: bytes, /, **header: Any) -> None:

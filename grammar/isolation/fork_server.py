@@ -46,9 +46,10 @@ class Setup(NamedTuple):
 
 
 class ForkedWorker(NamedTuple):
-    """A forked worker: its number, and the descriptor of the file with its output."""
+    """A forked worker: its number, its socket, and the descriptor of the file with its output."""
 
     number: int
+    end: socket.socket
     output: int
 
 
@@ -89,7 +90,7 @@ class ForkServer:
         """Carry out a request: fork a worker for the attached socket, or kill or slow one."""
         order, number = message.header["order"], int(message.header["number"])
         if order == "fork":
-            self.fork(number, message.fd)
+            self.fork(number, socket.socket(fileno=message.fd))
             return
         pid = next((pid for pid, one in self.workers.items() if one.number == number), None)
         if pid is not None and order == "kill":
@@ -99,16 +100,15 @@ class ForkServer:
                 pid, os.getpriority(os.PRIO_PROCESS, 0) - self.limits.nice + self.limits.long_nice
             )
 
-    def fork(self, number: int, fd: int) -> None:
-        """Fork worker `number`, which serves the socket `fd`."""
+    def fork(self, number: int, end: socket.socket) -> None:
+        """Fork worker `number`, which serves the socket `end`."""
         output, parent = os.memfd_create("output"), os.getpid()
         pid = os.fork()
         if pid == 0:
-            self.become_worker(fd, output, parent)
-        os.close(fd)
-        self.workers[pid] = ForkedWorker(number, output)
+            self.become_worker(end, output, parent)
+        self.workers[pid] = ForkedWorker(number, end, output)
 
-    def become_worker(self, fd: int, output: int, parent: int) -> None:
+    def become_worker(self, end: socket.socket, output: int, parent: int) -> None:
         """The child's side of a fork; does not return."""
         status = 1
         try:
@@ -116,10 +116,12 @@ class ForkServer:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, *CRASHES):
                 signal.signal(number, signal.SIG_DFL)
-            self.end.close()
+            # What is others' is not for one that may be in other hands.
+            others = [one.end for one in self.workers.values()]
+            for other in (self.end, self.wake_reader, self.wake_writer, *others):
+                other.close()
             os.dup2(output, 1)
             os.dup2(output, 2)
-            end = socket.socket(fileno=fd)
             worker.serve(end, self.backend, self.limits)
             status = 0
         except BaseException as error:
@@ -128,7 +130,7 @@ class ForkServer:
             os._exit(status)
 
     def reap(self) -> None:
-        """Report workers that have ended, with the end of their output."""
+        """Tell how workers have ended, each on its own socket, behind what it has said."""
         while self.workers:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -137,14 +139,15 @@ class ForkServer:
             size = os.fstat(ended.output).st_size
             tail = os.pread(ended.output, STDERR_BYTES, max(0, size - STDERR_BYTES))
             os.close(ended.output)
-            send(
-                self.end,
-                event="ended",
-                number=ended.number,
-                exit=os.waitstatus_to_exitcode(status),
-                output=tail.decode(errors="replace"),
-                room=can_take(self.limits.memory_bytes),
-            )
+            # Whoever listened may have gone, and one that nobody listens to may have filled it.
+            with ended.end, contextlib.suppress(OSError):
+                send(
+                    ended.end,
+                    answer="ended",
+                    code=os.waitstatus_to_exitcode(status),
+                    message=tail.decode(errors="replace"),
+                    has_room=can_take(self.limits.memory_bytes),
+                )
 
 
 def _slow(pid: int, nice: int) -> None:

@@ -83,9 +83,33 @@ def awaiting(module: str) -> Iterator[None]:
     if module in sys.modules or importlib.util.find_spec(module) is None:
         yield
         return
-    stand_in = sys.modules[module] = _AwaitedModule(module)
+    with _standing_in(_AwaitedModule(module)):
+        yield
+
+
+@contextmanager
+def doing_without(module: str) -> Iterator[None]:
+    """Let what is imported in the block find names of ``module`` also where it is not installed.
+
+    They are good for annotations and base classes.
+    """
+    if importlib.util.find_spec(module) is not None:
+        yield
+        return
+    if importlib.util.find_spec(BEFORE) is not None:
+        importlib.import_module(BEFORE)
+    with _standing_in(Stub(module)):
+        yield
+
+
+@contextmanager
+def _standing_in(stub: Stub) -> Iterator[None]:
+    name = stub.__name__
+    before = {name: sys.modules[name]} if name in sys.modules else {}
+    sys.modules[name] = stub
     try:
         yield
     finally:
-        if sys.modules.get(module) is stand_in:
-            del sys.modules[module]
+        if sys.modules.get(name) is stub:
+            del sys.modules[name]
+            sys.modules.update(before)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Any
+from dataclasses import dataclass
 
 from overlap_spec.children import OUTSIDE, is_stopped, without_secrets
 from overlap_spec.grammar.contract import Backend
@@ -36,19 +36,18 @@ class ForkServerLink:
     The kernel kills the fork server when that thread ends, however that happens.
 
     Attributes:
-        ready: Done once it forks workers.
         gone: Why no more comes of it, once that is known.
+        ready: Done once it forks workers, or is gone.
         attended: The task that hears what it tells.
-        workers: By their numbers, those that are in use.
+        workers: Those that are in use.
     """
 
     def __init__(self, backend: Backend | None, limits: CompileLimits) -> None:
-        loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[None] = loop.create_future()
-        self.gone: asyncio.Future[Exception] = loop.create_future()
+        self.gone: Exception | None = None
+        self.ready = asyncio.Event()
         self.attended: asyncio.Task[None] | None = None
         self.since_s = time.monotonic()
-        self.workers: dict[int, Worker] = {}
+        self.workers: set[Worker] = set()
         self.end, far = pair()
         self.end.setblocking(False)
         kind = type(backend)
@@ -85,7 +84,8 @@ class ForkServerLink:
         near.setblocking(False)
         with far:
             send(self.end, far.fileno(), order="fork", number=number)
-        worker = self.workers[number] = Worker(self, number, near)
+        worker = Worker(self, number, near)
+        self.workers.add(worker)
         return worker
 
     def close(self) -> bool:
@@ -107,22 +107,23 @@ class ForkServerLink:
             return was_stopped
 
 
+@dataclass(eq=False)
 class Worker:
     """A worker process. Its process id is known from its first job on.
 
     Attributes:
-        ended: How it ended, once its fork server has told, or how that was lost.
         has_begun: It has started on its job.
+        has_ended: Its end was told.
         is_slow: It has the niceness of long jobs, which cannot be taken back.
     """
 
-    def __init__(self, link: ForkServerLink, number: int, end: socket.socket) -> None:
-        self.link, self.number, self.end = link, number, end
-        self.ended: asyncio.Future[Exception | dict[str, Any]] = (
-            asyncio.get_running_loop().create_future()
-        )
-        self.pid: int | None = None
-        self.has_begun = self.is_slow = False
+    link: ForkServerLink
+    number: int
+    end: socket.socket
+    pid: int | None = None
+    has_begun: bool = False
+    has_ended: bool = False
+    is_slow: bool = False
 
     def order(self, order: str) -> None:
         """``kill`` it, or ``slow`` it down."""
@@ -130,12 +131,7 @@ class Worker:
         with contextlib.suppress(OSError):
             send(self.link.end, order=order, number=self.number)
 
-    def slow(self) -> None:
-        """Give it the niceness of long jobs."""
-        self.is_slow = True
-        self.order("slow")
-
     def close(self) -> None:
         """Take no more from it; it ends when it has done what it does."""
-        self.link.workers.pop(self.number, None)
+        self.link.workers.discard(self)
         self.end.close()

@@ -125,8 +125,8 @@ class Supervisor:
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
         if self.link:
             self._lose(self.link, "the engine was closed")
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            await task
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)
         self.loaders.shutdown(wait=True)
 
     def begin(self, ask: Ask) -> None:
@@ -213,9 +213,9 @@ class Supervisor:
                     crowded = "it takes long, and too many such wait; try again later"
                     await self._move(ask, self.slow, crowded)
                 except _Lost as lost:
-                    for idle in [*self.idle]:
-                        # What befell the one may have befallen them.
-                        self._kill(idle)
+                    # What befell the one may have befallen them.
+                    while self.idle:
+                        self._kill(self.idle.pop())
                     # A worker and then its fork server are one event, not two.
                     if lost_by is not None and not (lost.with_server and lost.by is lost_by):
                         again = f"{lost}, for the second time; try again later"
@@ -235,25 +235,25 @@ class Supervisor:
         ask.lane = lane
 
     async def _attempt(self, ask: Ask) -> tuple[Answer, Message]:
-        worker, goes_on = self._give(ask.job), False
+        worker = self._give(ask.job)
         try:
             heard = await self._hear_out(worker, ask)
-            goes_on = heard[0].goes_on and not worker.is_slow
-            return heard
         except BaseException:
             self._kill(worker)
             raise
-        finally:
-            if goes_on and not worker.ended.done():
+        else:
+            if heard[0].goes_on and not worker.is_slow:
                 self.idle.append(worker)
             else:
                 worker.close()
-                if self.link is not None:
-                    self._fork_spare()
+            return heard
+        finally:
+            if self.link is not None:
+                self._fork_spare()
 
     async def _hear_out(self, worker: Worker, ask: Ask) -> tuple[Answer, Message]:
         """What a worker answers to the job that it was given, within the limits of time."""
-        await _wait(None, None, worker.link.ready, worker.ended)
+        await worker.link.ready.wait()
         began = await self._hear(worker, time.monotonic() + START_S, starts=True)
         if began is None:
             raise _Lost(f"its worker did not start within {START_S:g} s", worker.link)
@@ -267,7 +267,8 @@ class Supervisor:
                 if not self.slow.has_room(ask.holder):
                     raise _Outgrown
                 await self._move(ask, self.slow, "")
-        worker.slow()
+        worker.is_slow = True
+        worker.order("slow")
         heard = await self._hear(worker, start_s + limits.time_s)
         if heard is None:
             raise Failed("timeout", f"it took longer than {limits.time_s:g} s; {SIMPLIFY}")
@@ -282,34 +283,32 @@ class Supervisor:
             _Lost, Failed: no more comes of it, or what came is no answer.
         """
         while True:
-            is_open = True
             try:
                 message = channel.receive(worker.end)
                 if message is not None:
-                    return read_answer(message, starts), message
-                # The fork server will report how it ended.
-                is_open = False
+                    answer = read_answer(message, starts)
+                    if answer.answer == "ended":
+                        raise self._cause(worker, answer)
+                    return answer, message
+                # Its own end would have been told.
+                self._lose(worker.link, "their fork server ended")
             except BlockingIOError:
                 pass
             except ValueError as error:
                 # No fault of a library looks so: whatever wrote this is not to go on.
                 told = f"its worker process sent what none sends: {error}"
                 raise Failed("crash", told) from None
-            if worker.ended.done():
-                raise self._cause(worker, worker.ended.result())
+            if worker.link.gone is not None:
+                raise worker.link.gone
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return None
-            end = worker.end if is_open else None
-            if not await _wait(end, min(LOOK_S, left_s), worker.ended):
-                self._look(worker)
-
-    def _look(self, worker: Worker) -> None:
-        """See whether a worker or its fork server was stopped."""
-        if is_stopped(worker.link.process.pid):
-            self._lose(worker.link, "their fork server was stopped")
-        elif is_stopped(worker.pid):
-            raise _Lost("its worker process was stopped", worker.link)
+            if await _can_read(worker.end, min(LOOK_S, left_s)):
+                continue
+            if is_stopped(worker.link.process.pid):
+                self._lose(worker.link, "their fork server was stopped")
+            elif is_stopped(worker.pid):
+                raise _Lost("its worker process was stopped", worker.link)
 
     # Processes.
 
@@ -351,88 +350,76 @@ class Supervisor:
         try:
             worker = link.fork(next(self.numbers))
         except OSError as error:
-            # It may have reported the reason itself.
-            self._take_events(link)
+            # It may have told the reason itself.
+            self._take_word(link)
             self._lose(link, f"{type(error).__name__}: {error}")
-            raise link.gone.result() from None
+            assert link.gone is not None
+            raise link.gone from None
         self.forked += 1
         return worker
 
     def _kill(self, worker: Worker) -> None:
-        if worker in self.idle:
-            self.idle.remove(worker)
-        if not worker.ended.done():
+        if not worker.has_ended and worker.link.gone is None:
             self.killed += 1
             worker.order("kill")
         worker.close()
 
     async def _attend(self, link: ForkServerLink) -> None:
         """Hear what a fork server tells, until it is lost."""
-        while not link.gone.done():
-            self._take_events(link)
-            if link.gone.done():
-                return
-            look_s = None if link.ready.done() else LOOK_S
-            if await _wait(link.end, look_s, link.gone) or link.ready.done():
+        while link.gone is None:
+            self._take_word(link)
+            if link.gone or await _can_read(link.end, None if link.ready.is_set() else LOOK_S):
                 continue
             if is_stopped(link.process.pid):
                 self._lose(link, "their fork server was stopped")
             elif time.monotonic() >= link.since_s + READY_S:
                 self._lose(link, f"not ready after {READY_S:g} s")
 
-    def _take_events(self, link: ForkServerLink) -> None:
+    def _take_word(self, link: ForkServerLink) -> None:
+        """Read whether a fork server is ready, why it will not be, or that it has ended."""
         with contextlib.suppress(BlockingIOError):
-            while not link.gone.done():
-                message = channel.receive(link.end)
-                if message is None:
-                    self._lose(link, "their fork server ended")
-                    return
-                event = message.header
-                if event["event"] == "ready":
-                    link.ready.set_result(None)
-                elif event["event"] == "broken":
-                    self._lose(link, event["message"])
-                elif event["number"] in link.workers:
-                    self._bury(link.workers[event["number"]], event)
+            message = channel.receive(link.end)
+            if message is None:
+                self._lose(link, "their fork server ended")
+            elif message.header["event"] == "ready":
+                link.ready.set()
+            else:
+                self._lose(link, message.header["message"])
 
-    def _bury(self, worker: Worker, end: Exception | dict[str, Any]) -> None:
-        if not worker.ended.done():
-            worker.ended.set_result(end)
-        if worker in self.idle:
-            self._kill(worker)
-
-    def _cause(self, worker: Worker, end: Exception | dict[str, Any]) -> Exception:
+    def _cause(self, worker: Worker, end: Answer) -> Exception:
         """Why a worker answers no more; it has been heard to its end."""
-        if isinstance(end, Exception):
-            return end
-        code, output = end["exit"], end["output"]
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        said = f": {' '.join(output.split())[:300]}" if output.strip() else ""
-        if not worker.has_begun or -code in OUTSIDE:
+        worker.has_ended = True
+        how = f"exit status {end.code}"
+        if -end.code in {*signal.Signals}:
+            how = f"signal {signal.Signals(-end.code).name}"
+        if not worker.has_begun or -end.code in OUTSIDE:
             name = how.removeprefix("signal ")
             return _Lost(f"its worker process was ended by {name}", worker.link)
-        if means_out_of_memory(output):
-            return self._lack(end["room"])
+        if means_out_of_memory(end.message):
+            return self._lack(end.has_room)
+        said = f": {' '.join(end.message.split())[:300]}" if end.message.strip() else ""
         return Failed("crash", f"its worker process ended with {how}{said}")
 
     def _lose(self, link: ForkServerLink, reason: str) -> None:
         """Drop a fork server that ended; its workers end with it."""
-        if link.gone.done():
+        if link.gone is not None:
             return
         if self.link is link:
             self.link = None
         asyncio.get_running_loop().remove_reader(link.end)
-        was_ready = link.ready.done()
-        if link.close() or was_ready:
-            cause: Exception = _Lost(f"compile workers ended ({reason})", link, with_server=True)
+        if link.close() or link.ready.is_set():
+            link.gone = _Lost(f"compile workers ended ({reason})", link, with_server=True)
         else:
-            cause = Failed("unavailable", f"compile workers cannot be started ({reason})")
+            link.gone = Failed("unavailable", f"compile workers cannot be started ({reason})")
             # Another one would fail too; the next job tries again.
             for lane in (self.quick, self.slow):
-                lane.refuse(cause)
-        link.gone.set_result(cause)
-        for worker in [*link.workers.values()]:
-            self._bury(worker, cause)
+                lane.refuse(link.gone)
+        link.ready.set()
+        if link.attended is not None and link.attended is not asyncio.current_task():
+            link.attended.cancel()
+        for worker in [one for one in self.idle if one.link is link]:
+            self.idle.remove(worker)
+            worker.close()
 
 
 def _is_silent(end: socket.socket) -> bool:
@@ -443,24 +430,16 @@ def _is_silent(end: socket.socket) -> bool:
     return False
 
 
-async def _wait(
-    end: socket.socket | None, most_s: float | None, *others: asyncio.Future[Any]
-) -> bool:
-    """Wait until a socket can be read or something else is done; False if the time is over."""
+async def _can_read(end: socket.socket, most_s: float | None) -> bool:
+    """Wait until a socket can be read; False if the time is over."""
     loop = asyncio.get_running_loop()
-    readable: asyncio.Future[None] = loop.create_future()
-
-    def hear() -> None:
-        if not readable.done():
-            readable.set_result(None)
-
-    if end is not None:
-        loop.add_reader(end, hear)
+    readable = asyncio.Event()
+    loop.add_reader(end, readable.set)
     try:
-        done, _ = await asyncio.wait(
-            {readable, *others}, timeout=most_s, return_when="FIRST_COMPLETED"
-        )
-        return bool(done)
+        await asyncio.wait_for(readable.wait(), most_s)
+    except TimeoutError:
+        return False
     finally:
-        if end is not None and end.fileno() >= 0:
+        if end.fileno() >= 0:
             loop.remove_reader(end)
+    return True

@@ -39,22 +39,26 @@ SLACK_BYTES = 2**22
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The header of a worker's message.
+    """The header of a worker's message, or, ``ended``, of its fork server's behind the last one.
 
     Attributes:
         answer: ``done`` comes with a body.
         pid: Of the worker that has started on a job.
         goes_on: Whether the worker takes another job.
-        message, param: Of an error.
+        message, param: Of an error; what an ended worker wrote.
+        code: An exit status, or a signal below 0.
+        has_room: The machine had memory for one more such worker as it ended.
     """
 
     answer: Literal[
-        "started", "done", "refused", "out_of_memory", "no_memory", "too_large", "crash"
+        "started", "done", "refused", "out_of_memory", "no_memory", "too_large", "crash", "ended"
     ]
     pid: int = 0
     goes_on: bool = False
     message: str = ""
     param: str | None = None
+    code: int = 0
+    has_room: bool = True
 
 
 def read_answer(message: Message, starts: bool) -> Answer:
@@ -65,7 +69,7 @@ def read_answer(message: Message, starts: bool) -> Answer:
     """
     try:
         answer = msgspec.convert(message.header, Answer)
-        if (answer.answer == "started") != starts:
+        if answer.answer != "ended" and (answer.answer == "started") != starts:
             raise ValueError(f"{answer.answer}, which it was not asked for")
         if (message.fd >= 0) != (answer.answer == "done"):
             raise ValueError(f"{answer.answer} with a body or without one")

@@ -190,6 +190,15 @@ def test_workers_build_nothing_for_masks(compiler: GrammarCompiler) -> None:
     assert FaultyBackend.makes_masks
 
 
+def test_a_worker_holds_no_sockets_but_its_own(compiler: GrammarCompiler) -> None:
+    # One that is at work while the other is forked.
+    running = compiler.submit(job("slow 0.3"))
+    until(lambda: compiler.snapshot()["executor"]["fast_running"] == 1)
+    futures = [compiler.submit(job(f"sockets {i}")) for i in range(4)]
+    assert {cast("Text", future.result(20)).source for future in futures} == {"1"}
+    running.result(20)
+
+
 def test_types_of_the_caller_stay_here(compiler: GrammarCompiler) -> None:
     class Local:
         pass

@@ -82,6 +82,9 @@ class FaultyBackend(Backend):
                 time.sleep(float(rest.split()[0]))
             case "warmed":
                 return Text(str(self.warmed_in), os.getpid())
+            case "sockets":
+                held = [*Path("/proc/self/fd").iterdir()]
+                return Text(str(sum(each.is_socket() for each in held)), os.getpid())
             case "masks":
                 return Text(str(self.makes_masks), os.getpid())
             case "forge":

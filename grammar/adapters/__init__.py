@@ -1,0 +1,1 @@
+"""Grammars in other libraries' generation, one file a library."""
