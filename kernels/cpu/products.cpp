@@ -1,8 +1,10 @@
 // Products of a few rows with a weight, at the speed at which memory is read: see __init__.py.
 //
-// A packed weight (N, K) is (ceil(N / 16), K / P, 16, P), of P = 2 numbers in bfloat16 and 4 in int8:
-// what one instruction multiplies for 16 outputs lies together, and what a thread reads is one run.
+// A packed weight (N, K) is (ceil(N / 16), K / P, 16, P), of P = 1 number in float32, 2 in
+// bfloat16 and 4 in int8: what one instruction multiplies for 16 outputs lies together, and what a thread reads is one run.
 // Each output is summed over K in one order, so a row has the same bits beside any others.
+
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -40,6 +42,15 @@ struct Bfloat16 {
   static Sum zero() { return _mm512_setzero_ps(); }
   static Sum add(Sum sum, __m512i weight, __m512i x) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weight));
+    return sum;
+  }
+};
+
+struct Float32 {
+  using Sum = __m512;
+  static Sum zero() { return _mm512_setzero_ps(); }
+  static Sum add(Sum sum, __m512i weight, __m512i x) {
+    asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weight));
     return sum;
   }
 };
@@ -180,11 +191,13 @@ Out into(const Tensor& out, const std::optional<Tensor>& bias) {
 
 Tensor product(const Tensor& given, const Tensor& weight, const std::optional<Tensor>& bias,
                int64_t n) {
-  TORCH_CHECK(given.scalar_type() == at::kBFloat16, "x: bfloat16");
+  bool half = given.scalar_type() == at::kBFloat16;
+  TORCH_CHECK(half || given.scalar_type() == at::kFloat, "x: bfloat16 or float32");
+  TORCH_CHECK(given.scalar_type() == weight.scalar_type(), "x: of the weight's type");
   TORCH_CHECK(words(given) == weight.size(1), "x: as many columns as the weight");
   Tensor x = given.contiguous(), out = at::empty({x.size(0), n}, x.options());
-  multiply<Bfloat16>(data<int32_t>(x), data<int32_t>(weight), x.size(0), words(x),
-                     Plain{into(out, bias), n});
+  auto work = half ? &multiply<Bfloat16, Plain> : &multiply<Float32, Plain>;
+  work(data<int32_t>(x), data<int32_t>(weight), x.size(0), words(x), Plain{into(out, bias), n});
   return out;
 }
 
@@ -239,7 +252,7 @@ Tensor int8_product(const Tensor& given, const Tensor& weight, const Tensor& sca
 
 }  // namespace
 
-TORCH_LIBRARY(overlap_spec, m) {
+TORCH_LIBRARY_FRAGMENT(overlap_spec, m) {
   m.def("pack(Tensor weight) -> Tensor");
   m.def("product(Tensor x, Tensor weight, Tensor? bias, int n) -> Tensor");
   m.def("int8_product(Tensor x, Tensor weight, Tensor scale, Tensor shift, Tensor? bias) -> Tensor");
@@ -250,3 +263,5 @@ TORCH_LIBRARY_IMPL(overlap_spec, CPU, m) {
   m.impl("product", &product);
   m.impl("int8_product", &int8_product);
 }
+
+#endif
