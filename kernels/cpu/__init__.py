@@ -1,8 +1,8 @@
-"""What a decoder's pass is made of on the CPU, in C++: its layers' parts, each in one call, and
-products of a few rows, whose time is that of reading the weight.
+"""What a decoder's pass is made of on the CPU, in C++: its layers' parts and a draft step's, each in
+one call, and products of a few rows, whose time is that of reading the weight.
 
-``layers.cpp`` and ``products.cpp`` are compiled once a machine, for its processor, when they are
-first wanted (some 15 s), and kept in the user's cache (``$XDG_CACHE_HOME/overlap-spec``). Where
+The files beside this one are compiled once a machine, for its processor, when they are first wanted
+(some 15 s), and kept in the user's cache (``$XDG_CACHE_HOME/overlap-spec``). Where
 there is no compiler torch's own operations run instead. So do oneDNN's products where the processor
 lacks what these need, or has AMX, whose tiles multiply the many rows of a prompt faster.
 """
@@ -26,7 +26,7 @@ from overlap_spec.caches import cache_folder
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-UNITS = "layers", "products"
+UNITS = "layers", "products", "drafts"
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp")
 # Of the processor, by the products.
 NEEDED = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni"))
@@ -34,8 +34,8 @@ HEADERS = ("include", "include/torch/csrc/api/include")
 BUILD_S = 300
 
 
-# Of the tensors that these can take.
-DTYPES = (torch.float32, torch.bfloat16)
+# Of the first tensor that an operation gets; of other types the references compute.
+DTYPES = (torch.float32, torch.bfloat16, torch.int32)
 
 
 def multiplies() -> bool:

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "tensors.h"
 
 namespace {
 
@@ -29,26 +30,8 @@ constexpr int64_t GRAIN = 1 << 14, PRODUCTS = 1 << 17;
 constexpr int64_t KEYS = 32;
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
-template <typename T>
-const T* data(const Tensor& x) {
-  return static_cast<const T*>(x.const_data_ptr());
-}
-
-template <typename T>
-T* into(const Tensor& x) {
-  return static_cast<T*>(x.mutable_data_ptr());
-}
-
 int64_t grain(int64_t numbers, int64_t worth = GRAIN) {
   return std::max<int64_t>(1, worth / std::max<int64_t>(1, numbers));
-}
-
-// `work` for the type of `x`.
-template <typename Work>
-auto typed(const Tensor& x, const Work& work) {
-  TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
-              "float32 or bfloat16 is expected");
-  return x.scalar_type() == at::kFloat ? work(float()) : work(uint16_t());
 }
 
 // A norm's weight: of the rows' type, or of float32, which the product is then made in.

@@ -19,6 +19,8 @@
 #include <optional>
 #include <vector>
 
+#include "tensors.h"
+
 namespace {
 
 using at::Tensor;
@@ -28,11 +30,6 @@ constexpr int64_t LANES = 16;
 constexpr int64_t BLOCKS = 12;
 // Words of a packed weight that are fetched ahead, and that are worth a thread.
 constexpr int64_t AHEAD = 8, GRAIN = 1 << 18;
-
-template <typename T>
-const T* data(const Tensor& x) {
-  return static_cast<const T*>(x.const_data_ptr());
-}
 
 int64_t words(const Tensor& rows) { return rows.size(1) * rows.element_size() / 4; }
 
@@ -171,7 +168,7 @@ Tensor pack(const Tensor& given) {
   int64_t n = weight.size(0), depth = words(weight), blocks = (n + LANES - 1) / LANES;
   Tensor packed = at::empty({blocks, depth, LANES, 4 / given.element_size()}, weight.options());
   const int32_t* from = data<int32_t>(weight);
-  int32_t* to = static_cast<int32_t*>(packed.mutable_data_ptr());
+  int32_t* to = into<int32_t>(packed);
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block)
       for (int64_t p = 0; p < depth; ++p)
@@ -183,7 +180,7 @@ Tensor pack(const Tensor& given) {
   return packed;
 }
 
-Out into(const Tensor& out, const std::optional<Tensor>& bias) {
+Out written(const Tensor& out, const std::optional<Tensor>& bias) {
   TORCH_CHECK(!bias.has_value() || bias->scalar_type() == out.scalar_type(), "bias: of x's type");
   return {out.mutable_data_ptr(), out.scalar_type() == at::kBFloat16,
           bias.has_value() ? bias->const_data_ptr() : nullptr};
@@ -197,7 +194,7 @@ Tensor product(const Tensor& given, const Tensor& weight, const std::optional<Te
   TORCH_CHECK(words(given) == weight.size(1), "x: as many columns as the weight");
   Tensor x = given.contiguous(), out = at::empty({x.size(0), n}, x.options());
   auto work = half ? &multiply<Bfloat16, Plain> : &multiply<Float32, Plain>;
-  work(data<int32_t>(x), data<int32_t>(weight), x.size(0), words(x), Plain{into(out, bias), n});
+  work(data<int32_t>(x), data<int32_t>(weight), x.size(0), words(x), Plain{written(out, bias), n});
   return out;
 }
 
@@ -245,7 +242,7 @@ Tensor int8_product(const Tensor& given, const Tensor& weight, const Tensor& sca
     }
   });
   multiply<Int8>(digits.data(), data<int32_t>(weight), m, k / 4,
-                 Scaled{into(out, bias), scale.size(0), units.data(), data<float>(scale),
+                 Scaled{written(out, bias), scale.size(0), units.data(), data<float>(scale),
                         data<int32_t>(shift)});
   return out;
 }

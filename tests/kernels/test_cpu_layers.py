@@ -99,6 +99,43 @@ def test_attention(dtype: torch.dtype, bent: bool, window: int | None) -> None:
 
 
 @FLOATS
+@pytest.mark.parametrize("shape", [(3, 33), (1, 5), (2, 4000), (0, 20)])
+@pytest.mark.parametrize("moved", [False, True])
+def test_best_next_tokens(shape: tuple[int, int], dtype: torch.dtype, moved: bool) -> None:
+    torch.manual_seed(0)
+    # No two are equal: which of those comes first is open.
+    order = torch.stack([torch.randperm(shape[1]) for _ in range(shape[0])] or [torch.empty(0)])
+    logits = (order.view(shape) - shape[1] + 9).clamp(min=0).to(dtype)
+    offsets = torch.arange(shape[1]) * 2 if moved else None
+    got, want = both(lambda: kernels.top_candidates(logits, 5, offsets))
+    torch.testing.assert_close(got, want)
+
+
+def test_best_next_tokens_of_what_is_no_number() -> None:
+    logits = torch.full((3, 20), torch.nan)
+    logits[1], logits[2] = torch.arange(20.0), -torch.inf
+    scores, ids = kernels.top_candidates(logits, 4)
+    assert scores[0].isnan().all()
+    assert ids[1].tolist() == [19, 18, 17, 16]
+    assert ids.min() >= 0
+    assert ids.max() < 20
+
+
+def test_states_behind_tokens() -> None:
+    torch.manual_seed(0)
+    moves = (torch.randint(0, 9, (9 * 4,)) * 4).int()
+    states, texts = (torch.randint(0, 9, (50,)) * 4).int(), torch.randint(0, 4, (30, 6)).int()
+    tokens = torch.randint(0, 30, (50,))
+    got, want = both(lambda: kernels.after_tokens(moves, states, texts, tokens))
+    assert torch.equal(got, want)
+    for wrong in (tokens + 30, tokens - 30):
+        with pytest.raises(RuntimeError, match="outside of the vocabulary"):
+            kernels.after_tokens(moves, states, texts, wrong)
+    with pytest.raises(RuntimeError, match="outside of the table"):
+        kernels.after_tokens(moves, states + 36, texts, tokens)
+
+
+@FLOATS
 def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight = torch.rand(64).to(dtype)
