@@ -1,5 +1,5 @@
-"""What a decoder's pass is made of on the CPU, in C++: its layers' parts and a draft step's, each in
-one call, and products of a few rows, whose time is that of reading the weight.
+"""What a pass is made of on the CPU, in C++: a layer's parts and a draft step's, each in one call,
+and products of a few rows, whose time is that of reading the weight.
 
 The files beside this one are compiled once a machine, for its processor, when they are first wanted
 (some 15 s), and kept in the user's cache (``$XDG_CACHE_HOME/overlap-spec``). Where
