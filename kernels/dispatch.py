@@ -1,8 +1,9 @@
-"""One name an operation: its torch reference on the CPU, its Triton kernel on CUDA.
+"""One name an operation: its torch reference, its Triton kernel on CUDA, some in C++ on the CPU.
 
-``@operation`` on a reference in ``kernels/NAME.py`` makes it the CPU's; the function of the same
-name in ``kernels/triton/NAME.py`` is CUDA's, imported on first use, so that a machine without
-Triton never asks for it. Where a gradient is wanted the reference runs: kernels have no backward.
+``@operation`` is for a reference in ``kernels/NAME.py``; the function of the same name in
+``kernels/triton/NAME.py`` is CUDA's, imported on first use, so that a machine without Triton never
+asks for it, and one in ``kernels/cpu/NAME.py`` the CPU's, where that could be compiled. Where a
+gradient is wanted the reference runs: kernels have no backward.
 
 The environment variable ``OVERLAP_SPEC_KERNELS`` (``auto``, ``reference``, ``triton``, ``flash``)
 and :func:`use` overrule the device, for tests and measurements: ``triton`` on CPU tensors needs
@@ -16,7 +17,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from importlib.util import find_spec
 from typing import ParamSpec, TypeVar
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.errors import ConfigError
+from overlap_spec.kernels import cpu
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -80,20 +82,28 @@ def wants_references() -> bool:
 
 def operation(reference: Callable[P, R]) -> Callable[P, R]:
     """Dispatch calls of ``reference`` by its first argument, a tensor given by position."""
-    module = reference.__module__.replace(".kernels.", ".kernels.triton.")
-    fast: Callable[P, R] | None = None
+
+    @cache
+    def kernel(folder: str) -> Callable[P, R]:
+        module = reference.__module__.replace(".kernels.", f".kernels.{folder}.")
+        if folder == "cpu" and (find_spec(module) is None or not cpu.native()):
+            return reference
+        found: Callable[P, R]
+        found = getattr(importlib.import_module(module), reference.__name__, reference)
+        return found
 
     @wraps(reference)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _forced is None and not args[0].is_cuda:  # type: ignore[attr-defined]
+        if _forced in ("triton", "flash"):
+            return kernel("triton")(*args, **kwargs)
+        first: Tensor = args[0]  # type: ignore[assignment]
+        if _forced == "reference" or _wants_gradient(args):
             return reference(*args, **kwargs)
-        if _forced == "reference" or (_forced is None and _wants_gradient(args)):
-            return reference(*args, **kwargs)
-        nonlocal fast
-        if fast is None:
-            found: Callable[P, R] = getattr(importlib.import_module(module), reference.__name__)
-            fast = found
-        return fast(*args, **kwargs)
+        if first.is_cuda:
+            return kernel("triton")(*args, **kwargs)
+        if first.is_cpu and first.dtype in cpu.DTYPES:
+            return kernel("cpu")(*args, **kwargs)
+        return reference(*args, **kwargs)
 
     return run
 

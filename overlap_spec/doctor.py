@@ -87,8 +87,9 @@ def _device() -> list[Finding]:
         ("memory", memory(MEMORY), True),
     ]
     if not torch.cuda.is_available():
-        products = "torch, native products" if cpu.native() else "torch"
-        return [*found, ("device", "cpu (no CUDA device)", True), ("kernels", products, True)]
+        kernels = "torch" if not cpu.native() else "native layers"
+        kernels += " and products" if cpu.multiplies() else ""
+        return [*found, ("device", "cpu (no CUDA device)", True), ("kernels", kernels, True)]
     for index in range(torch.cuda.device_count()):
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
         major, minor = torch.cuda.get_device_capability(index)

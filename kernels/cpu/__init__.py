@@ -1,9 +1,10 @@
-"""Products of a few rows with a weight in C++: a pass's time is that of reading its weights.
+"""What a pass is made of on the CPU, in C++: a layer's parts and a draft step's, each in one call,
+and products of a few rows, whose time is that of reading the weight.
 
-``products.cpp`` is compiled once a machine, for its processor, when weights that it can multiply
-are first loaded (some 10 s), and kept in the user's cache (``$XDG_CACHE_HOME/overlap-spec``). Where
-there is no compiler, or the processor lacks what it needs, oneDNN's products run instead; so they
-do on processors with AMX, whose tiles multiply the many rows of a prompt faster than this can.
+The files beside this one are compiled once a machine, for its processor, when they are first wanted
+(some 15 s), and kept in the user's cache (``$XDG_CACHE_HOME/overlap-spec``). Where
+there is no compiler torch's own operations run instead. So do oneDNN's products where the processor
+lacks what these need, or has AMX, whose tiles multiply the many rows of a prompt faster.
 """
 
 from __future__ import annotations
@@ -14,47 +15,57 @@ import os
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from overlap_spec.caches import cache_folder
-from overlap_spec.kernels.dispatch import wants_references
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("products.cpp")
+FOLDER = Path(__file__).parent
+UNITS = "layers", "products", "drafts"
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp")
+# Of the processor, by the products.
 NEEDED = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni"))
 HEADERS = ("include", "include/torch/csrc/api/include")
 BUILD_S = 300
 
 
-def native() -> bool:
-    """Whether this process multiplies by the native products; the first call may compile them."""
-    return not wants_references() and _loaded()
+# Of the first tensor that an operation gets; of other types the references compute.
+DTYPES = (torch.float32, torch.bfloat16, torch.int32)
+
+
+def multiplies() -> bool:
+    """Whether it also multiplies by the native products."""
+    flags = _processor()
+    return flags >= NEEDED and "amx_tile" not in flags and native()
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A weight ``(N, K)`` in the native products' order; bfloat16 or int8, K a multiple of 4."""
+    """A weight ``(N, K)`` in the native products' order; float32, bfloat16 or int8, K a multiple of
+    4."""
     packed: torch.Tensor = torch.ops.overlap_spec.pack(weight)
     return packed
 
 
 @cache
-def _loaded() -> bool:
+def native() -> bool:
+    """Whether this machine computes layers natively; the first call may compile what does."""
     flags = _processor()
-    if not flags >= NEEDED or "amx_tile" in flags:
+    if not flags:
         return False
     try:
         torch.ops.load_library(str(build(flags)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        log.warning("oneDNN's products are used, native ones cannot be: %s", error)
+        log.warning("torch's own operations are used, native ones cannot be: %s", error)
         return False
     return True
 
 
+@cache
 def _processor() -> frozenset[str]:
     """The processor's features, by Linux's names; none where it does not tell."""
     try:
@@ -75,23 +86,29 @@ def build(flags: frozenset[str]) -> Path:
         RuntimeError: there is no compiler, or it failed.
         OSError: the cache cannot be written.
     """
-    about = SOURCE.read_text(encoding="utf-8"), FLAGS, torch.__version__, sorted(flags)
+    sources = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.[ch]*"))]
+    about = sources, FLAGS, torch.__version__, sorted(flags)
     name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
-    path = cache_folder() / f"products-{name}.so"
+    path = cache_folder() / f"kernels-{name}.so"
     if path.exists():
         return path
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++"))), None)
     if compiler is None:
         raise RuntimeError("there is no C++ compiler: install g++, or set CXX")
-    log.info("compiling the products for this processor, once: some 10 s")
+    log.info("compiling kernels for this processor, once: some 15 s")
     root = Path(torch.__file__).parent
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made, part = Path(folder) / path.name, Path(folder) / "products.o"
-        headers = (f"-I{root / folder}" for folder in HEADERS)
-        _run(compiler, *FLAGS, *headers, "-c", SOURCE, "-o", part)
+        made, headers = Path(folder) / path.name, [f"-I{root / folder}" for folder in HEADERS]
+        parts = [Path(folder) / f"{unit}.o" for unit in UNITS]
+
+        def compile_unit(unit: str, part: Path) -> None:
+            _run(compiler, *FLAGS, *headers, "-c", FOLDER / f"{unit}.cpp", "-o", part)
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(compile_unit, UNITS, parts))
         # By itself, as what links OpenMP links another one than torch's: two teams of threads.
-        _run(compiler, "-shared", part, "-o", made, f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10")
+        _run(compiler, "-shared", *parts, "-o", made, f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10")
         # Whole, or not at all: others may look for it meanwhile.
         made.replace(path)
     return path

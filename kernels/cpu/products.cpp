@@ -1,8 +1,10 @@
 // Products of a few rows with a weight, at the speed at which memory is read: see __init__.py.
 //
-// A packed weight (N, K) is (ceil(N / 16), K / P, 16, P), of P = 2 numbers in bfloat16 and 4 in int8:
-// what one instruction multiplies for 16 outputs lies together, and what a thread reads is one run.
+// A packed weight (N, K) is (ceil(N / 16), K / P, 16, P), of P = 1 number in float32, 2 in
+// bfloat16 and 4 in int8: what one instruction multiplies for 16 outputs lies together, and what a thread reads is one run.
 // Each output is summed over K in one order, so a row has the same bits beside any others.
+
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -17,6 +19,8 @@
 #include <optional>
 #include <vector>
 
+#include "tensors.h"
+
 namespace {
 
 using at::Tensor;
@@ -27,11 +31,6 @@ constexpr int64_t BLOCKS = 12;
 // Words of a packed weight that are fetched ahead, and that are worth a thread.
 constexpr int64_t AHEAD = 8, GRAIN = 1 << 18;
 
-template <typename T>
-const T* data(const Tensor& x) {
-  return static_cast<const T*>(x.const_data_ptr());
-}
-
 int64_t words(const Tensor& rows) { return rows.size(1) * rows.element_size() / 4; }
 
 // Not by the intrinsics, around which GCC copies the sums and spills them.
@@ -40,6 +39,15 @@ struct Bfloat16 {
   static Sum zero() { return _mm512_setzero_ps(); }
   static Sum add(Sum sum, __m512i weight, __m512i x) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weight));
+    return sum;
+  }
+};
+
+struct Float32 {
+  using Sum = __m512;
+  static Sum zero() { return _mm512_setzero_ps(); }
+  static Sum add(Sum sum, __m512i weight, __m512i x) {
+    asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weight));
     return sum;
   }
 };
@@ -160,7 +168,7 @@ Tensor pack(const Tensor& given) {
   int64_t n = weight.size(0), depth = words(weight), blocks = (n + LANES - 1) / LANES;
   Tensor packed = at::empty({blocks, depth, LANES, 4 / given.element_size()}, weight.options());
   const int32_t* from = data<int32_t>(weight);
-  int32_t* to = static_cast<int32_t*>(packed.mutable_data_ptr());
+  int32_t* to = into<int32_t>(packed);
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block)
       for (int64_t p = 0; p < depth; ++p)
@@ -172,7 +180,7 @@ Tensor pack(const Tensor& given) {
   return packed;
 }
 
-Out into(const Tensor& out, const std::optional<Tensor>& bias) {
+Out written(const Tensor& out, const std::optional<Tensor>& bias) {
   TORCH_CHECK(!bias.has_value() || bias->scalar_type() == out.scalar_type(), "bias: of x's type");
   return {out.mutable_data_ptr(), out.scalar_type() == at::kBFloat16,
           bias.has_value() ? bias->const_data_ptr() : nullptr};
@@ -180,11 +188,13 @@ Out into(const Tensor& out, const std::optional<Tensor>& bias) {
 
 Tensor product(const Tensor& given, const Tensor& weight, const std::optional<Tensor>& bias,
                int64_t n) {
-  TORCH_CHECK(given.scalar_type() == at::kBFloat16, "x: bfloat16");
+  bool half = given.scalar_type() == at::kBFloat16;
+  TORCH_CHECK(half || given.scalar_type() == at::kFloat, "x: bfloat16 or float32");
+  TORCH_CHECK(given.scalar_type() == weight.scalar_type(), "x: of the weight's type");
   TORCH_CHECK(words(given) == weight.size(1), "x: as many columns as the weight");
   Tensor x = given.contiguous(), out = at::empty({x.size(0), n}, x.options());
-  multiply<Bfloat16>(data<int32_t>(x), data<int32_t>(weight), x.size(0), words(x),
-                     Plain{into(out, bias), n});
+  auto work = half ? &multiply<Bfloat16, Plain> : &multiply<Float32, Plain>;
+  work(data<int32_t>(x), data<int32_t>(weight), x.size(0), words(x), Plain{written(out, bias), n});
   return out;
 }
 
@@ -232,14 +242,14 @@ Tensor int8_product(const Tensor& given, const Tensor& weight, const Tensor& sca
     }
   });
   multiply<Int8>(digits.data(), data<int32_t>(weight), m, k / 4,
-                 Scaled{into(out, bias), scale.size(0), units.data(), data<float>(scale),
+                 Scaled{written(out, bias), scale.size(0), units.data(), data<float>(scale),
                         data<int32_t>(shift)});
   return out;
 }
 
 }  // namespace
 
-TORCH_LIBRARY(overlap_spec, m) {
+TORCH_LIBRARY_FRAGMENT(overlap_spec, m) {
   m.def("pack(Tensor weight) -> Tensor");
   m.def("product(Tensor x, Tensor weight, Tensor? bias, int n) -> Tensor");
   m.def("int8_product(Tensor x, Tensor weight, Tensor scale, Tensor shift, Tensor? bias) -> Tensor");
@@ -250,3 +260,5 @@ TORCH_LIBRARY_IMPL(overlap_spec, CPU, m) {
   m.impl("product", &product);
   m.impl("int8_product", &int8_product);
 }
+
+#endif

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from overlap_spec.kernels import cpu
+from overlap_spec.kernels.dispatch import wants_references
 from overlap_spec.kernels.scripting import is_tracing, traceable
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
@@ -45,8 +46,8 @@ class PackedLinear(nn.Module):
 
 
 class NativeLinear(nn.Module):
-    """A linear layer in bfloat16 that reads its weight at the speed of memory
-    (``kernels/cpu/``): 1.2 to 1.9 times oneDNN's with one row, as fast with 64."""
+    """A linear layer that reads its weight at the speed of memory (``kernels/cpu/``): in bfloat16
+    1.2 to 1.9 times oneDNN's with one row, as fast with 64."""
 
     packed: Tensor
 
@@ -74,6 +75,11 @@ def rounded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
+def multiplies_natively(linear: nn.Linear) -> bool:
+    """Whether the layer's product can be the native one."""
+    return linear.in_features % 4 == 0 and cpu.multiplies() and not wants_references()
+
+
 def pack(module: nn.Module) -> None:
     """Replace every linear layer below ``module``; for inference on the CPU alone.
 
@@ -89,7 +95,7 @@ def pack(module: nn.Module) -> None:
 def packed(linear: nn.Linear) -> nn.Module:
     """The layer with its weight in another order, if there is one for its type."""
     dtype = linear.weight.dtype
-    if dtype == torch.bfloat16 and linear.in_features % 4 == 0 and cpu.native():
+    if dtype in PACKED_DTYPES and multiplies_natively(linear):
         return NativeLinear(linear)
     if dtype in PACKED_DTYPES and torch.backends.mkldnn.is_available():
         return PackedLinear(linear)

@@ -26,7 +26,7 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.kernels import cpu
 from overlap_spec.kernels.scripting import is_tracing, traceable
 from overlap_spec.models.experts import Experts
-from overlap_spec.models.packing import rounded_rows
+from overlap_spec.models.packing import multiplies_natively, rounded_rows
 
 LARGEST = 127
 # Of a row of zeros: its scale must not be zero.
@@ -161,8 +161,8 @@ def quantize(modules: Iterable[nn.Module]) -> None:
                 )
             for name, child in part.named_children():
                 if child not in made and isinstance(child, nn.Linear):
-                    native = child.in_features % 4 == 0 and cpu.native()
-                    made[child] = NativeInt8Linear(child) if native else Int8Linear(child)
+                    kind = NativeInt8Linear if multiplies_natively(child) else Int8Linear
+                    made[child] = kind(child)
                 elif child not in made and isinstance(child, nn.Embedding):
                     made[child] = Int8Embedding(child)
                 if child in made:

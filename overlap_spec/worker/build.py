@@ -240,15 +240,9 @@ def machine_key(config: EngineConfig) -> dict[str, Any]:
         "dtype": config.quantization or str(dtype),
         "threads": threads,
         "graphs": config.graphs,
-        **({"products": "native"} if _is_native(config, device, dtype) else {}),
+        **({"kernels": "native"} if device.type == "cpu" and cpu.native() else {}),
         **({"ranks": config.tensor_parallel_size} if config.tensor_parallel_size > 1 else {}),
     }
-
-
-def _is_native(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the weights are multiplied by :mod:`overlap_spec.kernels.cpu`."""
-    wanted = config.quantization is not None or dtype == torch.bfloat16
-    return device.type == "cpu" and wanted and cpu.native()
 
 
 def weight_bytes(config: EngineConfig, dtype: torch.dtype) -> int:

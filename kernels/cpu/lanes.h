@@ -1,0 +1,136 @@
+// Floats side by side in the compiler's own vectors, as wide as the processor's.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace lanes {
+
+#ifdef __AVX512F__
+constexpr int64_t LANES = 16;
+#else
+constexpr int64_t LANES = 8;
+#endif
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+
+inline Floats all(float x) { return x - Floats{}; }
+
+inline Floats choose(Ints mask, Floats yes, Floats no) {
+  return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no));
+}
+
+inline Floats largest(Floats a, Floats b) { return choose(a > b, a, b); }
+
+inline Floats widened(Halves bits) {
+  return (Floats)(__builtin_convertvector(bits, Ints) << 16);
+}
+
+// To the nearest bfloat16, ties to even; what is no number stays none.
+inline Halves narrowed(Floats x) {
+  Ints bits = (Ints)x, is_number = x == x;
+  Ints rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return __builtin_convertvector((is_number & rounded) | (~is_number & 0x7fc0), Halves);
+}
+
+inline Floats load(const float* from) {
+  Floats x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+
+inline Floats load(const uint16_t* from) {
+  Halves x;
+  std::memcpy(&x, from, sizeof x);
+  return widened(x);
+}
+
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+
+inline void store(uint16_t* to, Floats x) {
+  Halves bits = narrowed(x);
+  std::memcpy(to, &bits, sizeof bits);
+}
+
+// The first `count` numbers, and zeros.
+template <typename T>
+inline Floats load(const T* from, int64_t count) {
+  if (count >= LANES) return load(from);
+  T some[LANES] = {};
+  std::memcpy(some, from, count * sizeof(T));
+  return load(some);
+}
+
+template <typename T>
+inline void store(T* to, Floats x, int64_t count) {
+  if (count >= LANES) return store(to, x);
+  T some[LANES];
+  store(some, x);
+  std::memcpy(to, some, count * sizeof(T));
+}
+
+// As a number of type T holds it.
+template <typename T>
+inline Floats held(Floats x) {
+  if constexpr (sizeof(T) == 4)
+    return x;
+  else
+    return widened(narrowed(x));
+}
+
+// Lane i: a's lanes i and i ^ STRIDE if i has not that bit, else b's.
+template <int STRIDE>
+inline Floats folded(Floats a, Floats b) {
+  Ints lane;
+  for (int i = 0; i < LANES; ++i) lane[i] = i;
+  Ints is_second = (lane & STRIDE) != 0;
+  Ints other = (lane ^ STRIDE) + (is_second & static_cast<int32_t>(LANES));
+  return choose(is_second, b, a) + __builtin_shuffle(a, b, other);
+}
+
+// Lane i: the sum of the lanes of x[i].
+template <int STRIDE = 1>
+inline Floats sums(const Floats* x) {
+  constexpr int COUNT = LANES / 2 / STRIDE;
+  if constexpr (COUNT == 1) {
+    return folded<STRIDE>(x[0], x[1]);
+  } else {
+    Floats some[COUNT];
+    for (int i = 0; i < COUNT; ++i) some[i] = folded<STRIDE>(x[2 * i], x[2 * i + 1]);
+    return sums<2 * STRIDE>(some);
+  }
+}
+
+inline float sum(Floats x) {
+  Floats same[LANES];
+  for (Floats& each : same) each = x;
+  return sums(same)[0];
+}
+
+inline float most(Floats x) {
+  float found = x[0];
+  for (int i = 1; i < LANES; ++i) found = x[i] > found ? x[i] : found;
+  return found;
+}
+
+// To 2 units of the last place; 0 where float32 has nothing smaller than its normal numbers.
+inline Floats exp(Floats x) {
+  Ints tiny = x < -87.3f;
+  Floats y = choose(x > 88.3f, all(88.3f), choose(tiny, all(-87.3f), x));
+  Floats n = y * 1.44269504f + 12582912.0f;
+  Ints power = (Ints)n << 23;
+  n -= 12582912.0f;
+  Floats r = y - n * 0.693359375f + n * 2.12194440e-4f;
+  Floats p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  return choose(tiny, all(0), (Floats)((Ints)p + power));
+}
+
+inline Floats tanh(Floats x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
+
+}  // namespace lanes

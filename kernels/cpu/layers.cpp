@@ -1,0 +1,423 @@
+// Norm, activation, rotation and attention of a decoder's layers: what kernels/elementwise.py and
+// kernels/attention.py define, each in one call. Numbers are rounded where the definitions round.
+//
+// A row's numbers are added in an order that nothing beside it changes, and so are its keys.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "lanes.h"
+#include "tensors.h"
+
+namespace {
+
+using at::Tensor;
+using namespace lanes;
+
+// Numbers that are worth a thread, and products of numbers.
+constexpr int64_t GRAIN = 1 << 14, PRODUCTS = 1 << 17;
+// Keys that are widened together.
+constexpr int64_t KEYS = 32;
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+int64_t grain(int64_t numbers, int64_t worth = GRAIN) {
+  return std::max<int64_t>(1, worth / std::max<int64_t>(1, numbers));
+}
+
+// A norm's weight: of the rows' type, or of float32, which the product is then made in.
+struct Weight {
+  const void* rows;
+  bool wide;
+  int64_t count, size;
+  float eps;
+
+  Weight(const Tensor& weight, int64_t size, double eps)
+      : rows(weight.const_data_ptr()), wide(weight.scalar_type() == at::kFloat),
+        count(weight.numel() / size), size(size), eps(static_cast<float>(eps)) {
+    TORCH_CHECK(weight.is_contiguous() && weight.size(-1) == size, "weight: a row's size");
+    TORCH_CHECK(wide || weight.scalar_type() == at::kBFloat16, "weight: float32 or x's type");
+  }
+};
+
+// A row that is normed in place, of numbers that T holds.
+template <typename T>
+void norm(float* row, int64_t number, const Weight& weight) {
+  int64_t size = weight.size;
+  Floats squares[2] = {};
+  for (int64_t i = 0; i < size; i += LANES) {
+    Floats x = load(row + i, size - i);
+    squares[i / LANES % 2] += x * x;
+  }
+  float factor = 1.0f / std::sqrt(sum(squares[0] + squares[1]) / size + weight.eps);
+  int64_t start = number % weight.count * size;
+  for (int64_t i = 0; i < size; i += LANES) {
+    Floats x = load(row + i, size - i) * factor;
+    if (weight.wide)
+      x *= load(static_cast<const float*>(weight.rows) + start + i, size - i);
+    else
+      x = held<T>(x) * load(static_cast<const T*>(weight.rows) + start + i, size - i);
+    store(row + i, held<T>(x), size - i);
+  }
+}
+
+struct Scratch {
+  std::vector<float> numbers;
+
+  float* take(int64_t count) {
+    if (static_cast<int64_t>(numbers.size()) < count) numbers.resize(count);
+    return numbers.data();
+  }
+};
+
+// `total` of x and residual, or x itself, and its norm.
+template <typename T>
+void norm_rows(const T* x, const T* residual, T* total, T* out, int64_t rows,
+               const Weight& weight) {
+  int64_t size = weight.size;
+  at::parallel_for(0, rows, grain(size), [&](int64_t begin, int64_t end) {
+    static thread_local Scratch scratch;
+    float* row = scratch.take(size);
+    for (int64_t r = begin; r < end; ++r) {
+      for (int64_t i = 0; i < size; i += LANES) {
+        Floats sum = load(x + r * size + i, size - i);
+        if (residual) {
+          sum = held<T>(sum + load(residual + r * size + i, size - i));
+          store(total + r * size + i, sum, size - i);
+        }
+        store(row + i, sum, size - i);
+      }
+      norm<T>(row, r, weight);
+      for (int64_t i = 0; i < size; i += LANES)
+        store(out + r * size + i, load(row + i, size - i), size - i);
+    }
+  });
+}
+
+Tensor rms_norm(const Tensor& given, const Tensor& weight, double eps) {
+  Tensor x = given.contiguous(), out = at::empty_like(x);
+  Weight by(weight, x.size(-1), eps);
+  typed(x, [&](auto kind) {
+    using T = decltype(kind);
+    norm_rows<T>(data<T>(x), nullptr, nullptr, into<T>(out), x.numel() / by.size, by);
+  });
+  return out;
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& given, const Tensor& other,
+                                        const Tensor& weight, double eps) {
+  Tensor x = given.contiguous(), residual = other.contiguous();
+  TORCH_CHECK(x.sizes() == residual.sizes() && x.dtype() == residual.dtype(), "residual: like x");
+  Tensor out = at::empty_like(x), total = at::empty_like(x);
+  Weight by(weight, x.size(-1), eps);
+  typed(x, [&](auto kind) {
+    using T = decltype(kind);
+    norm_rows<T>(data<T>(x), data<T>(residual), into<T>(total), into<T>(out),
+                 x.numel() / by.size, by);
+  });
+  return {out, total};
+}
+
+Floats silu(Floats x) { return x / (1.0f + lanes::exp(-x)); }
+
+// (1 + tanh(y)) / 2 is 1 / (1 + exp(-2 y)).
+Floats gelu(Floats x) {
+  Floats twice = 1.5957691216f * (x + 0.044715f * x * x * x);
+  return x / (1.0f + lanes::exp(-twice));
+}
+
+template <Floats ACTIVATE(Floats)>
+Tensor activate_and_mul(const Tensor& given) {
+  Tensor x = given.contiguous();
+  int64_t size = x.size(-1) / 2, rows = size ? x.numel() / (2 * size) : 0;
+  auto sizes = x.sizes().vec();
+  sizes.back() = size;
+  Tensor out = at::empty(sizes, x.options());
+  typed(x, [&](auto kind) {
+    using T = decltype(kind);
+    const T* from = data<T>(x);
+    T* to = into<T>(out);
+    at::parallel_for(0, rows, grain(4 * size), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r)
+        for (int64_t i = 0; i < size; i += LANES) {
+          Floats gate = load(from + 2 * r * size + i, size - i);
+          Floats up = load(from + (2 * r + 1) * size + i, size - i);
+          store(to + r * size + i, held<T>(ACTIVATE(gate)) * up, size - i);
+        }
+    });
+  });
+  return out;
+}
+
+Tensor rotate_and_store(const Tensor& given, const Tensor& turns, Tensor k_cache, Tensor v_cache,
+                        const Tensor& places, const std::optional<Tensor>& norm_weight,
+                        double eps) {
+  Tensor qkv = given.contiguous(), rotary = turns.contiguous(), slots = places.contiguous();
+  TORCH_CHECK(k_cache.is_contiguous() && v_cache.is_contiguous(), "caches: contiguous");
+  TORCH_CHECK(slots.scalar_type() == at::kLong, "slots: int64");
+  TORCH_CHECK(rotary.dtype() == qkv.dtype() && k_cache.dtype() == qkv.dtype() &&
+                  v_cache.dtype() == qkv.dtype(),
+              "rotary and caches: of the queries' type");
+  int64_t rows = qkv.size(0), all_heads = qkv.size(1), dim = qkv.size(2), half = dim / 2;
+  int64_t kv_heads = k_cache.size(2), turned = all_heads - kv_heads, heads = turned - kv_heads;
+  int64_t room = k_cache.size(0) * k_cache.size(1);
+  Tensor q = at::empty({rows, heads, dim}, qkv.options());
+  std::optional<Weight> by;
+  if (norm_weight.has_value()) by.emplace(*norm_weight, dim, eps);
+  typed(qkv, [&](auto kind) {
+    using T = decltype(kind);
+    const T *from = data<T>(qkv), *angles = data<T>(rotary);
+    const int64_t* slot = data<int64_t>(slots);
+    T *queries = into<T>(q), *keys = into<T>(k_cache), *values = into<T>(v_cache);
+    at::parallel_for(0, rows, grain(2 * all_heads * dim), [&](int64_t begin, int64_t end) {
+      static thread_local Scratch scratch;
+      float* head = scratch.take(dim + 2 * LANES);
+      for (int64_t t = begin; t < end; ++t) {
+        TORCH_CHECK(slot[t] >= 0 && slot[t] < room, "slots: outside of the cache");
+        const T *cos = angles + 2 * t * dim, *sin = cos + dim;
+        for (int64_t h = 0; h < turned; ++h) {
+          const T* x = from + (t * all_heads + h) * dim;
+          for (int64_t i = 0; i < dim; i += LANES) store(head + i, load(x + i, dim - i), dim - i);
+          if (by) norm<T>(head, h, *by);
+          T* to = h < heads ? queries + (t * heads + h) * dim
+                            : keys + (slot[t] * kv_heads + h - heads) * dim;
+          for (int64_t part = 0; part < 2; ++part)
+            for (int64_t i = 0; i < half; i += LANES) {
+              int64_t here = part * half + i, there = (1 - part) * half + i, left = half - i;
+              Floats straight = held<T>(load(head + here, left) * load(cos + here, left));
+              Floats across = load(head + there, left) * load(sin + here, left);
+              store(to + here, straight + across, left);
+            }
+        }
+        std::copy_n(from + (t * all_heads + turned) * dim, kv_heads * dim,
+                    values + slot[t] * kv_heads * dim);
+      }
+    });
+  });
+  return q;
+}
+
+// Which keys the queries of a request may see: see KeySpan.
+struct Sight {
+  const int64_t* positions;
+  const bool* mask;
+  int64_t width, first;
+  std::optional<int64_t> window;
+
+  // Of query t, its request's number i, with `prefix` keys before: whether it sees `key`.
+  bool sees(int64_t t, int64_t i, int64_t prefix, int64_t key) const {
+    int64_t column = key - prefix;
+    if (key < first) return false;
+    bool near = !window || key > positions[t] - *window;
+    if (column < 0) return near;
+    // A tree's keys lie by node, not by depth; its ancestors are always near.
+    return mask ? mask[t * width + column] : near && column <= i;
+  }
+};
+
+struct Rule {
+  float scale;
+  std::optional<float> soft_cap;
+  const float* sinks;
+};
+
+// The rows of a request that read one head of keys: `group` heads of `count` queries.
+template <typename T>
+struct Rows {
+  const T* q;
+  T* out;
+  int64_t heads, dim, group, first_query, count, head;
+
+  int64_t size() const { return group * count; }
+  int64_t query(int64_t row) const { return row / group; }
+  int64_t sink(int64_t row) const { return head * group + row % group; }
+  int64_t place(int64_t row) const {
+    return ((first_query + query(row)) * heads + sink(row)) * dim;
+  }
+};
+
+// Keys and values of one head by logical position.
+template <typename T>
+struct Cached {
+  const T *k, *v;
+  const int64_t* pages;
+  int64_t page_size, kv_heads, dim, head, count;
+
+  int64_t place(int64_t key) const {
+    int64_t page = pages[key / page_size];
+    TORCH_CHECK(page >= 0 && page < count, "pages: outside of the cache");
+    return ((page * page_size + key % page_size) * kv_heads + head) * dim;
+  }
+};
+
+// What rows have so far: sums of values by weight, weights' sum, largest score.
+struct State {
+  float *sums, *weight, *most;
+};
+
+// Scores of a row's query with the keys of a block, `wide` numbers each.
+inline void score(const float* query, const float* keys, int64_t wide, float* scores) {
+  for (int64_t start = 0; start < KEYS; start += LANES) {
+    Floats dots[LANES];
+    for (int64_t j = 0; j < LANES; ++j) {
+      const float* key = keys + (start + j) * wide;
+      Floats dot = load(query) * load(key);
+      for (int64_t i = LANES; i < wide; i += LANES) dot += load(query + i) * load(key + i);
+      dots[j] = dot;
+    }
+    store(scores + start, lanes::sums(dots));
+  }
+}
+
+inline void add_values(float* sums, const float* values, const float* weights, float kept,
+                       int64_t wide, int64_t count) {
+  for (int64_t i = 0; i < wide; i += LANES) {
+    Floats sum = load(sums + i) * kept;
+    for (int64_t j = 0; j < count; ++j) sum += weights[j] * load(values + j * wide + i);
+    store(sums + i, sum);
+  }
+}
+
+template <typename T>
+void attend(const Rows<T>& rows, const Cached<T>& cached, const Sight& sight, const Rule& rule,
+            int64_t prefix, int64_t keys, float* room) {
+  int64_t size = rows.size(), dim = rows.dim, wide = (dim + LANES - 1) / LANES * LANES;
+  float *queries = room, *values = queries + size * wide, *k = values + KEYS * wide;
+  State state{k + KEYS * wide, nullptr, nullptr};
+  state.weight = state.sums + size * wide;
+  state.most = state.weight + size;
+  std::fill(state.sums, state.weight, 0.0f);
+  for (int64_t row = 0; row < size; ++row) {
+    float sink = rule.sinks ? rule.sinks[rows.sink(row)] : NEVER;
+    state.most[row] = sink;
+    state.weight[row] = rule.sinks ? 1.0f : 0.0f;
+    const T* q = rows.q + rows.place(row);
+    for (int64_t i = 0; i < wide; i += LANES)
+      store(queries + row * wide + i, load(q + i, std::max<int64_t>(0, dim - i)) * rule.scale);
+  }
+  for (int64_t start = 0; start < keys; start += KEYS) {
+    int64_t count = std::min(KEYS, keys - start);
+    for (int64_t j = 0; j < KEYS; ++j) {
+      int64_t at = j < count ? cached.place(start + j) : 0;
+      for (int64_t i = 0; i < wide; i += LANES) {
+        int64_t left = j < count ? dim - i : 0;
+        store(k + j * wide + i, load(cached.k + at + i, left));
+        store(values + j * wide + i, load(cached.v + at + i, left));
+      }
+    }
+    bool all_seen = !sight.window && start >= sight.first && start + KEYS <= prefix;
+    for (int64_t row = 0; row < size; ++row) {
+      float scores[KEYS];
+      score(queries + row * wide, k, wide, scores);
+      int64_t i = rows.query(row), t = rows.first_query + i;
+      Floats most = all(state.most[row]);
+      for (int64_t j = 0; j < KEYS; j += LANES) {
+        Floats some = load(scores + j);
+        if (rule.soft_cap) some = *rule.soft_cap * lanes::tanh(some / *rule.soft_cap);
+        for (int64_t lane = 0; lane < LANES && !all_seen; ++lane)
+          if (j + lane >= count || !sight.sees(t, i, prefix, start + j + lane)) some[lane] = NEVER;
+        store(scores + j, some);
+        most = largest(some, most);
+      }
+      float now = lanes::most(most);
+      // Nothing was seen so far.
+      if (now == NEVER) continue;
+      Floats total = {};
+      for (int64_t j = 0; j < KEYS; j += LANES) {
+        Floats weights = lanes::exp(load(scores + j) - now);
+        store(scores + j, weights);
+        total += weights;
+      }
+      float kept = lanes::exp(all(state.most[row] - now))[0];
+      state.most[row] = now;
+      state.weight[row] = state.weight[row] * kept + sum(total);
+      add_values(state.sums + row * wide, values, scores, kept, wide, count);
+    }
+  }
+  for (int64_t row = 0; row < size; ++row)
+    for (int64_t i = 0; i < dim; i += LANES)
+      store(rows.out + rows.place(row) + i,
+            load(state.sums + row * wide + i) / state.weight[row], dim - i);
+}
+
+Tensor tree_attention(const Tensor& given, const Tensor& k_cache, const Tensor& v_cache,
+                      const Tensor& page_table, const Tensor& prefixes, const Tensor& places,
+                      const std::optional<Tensor>& mask, const std::optional<Tensor>& bounds,
+                      int64_t first, std::optional<int64_t> window, std::optional<double> scale,
+                      std::optional<double> soft_cap, const std::optional<Tensor>& sinks) {
+  Tensor q = given.contiguous(), pages = page_table.contiguous(), prefix = prefixes.contiguous();
+  Tensor positions = places.contiguous();
+  Tensor seen = mask.has_value() ? mask->contiguous() : Tensor();
+  Tensor offsets = bounds.has_value() ? bounds->contiguous() : Tensor();
+  Tensor sunk = sinks.has_value() ? sinks->to(at::kFloat).contiguous() : Tensor();
+  TORCH_CHECK(k_cache.is_contiguous() && v_cache.is_contiguous(), "caches: contiguous");
+  TORCH_CHECK(k_cache.dtype() == q.dtype() && v_cache.dtype() == q.dtype(),
+              "caches: of the queries' type");
+  for (const Tensor& each : {pages, prefix, positions})
+    TORCH_CHECK(each.scalar_type() == at::kLong, "pages, prefix and positions: int64");
+  int64_t batch = pages.size(0), columns = pages.size(1), total = q.size(0), heads = q.size(1);
+  int64_t dim = q.size(2), page_size = k_cache.size(1), kv_heads = k_cache.size(2);
+  int64_t wide = (dim + LANES - 1) / LANES * LANES, group = heads / kv_heads;
+  const int64_t* starts = bounds.has_value() ? data<int64_t>(offsets) : nullptr;
+  Sight sight{data<int64_t>(positions), mask.has_value() ? data<bool>(seen) : nullptr,
+              mask.has_value() ? seen.size(1) : 0, first, window};
+  Rule rule{static_cast<float>(scale.value_or(1.0 / std::sqrt(static_cast<double>(dim)))), {},
+            sinks.has_value() ? data<float>(sunk) : nullptr};
+  if (soft_cap) rule.soft_cap = static_cast<float>(*soft_cap);
+  Tensor out = at::empty({total, heads * dim}, q.options());
+  int64_t most = columns * page_size;
+  typed(q, [&](auto kind) {
+    using T = decltype(kind);
+    int64_t worth = batch ? total * heads / std::max<int64_t>(1, batch * kv_heads) * most * dim : 1;
+    at::parallel_for(0, batch * kv_heads, grain(worth, PRODUCTS), [&](int64_t begin, int64_t end) {
+      static thread_local Scratch scratch;
+      for (int64_t unit = begin; unit < end; ++unit) {
+        int64_t b = unit / kv_heads, head = unit % kv_heads;
+        int64_t start = starts ? starts[b] : b * (total / batch);
+        int64_t count = (starts ? starts[b + 1] : (b + 1) * (total / batch)) - start;
+        if (count == 0) continue;
+        int64_t before = data<int64_t>(prefix)[b];
+        int64_t keys = before + (sight.mask ? sight.width : count);
+        TORCH_CHECK(before >= 0 && keys <= most, "prefix: more keys than pages have");
+        Rows<T> rows{data<T>(q), into<T>(out), heads, dim, group, start, count, head};
+        Cached<T> cached{data<T>(k_cache), data<T>(v_cache), data<int64_t>(pages) + b * columns,
+                         page_size, kv_heads, dim, head, k_cache.size(0)};
+        float* room = scratch.take(2 * (rows.size() + KEYS) * wide + 2 * rows.size());
+        attend(rows, cached, sight, rule, before, keys, room);
+      }
+    });
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(overlap_spec, m) {
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)");
+  m.def("silu_and_mul(Tensor x) -> Tensor");
+  m.def("gelu_and_mul(Tensor x) -> Tensor");
+  m.def("rotate_and_store(Tensor qkv, Tensor rotary, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+        "Tensor slots, Tensor? weight, float eps) -> Tensor");
+  m.def("tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor pages, Tensor prefix, "
+        "Tensor positions, Tensor? mask, Tensor? offsets, int first, int? window, float? scale, "
+        "float? soft_cap, Tensor? sinks) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(overlap_spec, CPU, m) {
+  m.impl("rms_norm", &rms_norm);
+  m.impl("add_rms_norm", &add_rms_norm);
+  m.impl("silu_and_mul", &activate_and_mul<silu>);
+  m.impl("gelu_and_mul", &activate_and_mul<gelu>);
+  m.impl("rotate_and_store", &rotate_and_store);
+  m.impl("tree_attention", &tree_attention);
+}
