@@ -52,12 +52,16 @@ async def new_prompts(_: httpx.AsyncClient, url: str) -> int:
 def memory_attacks() -> dict[str, Attack]:
     """These attacks by their names."""
     doubled = "root ::= a0\n" + "".join(f"a{i} ::= a{i + 1} a{i + 1}\n" for i in range(DOUBLINGS))
-    forced = {"messages": HI, "structured_outputs": {"grammar": f'{doubled}a{DOUBLINGS} ::= "a"'}}
+    forced = {
+        "messages": HI,
+        "max_tokens": 64,
+        "structured_outputs": {"grammar": f'{doubled}a{DOUBLINGS} ::= "a"'},
+    }
     long = {"max_new_tokens": 400, "ignore_eos": True, "n": 16}
     logprobs = {"text": "a", "return_logprob": True, "top_logprobs_num": 20}
     return {
-        "doubled_rules": _asks(CHAT, forced),
-        "repeated": _asks(CHAT, {"messages": HI, "regex": "a{2147483647}"}),
+        "doubled_rules": _asks(CHAT, short | forced),
+        "repeated": _asks(CHAT, short | {"regex": "a{2147483647}"}),
         "long_names": _asks(
             GENERATE, {"text": "a", "rid": "r" * 8_000_000, "sampling_params": {"n": 128}}
         ),
