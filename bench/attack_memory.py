@@ -52,11 +52,8 @@ async def new_prompts(_: httpx.AsyncClient, url: str) -> int:
 def memory_attacks() -> dict[str, Attack]:
     """These attacks by their names."""
     doubled = "root ::= a0\n" + "".join(f"a{i} ::= a{i + 1} a{i + 1}\n" for i in range(DOUBLINGS))
-    forced = {
-        "messages": HI,
-        "max_tokens": 64,
-        "structured_outputs": {"grammar": f'{doubled}a{DOUBLINGS} ::= "a"'},
-    }
+    forced = {"structured_outputs": {"grammar": f'{doubled}a{DOUBLINGS} ::= "a"'}}
+    short = {"messages": HI, "max_tokens": 64}
     long = {"max_new_tokens": 400, "ignore_eos": True, "n": 16}
     logprobs = {"text": "a", "return_logprob": True, "top_logprobs_num": 20}
     return {
