@@ -11,15 +11,17 @@ from bench.attack_shares import Attack, asked, attacking_client
 
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 HI = [{"role": "user", "content": "hi"}]
+# What takes memory may take its time.
+PATIENCE_S = 600.0
 LONG_REGEXES, ENUM_TEXTS, DOUBLINGS, PROMPTS = 34, 5000, 60, 64
 numbers = itertools.count()
 
 
 def _asks(path: str, *bodies: dict[str, Any]) -> Attack:
-    """Ask with all bodies at once; the highest status."""
+    """Ask with all bodies, one after another; the highest status."""
 
     async def one(_: httpx.AsyncClient, url: str) -> int:
-        async with attacking_client(8) as client:
+        async with attacking_client(8, PATIENCE_S) as client:
             statuses = [(await client.post(url + path, json=body)).status_code for body in bodies]
         return max(statuses)
 
