@@ -12,20 +12,24 @@ over.
 
 ``--disconnects N --minutes M`` sends clients that leave instead, N a minute, at every stage of a
 request: in its head or body, while its grammar compiles, before its answer or in its stream.
+``--memory --minutes M`` makes the attacks of ``bench.attack_memory`` in turn.
 
 It fails (exit status 1) where a good answer is wrong, an attack is answered with a 5xx, /health
 takes over half a second, a good new schema over two beside slow ones, a turn of the event loop over
 50 ms of processor time, the good requests' p99 is over three times that without attack, the front
-has over 400 MiB, something is left over, or, with clients that leave, front or engine grow by over
-a tenth after the first fifth of the time.
+has over 400 MiB, something is left over, with clients that leave front or engine grow by over a
+tenth after the first fifth of the time, or, after ``--memory``, the engine has a minute later over
+200 MiB more than at first.
 
 Fields of the last line, beside those of every record (``bench.common``): ``good`` (requests,
 wrong, ``calm_p99_ms``, ``attacked_p99_ms``, and ``streams_p99_ms``: beside two users' long answers
 and no attack), ``health_worst_ms``, ``schema_worst_ms`` (a good new schema beside floods of slow
 ones), ``turn_worst_ms`` (processor time of the event loop's longest
 turn; ``turn_worst_wall_ms`` by the clock), ``front_peak_mib``, ``attacks`` (statuses and time of
-each, and the good requests' p99 beside it), ``left_over``. With ``--disconnects``, in place of
-``attacks``: ``disconnects`` (how many left at which stage) and ``memory`` (``early_mib`` and
+each, and the good requests' p99 beside it), ``left_over``, with ``--memory`` ``engine_mib``
+(``before``, ``attacked``, and ``after`` a minute of rest, without the KV cache). With
+``--disconnects``, in place of ``attacks``: ``disconnects`` (how many left at which stage) and
+``memory`` (``early_mib`` and
 ``late_mib`` of front and engine; of the KV cache, which is not counted to the engine, the memory
 of the pages that were in use so far, and of all, ``most_mib``: computed prompts are kept as long
 as there is room).
@@ -48,6 +52,7 @@ import httpx
 
 from bench.attack_disconnects import disconnects
 from bench.attack_fuzz import almost_valid
+from bench.attack_memory import memory_attacks
 from bench.attack_shares import Attack, GoodSchemas, attacking_client, connect, shares_attacks
 from bench.attack_watch import CHAT, HI, Watch
 from bench.common import Run, fail, flags, rounded
@@ -70,6 +75,8 @@ MOST_HEALTH_MS, MOST_GROWTH, MOST_FRONT_MIB = 500.0, 3.0, 400.0
 MOST_SCHEMA_MS = 2000.0
 # Of front and engine, after this part of the time in which clients leave.
 MOST_MEMORY, EARLY = 1.1, 0.2
+# Of the engine: when its memory is read, how long after the last attack, and what may be left.
+WHEN, REST_S, MOST_LEFT_MIB = ("before", "attacked", "after"), 60.0, 200.0
 LONG_TEXT = "hello world, this is " * 250_000
 
 
@@ -82,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--disconnects", type=float, default=0.0, help="clients a minute that leave, for attacks"
     )
-    parser.add_argument("--minutes", type=float, default=10.0, help="of --disconnects (default 10)")
+    parser.add_argument("--memory", action="store_true", help="take memory, for attacks")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of either (default 10)")
     options = parser.parse_args(arguments)
     if options.quick:
         options.rounds, options.fuzz = 1, min(options.fuzz, 200)
@@ -119,10 +127,18 @@ async def attack(run: Run, options: argparse.Namespace, served: Served) -> dict[
             if options.disconnects:
                 made = await _clients_that_leave(run, options, served, client)
                 spans.append(("disconnects", begun, time.monotonic()))
+            elif options.memory:
+                states = [await _state(client, served)]
+                made = await _attacks(options, served, client, spans, memory_attacks())
+                states.append(await _state(client, served))
+                await asyncio.sleep(REST_S)
+                states.append(await _state(client, served))
+                made["engine_mib"] = dict(zip(WHEN, map(_engine_mib, states), strict=True))
             else:
-                made = await _attacks(options, served, client, spans, schemas)
+                kinds = attacks() | shares_attacks(schemas)
+                made = await _attacks(options, served, client, spans, kinds)
         await asyncio.sleep(1)
-        state = (await client.get(f"{served.url}/server_info")).json()["state"]
+        state = await _state(client, served)
     with httpx.Client(timeout=60) as plain:
         figures = read_metrics(plain, served.url)
     seen = watch.seen
@@ -157,24 +173,28 @@ async def _attacks(
     served: Served,
     client: httpx.AsyncClient,
     spans: list[tuple[str, float, float]],
-    schemas: GoodSchemas,
+    kinds: dict[str, Attack],
 ) -> dict[str, Any]:
     """Each attack's statuses and seconds; when each was made goes to ``spans``."""
     made: dict[str, Any] = {}
     fuzzed = 0
-    end = time.monotonic() + options.seconds
+    end = time.monotonic() + (60 * options.minutes if options.memory else options.seconds)
 
     def add(name: str, statuses: Counter[str], start: float) -> None:
         spans.append((name, start, time.monotonic()))
         entry = made.setdefault(name, {"statuses": {}, "seconds": 0.0, "good_p99_ms": 0.0})
         entry["statuses"] = dict(Counter(entry["statuses"]) + statuses)
         entry["seconds"] += spans[-1][2] - start
+        told = ", ".join(f"{count} times {status}" for status, count in statuses.items())
+        print(f"{name}: {told} in {spans[-1][2] - start:.1f} s", file=sys.stderr, flush=True)
 
     while not made or time.monotonic() < end:
-        for name, one in (attacks() | shares_attacks(schemas)).items():
+        for name, one in kinds.items():
             start = time.monotonic()
             statuses = Counter([str(await one(client, served.url)) for _ in range(options.rounds)])
             add(name, statuses, start)
+        if options.memory:
+            continue
         # Made before the clock runs: that takes a processor for itself.
         seed = options.seed + fuzzed
         bodies = await asyncio.to_thread(almost_valid, served.url, options.fuzz, seed)
@@ -182,6 +202,16 @@ async def _attacks(
         start = time.monotonic()
         add("fuzz", await fuzz(client, served.url, bodies), start)
     return {"attacks": made}
+
+
+async def _state(client: httpx.AsyncClient, served: Served) -> dict[str, Any]:
+    state: dict[str, Any] = (await client.get(f"{served.url}/server_info")).json()["state"]
+    return state
+
+
+def _engine_mib(state: dict[str, Any]) -> float:
+    """Memory of the engine's process without the KV cache's pages."""
+    return float(state["rss_bytes"] - state["kv_touched_bytes"]) / 2**20
 
 
 async def _clients_that_leave(
@@ -193,10 +223,9 @@ async def _clients_that_leave(
         left += await disconnects(served.url, options.disconnects, 60 * options.minutes * share)
         # The last ones have still to be seen.
         await asyncio.sleep(1)
-        state = (await client.get(f"{served.url}/server_info")).json()["state"]
-        cache_mib = state["kv_touched_bytes"] / 2**20
-        engine_mib = state["rss_bytes"] / 2**20 - cache_mib
+        state = await _state(client, served)
         front_mib = rss_mib(served.process.pid)
+        engine_mib, cache_mib = _engine_mib(state), state["kv_touched_bytes"] / 2**20
         memory.append({"front": front_mib, "engine": engine_mib, "kv_cache": cache_mib})
         most_cache_mib = state["kv_bytes"] / 2**20
         run.sample(left=dict(left), **memory[-1])
@@ -373,6 +402,9 @@ def faults(record: dict[str, Any]) -> list[str]:
     for name, mib in record.get("memory", {}).items():
         if mib["late_mib"] > mib.get("most_mib", MOST_MEMORY * mib["early_mib"]):
             found.append(f"the memory of the {name} grew: {mib}")
+    engine = record.get("engine_mib", dict.fromkeys(WHEN, 0.0))
+    if engine["after"] > engine["before"] + MOST_LEFT_MIB:
+        found.append(f"the engine kept memory: {engine}")
     for name, made in record.get("attacks", {}).items():
         if any(status.startswith("5") for status in made["statuses"]):
             found.append(f"{name}: {made['statuses']}")

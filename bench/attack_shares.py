@@ -36,11 +36,11 @@ async def connect(url: str, **more: Any) -> Streams:
     return await asyncio.open_connection(where.hostname, where.port, local_addr=local, **more)
 
 
-def attacking_client(most: int) -> httpx.AsyncClient:
-    """An attacker's client with at most so many connections."""
+def attacking_client(most: int, patience_s: float = 90) -> httpx.AsyncClient:
+    """An attacker's client with at most so many connections, which waits so long for an answer."""
     limits = httpx.Limits(max_connections=most)
     transport = httpx.AsyncHTTPTransport(local_address=ATTACKER, limits=limits)
-    return httpx.AsyncClient(transport=transport, timeout=90)
+    return httpx.AsyncClient(transport=transport, timeout=patience_s)
 
 
 def asked(schema: dict[str, Any], **more: Any) -> dict[str, Any]:

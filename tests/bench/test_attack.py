@@ -56,3 +56,9 @@ def test_good_requests_may_take_three_times_as_long() -> None:
     slow = RECORD | {"good": RECORD["good"] | {"attacked_p99_ms": 91.0}}
     assert faults(RECORD) == []
     assert len(faults(slow)) == 1
+
+
+def test_a_minute_after_the_attacks_the_engine_has_given_memory_back() -> None:
+    kept = {"before": 500.0, "attacked": 1400.0, "after": 701.0}
+    assert len(faults(RECORD | {"engine_mib": kept})) == 1
+    assert faults(RECORD | {"engine_mib": kept | {"after": 699.0}}) == []
