@@ -15,7 +15,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from overlap_spec.caches import cache_folder
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-UNITS = "layers", "products", "drafts"
+SOURCE = "kernels.cpp"
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp")
 # Of the processor, by the products.
 NEEDED = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni"))
@@ -55,7 +54,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 def native() -> bool:
     """Whether this machine computes layers natively; the first call may compile what does."""
     flags = _processor()
-    if not flags:
+    if "avx2" not in flags:
         return False
     try:
         torch.ops.load_library(str(build(flags)))
@@ -100,15 +99,10 @@ def build(flags: frozenset[str]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made, headers = Path(folder) / path.name, [f"-I{root / folder}" for folder in HEADERS]
-        parts = [Path(folder) / f"{unit}.o" for unit in UNITS]
-
-        def compile_unit(unit: str, part: Path) -> None:
-            _run(compiler, *FLAGS, *headers, "-c", FOLDER / f"{unit}.cpp", "-o", part)
-
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(compile_unit, UNITS, parts))
+        part = Path(folder) / "kernels.o"
+        _run(compiler, *FLAGS, *headers, "-c", FOLDER / SOURCE, "-o", part)
         # By itself, as what links OpenMP links another one than torch's: two teams of threads.
-        _run(compiler, "-shared", *parts, "-o", made, f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10")
+        _run(compiler, "-shared", part, "-o", made, f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10")
         # Whole, or not at all: others may look for it meanwhile.
         made.replace(path)
     return path

@@ -3,14 +3,13 @@
 // A packed weight (N, K) is (ceil(N / 16), K / P, 16, P), of P = 1 number in float32, 2 in
 // bfloat16 and 4 in int8: what one instruction multiplies for 16 outputs lies together, and what a thread reads is one run.
 // Each output is summed over K in one order, so a row has the same bits beside any others.
-
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#pragma once
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+
 #include <immintrin.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -21,7 +20,9 @@
 
 #include "tensors.h"
 
-namespace {
+#ifdef __AVX512BF16__
+
+namespace products {
 
 using at::Tensor;
 
@@ -247,18 +248,6 @@ Tensor int8_product(const Tensor& given, const Tensor& weight, const Tensor& sca
   return out;
 }
 
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(overlap_spec, m) {
-  m.def("pack(Tensor weight) -> Tensor");
-  m.def("product(Tensor x, Tensor weight, Tensor? bias, int n) -> Tensor");
-  m.def("int8_product(Tensor x, Tensor weight, Tensor scale, Tensor shift, Tensor? bias) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(overlap_spec, CPU, m) {
-  m.impl("pack", &pack);
-  m.impl("product", &product);
-  m.impl("int8_product", &int8_product);
-}
+}  // namespace products
 
 #endif

@@ -1,10 +1,10 @@
 // What a draft step does beside its layers: the best next tokens, and grammars' states behind them.
 // kernels/sampling.py and kernels/states.py define it.
+#pragma once
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,7 @@
 #include "lanes.h"
 #include "tensors.h"
 
-namespace {
+namespace drafts {
 
 using at::Tensor;
 using namespace lanes;
@@ -109,14 +109,4 @@ Tensor after_tokens(const Tensor& moves, const Tensor& given, const Tensor& text
   return out;
 }
 
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(overlap_spec, m) {
-  m.def("top_candidates(Tensor logits, int count, Tensor? offsets) -> (Tensor, Tensor)");
-  m.def("after_tokens(Tensor moves, Tensor states, Tensor texts, Tensor tokens) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(overlap_spec, CPU, m) {
-  m.impl("top_candidates", &top_candidates);
-  m.impl("after_tokens", &after_tokens);
-}
+}  // namespace drafts

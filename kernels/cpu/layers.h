@@ -2,12 +2,12 @@
 // kernels/attention.py define, each in one call. Numbers are rounded where the definitions round.
 //
 // A row's numbers are added in an order that nothing beside it changes, and so are its keys.
+#pragma once
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -19,7 +19,7 @@
 #include "lanes.h"
 #include "tensors.h"
 
-namespace {
+namespace layers {
 
 using at::Tensor;
 using namespace lanes;
@@ -399,25 +399,4 @@ Tensor tree_attention(const Tensor& given, const Tensor& k_cache, const Tensor& 
   return out;
 }
 
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(overlap_spec, m) {
-  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
-  m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)");
-  m.def("silu_and_mul(Tensor x) -> Tensor");
-  m.def("gelu_and_mul(Tensor x) -> Tensor");
-  m.def("rotate_and_store(Tensor qkv, Tensor rotary, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-        "Tensor slots, Tensor? weight, float eps) -> Tensor");
-  m.def("tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor pages, Tensor prefix, "
-        "Tensor positions, Tensor? mask, Tensor? offsets, int first, int? window, float? scale, "
-        "float? soft_cap, Tensor? sinks) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(overlap_spec, CPU, m) {
-  m.impl("rms_norm", &rms_norm);
-  m.impl("add_rms_norm", &add_rms_norm);
-  m.impl("silu_and_mul", &activate_and_mul<silu>);
-  m.impl("gelu_and_mul", &activate_and_mul<gelu>);
-  m.impl("rotate_and_store", &rotate_and_store);
-  m.impl("tree_attention", &tree_attention);
-}
+}  // namespace layers

@@ -1,0 +1,42 @@
+// The kernels of one processor, as operations of torch.
+
+#include <torch/library.h>
+
+#include "drafts.h"
+#include "layers.h"
+#include "products.h"
+
+TORCH_LIBRARY(overlap_spec, m) {
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)");
+  m.def("silu_and_mul(Tensor x) -> Tensor");
+  m.def("gelu_and_mul(Tensor x) -> Tensor");
+  m.def("rotate_and_store(Tensor qkv, Tensor rotary, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+        "Tensor slots, Tensor? weight, float eps) -> Tensor");
+  m.def("tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor pages, Tensor prefix, "
+        "Tensor positions, Tensor? mask, Tensor? offsets, int first, int? window, float? scale, "
+        "float? soft_cap, Tensor? sinks) -> Tensor");
+  m.def("top_candidates(Tensor logits, int count, Tensor? offsets) -> (Tensor, Tensor)");
+  m.def("after_tokens(Tensor moves, Tensor states, Tensor texts, Tensor tokens) -> Tensor");
+#ifdef __AVX512BF16__
+  m.def("pack(Tensor weight) -> Tensor");
+  m.def("product(Tensor x, Tensor weight, Tensor? bias, int n) -> Tensor");
+  m.def("int8_product(Tensor x, Tensor weight, Tensor scale, Tensor shift, Tensor? bias) -> Tensor");
+#endif
+}
+
+TORCH_LIBRARY_IMPL(overlap_spec, CPU, m) {
+  m.impl("rms_norm", &layers::rms_norm);
+  m.impl("add_rms_norm", &layers::add_rms_norm);
+  m.impl("silu_and_mul", &layers::activate_and_mul<layers::silu>);
+  m.impl("gelu_and_mul", &layers::activate_and_mul<layers::gelu>);
+  m.impl("rotate_and_store", &layers::rotate_and_store);
+  m.impl("tree_attention", &layers::tree_attention);
+  m.impl("top_candidates", &drafts::top_candidates);
+  m.impl("after_tokens", &drafts::after_tokens);
+#ifdef __AVX512BF16__
+  m.impl("pack", &products::pack);
+  m.impl("product", &products::product);
+  m.impl("int8_product", &products::int8_product);
+#endif
+}
