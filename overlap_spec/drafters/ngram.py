@@ -6,7 +6,6 @@ proposed again.
 
 from __future__ import annotations
 
-import heapq
 import math
 import sys
 from array import array
@@ -19,7 +18,7 @@ import numpy as np
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import HostDraft
-from overlap_spec.drafters.text_pool import END, LookupDrafter, TextPool
+from overlap_spec.drafters.text_pool import END, LookupDrafter, TextPool, best_first
 from overlap_spec.types import History, Tier
 
 # Bytes of a dictionary's two numbers, beside its table.
@@ -223,26 +222,12 @@ def draft_of(matches: Sequence[Match], tier: Tier) -> HostDraft:
             if path and path not in counts:
                 after.setdefault(path[:-1], []).append(path)
             counts[path] = counts.get(path, 0) + match.size
-    tokens: list[int] = []
-    parents: list[int] = []
-    scores: list[float] = []
-    # Best first: parents come before their children, siblings in descending order.
-    heap: list[tuple[float, int, tuple[int, ...], int]] = []
-    order, path, node, cost = 0, (), 0, 0.0
-    while len(tokens) < tier.nodes - 1:
-        total = 1 + sum(counts[child] for child in after.get(path, []))
-        best = sorted(after.get(path, []), key=lambda child: -counts[child])[: tier.top_k]
-        for child in best:
-            order += 1
-            price = cost - math.log(counts[child] / total)
-            heapq.heappush(heap, (price, order, child, node))
-        if not heap:
-            break
-        cost, _, path, parent = heapq.heappop(heap)
-        tokens.append(path[-1])
-        parents.append(parent)
-        scores.append(-cost)
-        node = len(tokens)
-    return HostDraft(
-        np.array(tokens, np.int64), np.array(parents, np.int64), np.array(scores, np.float32)
-    )
+
+    def children(path: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...], float]]:
+        below = after.get(path, [])
+        total = 1 + sum(counts[child] for child in below)
+        for child in sorted(below, key=lambda child: -counts[child])[: tier.top_k]:
+            yield child[-1], child, counts[child] / total
+
+    root: tuple[int, ...] = ()
+    return best_first(root, children, tier.nodes - 1)

@@ -6,8 +6,6 @@ found whatever its length, and what followed it grows into a tree of the likelie
 
 from __future__ import annotations
 
-import heapq
-import math
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
@@ -18,7 +16,7 @@ import numpy as np
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import HostDraft
-from overlap_spec.drafters.text_pool import END, LookupDrafter, TextPool
+from overlap_spec.drafters.text_pool import END, LookupDrafter, TextPool, best_first
 from overlap_spec.types import History, Tier
 
 # Tokens at the end of a text that are looked up.
@@ -161,25 +159,12 @@ def grow_tree(suffix: Suffix, tier: Tier) -> HostDraft:
     A token's probability after its parent is its share of the places where the parent's path
     stands, the text's end among them.
     """
-    tokens: list[int] = []
-    parents: list[int] = []
-    scores: list[float] = []
     deepest = min(tier.steps, DEPTH_PER_TOKEN * suffix.size)
-    # (cost, order, token, parent node, state, depth)
-    heap: list[tuple[float, int, int, int, int, int]] = []
-    order, node, state, depth, cost = 0, 0, suffix.state, 0, 0.0
-    while len(tokens) < tier.nodes - 1:
-        best = suffix.of.next(state)[: tier.top_k] if depth < deepest else []
-        for token, after, share in best:
-            order += 1
-            heapq.heappush(heap, (cost - math.log(share), order, token, node, after, depth + 1))
-        if not heap:
-            break
-        cost, _, token, parent, state, depth = heapq.heappop(heap)
-        tokens.append(token)
-        parents.append(parent)
-        scores.append(-cost)
-        node = len(tokens)
-    return HostDraft(
-        np.array(tokens, np.int64), np.array(parents, np.int64), np.array(scores, np.float32)
-    )
+
+    def children(end: tuple[int, int]) -> Iterator[tuple[int, tuple[int, int], float]]:
+        state, depth = end
+        if depth < deepest:
+            for token, after, share in suffix.of.next(state)[: tier.top_k]:
+                yield token, (after, depth + 1), share
+
+    return best_first((suffix.state, 0), children, tier.nodes - 1)

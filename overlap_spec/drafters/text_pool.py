@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from abc import abstractmethod
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Generic, Protocol, Self, TypeVar
+
+import numpy as np
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Drafter, HostDraft, MakeCache, Tables
@@ -34,6 +38,7 @@ class TextIndex(Protocol):
 
 
 Index = TypeVar("Index", bound=TextIndex)
+Node = TypeVar("Node")
 
 
 class TextPool(Generic[Index]):
@@ -143,3 +148,32 @@ class LookupDrafter(Drafter, Generic[Index]):
         end = min(len(history), pool.added + TOKENS_A_STEP)
         pool.add(history.tokens(pool.added, end))
         return pool
+
+
+def best_first(
+    root: Node, children: Callable[[Node], Iterable[tuple[int, Node, float]]], count: int
+) -> HostDraft:
+    """The tree of the ``count`` likeliest tokens: parents come before their children, siblings in
+    descending order.
+
+    Args:
+        children: Of a node: token, node, and probability after its parent, the likeliest first.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    scores: list[float] = []
+    heap: list[tuple[float, int, int, int, Node]] = []
+    order, cost = 0, 0.0
+    while len(tokens) < count:
+        for token, node, share in children(root):
+            order += 1
+            heapq.heappush(heap, (cost - math.log(share), order, token, len(tokens), node))
+        if not heap:
+            break
+        cost, _, token, parent, root = heapq.heappop(heap)
+        tokens.append(token)
+        parents.append(parent)
+        scores.append(-cost)
+    return HostDraft(
+        np.array(tokens, np.int64), np.array(parents, np.int64), np.array(scores, np.float32)
+    )

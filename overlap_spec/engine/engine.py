@@ -72,7 +72,7 @@ class Engine:
             self.tokenizer, limits, self.config.additional_properties
         )
         self._own_process = OwnProcess()
-        self._sequences = SequenceMaker(self.tokenizer, limits, self.core.widens)
+        self.sequences = SequenceMaker(self.tokenizer, limits, self.core.widens)
         self.output_processor = OutputProcessor(self.compiler.check)
         self._lock = threading.RLock()
         self._closed = False
@@ -263,7 +263,7 @@ class Engine:
             compiled: The compiled ``request.grammar``.
             compile_ms: How long the request waited for that, for its statistics.
         """
-        return self._enqueue([self._sequences.make(request, compiled, compile_ms)])[0]
+        return self._enqueue([self.sequences.make(request, compiled, compile_ms)])[0]
 
     def abort(self, handle: RequestHandle) -> None:
         """End a request now; its output, there at once, is what has been generated."""
@@ -373,7 +373,7 @@ class Engine:
             compile_start_ns = time.perf_counter_ns()
             compiled = self.compile(request.grammar)
             compile_ms = (time.perf_counter_ns() - compile_start_ns) / 1e6
-        return [self._sequences.make(each, compiled, compile_ms) for each in copies(request, count)]
+        return [self.sequences.make(each, compiled, compile_ms) for each in copies(request, count)]
 
     def _enqueue(self, sequences: Sequence[SequenceState]) -> list[RequestHandle]:
         handles: list[RequestHandle] = []

@@ -28,7 +28,7 @@ class SequenceMaker:
     def __init__(self, tokenizer: Tokenizer, limits: Limits, tries: bool) -> None:
         self._tokenizer, self._tries = tokenizer, tries
         self._longest = min(limits.context_tokens, limits.cache_tokens)
-        self._choice_tokens = ChoiceTokens(tokenizer.vocabulary, tokenizer.encode)
+        self.choice_tokens = ChoiceTokens(tokenizer.vocabulary, tokenizer.encode)
         # Those of the requests that are open.
         self._weighed: WeakValueDictionary[tuple[Any, ...], WeighedChoices] = WeakValueDictionary()
         self._ids = itertools.count()
@@ -51,7 +51,7 @@ class SequenceMaker:
         sequence.states = compiled.states if compiled else None
         sequence.choices = self._choices(request)
         if grammar is not None and self._tries:
-            sequence.trie = self._choice_tokens.trie(grammar)
+            sequence.trie = self.choice_tokens.trie(grammar)
         sequence.stats.prompt_tokens = len(request.prompt_ids)
         sequence.stats.grammar_compile_ms = compile_ms
         return sequence
@@ -65,5 +65,5 @@ class SequenceMaker:
         known = self._weighed.get(key)
         if known is None:
             room = self._longest - len(request.prompt_ids)
-            known = self._weighed[key] = self._choice_tokens.weighed(grammar, room)
+            known = self._weighed[key] = self.choice_tokens.weighed(grammar, room)
         return known

@@ -61,7 +61,7 @@ CHANGED = 3.0
 
 
 @dataclass
-class Place:
+class Slot:
     """What is active at one range of batch sizes, and how it got there."""
 
     tier: Tier
@@ -95,7 +95,7 @@ class AutoPolicy(LengthPolicy):
       triples the hold.
     - Recordings: a tier whose passes are not recorded yet is taken or probed when they take no more
       than :data:`RECORD_SHARE` of all time, or than its gain would have brought since the start.
-    - Places: one for each range of batch sizes, a power of two. Survival is shared by all.
+    - Slots: one for each range of batch sizes, a power of two. Survival is shared by all.
     - Start: with the launch tier, and at another range of batch sizes with the tier of the nearest
       one; unless another one should gain even then: :data:`EXPECTED` over the launch tier.
     - Target: among the tiers whose step keeps the strictest TPOT target, if there are any.
@@ -119,7 +119,7 @@ class AutoPolicy(LengthPolicy):
         # Requests of the last verify of each kind.
         self._ids: dict[bool, set[int]] = {False: set(), True: set()}
         self._budgets = {tier: Budget(tier) for tier in tiers}
-        self._places: dict[int, Place] = {}
+        self._slots: dict[int, Slot] = {}
         self._last = StepView(())
         self._all_ms = self._probes_ms = 0.0
         self._wait_ms: Callable[[Tier], float] = lambda _: 0.0
@@ -139,14 +139,14 @@ class AutoPolicy(LengthPolicy):
                 self._kinds.add(kind)
                 for memory in (self._slow, self._quick):
                     memory[kind].begin_like(memory[not kind])
-        place = self._place(view)
+        slot = self._slot(view)
         target = view.tpot_slo_ms
         if target is None:
-            return self._budgets[place.tier]
-        if self._step_ms(view, place.tier) <= target:
-            return self._budgets[place.tier]
+            return self._budgets[slot.tier]
+        if self._step_ms(view, slot.tier) <= target:
+            return self._budgets[slot.tier]
         fitting = [t for t in self.tiers if self._step_ms(view, t) <= target]
-        best = max(fitting, key=lambda t: self._rate(view, t), default=place.tier)
+        best = max(fitting, key=lambda t: self._rate(view, t), default=slot.tier)
         return self._budgets[best]
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -154,16 +154,16 @@ class AutoPolicy(LengthPolicy):
         tier = budget.tier
         if not view.batch or tier not in self._budgets:
             return
-        place = self._place(view)
+        slot = self._slot(view)
         if outcome.step_ms is not None:
-            self._clock(view, budget, outcome.step_ms, place)
+            self._clock(view, budget, outcome.step_ms, slot)
         if not outcome.requests:
             return
         self._last = view
         self.count += 1
-        place.count += 1
-        place.rested += 1
-        place.since += tier == place.tier
+        slot.count += 1
+        slot.rested += 1
+        slot.since += tier == slot.tier
         for kind in (False, True):
             self._age(kind, {r.request_id for r in outcome.requests if r.constrained == kind})
             runs = [r.accepted for r in outcome.requests if r.constrained == kind]
@@ -175,28 +175,28 @@ class AutoPolicy(LengthPolicy):
             looks = self.count % LOOK_EVERY == LOOK_EVERY - 1
             if looks and tier.steps and runs and self._changed(kind, tier):
                 self._slow[kind].restart(tier, self._quick[kind])
-                for other in self._places.values():
+                for other in self._slots.values():
                     other.moves, other.hold, other.probes, other.due = 0, HOLD, 1, True
-        if tier == place.tier:
-            self._decide(view, place)
+        if tier == slot.tier:
+            self._decide(view, slot)
 
     def snapshot(self) -> dict[str, Any]:
         slots = []
-        for bound, place in sorted(self._places.items()):
-            figures = {"count": place.count, "switches": place.switches}
-            ema = self._accepted(self._last, place.tier) if self._last.batch else None
+        for bound, slot in sorted(self._slots.items()):
+            figures = {"count": slot.count, "switches": slot.switches}
+            ema = self._accepted(self._last, slot.tier) if self._last.batch else None
             steps = [tier.steps for tier in self.tiers]
-            slots.append(slot_snapshot(bound, place.tier, steps) | {"ema": ema} | figures)
+            slots.append(slot_snapshot(bound, slot.tier, steps) | {"ema": ema} | figures)
         active = active_snapshot(self.tiers[0], "nothing has run yet")
         if self._last.batch:
-            place = self._place(self._last)
-            accepted = self._accepted(self._last, place.tier)
-            step_ms = self._step_ms(self._last, place.tier)
-            active = active_snapshot(place.tier, place.reason, 1 + accepted, step_ms)
+            slot = self._slot(self._last)
+            accepted = self._accepted(self._last, slot.tier)
+            step_ms = self._step_ms(self._last, slot.tier)
+            active = active_snapshot(slot.tier, slot.reason, 1 + accepted, step_ms)
         return {
             "policy": "auto",
             "count": self.count,
-            "switches": sum(place.switches for place in self._places.values()),
+            "switches": sum(slot.switches for slot in self._slots.values()),
             "active": active,
             "slots": slots,
             "cost": self.cost.model().to_dict(),
@@ -205,26 +205,26 @@ class AutoPolicy(LengthPolicy):
 
     # Estimates
 
-    def _place(self, view: StepView) -> Place:
+    def _slot(self, view: StepView) -> Slot:
         bound = 1 << max(0, view.batch.bit_length() - 1)
-        place = self._places.get(bound)
-        if place is None:
-            place = self._places[bound] = self._begin(view, bound)
-            place.tried.add(place.tier)
-        return place
+        slot = self._slots.get(bound)
+        if slot is None:
+            slot = self._slots[bound] = self._begin(view, bound)
+            slot.tried.add(slot.tier)
+        return slot
 
-    def _begin(self, view: StepView, bound: int) -> Place:
+    def _begin(self, view: StepView, bound: int) -> Slot:
         """What a range of batch sizes starts with."""
-        near = min(self._places, key=lambda b: abs(log(b / bound)), default=None)
+        near = min(self._slots, key=lambda b: abs(log(b / bound)), default=None)
         if near is None:
-            place = Place(self._launch, "launch")
+            slot = Slot(self._launch, "launch")
         else:
-            place = Place(self._places[near].tier, f"as at batch {near}")
+            slot = Slot(self._slots[near].tier, f"as at batch {near}")
         best = max(self.tiers, key=lambda tier: self._rate(view, tier))
-        gain = log(self._rate(view, best) / self._rate(view, place.tier))
+        gain = log(self._rate(view, best) / self._rate(view, slot.tier))
         if gain > (EXPECTED if near is None else 0.0) and self._pays(best, gain):
-            place.tier, place.reason = best, f"best estimate at batch {view.batch}"
-        return place
+            slot.tier, slot.reason = best, f"best estimate at batch {view.batch}"
+        return slot
 
     def _pays(self, tier: Tier, gain: float) -> bool:
         """Whether the tier's recordings are there, or are worth their time: who has come so far is
@@ -256,21 +256,21 @@ class AutoPolicy(LengthPolicy):
     def _rate(self, view: StepView, tier: Tier) -> float:
         return (1 + self._accepted(view, tier)) / self._step_ms(view, tier)
 
-    def _gains(self, view: StepView, place: Place) -> dict[Tier, tuple[float, float]]:
+    def _gains(self, view: StepView, slot: Slot) -> dict[Tier, tuple[float, float]]:
         """Each other tier's gain over the active one, a logarithm, and its standard error."""
-        here = self._estimates(view, place.tier)
+        here = self._estimates(view, slot.tier)
         tokens = 1 + sum(share * e.accepted for share, e in here)
-        tiers = [tier for tier in self.tiers if tier != place.tier]
+        tiers = [tier for tier in self.tiers if tier != slot.tier]
         slower = self.cost.compare(
-            self._shape(view, place.tier),
-            self._budgets[place.tier],
+            self._shape(view, slot.tier),
+            self._budgets[slot.tier],
             [(self._shape(view, tier), self._budgets[tier]) for tier in tiers],
         )
         found = {}
         for tier, (log_time, spread) in zip(tiers, slower, strict=True):
             there = self._estimates(view, tier)
             others = 1 + sum(share * e.accepted for share, e in there)
-            same = tier.top_k == place.tier.top_k
+            same = tier.top_k == slot.tier.top_k
             for (share, mine), (_, its) in zip(here, there, strict=True):
                 spread += _difference(mine, its, share / tokens, share / others, same)
             found[tier] = log(others / tokens) - log_time, spread**0.5
@@ -301,79 +301,79 @@ class AutoPolicy(LengthPolicy):
 
     # Decisions
 
-    def _clock(self, view: StepView, budget: Budget, step_ms: float, place: Place) -> None:
+    def _clock(self, view: StepView, budget: Budget, step_ms: float, slot: Slot) -> None:
         shape = shape_of(
             budget, view.batch, view.context_tokens, view.constrained, view.chunk_tokens
         )
         self.cost.observe(shape, budget, step_ms)
         self._all_ms += step_ms
-        if place.from_tier is not None and budget.tier == place.tier:
-            self._probes_ms += place.behind * step_ms
+        if slot.from_tier is not None and budget.tier == slot.tier:
+            self._probes_ms += slot.behind * step_ms
 
-    def _decide(self, view: StepView, place: Place) -> None:
+    def _decide(self, view: StepView, slot: Slot) -> None:
         """Move, probe, or end a probe; at most every second verify."""
-        probing = place.from_tier is not None
+        probing = slot.from_tier is not None
         least = _verifies(view, PROBE_RUNS, PROBE_LEAST)
-        probe = least * place.probes
+        probe = least * slot.probes
         dwell = PROBE_LEAST if probing else _verifies(view, DWELL_RUNS, DWELL_LEAST)
-        every = DECIDE_EVERY if probing or place.rested < SETTLED else SETTLED_EVERY
-        if place.since < dwell or (place.count % every and not place.due):
+        every = DECIDE_EVERY if probing or slot.rested < SETTLED else SETTLED_EVERY
+        if slot.since < dwell or (slot.count % every and not slot.due):
             return
-        place.due = False
-        found = self._gains(view, place)
+        slot.due = False
+        found = self._gains(view, slot)
         gains = {tier: each for tier, each in found.items() if self._pays(tier, each[0])}
-        best = max(gains, key=lambda tier: gains[tier][0], default=place.tier)
+        best = max(gains, key=lambda tier: gains[tier][0], default=slot.tier)
         gain, error = gains.get(best, (0.0, 0.0))
         if probing:
-            place.behind = max(0.0, 1 - exp(-gain))
-            paid = self._probes_ms > PROBE_SHARE * self._all_ms or place.since >= PROBE_MOST * least
+            slot.behind = max(0.0, 1 - exp(-gain))
+            paid = self._probes_ms > PROBE_SHARE * self._all_ms or slot.since >= PROBE_MOST * least
             # While it is neither better nor clearly worse, it goes on.
-            if gain > error or (place.since >= probe and (gain <= 0 or paid)):
-                self._end_probe(place, best, gain)
+            if gain > error or (slot.since >= probe and (gain <= 0 or paid)):
+                self._end_probe(slot, best, gain)
             return
-        margin = MARGIN * MARGIN_GROWTH**place.moves
+        margin = MARGIN * MARGIN_GROWTH**slot.moves
         if gain > margin + SURE * error:
-            place.moves += 1
-            self._move(place, best, f"gains {gain:.1%} over {_name(place.tier)}")
+            slot.moves += 1
+            self._move(slot, best, f"gains {gain:.1%} over {_name(slot.tier)}")
             return
-        rested = place.rested >= place.hold
-        first = place.hold == HOLD and place.rested >= FIRST_HOLD
+        rested = slot.rested >= slot.hold
+        first = slot.hold == HOLD and slot.rested >= FIRST_HOLD
         hopes = {
             tier: gain + HOPE * error
             for tier, (gain, error) in gains.items()
             if rested
-            or (tier not in place.tried and (gain > EXPECTED or first or self._wait_ms(tier)))
+            or (tier not in slot.tried and (gain > EXPECTED or first or self._wait_ms(tier)))
         }
-        hopeful = max(hopes, key=hopes.__getitem__, default=place.tier)
+        hopeful = max(hopes, key=hopes.__getitem__, default=slot.tier)
         if hopes.get(hopeful, 0.0) < PROMISE:
             return
         gain = gains[hopeful][0]
         costs = max(0.0, -gain) * probe * self._step_ms(view, hopeful)
         # One that should gain costs nothing, as far as is known.
         if not costs or self._probes_ms + costs <= PROBE_SHARE * self._all_ms:
-            before = place.tier
-            self._move(place, hopeful, f"probe: may gain up to {hopes[hopeful]:.1%}")
-            place.from_tier, place.behind = before, max(0.0, 1 - exp(gain))
+            before = slot.tier
+            self._move(slot, hopeful, f"probe: may gain up to {hopes[hopeful]:.1%}")
+            slot.from_tier, slot.behind = before, max(0.0, 1 - exp(gain))
 
-    def _end_probe(self, place: Place, best: Tier, gain: float) -> None:
-        before, place.from_tier = place.from_tier, None
-        place.rested = 0
+    def _end_probe(self, slot: Slot, best: Tier, gain: float) -> None:
+        before, slot.from_tier = slot.from_tier, None
+        slot.rested = 0
         if gain <= 0:
-            place.hold = min(HOLD_MOST, place.hold * HOLD_KEPT_GROWTH)
-            place.reason = f"probe of {_name(place.tier)} from {_name(before)} succeeded"
+            slot.hold = min(HOLD_MOST, slot.hold * HOLD_KEPT_GROWTH)
+            slot.reason = f"probe of {_name(slot.tier)} from {_name(before)} succeeded"
             return
-        place.hold = min(HOLD_MOST, place.hold * HOLD_GROWTH)
-        place.probes = min(PROBE_MOST, place.probes * 2)
-        self._move(place, best, f"probe of {_name(place.tier)} failed: {gain:.1%} below")
+        slot.hold = min(HOLD_MOST, slot.hold * HOLD_GROWTH)
+        slot.probes = min(PROBE_MOST, slot.probes * 2)
+        self._move(slot, best, f"probe of {_name(slot.tier)} failed: {gain:.1%} below")
 
-    def _move(self, place: Place, tier: Tier, reason: str) -> None:
+    def _move(self, slot: Slot, tier: Tier, reason: str) -> None:
         for memory in self._slow.values():
             for width in self._widths:
                 memory.learn_children(width)
-        place.tier, place.reason = tier, reason
-        place.tried.add(tier)
-        place.since = place.rested = 0
-        place.switches += 1
+        slot.tier, slot.reason = tier, reason
+        slot.tried.add(tier)
+        slot.since = slot.rested = 0
+        slot.switches += 1
 
 
 def _verifies(view: StepView, runs: int, least: int) -> int:

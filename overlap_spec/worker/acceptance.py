@@ -28,11 +28,6 @@ class AcceptanceRule:
             # A draft that is certain passes anyhow; rounding must not make others so.
             self.single = inf
 
-    @property
-    def coupled(self) -> bool:
-        """Whether drafts share the noise of the target's choices; else they are the likeliest."""
-        return not self.by_threshold
-
     def applies(self, features: SamplingFeatures, free: Tensor | None) -> bool:
         """Whether a step's choices are to be changed."""
         return free is not None or (features.sampled and self.by_threshold)

@@ -23,7 +23,6 @@ from overlap_spec.models.tensors import parameter_count
 from overlap_spec.models.weights import load_decoder
 from overlap_spec.parallel.group import Group, told
 from overlap_spec.parallel.launch import Launch, launch
-from overlap_spec.worker.acceptance import AcceptanceRule
 from overlap_spec.worker.cores import physical_cores, pick_float, pick_threads
 from overlap_spec.worker.cuda import CudaStreams
 from overlap_spec.worker.follower import Spans, follow
@@ -181,8 +180,7 @@ def _load(
         pages = group.least("pages", pages)
     for cache in (pool, *draft_pools):
         cache.allocate(pages)
-    rule = AcceptanceRule(config, tables)
-    return ModelRunner(target, drafter, tables, pool, draft_pools, rule)
+    return ModelRunner(target, drafter, tables, pool, draft_pools, not config.by_threshold)
 
 
 def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:

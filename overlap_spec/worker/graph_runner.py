@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +22,10 @@ from overlap_spec.worker.stepwise import ChainDraft, first_step, link_steps, nex
 # Trees, without and with branches, over which passes are traced that are good for any size: of more
 # than one node, since in a trace sizes of 1 would look alike.
 CHAIN, TREE = Tier(2, 1, 3), Tier(2, 2, 4)
+
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 class TierGraphs(NamedTuple):
@@ -50,11 +53,10 @@ class GraphRunner:
     Attributes:
         bytes: Memory that CUDA graphs took.
         count: Passes that have been recorded.
-        recording: Whether a pass is being recorded.
     """
 
     def __init__(self, runner: ModelRunner, guard: DrafterGuard, enabled: bool) -> None:
-        self.bytes, self.count, self.recording, self.enabled = 0, 0, False, enabled
+        self.bytes, self.count, self._making, self.enabled = 0, 0, False, enabled
         self._took_ms = 0.0
         self._runner, self._guard = runner, guard
         self._cuda = runner.device.type == "cuda"
@@ -63,7 +65,7 @@ class GraphRunner:
         self._shared: dict[tuple[str, Tier], Any] = {}
         self._packed: dict[tuple[Tier, int, int], Recorded] = {}
         self._drafts: dict[tuple[Tier, int, bool, bool], Recorded | None] = {}
-        self._steps: dict[tuple[bool, bool], ChainDraft] = {}
+        self._steps: dict[tuple[bool, bool], ChainDraft | None] = {}
 
     def clear(self) -> None:
         """Forget all recordings."""
@@ -78,11 +80,7 @@ class GraphRunner:
     def find(self, tier: Tier, rows: int) -> TierGraphs:
         """The passes over ``rows`` drafted trees of a tier."""
         key = tier, rows if self._cuda else 0
-        found = self._tiers.get(key)
-        if found is None:
-            with self._record():
-                found = self._tiers[key] = self._make_tier(tier, rows)
-        return found
+        return self._tiers.get(key) or self._new(self._tiers, key, self._make_tier, tier, rows)
 
     def find_draft(self, tier: Tier, rows: int, sampled: bool, told: bool) -> Recorded | None:
         """The drafts of ``rows`` trees, with noise where any of their rows is ``sampled``, and with
@@ -100,20 +98,12 @@ class GraphRunner:
         """Verify over ``count`` nodes of ``rows`` trees: see :meth:`ModelRunner.verify_packed`."""
         key = (tier, rows, count) if self._cuda else (tier, 0, 0)
         found = self._packed.get(key)
-        if found is None:
-            with self._record():
-                found = self._packed[key] = self._make_packed(tier, rows, count)
-        return found
+        return found or self._new(self._packed, key, self._make_packed, tier, rows, count)
 
     def find_steps(self, sampled: bool, told: bool) -> ChainDraft | None:
         """The drafts of chains, step by step; ``sampled`` and ``told`` as in :meth:`find_draft`."""
-        found = self._steps.get((sampled, told))
-        if found is None:
-            with self._record():
-                found = self._make_steps(sampled, told)
-            if found is not None:
-                self._steps[sampled, told] = found
-        return found
+        key = sampled, told
+        return self._steps.get(key) or self._new(self._steps, key, self._make_steps, *key)
 
     def record_next(self, tiers: Iterable[Tier]) -> bool:
         """Record what one of these tiers may want and no step has asked for; False if it is all
@@ -149,8 +139,7 @@ class GraphRunner:
         if key not in self._drafts:
             if drafter is not None and self._guard.fault is not None:
                 return None
-            with self._record():
-                self._drafts[key] = self._make_draft(*key)
+            self._new(self._drafts, key, self._make_draft, *key)
         return self._drafts[key]
 
     def _make_tier(self, tier: Tier, size: int) -> TierGraphs:
@@ -178,12 +167,8 @@ class GraphRunner:
         """What ``make`` gives for the tier; of traces what it gives for ``kind``, made once."""
         if self._cuda:
             return make(tier, *of)
-        found = self._shared.get((name, kind))
-        if found is None:
-            found = make(kind, *of)
-            if found is not None:
-                self._shared[name, kind] = found
-        return found
+        key = name, kind
+        return self._shared.get(key) or self._new(self._shared, key, make, kind, *of)
 
     def _trees(self, tier: Tier, rows: int, draft: Recorded | None) -> tuple[Tensors, Tensors]:
         """Rows and pages, and trees behind them as ``draft`` gives them: a CUDA graph takes another
@@ -276,19 +261,20 @@ class GraphRunner:
         padding = torch.full((rows,), tables.padding_row, device=self._runner.device)
         return padding, tables.pages[padding]
 
-    @contextmanager
-    def _record(self) -> Any:
-        if self.recording:
-            yield
-            return
-        before, self.recording = self._reserved(), self.enabled
+    def _new(self, known: dict[K, T], key: K, make: Callable[..., T], *of: Any) -> T:
+        """What is lacking of what is known: it is made, and entered."""
+        if self._making:
+            known[key] = make(*of)
+            return known[key]
+        before, self._making = self._reserved(), True
         start = time.perf_counter()
         try:
-            yield
+            known[key] = make(*of)
         finally:
             self._took_ms += (time.perf_counter() - start) * 1e3
-            self.recording = False
+            self._making = False
             self.bytes += self._reserved() - before
+        return known[key]
 
     def _guarded(
         self, work: Callable[..., Tensors], inputs: Tensors, others: Tensors

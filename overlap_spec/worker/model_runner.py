@@ -13,7 +13,6 @@ from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.kernels import KeySpan, Tree, accept_path, build_chain, build_tree
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.types import RUN_TOKENS, TOLD, Tier
-from overlap_spec.worker.acceptance import AcceptanceRule
 from overlap_spec.worker.batch import Chunks
 from overlap_spec.worker.grammar_states import STATES, GrammarStates
 from overlap_spec.worker.graphs import Tensors, padded
@@ -21,14 +20,14 @@ from overlap_spec.worker.kv_pool import KVPool, PagedAttend, lazy_zeros
 from overlap_spec.worker.packed_rows import pack_rows
 from overlap_spec.worker.passes import AcceptResult, CommittedTokens
 from overlap_spec.worker.tables import RowTables
-from overlap_spec.worker.tries import draft_known, follow
+from overlap_spec.worker.tries import child, draft_known, follow
 
 
 class ModelRunner(nn.Module):
     """The models of a worker and what is computed with them.
 
     Args:
-        rule: Which drafts are accepted.
+        coupled: Whether drafts share the noise of the target's choices, or are the likeliest.
 
     Attributes:
         caches: The target's keys, and the drafter's.
@@ -49,13 +48,13 @@ class ModelRunner(nn.Module):
         tables: RowTables,
         pool: KVPool,
         draft_pools: list[KVPool],
-        rule: AcceptanceRule,
+        coupled: bool,
     ) -> None:
         super().__init__()
         self.target, self.drafter, self.tables = target, drafter, tables
         self.pool, self.draft_pools = pool, nn.ModuleList(draft_pools)
         self.caches = [pool, *draft_pools]
-        self.rule, self.device = rule, tables.device
+        self.coupled, self.device = coupled, tables.device
         self.last_position = target.config.max_position - 1
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
         self.reads_states = isinstance(drafter, TreeDrafter)
@@ -154,7 +153,7 @@ class ModelRunner(nn.Module):
         if told:
             standing = GrammarStanding(self.states.tables, self.states.state[rows])
             roots = roots._replace(standing=standing)
-        if sampled and self.rule.coupled:
+        if sampled and self.coupled:
             roots = roots._replace(temperature=tables.temperature[rows], seeds=tables.seed[rows])
         return roots
 
@@ -225,6 +224,14 @@ class ModelRunner(nn.Module):
         every = features.new_zeros(batch * nodes, features.shape[1])
         return logits, every.index_copy_(0, pack, features)
 
+    def read_chunks(self, chunks: Chunks) -> tuple[Tensor, Tensor | None]:
+        """The target over all chunks in one pass: hidden states ``(T, H)``, and features."""
+        span = self._chunk_span(chunks, chunks.positions, chunks.offsets)
+        slots = self.token_slots(chunks.token_rows, chunks.positions)
+        attend = PagedAttend(self.pool, slots, span)
+        hidden, features = self.target(chunks.tokens, chunks.positions, attend, self.feature_layers)
+        return hidden, features
+
     def commit_trees(
         self, tier: Tier, rows: Tensor, pages: Tensor, roots: Tensor, *rest: Tensor
     ) -> Tensors:
@@ -248,7 +255,7 @@ class ModelRunner(nn.Module):
         tables.committed[rows] = roots + lengths + 1
         last = path.gather(1, lengths[:, None])
         behind = runs[(self._count(rows.shape[0]) * nodes)[:, None] + last].squeeze(1)
-        forced = self.root(rows, accepted.bonus, behind)
+        forced = self._root(rows, accepted.bonus, behind)
         if tier.base is not None:
             before, reached = tables.place[rows], last[:, 0]
             place = follow(tables.tries, rows, before, tier, reached, accepted.bonus)
@@ -260,7 +267,22 @@ class ModelRunner(nn.Module):
         living = (tree.scores > -torch.inf).sum(1) - 1
         return lengths, tokens, path, pack_rows(lengths, living, tokens, scores, forced)
 
-    def root(self, rows: Tensor, tokens: Tensor, runs: Tensor) -> Tensor:
+    def commit_chunks(
+        self, rows: Tensor, tokens: Tensor, runs: Tensor, tries: bool
+    ) -> AcceptResult:
+        """Make what was chosen behind final chunks ``(F,)`` the rows' new roots: of each a tree of
+        its root alone; ``tries``: whether any of them has one."""
+        forced = self._root(rows, tokens, runs)
+        if tries:
+            tables = self.tables
+            tables.place[rows] = child(tables.tries, rows, tables.place[rows], tokens)
+        none, tokens = torch.zeros_like(tokens), tokens[:, None]
+        scores = torch.full((len(rows), 2), -torch.inf, device=self.device)
+        scores[:, 0] = 0.0
+        packed = pack_rows(none, none, tokens, scores, forced)
+        return AcceptResult(none, tokens, none[:, None], packed)
+
+    def _root(self, rows: Tensor, tokens: Tensor, runs: Tensor) -> Tensor:
         """Enter ``tokens (R,)`` as the rows' new roots; what is forced behind each.
 
         Args:
@@ -320,7 +342,7 @@ class ModelRunner(nn.Module):
             before = known[chunks.extend_features]
             self._keep_features(chunks.token_rows, chunks.positions, own)
         positions = self._within(chunks.extend_positions)
-        span = self.chunk_span(chunks, positions, chunks.extend_offsets)
+        span = self._chunk_span(chunks, positions, chunks.extend_offsets)
         slots = self.token_slots(chunks.extend_rows, chunks.extend_positions)
         self.drafter.extend(
             CommittedTokens(
@@ -328,7 +350,7 @@ class ModelRunner(nn.Module):
             )
         )
 
-    def chunk_span(self, chunks: Chunks, positions: Tensor, offsets: Tensor) -> KeySpan:
+    def _chunk_span(self, chunks: Chunks, positions: Tensor, offsets: Tensor) -> KeySpan:
         """What tokens of chunks see, ``positions (T,)``, of which chunk c owns those from
         ``offsets[c]`` on."""
         pages = self.tables.pages[chunks.rows]

@@ -9,18 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Draft, Roots
 from overlap_spec.kernels import Tree, apply_bitmask, select_nodes
 from overlap_spec.types import StepPlan, Tier
+from overlap_spec.worker.acceptance import AcceptanceRule
 from overlap_spec.worker.batch import Batch
 from overlap_spec.worker.choices import ChoiceScorer
 from overlap_spec.worker.drafter_guard import DrafterGuard
 from overlap_spec.worker.extras import base as extras
 from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.graphs import Tensors, padded_size
-from overlap_spec.worker.kv_pool import PagedAttend
 from overlap_spec.worker.model_runner import ModelRunner
-from overlap_spec.worker.packed_rows import pack_rows
 from overlap_spec.worker.passes import (
     Accepted,
     AcceptResult,
@@ -31,7 +31,6 @@ from overlap_spec.worker.passes import (
 )
 from overlap_spec.worker.sampler import Nodes, Sampler
 from overlap_spec.worker.tables import SamplingFeatures
-from overlap_spec.worker.tries import child
 
 
 class Phases:
@@ -41,9 +40,11 @@ class Phases:
         guard: Around all that the drafter does.
     """
 
-    def __init__(self, runner: ModelRunner, graphs: GraphRunner, guard: DrafterGuard) -> None:
-        self.runner, self.graphs, self.guard = runner, graphs, guard
-        self.tables, self.sampler, self.rule = runner.tables, Sampler(runner.tables), runner.rule
+    def __init__(
+        self, runner: ModelRunner, graphs: GraphRunner, guard: DrafterGuard, config: EngineConfig
+    ) -> None:
+        self.runner, self.graphs, self.guard, self.tables = runner, graphs, guard, runner.tables
+        self.sampler, self.rule = Sampler(runner.tables), AcceptanceRule(config, runner.tables)
         self.choices = ChoiceScorer(runner.target, runner.pool, runner.tables, runner.token_slots)
 
     # Draft
@@ -139,11 +140,7 @@ class Phases:
         """The target over all chunks in one pass."""
         chunks, runner = batch.chunks, self.runner
         assert chunks is not None
-        span = runner.chunk_span(chunks, chunks.positions, chunks.offsets)
-        slots = runner.token_slots(chunks.token_rows, chunks.positions)
-        attend = PagedAttend(runner.pool, slots, span)
-        inputs = chunks.tokens, chunks.positions, attend, runner.feature_layers
-        hidden, features = runner.target(*inputs)
+        hidden, features = runner.read_chunks(chunks)
         told = extras.compute(runner.target, batch, hidden)
         scores = self.choices(batch.plan, hidden)
         if not len(chunks.last):
@@ -247,16 +244,8 @@ class Phases:
         place = Nodes(rows, chunks.positions[chunks.last] + 1, None, None)
         logits = self.sampler.process(logits, place, features)
         tokens = self.sampler.choose(logits, place, features, allowed)
-        forced = self.runner.root(rows, tokens, runs)
-        if features.tries:
-            before = self.tables.place[rows]
-            self.tables.place[rows] = child(self.tables.tries, rows, before, tokens)
-        # A tree of its root alone.
-        lengths, tokens = torch.zeros_like(tokens), tokens[:, None]
-        scores = torch.full((count, 2), -torch.inf, device=tokens.device)
-        scores[:, 0] = 0.0
-        packed = pack_rows(lengths, lengths, tokens, scores, forced)
-        accepted = AcceptResult(lengths, tokens, lengths[:, None], packed)
+        accepted = self.runner.commit_chunks(rows, tokens, runs, features.tries)
+        lengths, tokens, *_ = accepted
         self._note_output(rows, tokens, lengths, features)
         if features.top_logprobs is None:
             return accepted

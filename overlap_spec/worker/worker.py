@@ -123,7 +123,7 @@ class Worker:
         together = drafter is not None and not drafter.host and runner.target.config.shard.size > 1
         self.guard = DrafterGuard(config.drafter, fatal=together)
         self.graphs = GraphRunner(runner, self.guard, config.graphs)
-        self.phases = Phases(runner, self.graphs, self.guard)
+        self.phases = Phases(runner, self.graphs, self.guard, config)
         self._states: dict[Tier, TierState] = {}
         self._reader = ResultReader(runner.tables)
         self._accepted = [streams.event() for _ in range(ACCEPTS)]

@@ -216,7 +216,7 @@ def test_long_texts_are_not_unrolled(pattern: str) -> None:
 
 def test_a_language_that_is_too_large_has_no_trie(still: dict[str, Any]) -> None:
     with Engine(**still, adaptive="static", context_length=256) as engine:
-        tokens = engine._choice_tokens
+        tokens = engine.sequences.choice_tokens
         small, large = ([f"{n:04}abcd" for n in range(count)] for count in (80, 400))
         trie = tokens.trie(Grammar.choice(small))
         assert trie is not None

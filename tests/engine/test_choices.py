@@ -114,7 +114,7 @@ def test_several_passes_weigh_as_one_does(
         with Engine(**still, adaptive="static", context_length=256) as engine:
             output = engine.generate(PROMPTS[0], grammar, GREEDY)
             found.append(output.choices)
-            tries = engine._choice_tokens.weighed(grammar, 200).tries
+            tries = engine.sequences.choice_tokens.weighed(grammar, 200).tries
             assert len(tries) == (1 if nodes == 256 else 4)
     for one, other in zip(*found, strict=True):
         assert one.text == other.text
@@ -129,7 +129,7 @@ def test_others_get_tokens_while_many_texts_are_weighed(
     grammar = Grammar.choice(texts, probabilities=True, faithful=True)
     settings = {**still, "adaptive": "static", "context_length": 256, "chunked_prefill_size": 16}
     with Engine(**settings) as engine:
-        tries = len(engine._choice_tokens.weighed(grammar, 200).tries)
+        tries = len(engine.sequences.choice_tokens.weighed(grammar, 200).tries)
         assert tries > 4
         alone = [engine.generate(PROMPTS[0], grammar, {"seed": seed}) for seed in range(3)]
         endless = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
