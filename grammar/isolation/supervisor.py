@@ -361,7 +361,8 @@ class Supervisor:
     def _kill(self, worker: Worker) -> None:
         if not worker.has_ended and worker.link.gone is None:
             self.killed += 1
-            worker.order("kill")
+        # Also where its end was told: one in other hands may have told it itself.
+        worker.order("kill")
         worker.close()
 
     async def _attend(self, link: ForkServerLink) -> None:

@@ -16,13 +16,14 @@ def read(tokenizer: Any, as_text: Collection[str]) -> Tokens:
     Raises:
         CheckpointError: a slow tokenizer, whose ids need not be those of the file under it.
     """
-    # A fast one's, or Mistral's own.
+    # A fast one's, Mistral's own, or a processor's.
     under = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "tokenizer", None)
     if under is None:
         raise CheckpointError(
             f"{type(tokenizer).__name__} does not tell its tokens' bytes: load a fast tokenizer"
         )
     found = vocabularies.read(under, as_text)
-    if tokenizer.eos_token_id is not None:
-        found.stop = {tokenizer.eos_token_id}
+    end = getattr(tokenizer, "eos_token_id", None)
+    if end is not None:
+        found.stop = {end}
     return found

@@ -132,6 +132,14 @@ def test_what_no_worker_sends_costs_one_grammar(compiler: GrammarCompiler, messa
     assert compiler.submit(job("after")).result(20).memory_bytes == 5
 
 
+def test_a_worker_that_feigns_its_end_ends(compiler: GrammarCompiler) -> None:
+    with pytest.raises(CompileFailure, match="SIGKILL, for the second time"):
+        compiler.submit(job("feign")).result(20)
+    # The fork server, and a worker for the next job.
+    until(lambda: len(pids(compiler)) <= 2)
+    assert compiler.submit(job("after")).result(20).memory_bytes == 5
+
+
 def test_a_plan_that_cannot_be_read_costs_one_grammar(compiler: GrammarCompiler) -> None:
     with pytest.raises(CompileFailure, match="cannot be read") as caught:
         compiler.submit(job("forge-plan")).result(20)

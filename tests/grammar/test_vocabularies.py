@@ -37,6 +37,14 @@ def test_of_transformers_as_of_its_file() -> None:
     assert small == Vocabulary.from_tokenizer_json(FILE, 300, [2], markers=())
 
 
+def test_of_a_processor_as_of_its_tokenizer() -> None:
+    class Processor:
+        __module__ = "transformers.processing_utils"
+        tokenizer = AutoTokenizer.from_pretrained(FILE.parent)
+
+    assert Vocabulary.of(Processor()) == Vocabulary.of(Processor.tokenizer)
+
+
 def test_of_a_slow_tokenizer_is_refused() -> None:
     class Slow:
         __module__ = "transformers.tokenization_python"

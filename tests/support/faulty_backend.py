@@ -89,6 +89,9 @@ class FaultyBackend(Backend):
                 return Text(str(self.makes_masks), os.getpid())
             case "forge":
                 forge(rest.encode())
+            case "feign":
+                forge(b'{"answer": "ended", "code": -9}')
+                time.sleep(600)
             case "forge-plan":
                 # A grammar that is rebuilt: how long its plan is, that it has no data, its plan.
                 forge(b"", struct.pack("<I?", 1, False) + b"]")
