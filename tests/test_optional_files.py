@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from overlap_spec.config import drafter_names
+from tests.support.tiers import few
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "overlap_spec"
@@ -118,7 +119,9 @@ def run(copied: Path, cases: list[Case]) -> list[Mapping[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["parts", "drafters", "policies", "backends", "architectures"])
+@pytest.mark.parametrize(
+    "kind", few(("parts", "drafters", "policies", "backends", "architectures"), "backends")
+)
 def test_a_file_can_be_deleted(tiny: dict[str, Any], copied: Path, kind: str) -> None:
     asked = cases(tiny)[kind]
     assert len(asked) > 1

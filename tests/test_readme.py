@@ -21,11 +21,14 @@ import pytest
 from overlap_spec import cli
 from overlap_spec.cli.terminal import ORIGINS
 from tests.support.skips import needs_weights
+from tests.support.tiers import few
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 ROWS = re.findall(r"^\| .* \| `(overlap-spec [^`]+)` \| (.*) \|$", README, re.MULTILINE)
 COMMANDS = [row for row in ROWS if "FOLDER" not in row[0]]
+# What measures nothing and answers one request.
+QUICK = [row for row in COMMANDS if row[0].startswith("overlap-spec generate")]
 FILES = next(b for b in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) if "<<" in b)
 SERVES = [b for b in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) if " serve " in b]
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -38,7 +41,7 @@ def test_every_command_of_the_page_has_its_row() -> None:
     assert len(commands) == len(ROWS) >= 12
 
 
-@pytest.mark.parametrize(("command", "answer"), COMMANDS)
+@pytest.mark.parametrize(("command", "answer"), few(COMMANDS, *QUICK))
 def test_command(
     command: str,
     answer: str,
@@ -76,7 +79,7 @@ def test_python_block(
     assert capsys.readouterr().out.splitlines() == answers
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=["engine", "asyncio"])
+@pytest.mark.parametrize("block", few(PYTHON, PYTHON[0]), ids=["engine", "asyncio"])
 def test_the_page_about_python_runs(block: str) -> None:
     exec(compile(block, "python.md", "exec", dont_inherit=True), {"__name__": "python_page"})
 
@@ -97,6 +100,7 @@ def test_the_picture_is_of_a_chat_and_asks_for_nothing() -> None:
         assert style.split()[-1] in picture
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
 @pytest.mark.parametrize("block", SERVES, ids=lambda b: b.splitlines()[0])
 def test_served_block(block: str) -> None:

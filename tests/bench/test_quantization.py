@@ -13,6 +13,7 @@ from overlap_spec.models.quantization import has_int8
 from tests.support.checkpoints import write_head, write_target
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not has_int8(), reason="no AVX512-VNNI")
 def test_the_record_is_made_of_its_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -300,6 +300,7 @@ def result(*outputs: Output) -> Measured:
     return Measured(1.0, 2, 500.0, 1.0, 0.0, 1.0, 0.1, outputs)
 
 
+@pytest.mark.ci
 def test_a_mode_that_says_something_else_is_told(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

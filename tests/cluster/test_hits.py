@@ -8,6 +8,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import pytest
+
 from overlap_spec import Engine, SamplingParams
 from overlap_spec.cluster.prefixes import SAMPLE, PrefixMap, blocks_of, capacity_of, prompt_bytes
 
@@ -42,6 +44,7 @@ def hit_rate(tiny: dict[str, Any], choose: Callable[[tuple[int, ...]], int]) -> 
     return cached / total
 
 
+@pytest.mark.ci
 def test_prefix_routing_finds_half_more_than_turns(tiny: dict[str, Any]) -> None:
     # What a router is told of each: a number of a list is four bytes.
     tokens = ROOM * PAGES * PAGE + PAGES * PAGE // 2 + 8 * PAGE

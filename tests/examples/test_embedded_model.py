@@ -199,6 +199,7 @@ class Given:
         pass
 
 
+@pytest.mark.ci
 def test_training_resumes_to_the_same_state(tokenizer, tiny_config, tmp_path):
     straight = make_target(tokenizer, tiny_config, 3)
     losses: list[float] = []
@@ -305,6 +306,7 @@ def test_a_deeper_model_begins_as_the_same_function(tokenizer, tiny_config):
     assert all(layer.mlp.down_proj.weight.any() for layer in trainer.model.layers)
 
 
+@pytest.mark.ci
 def test_a_head_goes_on_from_the_one_of_init(tokenizer, tiny_config, tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     target = new_target(tiny_config, 3)

@@ -62,6 +62,7 @@ def test_tritons_own_folder_cannot(launched: Launch, tmp_path: Path) -> None:
     assert not is_found(launched, 90, other, FileCacheManager)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("folder", ["", "/some/folder"])
 def test_the_environment_names_the_folder(folder: str) -> None:
     code = (

@@ -34,6 +34,7 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "examples", "kinds"),
     [

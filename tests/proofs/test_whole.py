@@ -79,6 +79,7 @@ def test_text_that_differs_is_told() -> None:
             alike([((4, 6), fault, ())], [drawn], bound)
 
 
+@pytest.mark.ci
 def test_a_tree_says_what_it_says_on_torchs_kernels(
     tiny: dict[str, Any], tmp_path: Path, interpreter: ProcessPoolExecutor
 ) -> None:

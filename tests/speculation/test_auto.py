@@ -23,6 +23,7 @@ from overlap_spec.speculation.presets import AUTO_CHAINS, AUTO_TREES, load_polic
 from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.types import Budget, Tier
 from tests.support.policies import told, view
+from tests.support.tiers import few
 
 TIERS = (*(static_tier(steps, 1, None) for steps in AUTO_CHAINS), *AUTO_TREES)
 RATES = (0.1, 0.3, 0.5, 0.7, 0.85, 0.95)
@@ -45,7 +46,7 @@ def shares(name: str, rates: tuple[float, ...], batches: tuple[int, ...]) -> lis
     return found
 
 
-@pytest.mark.parametrize("name", sorted(MACHINES))
+@pytest.mark.parametrize("name", few(sorted(MACHINES), "cpu"))
 def test_near_the_best_static_tier(name: str) -> None:
     found = shares(name, (0.1, 0.5, 0.85), (1, 16))
     assert min(found) > 0.96
@@ -144,6 +145,7 @@ def test_a_machine_whose_load_changes() -> None:
     assert ran.rate > 0.95 * best_static(TIERS, machine, 0.7, 1)[1]
 
 
+@pytest.mark.ci
 def test_probes_cost_little() -> None:
     for name, machine in MACHINES.items():
         for acceptance in (0.2, 0.6, 0.9):
