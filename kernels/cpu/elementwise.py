@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from overlap_spec.kernels import elementwise
+from overlap_spec.kernels.dispatch import reference_of
+
 ops = torch.ops.overlap_spec
 
 
@@ -14,6 +17,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if x.dtype != residual.dtype:
+        # Under autocast.
+        return reference_of(elementwise.add_rms_norm)(x, residual, weight, eps)
     normed, total = ops.add_rms_norm(x, residual, weight, eps)
     return normed, total
 

@@ -76,6 +76,8 @@ def serve(engine: AsyncEngine, settings: ServerSettings, log_level: str = "info"
     sockets = bind(settings.host, settings.port)
     probes = [] if settings.probe_port is None else bind(settings.host, settings.probe_port)
     log.info("tool_call_parser: %s", settings.tool_call_parser or "none")
+    # Kept until the loop handles it: an exit in the middle would leave half a loop.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     # A signal while the engine loads cancels the task: there is nothing to drain.
     with (
         contextlib.suppress(asyncio.CancelledError),
@@ -89,6 +91,7 @@ async def _serve(service: Service, server: Server, sockets: list[socket.socket])
     assert task is not None
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     loop.set_exception_handler(FaultLog())
     reader = service.constraints.reader
     try:

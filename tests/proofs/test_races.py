@@ -16,6 +16,7 @@ from overlap_spec.engine import Engine
 from overlap_spec.engine import build as engine_build
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import attention
+from overlap_spec.kernels.dispatch import use
 from overlap_spec.types import SamplingParams
 from overlap_spec.worker import build as build_module
 from overlap_spec.worker import choices as choices_module
@@ -36,6 +37,13 @@ from tests.support.race import (
 )
 from tests.support.tiers import few
 from tests.worker import test_overlap, test_replay
+
+
+@pytest.fixture(autouse=True)
+def in_torch() -> Iterator[None]:
+    """By torch's own operations, of which it is known which elements they touch."""
+    with use("reference"):
+        yield
 
 
 def watch_host(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
                 assert recorded is not None
                 got = recorded(rows, pages)
                 drafted = set(got[4][0, 1:].tolist())
-                assert own.steps == 0 or (50 in drafted) == told[1]
+                assert own.steps == 0 or bool(drafted & {50, 51}) == told[1]
                 close([x[:batch] for x in got[4:]], [x[:batch] for x in want[4:]])
             # As a step does: a CUDA graph takes the one before's outputs where they are.
             _, positions, _, _, *tensors = got
