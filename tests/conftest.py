@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from overlap_spec.kernels import cpu
 from tests.support import checkpoints
 from tests.support.skips import check_skip
 
@@ -39,6 +40,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         # A machine that does other work as well must not cost a step its drafts.
         "mask_deadline_ms": 5000.0,
     }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The CPU's kernels are compiled before the tests: no test's time is to pay for it."""
+    if not hasattr(config, "workerinput"):
+        cpu.native()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
