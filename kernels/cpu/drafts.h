@@ -2,7 +2,6 @@
 // kernels/sampling.py and kernels/states.py define it.
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
@@ -75,7 +74,7 @@ std::tuple<Tensor, Tensor> top_candidates(const Tensor& given, int64_t count,
   const int64_t* moved = offsets.has_value() ? data<int64_t>(*offsets) : nullptr;
   typed(logits, [&](auto kind) {
     using T = decltype(kind);
-    at::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / size), [&](int64_t begin, int64_t end) {
+    ::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / size), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         Best best{into<float>(scores) + r * count, into<int64_t>(ids) + r * count, count};
         find_best(data<T>(logits) + r * size, size, best);

@@ -4,7 +4,6 @@
 // A row's numbers are added in an order that nothing beside it changes, and so are its keys.
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -84,7 +83,7 @@ template <typename T>
 void norm_rows(const T* x, const T* residual, T* total, T* out, int64_t rows,
                const Weight& weight) {
   int64_t size = weight.size;
-  at::parallel_for(0, rows, grain(size), [&](int64_t begin, int64_t end) {
+  ::parallel_for(0, rows, grain(size), [&](int64_t begin, int64_t end) {
     static thread_local Scratch scratch;
     float* row = scratch.take(size);
     for (int64_t r = begin; r < end; ++r) {
@@ -146,7 +145,7 @@ Tensor activate_and_mul(const Tensor& given) {
     using T = decltype(kind);
     const T* from = data<T>(x);
     T* to = into<T>(out);
-    at::parallel_for(0, rows, grain(4 * size), [&](int64_t begin, int64_t end) {
+    ::parallel_for(0, rows, grain(4 * size), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
         for (int64_t i = 0; i < size; i += LANES) {
           Floats gate = load(from + 2 * r * size + i, size - i);
@@ -178,7 +177,7 @@ Tensor rotate_and_store(const Tensor& given, const Tensor& turns, Tensor k_cache
     const T *from = data<T>(qkv), *angles = data<T>(rotary);
     const int64_t* slot = data<int64_t>(slots);
     T *queries = into<T>(q), *keys = into<T>(k_cache), *values = into<T>(v_cache);
-    at::parallel_for(0, rows, grain(2 * all_heads * dim), [&](int64_t begin, int64_t end) {
+    ::parallel_for(0, rows, grain(2 * all_heads * dim), [&](int64_t begin, int64_t end) {
       static thread_local Scratch scratch;
       float* head = scratch.take(dim + 2 * LANES);
       for (int64_t t = begin; t < end; ++t) {
@@ -378,7 +377,7 @@ Tensor tree_attention(const Tensor& given, const Tensor& k_cache, const Tensor& 
   typed(q, [&](auto kind) {
     using T = decltype(kind);
     int64_t worth = batch ? total * heads / std::max<int64_t>(1, batch * kv_heads) * most * dim : 1;
-    at::parallel_for(0, batch * kv_heads, grain(worth, PRODUCTS), [&](int64_t begin, int64_t end) {
+    ::parallel_for(0, batch * kv_heads, grain(worth, PRODUCTS), [&](int64_t begin, int64_t end) {
       static thread_local Scratch scratch;
       for (int64_t unit = begin; unit < end; ++unit) {
         int64_t b = unit / kv_heads, head = unit % kv_heads;

@@ -5,7 +5,6 @@
 // Each output is summed over K in one order, so a row has the same bits beside any others.
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
@@ -154,7 +153,7 @@ void multiply(const int32_t* x, const int32_t* weight, int64_t m, int64_t depth,
   constexpr int64_t MOST = std::size(STRIPS);
   int64_t parts = (m + MOST - 1) / MOST, rows = (m + parts - 1) / parts;
   int64_t grain = std::max<int64_t>(1, GRAIN / (depth * LANES));
-  at::parallel_for(0, (put.n + LANES - 1) / LANES, grain, [&](int64_t begin, int64_t end) {
+  ::parallel_for(0, (put.n + LANES - 1) / LANES, grain, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; block += BLOCKS)
       for (int64_t row = 0; row < m; row += rows) {
         int64_t count = std::min(rows, m - row);
@@ -170,7 +169,7 @@ Tensor pack(const Tensor& given) {
   Tensor packed = at::empty({blocks, depth, LANES, 4 / given.element_size()}, weight.options());
   const int32_t* from = data<int32_t>(weight);
   int32_t* to = into<int32_t>(packed);
-  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+  ::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block)
       for (int64_t p = 0; p < depth; ++p)
         for (int64_t lane = 0; lane < LANES; ++lane) {
@@ -236,7 +235,7 @@ Tensor int8_product(const Tensor& given, const Tensor& weight, const Tensor& sca
   int64_t m = x.size(0), k = x.size(1);
   std::vector<int32_t> digits(m * k / 4);
   std::vector<float> units(m);
-  at::parallel_for(0, m, std::max<int64_t>(1, GRAIN / (8 * k)), [&](int64_t begin, int64_t end) {
+  ::parallel_for(0, m, std::max<int64_t>(1, GRAIN / (8 * k)), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       uint8_t* to = reinterpret_cast<uint8_t*>(digits.data()) + row * k;
       units[row] = round_row(x.const_data_ptr(), half, row * k, k, to);

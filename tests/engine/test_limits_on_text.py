@@ -67,7 +67,7 @@ def test_bad_words_are_not_written(engine: Engine, width: int) -> None:
         held = same(engine, seed=seed, bad_words=sorted(words))
         for ids in spelled.values():
             assert not has(held.token_ids, ids)
-    assert met > 1, "the words are some that would have come"
+    assert met, "the words are some that would have come"
 
 
 def test_words_are_counted_along_every_path_of_a_grammar(engine: Engine) -> None:
