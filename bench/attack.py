@@ -94,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.quick:
         options.rounds, options.fuzz = 1, min(options.fuzz, 200)
+    if options.memory:
+        options.seconds, options.fuzz = 60 * options.minutes, 0
     run = Run("attack", options, arguments)
     try:
         with Served(["--mask-deadline-ms", "0"]) as served:
@@ -178,7 +180,7 @@ async def _attacks(
     """Each attack's statuses and seconds; when each was made goes to ``spans``."""
     made: dict[str, Any] = {}
     fuzzed = 0
-    end = time.monotonic() + (60 * options.minutes if options.memory else options.seconds)
+    end = time.monotonic() + options.seconds
 
     def add(name: str, statuses: Counter[str], start: float) -> None:
         spans.append((name, start, time.monotonic()))
@@ -193,7 +195,7 @@ async def _attacks(
             start = time.monotonic()
             statuses = Counter([str(await one(client, served.url)) for _ in range(options.rounds)])
             add(name, statuses, start)
-        if options.memory:
+        if not options.fuzz:
             continue
         # Made before the clock runs: that takes a processor for itself.
         seed = options.seed + fuzzed

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import httpx
 
-from bench.attack_shares import Attack, asked, attacking_client
+from bench.attack_shares import CHAT, HI, Attack, asked, attacking_client, numbers
 
-CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
-HI = [{"role": "user", "content": "hi"}]
+GENERATE = "/generate"
 # What takes memory may take its time.
 PATIENCE_S = 600.0
 LONG_REGEXES, ENUM_TEXTS, DOUBLINGS, PROMPTS = 34, 5000, 60, 64
-numbers = itertools.count()
 
 
-def _asks(path: str, *bodies: dict[str, Any]) -> Attack:
+async def _ask(where: str, *bodies: dict[str, Any]) -> int:
     """Ask with all bodies, one after another; the highest status."""
+    async with attacking_client(1, PATIENCE_S) as client:
+        return max([(await client.post(where, json=body)).status_code for body in bodies])
 
-    async def one(_: httpx.AsyncClient, url: str) -> int:
-        async with attacking_client(8, PATIENCE_S) as client:
-            statuses = [(await client.post(url + path, json=body)).status_code for body in bodies]
-        return max(statuses)
 
-    return one
+def _asks(path: str, body: dict[str, Any]) -> Attack:
+    return lambda _, url: _ask(url + path, body)
 
 
 async def lexer_states(_: httpx.AsyncClient, url: str) -> int:
@@ -33,14 +29,14 @@ async def lexer_states(_: httpx.AsyncClient, url: str) -> int:
     part = r"([a-z ]*[aeiou][a-z ]{20})([a-z ]*[bcd][a-z ]{21})[a-z ]*"
     more = {"messages": HI, "max_tokens": 400, "temperature": 1.5}
     bodies = [more | {"regex": f"w{next(numbers)}{part}"} for _ in range(LONG_REGEXES)]
-    return await _asks(CHAT, *bodies)(_, url)
+    return await _ask(url + CHAT, *bodies)
 
 
 async def large_enums(_: httpx.AsyncClient, url: str) -> int:
     """Schemas whose masks take long lists of states."""
     texts = [f"{number * 7919 % 10**6:06d} text" for number in range(ENUM_TEXTS)]
     bodies = [asked({"enum": [f"{next(numbers)}", *texts]}, max_tokens=16) for _ in range(4)]
-    return await _asks(CHAT, *bodies)(_, url)
+    return await _ask(url + CHAT, *bodies)
 
 
 async def new_prompts(_: httpx.AsyncClient, url: str) -> int:
@@ -48,7 +44,7 @@ async def new_prompts(_: httpx.AsyncClient, url: str) -> int:
     first = next(numbers)
     texts = [f"{first} {number} " + "hello world " * 300 for number in range(PROMPTS)]
     body = {"text": texts, "sampling_params": {"max_new_tokens": 1}}
-    return await _asks(GENERATE, body)(_, url)
+    return await _ask(url + GENERATE, body)
 
 
 def memory_attacks() -> dict[str, Attack]:

@@ -1,4 +1,4 @@
-"""Where what is made once a machine is kept: cost profiles, compiled products."""
+"""Where what is made once a machine is kept: cost profiles, compiled kernels."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 and products of a few rows, whose time is that of reading the weight.
 
 The files beside this one are compiled once a machine, for its processor, when they are first wanted
-(some 15 s), and kept in the user's cache (``$XDG_CACHE_HOME/overlap-spec``). Where
-there is no compiler torch's own operations run instead. So do oneDNN's products where the processor
-lacks what these need, or has AMX, whose tiles multiply the many rows of a prompt faster.
+(some 15 s), and kept in the user's cache (``$XDG_CACHE_HOME/overlap-spec``). Where there is no
+compiler torch's own operations run instead. So do oneDNN's products where the processor lacks what
+these need, or has AMX, whose tiles multiply the many rows of a prompt faster.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp")
 NEEDED = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni"))
 HEADERS = ("include", "include/torch/csrc/api/include")
 BUILD_S = 300
-
-
 # Of the first tensor that an operation gets; of other types the references compute.
 DTYPES = (torch.float32, torch.bfloat16, torch.int32)
 
 
 def multiplies() -> bool:
-    """Whether it also multiplies by the native products."""
+    """Whether this machine also multiplies by the native products."""
     flags = _processor()
     return flags >= NEEDED and "amx_tile" not in flags and native()
 

@@ -179,7 +179,7 @@ Tensor rotate_and_store(const Tensor& given, const Tensor& turns, Tensor k_cache
     T *queries = into<T>(q), *keys = into<T>(k_cache), *values = into<T>(v_cache);
     ::parallel_for(0, rows, grain(2 * all_heads * dim), [&](int64_t begin, int64_t end) {
       static thread_local Scratch scratch;
-      float* head = scratch.take(dim + 2 * LANES);
+      float* head = scratch.take(dim);
       for (int64_t t = begin; t < end; ++t) {
         TORCH_CHECK(slot[t] >= 0 && slot[t] < room, "slots: outside of the cache");
         const T *cos = angles + 2 * t * dim, *sin = cos + dim;
@@ -238,9 +238,9 @@ struct Rows {
 
   int64_t size() const { return group * count; }
   int64_t query(int64_t row) const { return row / group; }
-  int64_t sink(int64_t row) const { return head * group + row % group; }
+  int64_t query_head(int64_t row) const { return head * group + row % group; }
   int64_t place(int64_t row) const {
-    return ((first_query + query(row)) * heads + sink(row)) * dim;
+    return ((first_query + query(row)) * heads + query_head(row)) * dim;
   }
 };
 
@@ -256,11 +256,6 @@ struct Cached {
     TORCH_CHECK(page >= 0 && page < count, "pages: outside of the cache");
     return ((page * page_size + key % page_size) * kv_heads + head) * dim;
   }
-};
-
-// What rows have so far: sums of values by weight, weights' sum, largest score.
-struct State {
-  float *sums, *weight, *most;
 };
 
 // Scores of a row's query with the keys of a block, `wide` numbers each.
@@ -291,14 +286,12 @@ void attend(const Rows<T>& rows, const Cached<T>& cached, const Sight& sight, co
             int64_t prefix, int64_t keys, float* room) {
   int64_t size = rows.size(), dim = rows.dim, wide = (dim + LANES - 1) / LANES * LANES;
   float *queries = room, *values = queries + size * wide, *k = values + KEYS * wide;
-  State state{k + KEYS * wide, nullptr, nullptr};
-  state.weight = state.sums + size * wide;
-  state.most = state.weight + size;
-  std::fill(state.sums, state.weight, 0.0f);
+  // What rows have so far: sums of values by weight, the weights' sum, the largest score.
+  float *sums = k + KEYS * wide, *weight = sums + size * wide, *most = weight + size;
+  std::fill(sums, weight, 0.0f);
   for (int64_t row = 0; row < size; ++row) {
-    float sink = rule.sinks ? rule.sinks[rows.sink(row)] : NEVER;
-    state.most[row] = sink;
-    state.weight[row] = rule.sinks ? 1.0f : 0.0f;
+    most[row] = rule.sinks ? rule.sinks[rows.query_head(row)] : NEVER;
+    weight[row] = rule.sinks ? 1.0f : 0.0f;
     const T* q = rows.q + rows.place(row);
     for (int64_t i = 0; i < wide; i += LANES)
       store(queries + row * wide + i, load(q + i, std::max<int64_t>(0, dim - i)) * rule.scale);
@@ -318,16 +311,16 @@ void attend(const Rows<T>& rows, const Cached<T>& cached, const Sight& sight, co
       float scores[KEYS];
       score(queries + row * wide, k, wide, scores);
       int64_t i = rows.query(row), t = rows.first_query + i;
-      Floats most = all(state.most[row]);
+      Floats best = all(most[row]);
       for (int64_t j = 0; j < KEYS; j += LANES) {
         Floats some = load(scores + j);
         if (rule.soft_cap) some = *rule.soft_cap * lanes::tanh(some / *rule.soft_cap);
         for (int64_t lane = 0; lane < LANES && !all_seen; ++lane)
           if (j + lane >= count || !sight.sees(t, i, prefix, start + j + lane)) some[lane] = NEVER;
         store(scores + j, some);
-        most = largest(some, most);
+        best = largest(some, best);
       }
-      float now = lanes::most(most);
+      float now = lanes::most(best);
       // Nothing was seen so far.
       if (now == NEVER) continue;
       Floats total = {};
@@ -336,16 +329,16 @@ void attend(const Rows<T>& rows, const Cached<T>& cached, const Sight& sight, co
         store(scores + j, weights);
         total += weights;
       }
-      float kept = lanes::exp(all(state.most[row] - now))[0];
-      state.most[row] = now;
-      state.weight[row] = state.weight[row] * kept + sum(total);
-      add_values(state.sums + row * wide, values, scores, kept, wide, count);
+      float kept = lanes::exp(all(most[row] - now))[0];
+      most[row] = now;
+      weight[row] = weight[row] * kept + sum(total);
+      add_values(sums + row * wide, values, scores, kept, wide, count);
     }
   }
   for (int64_t row = 0; row < size; ++row)
     for (int64_t i = 0; i < dim; i += LANES)
       store(rows.out + rows.place(row) + i,
-            load(state.sums + row * wide + i) / state.weight[row], dim - i);
+            load(sums + row * wide + i) / weight[row], dim - i);
 }
 
 Tensor tree_attention(const Tensor& given, const Tensor& k_cache, const Tensor& v_cache,

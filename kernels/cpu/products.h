@@ -34,18 +34,19 @@ constexpr int64_t AHEAD = 8, GRAIN = 1 << 18;
 int64_t words(const Tensor& rows) { return rows.size(1) * rows.element_size() / 4; }
 
 // Not by the intrinsics, around which GCC copies the sums and spills them.
-struct Bfloat16 {
+struct Floats {
   using Sum = __m512;
   static Sum zero() { return _mm512_setzero_ps(); }
+};
+
+struct Bfloat16 : Floats {
   static Sum add(Sum sum, __m512i weight, __m512i x) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weight));
     return sum;
   }
 };
 
-struct Float32 {
-  using Sum = __m512;
-  static Sum zero() { return _mm512_setzero_ps(); }
+struct Float32 : Floats {
   static Sum add(Sum sum, __m512i weight, __m512i x) {
     asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weight));
     return sum;

@@ -359,6 +359,8 @@ def test_adaptive_ends_in_its_record(
     again = rounded(adaptive.summary(raw))
     assert {name: record[name] for name in again} == again
     assert record["calibration"].keys() == {"adaspec"}
+    for bins in record["calibration"]["adaspec"].values():
+        assert sum(each["trials"] for each in bins) > 0
     page = report.render(tmp_path)
     assert "Confidence and acceptance" in page
     assert "adaspec: constrained" in page

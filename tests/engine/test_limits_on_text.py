@@ -60,14 +60,14 @@ def test_bad_words_are_not_written(engine: Engine, width: int) -> None:
     met = 0
     for seed in SEEDS:
         free = same(engine, seed=seed)
-        words = {engine.tokenizer.decode(free.token_ids[n : n + width]) for n in range(0, 30, 3)}
+        words = {engine.tokenizer.decode(free.token_ids[n : n + width]) for n in range(30)}
         words = {w for w in words if w.strip() and w.isprintable() and "�" not in w}
         spelled = {w: tuple(engine.tokenizer.encode(w)) for w in words}
         met += any(has(free.token_ids, ids) for ids in spelled.values())
         held = same(engine, seed=seed, bad_words=sorted(words))
         for ids in spelled.values():
             assert not has(held.token_ids, ids)
-    assert met, "the words are some that would have come"
+    assert met > 1, "the words are some that would have come"
 
 
 def test_words_are_counted_along_every_path_of_a_grammar(engine: Engine) -> None:

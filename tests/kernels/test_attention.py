@@ -1,9 +1,10 @@
-"""The reference of attention over paged keys against a loop over queries and keys."""
+"""Attention over paged keys, by torch and natively, against a loop over queries and keys."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from overlap_spec.kernels import KeySpan, Scoring, attention, tree_attention
+from overlap_spec.kernels.dispatch import use
 
 PAGE, DIM = 4, 6
+
+
+@pytest.fixture(scope="module", params=["reference", "auto"], autouse=True)
+def in_torch_and_native(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What other machines compute is held to the same."""
+    with use(request.param):
+        yield
 
 
 def drawn(

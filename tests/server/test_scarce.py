@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.faulty_backend import limit_growth
 from tests.support.serving import Server, wait_for
 from tests.support.skips import needs_weights
 
@@ -149,9 +150,7 @@ def test_an_engine_past_its_memory_answers_or_starts_again() -> None:
     try:
         assert made.post(CHAT, {"messages": HI, "max_tokens": 4}).status_code == 200
         pid = made.state()["pid"]
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-        room = pages * os.sysconf("SC_PAGE_SIZE") + 2**20
-        resource.prlimit(pid, resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
+        limit_growth(pid, 2**20)
         logprobs = {"return_logprob": True, "top_logprobs_num": 20}
         body: dict[str, Any] = {"text": "hello " * 1100, "sampling_params": LONG | {"n": 8}}
 

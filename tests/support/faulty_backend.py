@@ -113,7 +113,8 @@ def limit_growth(pid: int, size: int) -> None:
     """Let a process take so many more bytes; processes that it forks later have its limit."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
     room = pages * resource.getpagesize() + size
-    resource.prlimit(pid, resource.RLIMIT_AS, (room, room))
+    _, most = resource.prlimit(pid, resource.RLIMIT_AS)
+    resource.prlimit(pid, resource.RLIMIT_AS, (room, most))
 
 
 def eat_where_little_is_left(size: int) -> None:
