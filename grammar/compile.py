@@ -92,7 +92,7 @@ class GrammarCompiler:
     def __init__(
         self,
         backend: Backend,
-        cache_bytes: int = 256 * 2**20,
+        cache_bytes: int = 128 * 2**20,
         *,
         isolated: bool | None = None,
         limits: CompileLimits | None = None,

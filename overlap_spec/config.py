@@ -212,7 +212,7 @@ class EngineConfig:
     ] = 2 * 2**30
     grammar_cache_bytes: Annotated[
         int, Help("Size of the cache of compiled grammars, in bytes.")
-    ] = 256 * 2**20
+    ] = 128 * 2**20
     memory_limit_bytes: Annotated[
         int | None,
         Help(

@@ -10,7 +10,6 @@ refuses read-only arrays, so arrays are checked or copied here.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.parsing.ebnf import ForeignConstruct
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
+from overlap_spec.memory import trim
 
 with awaiting("transformers"), doing_without("torch"), doing_without("transformers"):
     import xgrammar as xgr
@@ -96,7 +96,7 @@ class XGrammarBackend(Backend):
                 grammar.kind,
             ) from error
         if len(data) > LARGE_FORM:
-            _trim()
+            trim()
         return _Compiled(compiled, self.vocabulary, None, forced)
 
 
@@ -235,13 +235,6 @@ class _XGrammarMatcher(Matcher):
         for token in self._history:
             if not self._library.accept_token(token):
                 raise RuntimeError(f"xgrammar rejected token {token} that it had accepted before")
-
-
-def _trim() -> None:
-    """Give freed memory back to the system, where the C library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _exportable(links: Links) -> Links:

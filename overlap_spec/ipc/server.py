@@ -27,7 +27,7 @@ from overlap_spec.errors import InvalidRequest, OverlapSpecError
 from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.isolation.limits import CompileFailure
 from overlap_spec.ipc import messages as m
-from overlap_spec.memory import rss_bytes
+from overlap_spec.memory import rss_bytes, trim
 from overlap_spec.stats import RequestStats, Standing
 from overlap_spec.types import Delta, Output, Request
 
@@ -64,6 +64,8 @@ class EngineServer:
         self._poller.register(self._wake_read, zmq.POLLIN)
         self._shutdown = False
         self._sent_s = time.monotonic()
+        # Whether something was done since freed memory was given back to the system.
+        self._untrimmed = True
 
     def run(self) -> None:
         """Serve until the client sends `Shutdown`."""
@@ -180,8 +182,12 @@ class EngineServer:
             for part in in_parts(self.outputs):
                 self.socket.send(m.encode(part))
             self.outputs = m.EngineOutputs()
+            self._untrimmed = True
         elif time.monotonic() - self._sent_s >= HEARTBEAT_S / 2:
             self.socket.send(m.encode(m.Heartbeat()))
+            if self._untrimmed and not self.open and not self.compiling:
+                self._untrimmed = False
+                trim()
         else:
             return
         self._sent_s = time.monotonic()
