@@ -18,7 +18,7 @@ from overlap_spec.speculation.policy import (
 )
 from overlap_spec.speculation.presets import CHAINS
 from overlap_spec.speculation.static import StaticPolicy, static_tier
-from overlap_spec.types import Budget, Tier
+from overlap_spec.tiers import Budget, Tier
 
 # Below it a draft is not worth its step: the transformers library's default.
 THRESHOLD = 0.4

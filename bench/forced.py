@@ -53,7 +53,7 @@ from overlap_spec.engine import Engine
 from overlap_spec.errors import ConfigError, OverlapSpecError
 from overlap_spec.grammar.drafting.forced import ForcedRuns, Openings
 from overlap_spec.grammar.spec import Grammar, Whitespace
-from overlap_spec.types import RUN_TOKENS
+from overlap_spec.steps import RUN_TOKENS
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     f"{algorithm} {shape}": {"algorithm": algorithm, **settings}

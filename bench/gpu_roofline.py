@@ -20,7 +20,7 @@ from bench.overlap import SETTINGS
 from overlap_spec.engine import Engine
 from overlap_spec.kernels import build_tree
 from overlap_spec.models.config import ModelConfig
-from overlap_spec.types import Tier
+from overlap_spec.tiers import Tier
 from overlap_spec.worker.graphs import CudaGraph, Eager, Recorded
 from overlap_spec.worker.model_runner import ModelRunner
 

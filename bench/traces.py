@@ -40,7 +40,7 @@ from overlap_spec.speculation.policy import (
     StepView,
 )
 from overlap_spec.speculation.presets import load_policy
-from overlap_spec.types import Budget
+from overlap_spec.tiers import Budget
 
 # Target and draft model, and GPUs: weights over bandwidth, and rows from which on compute counts.
 MACHINES: dict[str, CostModel] = {

@@ -10,7 +10,7 @@ from overlap_spec.engine.cost_model import cost_model
 from overlap_spec.speculation.cost import CostModel
 from overlap_spec.speculation.policy import LengthPolicy, StepOutcome, StepView
 from overlap_spec.speculation.presets import nearest_tier
-from overlap_spec.types import Budget, Tier
+from overlap_spec.tiers import Budget, Tier
 
 
 class Turns(LengthPolicy):

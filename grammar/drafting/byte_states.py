@@ -26,7 +26,7 @@ from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
 from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
-from overlap_spec.types import COMMON_STATES, FEW_TOKENS
+from overlap_spec.steps import COMMON_STATES, FEW_TOKENS
 
 MOST_STATES, MOST_NODES = 2048, 20_000
 # Rows of the states that every table has, before its own.

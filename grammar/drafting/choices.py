@@ -14,7 +14,7 @@ from overlap_spec.grammar.drafting.few_texts import few_texts
 from overlap_spec.grammar.drafting.text_tokens import TextTokens
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
-from overlap_spec.types import TRIE_NODES, TokenTrie, WeighedChoices
+from overlap_spec.steps import TRIE_NODES, TokenTrie, WeighedChoices
 
 # Nodes of one pass, and of all passes of a request.
 PASS_NODES, MOST_NODES = 256, 4096

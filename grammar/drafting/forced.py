@@ -19,7 +19,7 @@ from overlap_spec.grammar.contract import Links, Matcher, Row
 from overlap_spec.grammar.drafting.guesses import Guesses
 from overlap_spec.grammar.drafting.text_tokens import TextTokens
 from overlap_spec.grammar.vocabulary import Vocabulary
-from overlap_spec.types import LOST
+from overlap_spec.steps import LOST
 
 # Texts whose tokens are kept, and bytes of the longest: some 5 MB.
 CACHED = 16384

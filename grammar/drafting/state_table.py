@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 
-from overlap_spec.types import (
+from overlap_spec.steps import (
     BY_NONE,
     BY_REST,
     BY_STOP,

@@ -18,7 +18,8 @@ from overlap_spec.drafters.states import GrammarStanding
 from overlap_spec.kernels import Noise, noise_keys
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.models.decoder import Attend, Decoder
-from overlap_spec.types import Floats, History, Int64s, Tier
+from overlap_spec.steps import History, Int64s
+from overlap_spec.tiers import Floats, Tier
 
 
 class DraftCache(Protocol):

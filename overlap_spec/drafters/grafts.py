@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from overlap_spec.drafters.base import Draft, HostDraft, Roots
-from overlap_spec.types import Tier
+from overlap_spec.tiers import Tier
 
 
 class Grafts:

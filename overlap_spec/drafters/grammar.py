@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Draft, Drafter, MakeCache, Roots, Tables
 from overlap_spec.models.decoder import Decoder
-from overlap_spec.types import Tier
+from overlap_spec.tiers import Tier
 
 
 class GrammarDrafter(Drafter):

@@ -19,7 +19,8 @@ import numpy as np
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import HostDraft
 from overlap_spec.drafters.text_pool import END, LookupDrafter, TextPool, best_first
-from overlap_spec.types import History, Tier
+from overlap_spec.steps import History
+from overlap_spec.tiers import Tier
 
 # Bytes of a dictionary's two numbers, beside its table.
 NUMBERS_BYTES = 36 + 28

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from overlap_spec.drafters.base import Draft
-from overlap_spec.types import Tier
+from overlap_spec.tiers import Tier
 
 
 def sound(draft: Draft, tier: Tier, vocab_size: int) -> tuple[Draft, Tensor]:

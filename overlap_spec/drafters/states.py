@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from overlap_spec.kernels import Noise, after_tokens, log_probs_among, top_candidates
-from overlap_spec.types import DEAD, FEW_TOKENS, LOST, STATE_WIDTH
+from overlap_spec.steps import DEAD, FEW_TOKENS, LOST, STATE_WIDTH
 
 
 class StateTables(NamedTuple):

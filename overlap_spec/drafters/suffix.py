@@ -17,7 +17,8 @@ import numpy as np
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import HostDraft
 from overlap_spec.drafters.text_pool import END, LookupDrafter, TextPool, best_first
-from overlap_spec.types import History, Tier
+from overlap_spec.steps import History
+from overlap_spec.tiers import Tier
 
 # Tokens at the end of a text that are looked up.
 LONGEST = 64

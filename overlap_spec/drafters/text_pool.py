@@ -15,7 +15,8 @@ import numpy as np
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Drafter, HostDraft, MakeCache, Tables
 from overlap_spec.models.decoder import Decoder
-from overlap_spec.types import History, Tier
+from overlap_spec.steps import History
+from overlap_spec.tiers import Tier
 
 # Ends a text in a pool of several.
 END = -1

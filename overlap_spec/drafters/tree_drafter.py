@@ -14,7 +14,7 @@ from overlap_spec.drafters.grafts import Grafts
 from overlap_spec.drafters.states import GrammarStanding, Options, legal_candidates
 from overlap_spec.kernels import Noise, grow, rerank, top_candidates
 from overlap_spec.models.decoder import Attend
-from overlap_spec.types import Tier
+from overlap_spec.tiers import Tier
 
 
 class ChainLink(NamedTuple):

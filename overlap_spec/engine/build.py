@@ -21,9 +21,9 @@ from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.speculation.policy import RequestView, StepView
 from overlap_spec.speculation.presets import nearest_tier, policy_of
+from overlap_spec.steps import RUN_TOKENS
 from overlap_spec.timeline import Timeline
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import RUN_TOKENS
 from overlap_spec.worker.build import build_streams, build_worker, overlap_mode
 from overlap_spec.worker.jobs import prepare
 from overlap_spec.worker.warm_up import warm_up

@@ -26,8 +26,9 @@ from overlap_spec.speculation.policy import (
 )
 from overlap_spec.speculation.presets import nearest_tier
 from overlap_spec.stats import Standing
+from overlap_spec.steps import History, StepPlan, StepResult
+from overlap_spec.tiers import Budget
 from overlap_spec.timeline import Timeline
-from overlap_spec.types import Budget, History, StepPlan, StepResult
 from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.jobs import clear, prepare_next
 from overlap_spec.worker.worker import Worker

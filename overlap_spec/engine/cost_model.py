@@ -22,8 +22,8 @@ from overlap_spec.speculation.cost import (
 )
 from overlap_spec.speculation.presets import load_policy
 from overlap_spec.speculation.profiles import load_profile, save_profile
+from overlap_spec.tiers import Tier
 from overlap_spec.timeline import Timeline
-from overlap_spec.types import Tier
 from overlap_spec.worker.build import build_streams, build_worker, machine_key
 from overlap_spec.worker.pass_times import PassTimes, Point, measure
 from overlap_spec.worker.worker import Worker

@@ -10,8 +10,8 @@ from typing import Any
 from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.matching.pool import AcceptItem, FillItem, MatcherPool
 from overlap_spec.grammar.matching.pool import PoolResult as LaneResult
+from overlap_spec.steps import HostTrees, Int32s, Int64s
 from overlap_spec.timeline import hidden_fraction, union_ns
-from overlap_spec.types import HostTrees, Int32s, Int64s
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from overlap_spec.grammar.matching.pool import MatcherPool
 from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.scheduler.sequence import Sequence
-from overlap_spec.types import GrammarTable
+from overlap_spec.steps import GrammarTable
 from overlap_spec.worker import jobs
 from overlap_spec.worker.grammar_states import StateRooms, token_steps
 from overlap_spec.worker.worker import Worker

@@ -13,8 +13,9 @@ from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.drafting.choices import ChoiceTokens
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.scheduler.stops import TextBuffer
+from overlap_spec.steps import WeighedChoices
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import Request, WeighedChoices
+from overlap_spec.types import Request
 from overlap_spec.worker.extras.base import extras_of
 
 

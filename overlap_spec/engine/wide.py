@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
-from overlap_spec.types import RUN_TOKENS, Budget, HostTrees, Int32s, Tier
+from overlap_spec.steps import RUN_TOKENS, HostTrees, Int32s
+from overlap_spec.tiers import Budget, Tier
 
 # Depth and nodes of a tree, root included, where the grammar knows what can come.
 WIDE_STEPS, WIDE_NODES = RUN_TOKENS - 1, 32

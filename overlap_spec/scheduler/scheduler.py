@@ -14,15 +14,9 @@ from overlap_spec.scheduler.prefix import PrefixTree
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.scheduler.stops import cut
 from overlap_spec.shares import FairQueue, Turns
-from overlap_spec.types import (
-    Budget,
-    Chunk,
-    Request,
-    RowResult,
-    StepPlan,
-    StepResult,
-    WeighedChoices,
-)
+from overlap_spec.steps import Chunk, RowResult, StepPlan, StepResult, WeighedChoices
+from overlap_spec.tiers import Budget
+from overlap_spec.types import Request
 
 FAIR_TURN = 8
 PageGrant = tuple[int, int, tuple[int, ...]]

@@ -9,17 +9,9 @@ from typing import Any
 from overlap_spec.scheduler.prefix import Node
 from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.stats import RequestStats, Standing, State
-from overlap_spec.types import (
-    Chunk,
-    FinishReason,
-    History,
-    Request,
-    RowResult,
-    Tier,
-    TokenLogprobs,
-    TokenTrie,
-    WeighedChoices,
-)
+from overlap_spec.steps import Chunk, History, RowResult, TokenTrie, WeighedChoices
+from overlap_spec.tiers import Tier
+from overlap_spec.types import FinishReason, Request, TokenLogprobs
 
 
 @dataclass(eq=False)

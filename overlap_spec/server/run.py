@@ -76,22 +76,28 @@ def serve(engine: AsyncEngine, settings: ServerSettings, log_level: str = "info"
     sockets = bind(settings.host, settings.port)
     probes = [] if settings.probe_port is None else bind(settings.host, settings.probe_port)
     log.info("tool_call_parser: %s", settings.tool_call_parser or "none")
-    # Kept until the loop handles it: an exit in the middle would leave half a loop.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    # Noted until the loop handles it: an exit in the middle would leave half a loop, and a mask
+    # holds for one thread alone.
+    ends: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: ends.append(number))
     # A signal while the engine loads cancels the task: there is nothing to drain.
     with (
         contextlib.suppress(asyncio.CancelledError),
         asyncio.Runner(loop_factory=timed_loop(service.metrics.turns)) as runner,
     ):
-        runner.run(_serve(service, Server(config, service, probes), sockets))
+        runner.run(_serve(service, Server(config, service, probes), sockets, ends))
 
 
-async def _serve(service: Service, server: Server, sockets: list[socket.socket]) -> None:
+async def _serve(
+    service: Service, server: Server, sockets: list[socket.socket], ends: list[int]
+) -> None:
+    """``ends``: has a SIGTERM that came before the loop handles it."""
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    if ends:
+        task.cancel()
     loop.set_exception_handler(FaultLog())
     reader = service.constraints.reader
     try:

@@ -2,7 +2,7 @@
 
 Algorithm 1 grows the length while the estimated goodput grows: before a step it predicts whether to
 draft at all, and after each draft step it corrects: by what the drafter was sure of, does another
-one pay (:class:`overlap_spec.types.DraftStop`)? Where a step cannot be stopped, since the host
+one pay (:class:`overlap_spec.tiers.DraftStop`)? Where a step cannot be stopped, since the host
 plans it before the draft's confidences are there, it predicts the length alone. Algorithm 2 then
 removes the drafts of least acceptance from the whole batch while the goodput grows: here it finds
 how many stay, and the device keeps that many, by the scores that it has drafted by then.
@@ -34,7 +34,7 @@ from overlap_spec.speculation.policy import (
     active_snapshot,
     slot_snapshot,
 )
-from overlap_spec.types import Budget, DraftStop, Tier
+from overlap_spec.tiers import Budget, DraftStop, Tier
 
 # Weight of a request's last verify in what is expected of its next one.
 ALPHA = 0.2

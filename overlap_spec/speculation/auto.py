@@ -25,7 +25,7 @@ from overlap_spec.speculation.policy import (
     active_snapshot,
     slot_snapshot,
 )
-from overlap_spec.types import Budget, Tier
+from overlap_spec.tiers import Budget, Tier
 
 # Weight that a verify keeps at the next one, in what decides and in what sees a change.
 SLOW_KEPT, QUICK_KEPT = 0.995, 0.92

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap_spec.types import Budget
+from overlap_spec.tiers import Budget
 
 Vector = NDArray[np.float64]
 

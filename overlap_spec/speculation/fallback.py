@@ -8,7 +8,7 @@ from typing import Any
 
 from overlap_spec.speculation.cost import CostModel
 from overlap_spec.speculation.policy import LengthPolicy, StepOutcome, StepView
-from overlap_spec.types import Budget, Tier
+from overlap_spec.tiers import Budget, Tier
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from overlap_spec.speculation.acceptance import (
     variance,
     wider,
 )
-from overlap_spec.types import Tier
+from overlap_spec.tiers import Tier
 
 # Weight that all keep at a verify that drafted nothing; the families that are not drafted, at one
 # that did, since what was accepted in other text is a poor comparison; and these where the world

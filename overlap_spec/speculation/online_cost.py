@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 
 from overlap_spec.speculation.cost import CostModel, StepShape, Vector
-from overlap_spec.types import Budget, Tier
+from overlap_spec.tiers import Budget, Tier
 
 # Steps of one kind whose median time is one observation.
 BLOCK_STEPS = 4

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from overlap_spec.speculation.cost import CostModel
-from overlap_spec.types import Budget, Tier
+from overlap_spec.tiers import Budget, Tier
 
 OFF = Tier(0, 1, 1)
 
@@ -23,7 +23,7 @@ class RequestView(NamedTuple):
 
     ``context_tokens``: prompt and output, as far as the host knows. ``speculate``: whether it
     takes drafts. ``tpot_slo_ms``: its target of time per output token. ``confidences``: of the
-    drafts that its last verify reached, see :class:`overlap_spec.types.RowResult`.
+    drafts that its last verify reached, see :class:`overlap_spec.steps.RowResult`.
     """
 
     request_id: int

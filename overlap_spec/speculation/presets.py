@@ -19,7 +19,7 @@ from overlap_spec.speculation.policy import OFF, LengthPolicy
 from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.speculation.tiers import EmaSlot, SlotPolicy, SlotSettings
 from overlap_spec.speculation.tree_file import read_tree
-from overlap_spec.types import Tier
+from overlap_spec.tiers import Tier
 
 PRESETS: dict[str, dict[int, SlotSettings]] = {
     "default": {

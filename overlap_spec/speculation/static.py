@@ -12,7 +12,7 @@ from overlap_spec.speculation.policy import (
     active_snapshot,
     slot_snapshot,
 )
-from overlap_spec.types import Budget, Tier
+from overlap_spec.tiers import Budget, Tier
 
 
 def static_tier(steps: int, top_k: int, nodes: int | None) -> Tier:

@@ -18,7 +18,7 @@ from overlap_spec.speculation.policy import (
     active_snapshot,
     slot_snapshot,
 )
-from overlap_spec.types import Budget, Tier
+from overlap_spec.tiers import Budget, Tier
 
 
 @dataclass(frozen=True)

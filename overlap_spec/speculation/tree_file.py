@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from overlap_spec.errors import ConfigError
-from overlap_spec.types import Tier
+from overlap_spec.tiers import Tier
 
 MOST_NODES = 64
 MOST_CHILDREN = 10

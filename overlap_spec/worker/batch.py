@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from overlap_spec.types import Int64s, StepPlan
+from overlap_spec.steps import Int64s, StepPlan
 from overlap_spec.worker.graphs import padded_size
 
 
@@ -60,7 +60,7 @@ class Batch:
         chunks: None in a step that only decodes.
         rows: ``(S,)``: rows of the trees, then the padding row up to a recorded size.
         constrained: ``(B + F,)``: whether each tree, and each final chunk, has a grammar: 1 or 0.
-        least, most: ``(S,)``: as in :class:`overlap_spec.types.Budget`; empty where all nodes are
+        least, most: ``(S,)``: as in :class:`overlap_spec.tiers.Budget`; empty where all nodes are
             verified.
         page_index, page_values: ``(G,)``: entries of the flattened page table, and their pages.
     """

@@ -17,7 +17,9 @@ from torch import Tensor
 from overlap_spec.kernels import KeySpan, filter_probs, noise_keys
 from overlap_spec.kernels.sampling import WHOLE, draw
 from overlap_spec.models.decoder import Decoder
-from overlap_spec.types import Chunk, Floats, Int64s, Request, StepPlan, TokenTrie, WeighedChoices
+from overlap_spec.steps import Chunk, Int64s, StepPlan, TokenTrie, WeighedChoices
+from overlap_spec.tiers import Floats
+from overlap_spec.types import Request
 from overlap_spec.worker.batch import uploaded
 from overlap_spec.worker.kv_pool import KVPool, PagedAttend
 from overlap_spec.worker.tables import RowTables

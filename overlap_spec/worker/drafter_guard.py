@@ -6,7 +6,7 @@ import logging
 from types import TracebackType
 from typing import Any
 
-from overlap_spec.types import Tier
+from overlap_spec.tiers import Tier
 
 log = logging.getLogger(__name__)
 

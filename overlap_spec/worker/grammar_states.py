@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from overlap_spec.drafters.states import StateTables
 from overlap_spec.kernels import after_tokens
-from overlap_spec.types import (
+from overlap_spec.steps import (
     BY_NONE,
     BY_OTHER,
     BY_REST,

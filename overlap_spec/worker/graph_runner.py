@@ -13,7 +13,7 @@ from torch import Tensor
 
 from overlap_spec.drafters.base import Drafter
 from overlap_spec.kernels import Tree
-from overlap_spec.types import Tier
+from overlap_spec.tiers import Tier
 from overlap_spec.worker.drafter_guard import DrafterGuard
 from overlap_spec.worker.graphs import CudaGraph, Eager, Recorded, Tensors, TracedGraph
 from overlap_spec.worker.model_runner import ModelRunner

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from overlap_spec.types import TOLD, HostTrees, StepPlan, Tier
+from overlap_spec.steps import TOLD, HostTrees, StepPlan
+from overlap_spec.tiers import Tier
 from overlap_spec.worker.batch import Batch, Staging
 from overlap_spec.worker.graphs import padded_size
 from overlap_spec.worker.kv_pool import lazy_zeros

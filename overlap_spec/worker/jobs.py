@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overlap_spec.types import GrammarTable, Int32s, Tier
+from overlap_spec.steps import GrammarTable, Int32s
+from overlap_spec.tiers import Tier
 from overlap_spec.worker.worker import Worker
 
 

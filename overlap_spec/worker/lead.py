@@ -11,15 +11,8 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.errors import EngineUnavailable
 from overlap_spec.parallel.group import Group
 from overlap_spec.parallel.processes import Processes
-from overlap_spec.types import (
-    HostTrees,
-    Int32s,
-    Int64s,
-    Request,
-    StepPlan,
-    StepResult,
-    TokenTrie,
-)
+from overlap_spec.steps import HostTrees, Int32s, Int64s, StepPlan, StepResult, TokenTrie
+from overlap_spec.types import Request
 from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.messages import (
     Call,

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from overlap_spec.types import TOLD
+from overlap_spec.steps import TOLD
 from overlap_spec.worker.in_flight import InFlightStep
 
 # A name of a method of the worker, and its arguments.

@@ -12,7 +12,8 @@ from overlap_spec.drafters.states import GrammarStanding
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.kernels import KeySpan, Tree, accept_path, build_chain, build_tree
 from overlap_spec.models.decoder import Decoder
-from overlap_spec.types import RUN_TOKENS, TOLD, Tier
+from overlap_spec.steps import RUN_TOKENS, TOLD
+from overlap_spec.tiers import Tier
 from overlap_spec.worker.batch import Chunks
 from overlap_spec.worker.grammar_states import STATES, GrammarStates
 from overlap_spec.worker.graphs import Tensors, padded

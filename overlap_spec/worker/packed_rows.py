@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from overlap_spec.types import RUN_TOKENS
+from overlap_spec.steps import RUN_TOKENS
 
 SCORE_UNIT = 2.0**20
 DEAD_SCORE = -(2.0**62)

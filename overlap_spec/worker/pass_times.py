@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.kernels import Tree
-from overlap_spec.types import Tier
+from overlap_spec.tiers import Tier
 from overlap_spec.worker.worker import Worker
 
 # Times a pass is run at most, after once that is not counted; the least counts, since what else

@@ -11,7 +11,7 @@ from torch import Tensor
 from overlap_spec.drafters.base import Committed, DraftCache, Roots
 from overlap_spec.kernels import KeySpan, Tree
 from overlap_spec.models.decoder import Attend
-from overlap_spec.types import Tier
+from overlap_spec.tiers import Tier
 from overlap_spec.worker.kv_pool import KVPool, PagedAttend
 from overlap_spec.worker.sampler import Masks
 

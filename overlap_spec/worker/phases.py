@@ -12,7 +12,8 @@ from torch import Tensor
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Draft, Roots
 from overlap_spec.kernels import Tree, apply_bitmask, select_nodes
-from overlap_spec.types import StepPlan, Tier
+from overlap_spec.steps import StepPlan
+from overlap_spec.tiers import Tier
 from overlap_spec.worker.acceptance import AcceptanceRule
 from overlap_spec.worker.batch import Batch
 from overlap_spec.worker.choices import ChoiceScorer

@@ -10,7 +10,9 @@ import numpy as np
 from torch import Tensor
 
 from overlap_spec.errors import NumericFault
-from overlap_spec.types import Request, RowResult, Tier, TokenTrie, WeighedChoices
+from overlap_spec.steps import RowResult, TokenTrie, WeighedChoices
+from overlap_spec.tiers import Tier
+from overlap_spec.types import Request
 from overlap_spec.worker import choices
 from overlap_spec.worker.extras.base import Row
 from overlap_spec.worker.in_flight import InFlightStep

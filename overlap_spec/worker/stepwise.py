@@ -15,13 +15,13 @@ from overlap_spec.drafters.base import Draft, Roots
 from overlap_spec.drafters.states import GrammarStanding
 from overlap_spec.drafters.tree_drafter import ChainLink, TreeDrafter
 from overlap_spec.kernels.scripting import compiled, replay
-from overlap_spec.types import DraftStop
+from overlap_spec.tiers import DraftStop
 from overlap_spec.worker.graphs import Recorded, Tensors, TracedGraph
 from overlap_spec.worker.model_runner import ModelRunner
 
 
 def stops(scores: Tensor, expected: Tensor, curves: Tensor, costs_ms: list[float]) -> bool:
-    """Whether chains of ``d`` drafts end there, by :class:`overlap_spec.types.DraftStop`, of whose
+    """Whether chains of ``d`` drafts end there, by :class:`overlap_spec.tiers.DraftStop`, of whose
     lengths it is one.
 
     Args:

@@ -8,15 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from overlap_spec.types import (
-    BANNED_TOKENS,
-    MOST_BANNED,
-    RUN_TOKENS,
-    TRIE_NODES,
-    Int64s,
-    Request,
-    TokenTrie,
-)
+from overlap_spec.steps import RUN_TOKENS, TRIE_NODES, Int64s, TokenTrie
+from overlap_spec.types import BANNED_TOKENS, MOST_BANNED, Request
 from overlap_spec.worker.extras.base import Extra, row_extras
 from overlap_spec.worker.tries import trie_table
 

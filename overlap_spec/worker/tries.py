@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from overlap_spec.drafters.base import Draft, Roots
-from overlap_spec.types import TRIE_NODES, Int64s, Tier, TokenTrie
+from overlap_spec.steps import TRIE_NODES, Int64s, TokenTrie
+from overlap_spec.tiers import Tier
 
 
 def trie_table(trie: TokenTrie) -> Int64s:

@@ -15,7 +15,8 @@ import torch
 
 from overlap_spec.kernels import apply_bitmask, noise_keys
 from overlap_spec.kernels.sampling import PURPOSES
-from overlap_spec.types import LOST, Budget, Chunk, StepPlan, Tier
+from overlap_spec.steps import LOST, Chunk, StepPlan
+from overlap_spec.tiers import Budget, Tier
 from overlap_spec.worker.batch import Staging
 from overlap_spec.worker.graphs import padded_size
 from overlap_spec.worker.sampler import Masks, Nodes

@@ -14,18 +14,9 @@ from torch import Tensor
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Draft, host_draft
 from overlap_spec.drafters.grafts import graft
-from overlap_spec.types import (
-    Floats,
-    History,
-    HostTrees,
-    Int32s,
-    Int64s,
-    Request,
-    StepPlan,
-    StepResult,
-    Tier,
-    TokenTrie,
-)
+from overlap_spec.steps import History, HostTrees, Int32s, Int64s, StepPlan, StepResult, TokenTrie
+from overlap_spec.tiers import Floats, Tier
+from overlap_spec.types import Request
 from overlap_spec.worker.batch import Batch, PlanUpload, uploaded
 from overlap_spec.worker.drafter_guard import DrafterGuard
 from overlap_spec.worker.extras import base as extras

@@ -13,7 +13,8 @@ from overlap_spec.drafters.registry import load_drafter
 from overlap_spec.engine import Engine
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.types import Output, Tier
+from overlap_spec.tiers import Tier
+from overlap_spec.types import Output
 from overlap_spec.worker.drafter_guard import FIRST_PAUSE_STEPS, OFF, DrafterGuard
 from tests.support.tiers import few
 

@@ -13,7 +13,8 @@ from overlap_spec.engine import Engine
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.speculation.tree_file import MOST_NODES, read_tree
-from overlap_spec.types import Output, Tier
+from overlap_spec.tiers import Tier
+from overlap_spec.types import Output
 from tests.support.tiers import few
 
 PROMPT = "the train to platform 4 leaves at 10:15"

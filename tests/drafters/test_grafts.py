@@ -15,7 +15,9 @@ from overlap_spec.engine import Engine
 from overlap_spec.grammar.drafting.forced import ForcedRuns
 from overlap_spec.grammar.drafting.guesses import Guesses
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.types import RUN_TOKENS, Output, Tier
+from overlap_spec.steps import RUN_TOKENS
+from overlap_spec.tiers import Tier
+from overlap_spec.types import Output
 from tests.support.grafts import PERSON, PROMPTS, SAMPLING, SHAPES, answer, key, lengths
 from tests.support.tiers import few
 from tests.worker import test_overlap

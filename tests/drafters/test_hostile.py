@@ -12,7 +12,8 @@ from overlap_spec.drafters.base import Draft
 from overlap_spec.drafters.sound import sound
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.types import Output, Tier
+from overlap_spec.tiers import Tier
+from overlap_spec.types import Output
 from tests.support.tiers import few
 
 OWN = "tests.support.drafters:"

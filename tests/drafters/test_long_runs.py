@@ -16,7 +16,9 @@ from overlap_spec.engine.wide import WIDE_NODES, WIDE_STEPS, GrammarTrees, wide_
 from overlap_spec.grammar.drafting.forced import ForcedRuns
 from overlap_spec.grammar.drafting.guesses import Guesses
 from overlap_spec.scheduler.sequence import Sequence
-from overlap_spec.types import RUN_TOKENS, HostTrees, Output, Tier
+from overlap_spec.steps import RUN_TOKENS, HostTrees
+from overlap_spec.tiers import Tier
+from overlap_spec.types import Output
 from tests.support.grafts import PERSON, PROMPTS, key, lengths
 from tests.support.tiers import few
 from tests.worker import test_overlap

@@ -17,7 +17,8 @@ from overlap_spec.drafters.ngram import NgramDrafter, draft_of
 from overlap_spec.drafters.text_pool import END, TOKENS_A_STEP
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.types import History, Tier
+from overlap_spec.steps import History
+from overlap_spec.tiers import Tier
 
 CHAIN = Tier(5, 1, 6)
 TREE = Tier(4, 3, 10)

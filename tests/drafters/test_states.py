@@ -25,7 +25,7 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.kernels import Noise, log_probs_among, noise_keys, top_candidates
 from overlap_spec.kernels.sampling import CHOICE
-from overlap_spec.types import (
+from overlap_spec.steps import (
     COMMON_STATES,
     DEAD,
     FEW_TOKENS,

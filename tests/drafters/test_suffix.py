@@ -16,7 +16,8 @@ from overlap_spec.drafters.suffix import SuffixDrafter, SuffixIndex
 from overlap_spec.drafters.text_pool import END
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.types import History, Tier
+from overlap_spec.steps import History
+from overlap_spec.tiers import Tier
 
 CHAIN = Tier(5, 1, 6)
 TREE = Tier(4, 3, 10)

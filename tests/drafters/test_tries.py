@@ -18,7 +18,9 @@ from overlap_spec.engine.wide import WIDE_NODES, WIDE_STEPS, wide_tier, widened
 from overlap_spec.grammar.drafting.choices import ChoiceTokens, make_tries
 from overlap_spec.grammar.drafting.few_texts import few_texts
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.types import RUN_TOKENS, TRIE_NODES, Budget, Output, Tier, TokenTrie
+from overlap_spec.steps import RUN_TOKENS, TRIE_NODES, TokenTrie
+from overlap_spec.tiers import Budget, Tier
+from overlap_spec.types import Output
 from overlap_spec.worker.tries import child, draft_known, follow, trie_table
 from tests.support.tiers import few
 

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from overlap_spec.engine import Engine
 from overlap_spec.engine.wide import wide_tier
 from overlap_spec.kernels.triton.launch import Launch
-from overlap_spec.types import Tier
+from overlap_spec.tiers import Tier
 from overlap_spec.worker import build as build_module
 from overlap_spec.worker import model_runner as runner_module
 from overlap_spec.worker.graph_runner import GraphRunner

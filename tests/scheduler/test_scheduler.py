@@ -16,15 +16,9 @@ from overlap_spec.errors import NumericFault
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.scheduler.stops import TextBuffer, cut
-from overlap_spec.types import (
-    Budget,
-    Request,
-    RowResult,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-    Tier,
-)
+from overlap_spec.steps import RowResult, StepPlan, StepResult
+from overlap_spec.tiers import Budget, Tier
+from overlap_spec.types import Request, SamplingParams
 
 TIER = Tier(3, 1, 4)
 BUDGET = Budget(TIER)

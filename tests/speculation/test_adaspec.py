@@ -32,7 +32,7 @@ from overlap_spec.speculation.policy import (
 )
 from overlap_spec.speculation.presets import CHAINS, load_policy
 from overlap_spec.speculation.static import static_tier
-from overlap_spec.types import Budget, Tier
+from overlap_spec.tiers import Budget, Tier
 from tests.support.policies import told, view
 
 TIERS = [static_tier(steps, 1, None) for steps in CHAINS]

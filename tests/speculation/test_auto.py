@@ -21,7 +21,7 @@ from overlap_spec.speculation.online_cost import OnlineCost
 from overlap_spec.speculation.policy import OFF, RequestOutcome, RequestView, StepOutcome, StepView
 from overlap_spec.speculation.presets import AUTO_CHAINS, AUTO_TREES, load_policy
 from overlap_spec.speculation.static import StaticPolicy, static_tier
-from overlap_spec.types import Budget, Tier
+from overlap_spec.tiers import Budget, Tier
 from tests.support.policies import told, view
 from tests.support.tiers import few
 

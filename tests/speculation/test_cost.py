@@ -26,7 +26,7 @@ from overlap_spec.speculation.cost import (
 )
 from overlap_spec.speculation.online_cost import OnlineCost
 from overlap_spec.speculation.profiles import load_profile, profile_path, save_profile
-from overlap_spec.types import Budget, Tier
+from overlap_spec.tiers import Budget, Tier
 from overlap_spec.worker.pass_times import PassTimes, Point
 
 MODEL = CostModel(

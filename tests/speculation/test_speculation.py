@@ -16,7 +16,7 @@ from overlap_spec.speculation.policy import LengthPolicy
 from overlap_spec.speculation.presets import POLICY_NAMES, PRESETS, load_policy, read_config
 from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.speculation.tiers import EmaSlot, SlotSettings
-from overlap_spec.types import Tier
+from overlap_spec.tiers import Tier
 from tests.support.policies import told, view
 
 OFF = Tier(0, 1, 1)

@@ -24,7 +24,8 @@ from overlap_spec.drafters.base import (
     Tables,
 )
 from overlap_spec.models.decoder import Decoder
-from overlap_spec.types import History, Tier
+from overlap_spec.steps import History
+from overlap_spec.tiers import Tier
 
 
 class Echo(Drafter):

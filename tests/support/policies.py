@@ -14,7 +14,7 @@ from overlap_spec.speculation.policy import (
     StepOutcome,
     StepView,
 )
-from overlap_spec.types import Budget, Tier
+from overlap_spec.tiers import Budget, Tier
 
 
 def view(batch: int, context: int = 100, constrained: bool = False) -> StepView:

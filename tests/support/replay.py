@@ -26,7 +26,7 @@ from overlap_spec.speculation.policy import (
     StepOutcome,
     StepView,
 )
-from overlap_spec.types import Tier
+from overlap_spec.tiers import Tier
 from overlap_spec.worker.pass_times import PassTimes, Point
 
 RECORDED = Path(__file__).parent / "data" / "replay-0.75b.json"

@@ -13,7 +13,8 @@ import pytest
 from overlap_spec.engine import Engine
 from overlap_spec.engine import build as engine_build
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.types import Output, SamplingParams, StepPlan
+from overlap_spec.steps import StepPlan
+from overlap_spec.types import Output, SamplingParams
 from overlap_spec.worker import worker as worker_module
 from overlap_spec.worker.batch import Batch
 from overlap_spec.worker.in_flight import InFlightStep

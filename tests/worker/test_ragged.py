@@ -8,7 +8,8 @@ import pytest
 
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.types import Output, StepResult
+from overlap_spec.steps import StepResult
+from overlap_spec.types import Output
 from overlap_spec.worker.graphs import padded_size
 from overlap_spec.worker.worker import Worker
 from tests.support.policies import share_nodes

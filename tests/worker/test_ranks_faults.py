@@ -16,7 +16,7 @@ from overlap_spec.engine import build as engine_build
 from overlap_spec.errors import EngineUnavailable
 from overlap_spec.parallel.group import Group
 from overlap_spec.parallel.processes import Processes
-from overlap_spec.types import Tier
+from overlap_spec.tiers import Tier
 from overlap_spec.worker.build import build_worker
 from overlap_spec.worker.follower import Spans, follow
 from overlap_spec.worker.lead import LeadWorker

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import Tree
-from overlap_spec.types import BY_NONE, DEAD, FEW_TOKENS, LOST, STATE_WIDTH, TOLD, Tier
+from overlap_spec.steps import BY_NONE, DEAD, FEW_TOKENS, LOST, STATE_WIDTH, TOLD
+from overlap_spec.tiers import Tier
 from overlap_spec.worker import worker as worker_module
 from overlap_spec.worker.drafter_guard import DrafterGuard
 from overlap_spec.worker.graph_runner import GraphRunner

@@ -15,7 +15,9 @@ from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.engine import Engine
 from overlap_spec.speculation.adaspec import predicted_steps
 from overlap_spec.speculation.policy import LengthPolicy, StepOutcome, StepView
-from overlap_spec.types import Budget, DraftStop, Output, StepResult, Tier
+from overlap_spec.steps import StepResult
+from overlap_spec.tiers import Budget, DraftStop, Tier
+from overlap_spec.types import Output
 from overlap_spec.worker.graphs import padded_size
 from overlap_spec.worker.jobs import prepare_next
 from overlap_spec.worker.stepwise import stops

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.models.decoder import Decoder
-from overlap_spec.types import Delta, Int32s, Int64s, Output, Request, SamplingParams, StepPlan
+from overlap_spec.steps import Int32s, Int64s, StepPlan
+from overlap_spec.types import Delta, Output, Request, SamplingParams
 from overlap_spec.worker.batch import Batch
 
 

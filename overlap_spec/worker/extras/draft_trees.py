@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overlap_spec.types import (
-    MOST_TOLD_DRAFTS,
-    Delta,
-    DraftTree,
-    Fate,
-    Int32s,
-    Int64s,
-    Request,
-)
+from overlap_spec.steps import Int32s, Int64s
+from overlap_spec.types import MOST_TOLD_DRAFTS, Delta, DraftTree, Fate, Request
 from overlap_spec.worker.extras.base import Extra, Row
 
 

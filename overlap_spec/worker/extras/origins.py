@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from overlap_spec.types import Delta, Int32s, Int64s, Origin, Request
+from overlap_spec.steps import Int32s, Int64s
+from overlap_spec.types import Delta, Origin, Request
 from overlap_spec.worker.extras.base import Extra, Row
 
 

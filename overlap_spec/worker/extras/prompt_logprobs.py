@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from overlap_spec.models.decoder import Decoder
-from overlap_spec.types import Delta, Int64s, Output, PromptLogprobs, Request
+from overlap_spec.steps import Int64s
+from overlap_spec.types import Delta, Output, PromptLogprobs, Request
 from overlap_spec.worker.batch import uploaded
 from overlap_spec.worker.extras.base import Extra
 from overlap_spec.worker.sampler import BLOCK_ENTRIES

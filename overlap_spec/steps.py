@@ -1,0 +1,300 @@
+"""What scheduler, worker and engine hand to each other in a step. Frozen values; no torch.
+
+A step is planned over rows of the worker's tables, drafts a tree for each, verifies all trees at
+once, and returns what each row accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overlap_spec.tiers import Budget, Tier
+from overlap_spec.types import NO_EXTRAS, TokenLogprobs
+
+# Tokens of a run that a grammar forces, as far as it is drafted; the first is what was chosen last.
+RUN_TOKENS = 16
+# Numbers that the lane tells of a node: the run behind it, and the state of its grammar's table.
+TOLD = RUN_TOKENS + 1
+# States by bytes (`grammar/drafting/byte_states.py`): a state is the number at which its moves
+# begin. Steps from it: by each of 256 bytes; by none; by what is no text; by a stop token; by the
+# rest of a long token. States of every table: nothing is known; nothing can come; all is over. Then
+# its own.
+STATE_WIDTH, COMMON_STATES = 260, 3
+BY_NONE, BY_OTHER, BY_STOP, BY_REST = 256, 257, 258, 259
+LOST, DEAD, DONE, FIRST = (STATE_WIDTH * state for state in range(COMMON_STATES + 1))
+# Steps of a token, and tokens that are listed of a state in which few can come.
+TOKEN_STEPS, FEW_TOKENS = 16, 8
+# Nodes of a trie that is drafted from, the prompt's end included.
+TRIE_NODES = 512
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+
+
+class GrammarTable(NamedTuple):
+    """A grammar's states by bytes: it allows all that the grammar does, and little more.
+
+    Of ``S`` states, the common ones first and the start behind them. ``moves`` int32
+    ``(S, STATE_WIDTH)``: the state after each step. ``few`` int32 ``(S, FEW_TOKENS + 1)``: tokens
+    with which a text can go on, -1 behind their end, and last 1 where no other can. ``forced``
+    int16 ``(S,)``: the only byte that can come, -1 where there is another, or none, or an end.
+    """
+
+    moves: NDArray[np.int32]
+    few: NDArray[np.int32]
+    forced: NDArray[np.int16]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A request's known tokens: its prompt and its output so far, neither copied.
+
+    The output grows while the request runs. ``forced``: the likely tokens of what the grammar
+    forces behind the known ones.
+    """
+
+    request_id: int
+    prompt: Sequence[int]
+    output: Sequence[int]
+    forced: Sequence[int] = ()
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Those at positions ``start .. end - 1``."""
+        first, last = max(start - len(self.prompt), 0), max(end - len(self.prompt), 0)
+        return [*self.prompt[start:end], *self.output[first:last]]
+
+
+@dataclass(frozen=True)
+class TokenTrie:
+    """Texts as a tree of tokens behind a prompt, for one pass of the target.
+
+    ``tokens``, ``parents`` (an earlier node, or -1: the prompt's end), ``depths`` (from 1 on):
+    int64 ``(n,)``; what is below a node comes right after it. ``texts``, ``ends``: int64 ``(m,)``:
+    numbers of texts, and each one's last node.
+    """
+
+    tokens: Int64s
+    parents: Int64s
+    depths: Int64s
+    texts: Int64s
+    ends: Int64s
+
+    @cached_property
+    def sizes(self) -> Int64s:
+        """int64 ``(n,)``: nodes below each one."""
+        sizes = np.zeros(len(self.tokens), np.int64)
+        for node in range(len(self.tokens) - 1, -1, -1):
+            if self.parents[node] >= 0:
+                sizes[self.parents[node]] += sizes[node] + 1
+        return sizes
+
+    @cached_property
+    def children(self) -> Mapping[tuple[int, int], int]:
+        """(node, or -1 for the prompt's end, and a token) → the node of that token after it."""
+        pairs = zip(self.parents.tolist(), self.tokens.tolist(), strict=True)
+        return {pair: node for node, pair in enumerate(pairs)}
+
+    def follow(self, node: int | None, tokens: Sequence[int]) -> int | None:
+        """The node that ``tokens`` lead to from ``node``; None where none does."""
+        for token in tokens:
+            if node is None:
+                return None
+            node = self.children.get((node, token))
+        return node
+
+    def path(self, node: int) -> list[int]:
+        """The nodes down to ``node``, which is the last."""
+        found = []
+        while node >= 0:
+            found.append(node)
+            node = int(self.parents[node])
+        return found[::-1]
+
+
+@dataclass(eq=False)
+class WeighedChoices:
+    """The texts of a choice that are weighed behind one prompt, each cut into tokens in one way.
+
+    All requests for the same share it: one of them has the tries weighed, one or few a step, and
+    the others wait for that.
+
+    ``tries``: each text is in one of them. ``stop_ids``: the tokens of which one ends the output.
+    ``faithful``: whether the output is chosen by the texts' weights. ``logprobs``: float64
+    ``(m,)``, of each text; ``tokens``: with which each would be the output, the likeliest stop
+    token behind them. ``planned``, ``known``: tries that are in a step or were, and those of whose
+    texts the two are known. ``leader``: the request that has them weighed.
+    """
+
+    texts: tuple[str, ...]
+    tries: tuple[TokenTrie, ...]
+    stop_ids: tuple[int, ...]
+    faithful: bool
+
+    def __post_init__(self) -> None:
+        """Nothing is known."""
+        self.leader: int | None = None
+        self.forget()
+
+    def __reduce__(self) -> Any:
+        """Other ranks get what a pass needs; its tries come with the chunk."""
+        return WeighedChoices, ((), (), self.stop_ids, self.faithful)
+
+    def forget(self) -> None:
+        """Nothing is known any more."""
+        self.logprobs = np.zeros(len(self.texts))
+        self.tokens: list[tuple[int, ...]] = [()] * len(self.texts)
+        self.planned = self.known = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all texts are weighed."""
+        return self.known == len(self.tries)
+
+    @property
+    def widest(self) -> int:
+        """Nodes of the largest trie."""
+        return max(len(trie.tokens) for trie in self.tries)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A run of one request's tokens to prefill, at positions ``start ..``; starts with a page.
+
+    ``final``: the run ends the known text, and its last token is verified as a one-node tree.
+    ``page_before``: the page that ends at ``start``, 0 at the start of the text. ``choices``: what
+    is weighed behind the known text, at whose end the chunk is then; ``trie``: what of it in this
+    step. ``asks``: what optional parts ask of it, by name.
+    """
+
+    row: int
+    start: int
+    tokens: Int64s
+    final: bool
+    page_before: int = 0
+    choices: WeighedChoices | None = None
+    trie: TokenTrie | None = None
+    asks: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def comes_again(self) -> bool:
+        """Whether a later step computes the same tokens again, to weigh more behind them."""
+        return self.choices is not None and not self.final
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: trees for ``decode_rows`` and prefill for ``chunks``.
+
+    Attributes:
+        index: Number of the step.
+        budget: What the step's trees may cost.
+        request_ids: Request of each decode row, then of each chunk.
+        grammar: Whether each of these has a grammar.
+        max_keys: No key of a decode row lies at or beyond this position.
+        pages: New pages of rows: (row, index of the first, page numbers).
+    """
+
+    index: int
+    budget: Budget
+    decode_rows: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    request_ids: tuple[int, ...]
+    grammar: tuple[bool, ...]
+    max_keys: int
+    pages: tuple[tuple[int, int, tuple[int, ...]], ...]
+
+    @cached_property
+    def tier(self) -> Tier:
+        """What the step's trees draft."""
+        return self.budget.tier
+
+    @cached_property
+    def final_chunks(self) -> tuple[Chunk, ...]:
+        """The chunks that end their known text: one-node trees, verified behind the others."""
+        return tuple(chunk for chunk in self.chunks if chunk.final)
+
+    @cached_property
+    def verified(self) -> tuple[tuple[int, int, bool], ...]:
+        """(request id, row, has a grammar) of what the step verifies, in the order of its trees."""
+        rows = (*self.decode_rows, *[chunk.row for chunk in self.chunks])
+        everyone = tuple(zip(self.request_ids, rows, self.grammar, strict=True))
+        trees = len(self.decode_rows)
+        behind = zip(everyone[trees:], self.chunks, strict=True)
+        return (*everyone[:trees], *[member for member, chunk in behind if chunk.final])
+
+    @cached_property
+    def verified_ids(self) -> tuple[int, ...]:
+        """The request ids of :attr:`verified`."""
+        return tuple([request_id for request_id, _, _ in self.verified])
+
+
+@dataclass(frozen=True)
+class HostTrees:
+    """The drafted trees of a step on the host, ragged: request r owns ``offsets[r]:offsets[r+1]``.
+
+    All arrays int64; links and parents count from the request's own node 0, -1 is none. Node 0 is
+    the last committed token.
+    """
+
+    tokens: Int64s
+    first_child: Int64s
+    next_sibling: Int64s
+    offsets: Int64s
+
+
+class RowResult(NamedTuple):
+    """What one request got from a step, before the stop rules cut it.
+
+    Attributes:
+        tokens: Accepted drafts, then the bonus; the bonus is absent where its mask row was empty.
+        drafted: Drafted tokens that were verified: the tree's living nodes but its root; 0 in
+            prefill.
+        accepted: How many of ``tokens`` are drafts.
+        confidences: The drafter's probability of each accepted draft after the one before it;
+            then, where the last one had children that were all refused, of the best of these.
+        logprobs: One entry a token, if asked for.
+        error: Why the request must end, if it must.
+        limited: The masks were late: only the root's row was used.
+        grafts: How many of the verified drafts the grammar had forced.
+        grafted: How many of these are among the accepted ones, which they begin.
+        choice_logprobs: Log-probability of each text of the chunk's choices.
+        extras: What the optional parts that are asked for tell of the tokens, by name.
+    """
+
+    tokens: tuple[int, ...]
+    drafted: int
+    accepted: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    error: Exception | None = None
+    limited: bool = False
+    confidences: tuple[float, ...] = ()
+    grafts: int = 0
+    grafted: int = 0
+    choice_logprobs: tuple[float, ...] = ()
+    extras: Mapping[str, Any] = NO_EXTRAS
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Results in the order of ``plan.verified``.
+
+    ``exposed_ms``: how long compute stood idle for the masks. ``idle_ms``: how long it stood idle
+    for whatever reason since the accept of the step before; 0 where no step came right before.
+    ``verified_rows``: rows that the target computed for the trees. ``told``: by request, what its
+    chunk told the optional parts, by name.
+    """
+
+    plan: StepPlan
+    rows: tuple[RowResult, ...]
+    exposed_ms: float = 0.0
+    idle_ms: float = 0.0
+    verified_rows: int = 0
+    told: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)

@@ -1,0 +1,92 @@
+"""How much a step drafts, and where its drafts end. Frozen values; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Tier:
+    """How much is drafted a step: ``steps`` deep, ``top_k`` wide, ``nodes`` verified (root too).
+
+    Tier(0, 1, 1) is speculation off. ``parents``: of a tree of a fixed shape each node's parent,
+    from node 1 on; None: the drafter chooses. ``base``: of a tier with room for what the grammar
+    tells, what the drafter is asked for; None: this tier itself.
+    """
+
+    steps: int
+    top_k: int
+    nodes: int
+    parents: tuple[int, ...] | None = None
+    base: Tier | None = None
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether its trees are the drafter's chains, and nothing else."""
+        return self.top_k == 1 and self.parents is None and self.base is None
+
+    @property
+    def own(self) -> Tier:
+        """What the drafter is asked for."""
+        return self.base or self
+
+    @property
+    def window_tokens(self) -> int:
+        """Slots behind the committed length that a step may write."""
+        return max(self.own.steps * self.own.top_k, self.nodes)
+
+
+@dataclass(frozen=True, eq=False)
+class DraftStop:
+    """When a step has drafted enough: AdaSpec's correction (SoCC 2025, Algorithm 1).
+
+    The drafts end at the length from which on the step's goodput, its expected tokens over its
+    time, does not grow. What is drafted counts with what the drafter says of it, what would come
+    next with what is expected of the request. It is asked by the device, between two draft steps.
+
+    Attributes:
+        costs_ms: By draft steps, from 0 on, at most the tier's: what a step takes that drafts and
+            verifies as many. 0 is a length at which the drafts do not end, infinity one at which
+            the step would break a target.
+        expected: float32 ``(trees,)``, in the order of the plan's decode rows: what a request's
+            next draft will be accepted with, given that the one before it was.
+        curves: float32 ``(trees, B)``: how often a draft is accepted to which the drafter gives
+            the probability (n + 0.5) / B; straight in between. Zeros of who takes no drafts.
+    """
+
+    costs_ms: tuple[float, ...]
+    expected: Floats
+    curves: Floats
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much a step drafts and verifies.
+
+    Attributes:
+        tier: What is drafted; with a ``stop``, at most.
+        nodes: Nodes of the whole batch that are verified, roots included: the best by score. None
+            verifies every node.
+        least, most: Of each request, in the order of the plan's decode rows: its ``least`` best
+            nodes are kept before the others compete, and none beyond its ``most`` best. Empty
+            where ``nodes`` is None.
+        stop: Ends a chain before its tier does; None: nothing does.
+    """
+
+    tier: Tier
+    nodes: int | None = None
+    least: tuple[int, ...] = ()
+    most: tuple[int, ...] = ()
+    stop: DraftStop | None = None
+
+    def stopped(self, tier: Tier) -> Budget:
+        """The same of a step whose drafts were stopped at a shorter ``tier``."""
+        if self.nodes is None:
+            return Budget(tier)
+        most = tuple(min(nodes, tier.nodes) for nodes in self.most)
+        return Budget(tier, min(self.nodes, sum(most)), self.least, most)
