@@ -11,10 +11,9 @@ and 16 at once (batch 16). ``--model 0.75b`` and other names are of models at re
 Systems take turns within each repetition, and the one that begins changes with every repetition.
 Grammars are compiled before. Then each system answers its first three requests, which are kept
 apart; one pass over everything is not counted, nor are four tokens at the start of a turn; and
-prompts are not cached. All are greedy, and
-compute in the type that the engine takes for the checkpoint on this machine; ``--threads`` (default
-1) are those of a pass, in torch and in llama.cpp. The engine's streams and its grammar lane are
-threads beside them, as always.
+prompts are not cached. All are greedy, and compute in the type that the engine takes for the
+checkpoint on this machine; ``--threads`` (default 1) are those of a pass, in torch and in
+llama.cpp. The engine's streams and its grammar lane are threads beside them, as always.
 
 - ``overlap-spec``: the engine at its defaults; ``overlap-spec plain``: without drafts;
   ``by hand: …``: with the settings of ``--by-hand NAME=VALUE,…``, given once or more.
@@ -240,7 +239,7 @@ def ask_all(systems: dict[str, System], tasks: Sequence[Task], run: Run) -> None
                     progress.advance(bar)
                     if run.kept(kind="answers", system=name, batch=batch, repetition=repetition):
                         continue
-                    # Its weights may have left the memory's fast places while others had their turn.
+                    # Weights that rest while others have their turn are slow to read again.
                     systems[name].run([dataclasses.replace(tasks[0], max_tokens=4)], 1)
                     raw = systems[name].run(part, batch).raw()
                     for number, reply in enumerate(raw["replies"]):
