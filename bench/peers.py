@@ -1,8 +1,8 @@
 """The same work through this engine and through what a user would take instead, in one run.
 
 ``python -m bench.peers [--model DIR --draft DIR | --model NAME] [--threads N] [--batches 1,16]
-[--by-hand SETTINGS …] [--server NAME=URL …] [--repetitions N] [--cases N] [--max-tokens N]
-[--quick] [--json PATH] [--seed S]`` gives every system the same checkpoint, prompts (as tokens),
+[--by-hand SETTINGS …] [--server NAME=URL …] [--without NAME …] [--repetitions N] [--cases N]
+[--max-tokens N] [--quick] [--json PATH] [--seed S]`` gives every system the same checkpoint, prompts (as tokens),
 JSON schemas, limits and threads: extraction cases with held-out fillers, whose answers differ in
 length. A workload is a number of requests at once: by default the cases one at a time (batch 1),
 and 16 at once (batch 16). ``--model 0.75b`` and other names are of models at real cost
@@ -132,6 +132,9 @@ def open_systems(
     device = pick_device(config.device).type
     local = LOCAL | ({STATIC: hf.StaticSystem} if device == "cuda" else {})
     for name, make in local.items():
+        if name in options.without:
+            missing[name] = "left out by --without"
+            continue
         try:
             checkpoint = checkpoint or hf.Checkpoint(config.target_path, encode, dtype, device)
             systems[name] = make(checkpoint)
@@ -140,7 +143,9 @@ def open_systems(
     given = dict(_server(text) for text in options.server or ())
     for name, url in given.items():
         systems[name] = ServerSystem(url, None, os.environ.get("OPENAI_API_KEY"))
-    if LLAMA not in given:
+    if LLAMA in options.without:
+        missing[LLAMA] = "left out by --without"
+    elif LLAMA not in given:
         try:
             systems[LLAMA] = open_llama(stack, options, ours.engine, encode, tasks, dtype)
         except ImportError as error:
@@ -367,6 +372,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME=VALUE,…",
         help="engine settings for a row of their own; may be given again; by default those that "
         "were best on a 2-core machine",
+    )
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="NAME",
+        choices=(*LOCAL, LLAMA),
+        help=f"leave one out: {', '.join((*LOCAL, LLAMA))}; may be given again",
     )
     parser.add_argument("--repetitions", type=int, help="9, or 3 with --quick")
     parser.add_argument("--cases", type=int, help="requests; those of the largest batch if absent")
