@@ -2,11 +2,11 @@
 
 ``python -m bench.peers [--model DIR --draft DIR | --model NAME] [--threads N] [--batches 1,16]
 [--by-hand SETTINGS …] [--server NAME=URL …] [--without NAME …] [--repetitions N] [--cases N]
-[--max-tokens N] [--quick] [--json PATH] [--seed S]`` gives every system the same checkpoint, prompts (as tokens),
-JSON schemas, limits and threads: extraction cases with held-out fillers, whose answers differ in
-length. A workload is a number of requests at once: by default the cases one at a time (batch 1),
-and 16 at once (batch 16). ``--model 0.75b`` and other names are of models at real cost
-(``bench.targets``).
+[--max-tokens N] [--quick] [--json PATH] [--seed S]`` gives every system the same checkpoint,
+prompts (as tokens), JSON schemas, limits and threads: extraction cases with held-out fillers, whose
+answers differ in length. A workload is a number of requests at once: by default the cases one at a
+time (batch 1), and 16 at once (batch 16). ``--model 0.75b`` and other names are of models at real
+cost (``bench.targets``).
 
 Systems take turns within each repetition, and the one that begins changes with every repetition.
 Grammars are compiled before. Then each system answers its first three requests, which are kept
