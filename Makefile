@@ -9,7 +9,8 @@ TESTED := $(VENV)/.installed-cluster
 	docs clean
 # In the order of their names: files with few tests are the longest, and would be left to the end.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	--durations=25 --durations-min=4
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
