@@ -82,6 +82,7 @@ class SamplingOptions(TypedDict, total=False):
     bad_words: Sequence[str]
     min_tokens: int
     max_tokens: int | None
+    complete: bool | None
     stop: str | Sequence[str]
     stop_regex: str | Sequence[str]
     include_stop_str_in_output: bool
