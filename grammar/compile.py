@@ -7,10 +7,13 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
+
+import numpy as np
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.backends import load

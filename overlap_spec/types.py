@@ -57,6 +57,8 @@ class SamplingParams:
         complete: Whether an output under a grammar comes to its end within ``max_tokens``: near the
             end of the room, no token is chosen behind which the rest does not fit; None is the
             engine's.
+        thinking_budget: Most tokens of a model's thinking before its answer, its markers not
+            counted: behind them comes the end marker; None is no limit.
         stop: Strings that end the output, which does not contain them.
         stop_regex: Patterns that end the output where a match first ends; it keeps what matched.
         include_stop_str_in_output: Whether the text keeps the stop string, or the text of the stop
@@ -92,6 +94,7 @@ class SamplingParams:
     min_tokens: int = 0
     max_tokens: int | None = None
     complete: bool | None = None
+    thinking_budget: int | None = None
     stop: str | Sequence[str] = ()
     stop_regex: str | Sequence[str] = ()
     include_stop_str_in_output: bool = False
@@ -127,7 +130,13 @@ class SamplingParams:
         target = self.tpot_slo_ms
         if target is not None and not (_is_number(target) and 0 < target < float("inf")):
             raise InvalidRequest(f"tpot_slo_ms must be a number over 0: {target!r}", "tpot_slo_ms")
-        minima = {"min_tokens": 0, "max_tokens": 1, "logprobs": 0, "prompt_logprobs": 0}
+        minima = {
+            "min_tokens": 0,
+            "max_tokens": 1,
+            "thinking_budget": 0,
+            "logprobs": 0,
+            "prompt_logprobs": 0,
+        }
         for name, least in minima.items():
             value = getattr(self, name)
             if value is not None and not (_is_int(value) and value >= least):

@@ -83,6 +83,7 @@ class SamplingOptions(TypedDict, total=False):
     min_tokens: int
     max_tokens: int | None
     complete: bool | None
+    thinking_budget: int | None
     stop: str | Sequence[str]
     stop_regex: str | Sequence[str]
     include_stop_str_in_output: bool

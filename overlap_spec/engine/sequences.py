@@ -12,6 +12,7 @@ from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.automata.search import TextSearch, search
 from overlap_spec.grammar.contract import CompiledGrammar, Matcher
 from overlap_spec.grammar.drafting.choices import ChoiceTokens
+from overlap_spec.grammar.reasoning.matcher import ReasoningMatcher
 from overlap_spec.grammar.room.matcher import RoomMatcher, least_tokens
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.scheduler.stops import TextBuffer
@@ -66,10 +67,19 @@ class SequenceMaker:
 
     def _matcher(self, request: Request, compiled: CompiledGrammar | None) -> Matcher | None:
         """A matcher of a request's grammar, whose outputs are whole if they are to be."""
-        if compiled is None:
-            return None
         asked, most = request.sampling, request.max_tokens
-        room, matcher = compiled.room, compiled.matcher()
+        matcher = None if compiled is None else compiled.matcher()
+        if asked.thinking_budget is not None:
+            if not isinstance(matcher, ReasoningMatcher):
+                raise InvalidRequest(
+                    "thinking_budget is for a grammar after thinking, and there is none: send "
+                    "Grammar.after_thinking(), or leave it out",
+                    "thinking_budget",
+                )
+            matcher.limit(asked.thinking_budget)
+        if compiled is None or matcher is None:
+            return None
+        room = compiled.room
         # Whole texts are chosen among, where the choice is faithful.
         if not (self._complete if asked.complete is None else asked.complete) or (
             request.grammar.faithful
