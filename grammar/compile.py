@@ -266,8 +266,9 @@ class GrammarCompiler:
             try:
                 compiled = reasoning_matcher.wrap(done.result(), grammar)
                 compiled.room = _made(room)
-                if compiled.room is not None and done.result().room is not None:
-                    compiled.room.apart = done.result().room.apart
+                within = done.result().room
+                if compiled.room is not None and within is not None:
+                    compiled.room.apart = within.apart
                 waiter.set_result(compiled)
             except Exception as error:  # the waiter gets any error
                 waiter.set_exception(error)

@@ -104,7 +104,7 @@ class Chart:
         self.growth = int(rules.growth[0]), int(rules.growth[1])
         self._starts = rules.starts.tolist()
         self._ends = {node: rule for rule, node in enumerate(rules.ends.tolist())}
-        self._rests = rules.rests.tolist()
+        self._rests: list[int] = rules.rests.tolist()
         self._nullable = [bool(flag) for flag in rules.nullable.tolist()]
         self._edges: dict[int, list[tuple[int, int, int]]] = {}
         self._steps: dict[int, list[int]] = {}

@@ -225,7 +225,7 @@ def _growth(
                     behind[rule] = max(behind.get(rule, 0), rests[back])
         waits.append(behind)
         longest.append(max(rest for rest in rests[first:end] if rest < ENDLESS))
-    numbers = circles({of_rule[r]: {of_rule[c] for c in each} for r, each in enumerate(waits)})
+    numbers = circles({of_rule[r]: {of_rule[c] for c in calls} for r, calls in enumerate(waits)})
     circle = [numbers[name] for name in of_rule]
     each, deepest = 0, dict.fromkeys(circle, 0)
     members: dict[int, list[int]] = {}
@@ -236,10 +236,10 @@ def _growth(
         for rule in members[number]:
             deepest[number] = max(deepest[number], longest[rule])
             inner = 0
-            for called, behind in waits[rule].items():
-                if circle[called] == number:
-                    inner = max(inner, behind)
+            for other, rest in waits[rule].items():
+                if circle[other] == number:
+                    inner = max(inner, rest)
                 else:
-                    deepest[number] = max(deepest[number], behind + deepest[circle[called]])
+                    deepest[number] = max(deepest[number], rest + deepest[circle[other]])
             each += inner
     return min(deepest[circle[0]], ENDLESS), min(each, ENDLESS)

@@ -89,7 +89,8 @@ class SequenceMaker:
         if room is None or least is None:
             if asked.complete:
                 raise InvalidRequest(
-                    "the grammar is too large to tell how long its texts are: send complete: false",
+                    "nothing tells how long the grammar's texts are: start the engine with complete, "
+                    "or, if the grammar is too large, send complete: false",
                     "complete",
                 )
             return matcher

@@ -35,7 +35,12 @@ MORE = (0, 1, 2, 5, 17)
 )
 def engine(tiny: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[Engine]:
     mode, algorithm, topk = request.param.split()
-    settings = tiny | {"algorithm": algorithm, "num_steps": 4, "eagle_topk": int(topk)}
+    settings = tiny | {
+        "complete": True,
+        "algorithm": algorithm,
+        "num_steps": 4,
+        "eagle_topk": int(topk),
+    }
     if algorithm != "eagle3":
         settings["draft"] = None
     with Engine(**settings, adaptive="static", overlap=mode) as made:

@@ -213,7 +213,7 @@ class Sampling(Strict):
     complete: bool | None = Field(
         None,
         description="Whether an output under a constraint comes to its end within max_tokens; one "
-        "whose shortest output does not fit is refused. By default it does.",
+        "whose shortest output does not fit is refused. By default as the server was started.",
     )
     speculate: bool | None = Field(None, description="False: take no drafts for this request.")
     tpot_slo_ms: Number | None = Field(
