@@ -89,8 +89,8 @@ class SequenceMaker:
         if room is None or least is None:
             if asked.complete:
                 raise InvalidRequest(
-                    "nothing tells how long the grammar's texts are: start the engine with complete, "
-                    "or, if the grammar is too large, send complete: false",
+                    "nothing tells how long the grammar's texts are: start the engine with "
+                    "complete, or, if the grammar is too large, send complete: false",
                     "complete",
                 )
             return matcher
