@@ -9,9 +9,9 @@ import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,10 +21,17 @@ from overlap_spec.grammar.contract import Backend, CompiledGrammar
 from overlap_spec.grammar.distinct import matcher as distinct_matcher
 from overlap_spec.grammar.drafting.state_table import StateTable
 from overlap_spec.grammar.isolation.check import is_best_effort
-from overlap_spec.grammar.isolation.jobs import Check, Compile, MakeStates
+from overlap_spec.grammar.isolation.jobs import (
+    Check,
+    Compile,
+    MakeRoom,
+    MakeStates,
+    as_compiled,
+)
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.grammar.isolation.pool import make_pool
 from overlap_spec.grammar.reasoning import matcher as reasoning_matcher
+from overlap_spec.grammar.room.room import Room
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.memory import MemoryCeiling, trim
@@ -43,6 +50,9 @@ TIMINGS = 1024
 # Grammars grow while they are used: their bytes are counted anew with each that is added, and
 # where one is asked for, at most so often.
 COUNT_EVERY_S = 1.0
+# Grammars after thinking of which it is kept how long their texts are at least.
+ROOMS = 64
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -54,10 +64,11 @@ class _PendingCompile:
     waiters: list[Waiter] = field(default_factory=list)
     inner: Future[CompiledGrammar] | None = None
     states: Future[StateTable] | None = None
+    room: Future[Room] | None = None
 
     def cancel(self) -> None:
         """Stop the work."""
-        for future in (self.inner, self.states):
+        for future in (self.inner, self.states, self.room):
             if future is not None:
                 future.cancel()
 
@@ -84,6 +95,8 @@ class GrammarCompiler:
     Attributes:
         ceiling: As given; may be set when what the process holds besides is there.
         makes_states: Whether each grammar gets a table of its states, where it has one.
+        makes_rooms: Whether each grammar tells how long its texts are at least, where it is not too
+            large.
 
     Raises:
         ConfigError: isolation is requested but not available on this system.
@@ -100,11 +113,13 @@ class GrammarCompiler:
     ) -> None:
         self.backend = backend
         self.cache_bytes, self.ceiling = cache_bytes, ceiling
-        self.makes_states = False
+        self.makes_states = self.makes_rooms = False
         self._lock = threading.RLock()
         self._done: OrderedDict[Key, CompiledGrammar] = OrderedDict()
         self._failed: OrderedDict[Key, tuple[float, GrammarError]] = OrderedDict()
         self._pending: dict[Key, _PendingCompile] = {}
+        # Of grammars that are not in the cache themselves: those after thinking.
+        self._rooms: OrderedDict[Grammar, Future[Room]] = OrderedDict()
         self._used_bytes = 0
         self._counted_s = 0.0
         self._counts = Counter[str]()
@@ -238,14 +253,23 @@ class GrammarCompiler:
     ) -> Future[CompiledGrammar]:
         """Compile and cache the inner grammar by itself, then wrap it."""
         inner, waiter = self.submit(after, holder), Waiter()
+        room = self._room(grammar, holder) if self.makes_rooms else None
         running = [inner]
 
         def land(done: Future[CompiledGrammar]) -> None:
+            if room is not None and not room.done() and not done.cancelled():
+                room.add_done_callback(lambda _: land(done))
+                return
             running.clear()
             if done.cancelled() or not waiter.set_running_or_notify_cancel():
                 return
             try:
-                waiter.set_result(reasoning_matcher.wrap(done.result(), grammar))
+                compiled = reasoning_matcher.wrap(done.result(), grammar)
+                compiled.room = _made(room)
+                within = done.result().room
+                if compiled.room is not None and within is not None:
+                    compiled.room.apart = within.apart
+                waiter.set_result(compiled)
             except Exception as error:  # the waiter gets any error
                 waiter.set_exception(error)
 
@@ -257,6 +281,17 @@ class GrammarCompiler:
         waiter.add_done_callback(leave)
         inner.add_done_callback(land)
         return waiter
+
+    def _room(self, grammar: Grammar, holder: str) -> Future[Room]:
+        """How long the texts of a grammar after thinking are at least; kept for the next one."""
+        with self._lock:
+            found = self._rooms.pop(grammar, None)
+            if found is None or (found.done() and _made(found) is None):
+                found = self._executor.submit(MakeRoom(grammar), holder)
+            self._rooms[grammar] = found
+            if len(self._rooms) > ROOMS:
+                self._rooms.popitem(last=False)
+            return found
 
     def _lookup(self, key: Key) -> CompiledGrammar | GrammarError | None:
         if key in self._done:
@@ -283,10 +318,12 @@ class GrammarCompiler:
         else:
             self._counts["compiles"] += 1
             pending = self._pending[key] = _PendingCompile(key, time.perf_counter_ns(), [waiter])
-            apart = replace(key[0], apart=key[0].kind in ("json_schema", "json_object"))
+            apart = as_compiled(key[0])
             inner = pending.inner = self._executor.submit(Compile(apart), holder)
             if self.makes_states:
                 pending.states = self._executor.submit(MakeStates(apart), holder)
+            if self.makes_rooms:
+                pending.room = self._executor.submit(MakeRoom(apart), holder)
             inner.add_done_callback(lambda done: self._land(pending, done))
         waiter.add_done_callback(lambda done: self._leave(pending, done))
 
@@ -306,17 +343,20 @@ class GrammarCompiler:
         if inner.cancelled():
             return
         error = inner.exception()
-        states = pending.states
-        if error is None and states is not None and not states.done():
-            # Drafts may not depend on which of the two is ready first.
-            states.add_done_callback(lambda _: self._land(pending, inner))
-            return
+        states, room = pending.states, pending.room
+        for further in (states, room):
+            if error is None and further is not None and not further.done():
+                # Drafts and masks may not depend on which of them is ready first.
+                further.add_done_callback(lambda _: self._land(pending, inner))
+                return
         if error is None:
             compiled = inner.result()
             try:
+                is_apart = bool(compiled.plan)
                 compiled = distinct_matcher.wrap(compiled, compiled.plan)
-                if states is not None and not states.cancelled() and not states.exception():
-                    compiled.states = states.result()
+                compiled.states, compiled.room = _made(states), _made(room)
+                if compiled.room is not None:
+                    compiled.room.apart = is_apart
             except GrammarError as refusal:
                 error = refusal
             except Exception as fault:
@@ -329,7 +369,7 @@ class GrammarCompiler:
             waiters, pending.waiters = pending.waiters, []
             # They hold this pending compile, and it them: the grammar is to go when its last user
             # goes, not when cycles are looked for.
-            pending.inner = pending.states = None
+            pending.inner = pending.states = pending.room = None
             if error is not None:
                 self._note_failure(pending.key, error)
             else:
@@ -394,8 +434,16 @@ class GrammarCompiler:
 
 
 def _size(compiled: CompiledGrammar) -> int:
-    table = compiled.states
-    return compiled.memory_bytes + (sum(part.nbytes for part in table) if table else 0)
+    table, room = compiled.states, compiled.room
+    besides = 0 if room is None else room.nbytes
+    return compiled.memory_bytes + besides + (sum(part.nbytes for part in table) if table else 0)
+
+
+def _made(future: Future[T] | None) -> T | None:
+    """What was made beside a compile; None where it could not be, or nobody asked."""
+    if future is None or future.cancelled() or future.exception() is not None:
+        return None
+    return future.result()
 
 
 def _percentiles(values: Iterable[float]) -> dict[str, float] | None:

@@ -38,6 +38,7 @@ import numpy.typing as npt
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.drafting.state_table import StateTable
+from overlap_spec.grammar.room.room import Room
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 
@@ -99,6 +100,11 @@ class Matcher(ABC):
         """Whether the grammar may end after the text accepted so far."""
 
     @property
+    def narrowed(self) -> int:
+        """Accepted tokens whose mask had been narrowed, lest the text outgrow its room."""
+        return 0
+
+    @property
     def is_free(self) -> bool:
         """Whether it is inside a model's thinking, which may be any text."""
         return False
@@ -134,12 +140,14 @@ class CompiledGrammar(ABC):
         reason: Why that backend was picked; empty if there was no choice.
         plan: What its grammar leaves to `distinct.matcher`; empty if nothing.
         states: Its table of states by bytes, for drafts; None: it has none, or nobody asked.
+        room: How long its texts are at least, from wherever they stand; None: likewise.
     """
 
     backend: str = ""
     reason: str = ""
     plan: bytes = b""
     states: StateTable | None = None
+    room: Room | None = None
 
     @property
     @abstractmethod

@@ -197,6 +197,13 @@ class EngineConfig:
             "it, any)."
         ),
     ] = "closed"
+    complete: Annotated[
+        bool,
+        Help(
+            "Outputs under a grammar come to their end within max_tokens and the context, unless a "
+            "request says otherwise; one whose shortest output does not fit is refused."
+        ),
+    ] = False
     grammar_isolated: Annotated[
         bool | None,
         Help(

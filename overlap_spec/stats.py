@@ -18,7 +18,9 @@ class RequestStats:
     ``grammar_ms``: its matcher's time. ``exposed_ms``: its share of the time that compute waited
     for masks, by grammar time. ``idle_ms``: its share of all time that compute stood idle in its
     steps, in equal parts. ``lossy``: whether thresholds of acceptance changed its distribution.
-    ``relaxed_steps``: its steps under relaxed acceptance, which does so too.
+    ``relaxed_steps``: its steps under relaxed acceptance, which does so too. ``narrowed_tokens``:
+    tokens that were chosen from fewer than the grammar allows, so that the output comes to its end
+    within the room it has.
     """
 
     prompt_tokens: int = 0
@@ -42,6 +44,7 @@ class RequestStats:
     grammar_compile_ms: float = 0.0
     lossy: bool = False
     relaxed_steps: int = 0
+    narrowed_tokens: int = 0
 
     @property
     def accept_length(self) -> float:

@@ -54,6 +54,11 @@ class SamplingParams:
             others. A text that other tokens make up is not seen.
         min_tokens: No stop token before this many output tokens.
         max_tokens: At most this many output tokens; None is what the context leaves.
+        complete: Whether an output under a grammar comes to its end within ``max_tokens``: near the
+            end of the room, no token is chosen behind which the rest does not fit; None is the
+            engine's.
+        thinking_budget: Most tokens of a model's thinking before its answer, its markers not
+            counted: behind them comes the end marker; None is no limit.
         stop: Strings that end the output, which does not contain them.
         stop_regex: Patterns that end the output where a match first ends; it keeps what matched.
         include_stop_str_in_output: Whether the text keeps the stop string, or the text of the stop
@@ -88,6 +93,8 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     min_tokens: int = 0
     max_tokens: int | None = None
+    complete: bool | None = None
+    thinking_budget: int | None = None
     stop: str | Sequence[str] = ()
     stop_regex: str | Sequence[str] = ()
     include_stop_str_in_output: bool = False
@@ -123,7 +130,13 @@ class SamplingParams:
         target = self.tpot_slo_ms
         if target is not None and not (_is_number(target) and 0 < target < float("inf")):
             raise InvalidRequest(f"tpot_slo_ms must be a number over 0: {target!r}", "tpot_slo_ms")
-        minima = {"min_tokens": 0, "max_tokens": 1, "logprobs": 0, "prompt_logprobs": 0}
+        minima = {
+            "min_tokens": 0,
+            "max_tokens": 1,
+            "thinking_budget": 0,
+            "logprobs": 0,
+            "prompt_logprobs": 0,
+        }
         for name, least in minima.items():
             value = getattr(self, name)
             if value is not None and not (_is_int(value) and value >= least):
@@ -139,6 +152,8 @@ class SamplingParams:
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false: {getattr(self, name)!r}", name)
+        if not (self.complete is None or isinstance(self.complete, bool)):
+            raise InvalidRequest(f"complete must be true or false: {self.complete!r}", "complete")
         self._check_collections()
 
     def _check_collections(self) -> None:

@@ -46,7 +46,7 @@ class Calls:
         callees: dict[str, set[str]] = {}
         for node, calls in calling:
             callees.setdefault(owners[node], set()).update(called for called, _ in calls)
-        circle_of = _circles(callees)
+        circle_of = circles(callees)
         for node, calls in calling:
             caller = owners[node]
             for called, back in calls:
@@ -85,7 +85,7 @@ class Calls:
         return found
 
 
-def _circles(callees: Mapping[str, set[str]]) -> dict[str, int]:
+def circles(callees: Mapping[str, set[str]]) -> dict[str, int]:
     """The number of each rule's circle: of its strongly connected component (Tarjan, 1972), or, of
     a rule that never comes back to itself, one that no other has."""
     order: dict[str, int] = {}

@@ -4,6 +4,7 @@ a worker works on what anybody sends, and may be in other hands."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
 import struct
 from abc import ABC, abstractmethod
@@ -17,7 +18,10 @@ from overlap_spec.grammar.contract import Backend, CompiledGrammar
 from overlap_spec.grammar.drafting.byte_states import byte_states
 from overlap_spec.grammar.drafting.state_table import StateTable
 from overlap_spec.grammar.isolation.check import violation
-from overlap_spec.grammar.lowering.lower import to_plan
+from overlap_spec.grammar.lowering.lower import lower, to_plan
+from overlap_spec.grammar.reasoning.reply import GAP, MOST_GAP
+from overlap_spec.grammar.room.room import Room
+from overlap_spec.grammar.room.rules import RoomRules, Thinking, room_rules
 from overlap_spec.grammar.spec import Grammar
 
 # Longest plan of what a compiled grammar leaves to a matcher.
@@ -123,6 +127,24 @@ class MakeStates(GrammarJob):
         return StateTable.from_bytes(answer, backend.vocabulary.size)
 
 
+class MakeRoom(GrammarJob):
+    """Tell how long a grammar's texts are at least: its `Room`."""
+
+    def work(self, backend: Backend | None) -> bytes:  # noqa: ARG002
+        grammar, thinking = self.grammar, None
+        if grammar.kind == "after_thinking":
+            source, inner = json.loads(grammar.source), grammar.inner
+            assert inner is not None
+            end, begin = source["end"].encode(), (source["begin"] or "").encode()
+            thinking = Thinking(end, begin, GAP.encode(), MOST_GAP)
+            grammar = as_compiled(inner)
+        return room_rules(lower(grammar).plain, thinking).to_bytes()
+
+    def read(self, backend: Backend | None, answer: bytes) -> Room:
+        assert backend is not None
+        return Room(RoomRules.from_bytes(answer), backend.vocabulary)
+
+
 @dataclass(frozen=True)
 class Check(GrammarJob):
     """Check an output of a grammar: what `check.violation` returns."""
@@ -157,6 +179,11 @@ class Read(Job):
 
     def read(self, backend: Backend | None, answer: bytes) -> Grammar:  # noqa: ARG002
         return msgspec.msgpack.decode(answer, type=Grammar)
+
+
+def as_compiled(grammar: Grammar) -> Grammar:
+    """A grammar as a backend gets it: what must differ is left to a matcher."""
+    return dataclasses.replace(grammar, apart=grammar.kind in ("json_schema", "json_object"))
 
 
 def compile_whole(backend: Backend, grammar: Grammar) -> CompiledGrammar:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.contract import CompiledGrammar, Links, Matcher, Row
 from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.reasoning.reply import MOST_GAP
@@ -73,6 +74,7 @@ class ReasoningGrammar(CompiledGrammar):
             Patch.of((t, self._follows(0, rest)) for t, rest in found.items())
             for found in self.tokens.crossing
         ]
+        self.closing = [self._closing_row(at) for at in range(len(end))]
         self.gap_rows = [self._gap_row(at) for at in range(MOST_GAP + 1)]
         self.head = [
             Patch.of((t, rest is None or self._thinks(rest)) for t, rest in found.items())
@@ -82,7 +84,8 @@ class ReasoningGrammar(CompiledGrammar):
     @property
     def memory_bytes(self) -> int:
         patches = sum(patch.nbytes for patch in (*self.think, *self.head))
-        return self.inner.memory_bytes + patches + sum(row.nbytes for row in self.gap_rows)
+        rows = sum(row.nbytes for row in (*self.gap_rows, *self.closing))
+        return self.inner.memory_bytes + patches + rows
 
     def matcher(self) -> Matcher:
         return ReasoningMatcher(self)
@@ -119,6 +122,19 @@ class ReasoningGrammar(CompiledGrammar):
         _, rest = self.tokens.scan(0, text)
         return rest is None or self._follows(0, rest)
 
+    def _closing_row(self, at: int) -> Row:
+        """The tokens that go on with the end marker, of which so many bytes are read."""
+        rest, texts = self.tokens.end[at:], self.vocabulary.text
+        row = np.zeros(self.vocabulary.words, np.int32)
+        inside = (rest[:size] for size in range(1, len(rest)))
+        legal = {self.tokens.by_text[part]: True for part in inside if part in self.tokens.by_text}
+        for token, behind in self.tokens.crossing[at].items():
+            if texts[token].startswith(rest):
+                legal[token] = self._follows(0, behind)
+        Patch.of(legal.items()).apply(row)
+        row.flags.writeable = False
+        return row
+
     def _gap_row(self, at: int) -> Row:
         row = self._start_row.copy()
         if at < MOST_GAP:
@@ -134,6 +150,7 @@ class ReasoningMatcher(Matcher):
 
     def __init__(self, compiled: ReasoningGrammar) -> None:
         self._compiled = compiled
+        self._budget: int | None = None
         self.vocabulary = compiled.vocabulary
         self._place = _Place(_HEAD if compiled.head else _THINK, 0)
         # The place before each token, up to the one that entered the inner grammar.
@@ -143,6 +160,16 @@ class ReasoningMatcher(Matcher):
         # The inner grammar from the very start, while there may be no thinking. It has accepted
         # the same tokens as this matcher, or has rejected one.
         self._direct = compiled.inner.matcher() if compiled.head else None
+
+    def limit(self, budget: int) -> None:
+        """Let the thinking have so many tokens; behind them comes the end marker.
+
+        Raises:
+            GrammarError: the vocabulary has no tokens for the marker.
+        """
+        if self._compiled.tokens.segment(self._compiled.tokens.end) is None:
+            raise GrammarError("the vocabulary has no tokens for the end marker", "thinking_budget")
+        self._budget = budget
 
     def accept(self, token_id: int) -> bool:
         if self._inner is not None:
@@ -186,6 +213,9 @@ class ReasoningMatcher(Matcher):
         walk.check_row(row, self.vocabulary.words)
         phase, at = self._place
         if phase == _THINK:
+            if self._is_spent(0):
+                row[:] = self._compiled.closing[at]
+                return
             row[:] = self._compiled.tokens.free_row
             self._compiled.think[at].apply(row)
         elif phase == _GAP:
@@ -202,7 +232,7 @@ class ReasoningMatcher(Matcher):
         if self._inner is not None:
             self._inner.fill_tree(tokens, first_child, next_sibling, rows)
             return
-        if self._place.phase == _THINK:
+        if self._place.phase == _THINK and not self._is_spent(len(tokens)):
             walk.check_tree(tokens, first_child, next_sibling, rows, self.vocabulary.words)
             states = self._thinking(tokens, first_child, next_sibling)
             if states is not None:
@@ -246,6 +276,15 @@ class ReasoningMatcher(Matcher):
         if self._inner is not None:
             twin._inner = twin._direct if self._inner is self._direct else self._inner.fork()
         return twin
+
+    def _is_spent(self, more: int) -> bool:
+        """Whether the thinking has had its tokens where it has so many more."""
+        if self._budget is None:
+            return False
+        # Those of an opening marker come first, and are none of it.
+        before = self._before
+        heads = next((n for n, p in enumerate(before) if p.phase != _HEAD), len(before))
+        return len(before) - heads + more >= self._budget
 
     def _accept_head(self, token_id: int, text: bytes) -> bool:
         tokens, at = self._compiled.tokens, self._place.at

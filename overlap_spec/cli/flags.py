@@ -52,6 +52,7 @@ ENGINE_FLAGS = {
     "overlap": GRAMMAR,
     "grammar_backend": GRAMMAR,
     "additional_properties": GRAMMAR,
+    "complete": GRAMMAR,
     "mem_fraction_static": BATCH,
     "max_running_requests": BATCH,
     "chunked_prefill_size": BATCH,

@@ -323,6 +323,7 @@ class EngineCore:
         self._end_failed()
         for sequence in self.scheduler.running:
             if sequence.finish_reason is not None:
+                self.grammar.note_room(sequence)
                 self.grammar.drop(sequence.request.id)
 
     def _account(self, result: StepResult, late_ms: float) -> None:

@@ -72,7 +72,9 @@ class Engine:
             self.tokenizer, limits, self.config.additional_properties
         )
         self._own_process = OwnProcess()
-        self.sequences = SequenceMaker(self.tokenizer, limits, self.core.widens)
+        self.sequences = SequenceMaker(
+            self.tokenizer, limits, self.core.widens, self.config.complete
+        )
         self.output_processor = OutputProcessor(self.compiler.check)
         self._lock = threading.RLock()
         self._closed = False

@@ -82,6 +82,8 @@ class SamplingOptions(TypedDict, total=False):
     bad_words: Sequence[str]
     min_tokens: int
     max_tokens: int | None
+    complete: bool | None
+    thinking_budget: int | None
     stop: str | Sequence[str]
     stop_regex: str | Sequence[str]
     include_stop_str_in_output: bool

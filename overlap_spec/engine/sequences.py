@@ -8,9 +8,12 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from overlap_spec.engine.input_processor import Limits
+from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.automata.search import TextSearch, search
-from overlap_spec.grammar.contract import CompiledGrammar
+from overlap_spec.grammar.contract import CompiledGrammar, Matcher
 from overlap_spec.grammar.drafting.choices import ChoiceTokens
+from overlap_spec.grammar.reasoning.matcher import ReasoningMatcher
+from overlap_spec.grammar.room.matcher import RoomMatcher, least_tokens
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.steps import WeighedChoices
@@ -24,10 +27,11 @@ class SequenceMaker:
 
     Args:
         tries: Whether drafts may be the few texts that an output can be.
+        complete: Whether outputs under a grammar come to their end, where a request does not say.
     """
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, tries: bool) -> None:
-        self._tokenizer, self._tries = tokenizer, tries
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, tries: bool, complete: bool) -> None:
+        self._tokenizer, self._tries, self._complete = tokenizer, tries, complete
         self._longest = min(limits.context_tokens, limits.cache_tokens)
         self.choice_tokens = ChoiceTokens(tokenizer.vocabulary, tokenizer.encode)
         # Those of the requests that are open.
@@ -37,7 +41,11 @@ class SequenceMaker:
     def make(
         self, request: Request, compiled: CompiledGrammar | None, compile_ms: float
     ) -> Sequence:
-        """A sequence of a request that gets the next number; ``compiled``: its grammar."""
+        """A sequence of a request that gets the next number; ``compiled``: its grammar.
+
+        Raises:
+            InvalidRequest: a whole output is asked for, and none fits.
+        """
         request = replace(request, id=next(self._ids))
         asked, grammar = request.sampling, request.grammar
         finders = [TextSearch(search(pattern, "stop_regex")) for pattern in asked.stop_regex]
@@ -47,7 +55,7 @@ class SequenceMaker:
             finders,
             asked.include_stop_str_in_output,
         )
-        sequence = Sequence(request, buffer, compiled.matcher() if compiled else None)
+        sequence = Sequence(request, buffer, self._matcher(request, compiled))
         sequence.extras = extras_of(request)
         sequence.states = compiled.states if compiled else None
         sequence.choices = self._choices(request)
@@ -56,6 +64,50 @@ class SequenceMaker:
         sequence.stats.prompt_tokens = len(request.prompt_ids)
         sequence.stats.grammar_compile_ms = compile_ms
         return sequence
+
+    def _matcher(self, request: Request, compiled: CompiledGrammar | None) -> Matcher | None:
+        """A matcher of a request's grammar, whose outputs are whole if they are to be."""
+        asked, most = request.sampling, request.max_tokens
+        matcher = None if compiled is None else compiled.matcher()
+        if asked.thinking_budget is not None:
+            if not isinstance(matcher, ReasoningMatcher):
+                raise InvalidRequest(
+                    "thinking_budget is for a grammar after thinking, and there is none: send "
+                    "Grammar.after_thinking(), or leave it out",
+                    "thinking_budget",
+                )
+            matcher.limit(asked.thinking_budget)
+        if compiled is None or matcher is None:
+            return None
+        room = compiled.room
+        # Whole texts are chosen among, where the choice is faithful.
+        if not (self._complete if asked.complete is None else asked.complete) or (
+            request.grammar.faithful
+        ):
+            return matcher
+        least = least_tokens(compiled, most)
+        if room is None or least is None:
+            if asked.complete:
+                raise InvalidRequest(
+                    "nothing tells how long the grammar's texts are: start the engine with "
+                    "complete, or, if the grammar is too large, send complete: false",
+                    "complete",
+                )
+            return matcher
+        if least <= most:
+            return RoomMatcher(matcher, room, most)
+        if asked.max_tokens is None:
+            raise InvalidRequest(
+                f"the prompt of {len(request.prompt_ids)} tokens leaves {most} of the context, and "
+                f"the shortest output under the grammar takes {least}: shorten the prompt, or send "
+                "complete: false",
+                "prompt",
+            )
+        raise InvalidRequest(
+            f"max_tokens {most} is too few: the shortest output under the grammar takes {least} "
+            f"tokens; raise it to {least} at least, or send complete: false",
+            "max_tokens",
+        )
 
     def _choices(self, request: Request) -> WeighedChoices | None:
         """What the target is to weigh for a request."""

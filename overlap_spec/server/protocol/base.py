@@ -210,6 +210,11 @@ class Sampling(Strict):
         None, description="No other token is written, stop tokens included."
     )
     ignore_eos: bool | None = None
+    complete: bool | None = Field(
+        None,
+        description="Whether an output under a constraint comes to its end within max_tokens; one "
+        "whose shortest output does not fit is refused. By default as the server was started.",
+    )
     speculate: bool | None = Field(None, description="False: take no drafts for this request.")
     tpot_slo_ms: Number | None = Field(
         None, description="Target of the time per output token, in milliseconds, over 0."

@@ -1,0 +1,248 @@
+"""Narrows masks near the end of the room, so that the text comes to its end within it.
+
+Wraps any matcher. Where the longest rest that any text of this length can have fits, masks are the
+inner matcher's, untouched. Nearer the end the place in the grammar's rules tells what the shortest
+rest behind each token is, and a token stays if that fits into the tokens behind it.
+
+The rules tell all but that items and keys must differ (`distinct.matcher`). Under such a grammar a
+token with little to spare stays only if the inner matcher takes a rest behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from overlap_spec.grammar.contract import CompiledGrammar, Links, Matcher, Row
+from overlap_spec.grammar.matching import walk
+from overlap_spec.grammar.room.chart import Place, Step
+from overlap_spec.grammar.room.room import Room
+
+# Where items or keys must differ: tokens by which a rest may be longer than twice what the rules
+# tell; how many tokens are tried, how many steps one of them may take, and how many ways go on from
+# each; and by how many tokens more than the rules tell the shortest text is looked for.
+APART_TOKENS, TRIED, TRIED_STEPS, TRIED_WAYS, MOST_MORE = 8, 48, 96, 4, 64
+
+
+def least_tokens(compiled: CompiledGrammar, most: int) -> int | None:
+    """Tokens that are enough for a whole text of a grammar; if these are more than ``most``, the
+    fewest that are known to be. None where that cannot be told."""
+    room = compiled.room
+    found = None if room is None else room.least(0 if room.apart else most)
+    if room is None or found is None or not room.apart:
+        return found
+    return RoomMatcher(compiled.matcher(), room, most).least(found)
+
+
+class RoomMatcher(Matcher):
+    """One request's position, and how much room it has left.
+
+    Args:
+        inner: A matcher at the start.
+        room: Of its grammar.
+        most_tokens: That the text may have; :func:`least_tokens` must fit.
+    """
+
+    def __init__(self, inner: Matcher, room: Room, most_tokens: int) -> None:
+        chart = room.chart()
+        self.vocabulary = inner.vocabulary
+        self._inner, self._chart, self._most = inner, chart, most_tokens
+        self._spells, self._apart = room.spells, room.apart
+        self._tokens: list[int] = []
+        # Behind each token, the start first, as far as it was asked for; None: nowhere.
+        self._places: list[Place | None] = [chart.start]
+        self._size = 0
+        # Of each token, whether its mask was narrowed; and of the last tree, behind how many tokens
+        # at which places it was.
+        self._narrowed: list[bool] = []
+        self._tight: set[tuple[int, int]] = set()
+
+    def accept(self, token_id: int) -> bool:
+        if not self._inner.accept(token_id):
+            return False
+        at = len(self._tokens)
+        place = self._place(at) if self._tight else None
+        self._narrowed.append(place is not None and (at, place.number) in self._tight)
+        self._tokens.append(token_id)
+        self._size += len(self.vocabulary.text[token_id])
+        return True
+
+    def rollback(self, count: int) -> None:
+        self._inner.rollback(count)
+        if count:
+            for token in self._tokens[-count:]:
+                self._size -= len(self.vocabulary.text[token])
+            del self._tokens[-count:], self._narrowed[-count:]
+            del self._places[len(self._tokens) + 1 :]
+
+    def fill(self, row: Row) -> None:
+        self._inner.fill(row)
+        self._narrow(row)
+
+    def fill_tree(self, tokens: Links, first_child: Links, next_sibling: Links, rows: Row) -> None:
+        self._tight.clear()
+        if self._is_ample(len(tokens)):
+            self._inner.fill_tree(tokens, first_child, next_sibling, rows)
+        else:
+            walk.fill_tree(self, tokens, first_child, next_sibling, rows)
+
+    def forced_bytes(self, path: Sequence[int] = ()) -> bytes:
+        return self._inner.forced_bytes(path)
+
+    @property
+    def is_terminated(self) -> bool:
+        return self._inner.is_terminated
+
+    @property
+    def is_complete(self) -> bool:
+        return self._inner.is_complete
+
+    @property
+    def is_free(self) -> bool:
+        return self._inner.is_free
+
+    @property
+    def accepted_tokens(self) -> int:
+        return self._inner.accepted_tokens
+
+    @property
+    def narrowed(self) -> int:
+        return sum(self._narrowed)
+
+    def fork(self) -> Matcher:
+        twin = object.__new__(RoomMatcher)
+        twin.__dict__.update(self.__dict__)
+        twin._inner = self._inner.fork()
+        twin._tokens, twin._places = self._tokens.copy(), self._places.copy()
+        twin._narrowed, twin._tight = self._narrowed.copy(), self._tight.copy()
+        return twin
+
+    def ended(self) -> bool:
+        return self._inner.ended()
+
+    def least(self, tokens: int) -> int | None:
+        """Tokens that are enough from the start for a text that the inner matcher takes to its end;
+        None: not found.
+
+        Args:
+            tokens: As far as the rules tell.
+        """
+        for more in range(MOST_MORE):
+            if self._ends(self._chart.start, tokens + more, [TRIED_STEPS]):
+                return tokens + more
+        return None
+
+    def _is_ample(self, depth: int) -> bool:
+        """Whether any rest fits behind any token at nodes of so many tokens more."""
+        fixed, each = self._chart.growth
+        size = self._size + (depth + 1) * self._chart.trie.longest
+        room = self._most - len(self._tokens) - depth - 1
+        return self._spells and self._needed(fixed + each * (size + 1)) <= room
+
+    def _place(self, at: int) -> Place | None:
+        """The place behind the first ``at`` tokens; None where the rules do not lead to it."""
+        places, texts = self._places, self.vocabulary.text
+        while len(places) <= at:
+            here = places[-1]
+            text = texts[self._tokens[len(places) - 1]]
+            places.append(here and self._chart.after(here, text))
+        return places[at]
+
+    def _narrow(self, row: Row) -> None:
+        """Take out of a row the tokens behind which no rest is known to fit."""
+        room = self._most - len(self._tokens) - 1
+        # What comes behind the last token is cut.
+        if room < 0 or self._inner.is_terminated or self._is_ample(0):
+            return
+        place = self._place(len(self._tokens))
+        if place is None or self._has_room(place, room):
+            return
+        step = self._chart.step(place)
+        # Twice as long as the rules tell, a rest is found where items must differ.
+        fits = self._fitting(step, (room - APART_TOKENS) // 2 if self._apart else room)
+        if fits.all():
+            return
+        kept = _row_of(step, fits, row)
+        if self._apart:
+            self._try(row, kept, step, room)
+        if self._inner.is_complete:
+            kept |= row & self.vocabulary.stop_row
+        if kept.any() and not np.array_equal(kept, row):
+            row[:] = kept
+            self._tight.add((len(self._tokens), place.number))
+
+    def _has_room(self, place: Place, room: int) -> bool:
+        """Whether any rest behind any token fits."""
+        fixed, each = self._chart.growth
+        longest = place.most + fixed + each * (self._chart.trie.longest + 1)
+        return self._spells and self._needed(longest) <= room
+
+    def _needed(self, tokens: int) -> int:
+        """Tokens that are surely enough for a rest that takes so many by the rules."""
+        return 2 * tokens + APART_TOKENS if self._apart else tokens
+
+    def _fitting(self, step: Step, room: int) -> npt.NDArray[np.bool_]:
+        """bool `(places,)`: those whose rest takes at most so many tokens."""
+        if self._spells and step.longest <= room:
+            return np.ones(len(step.places), np.bool_)
+        return np.array([self._fits(place, room) for place in step.places], np.bool_)
+
+    def _fits(self, place: Place, room: int) -> bool:
+        if self._spells and place.rest <= room:
+            return True
+        # The longest token is a bound from below.
+        if place.rest > room * self._chart.trie.longest:
+            return False
+        return self._chart.tokens(place) <= room
+
+    def _try(self, row: Row, kept: Row, step: Step, room: int) -> None:
+        """Add to a row the tokens with little to spare behind which the inner matcher takes a rest
+        that fits."""
+        needs = [self._chart.tokens(place) for place in step.places]
+        fits = np.array([need <= room for need in needs], np.bool_)
+        asked = _ids(_row_of(step, fits, row) & ~kept)
+        asked.sort(key=lambda token: (needs[step.after[token]], token))
+        for token in asked[:TRIED]:
+            if self._inner.accept(token):
+                place = step.places[step.after[token]]
+                if self._ends(place, room, [TRIED_STEPS]):
+                    kept[token >> 5] |= np.array(1 << (token & 31), np.uint32).astype(np.int32)
+                self._inner.rollback(1)
+
+    def _ends(self, place: Place, room: int, left: list[int]) -> bool:
+        """Whether the inner matcher comes to an end within so many tokens, tried in few ways."""
+        if self._inner.is_complete:
+            return True
+        left[0] -= 1
+        if left[0] < 0 or room <= 0:
+            return False
+        step = self._chart.step(place)
+        row = np.zeros(self.vocabulary.words, np.int32)
+        self._inner.fill(row)
+        needs = [self._chart.tokens(after) for after in step.places]
+        fits = np.array([need < room for need in needs], np.bool_)
+        ways = _ids(_row_of(step, fits, row))
+        ways.sort(key=lambda token: (needs[step.after[token]], token))
+        for token in ways[:TRIED_WAYS]:
+            if self._inner.accept(token):
+                ends = self._ends(step.places[step.after[token]], room - 1, left)
+                self._inner.rollback(1)
+                if ends:
+                    return True
+        return False
+
+
+def _row_of(step: Step, fits: npt.NDArray[np.bool_], row: Row) -> Row:
+    """The tokens of a row that lead to one of some places."""
+    flags = np.zeros(len(row) * 32, np.uint8)
+    # The last is that of tokens that lead nowhere.
+    flags[: len(step.after)] = np.append(fits, False)[step.after]
+    return row & np.packbits(flags, bitorder="little").view(np.int32)
+
+
+def _ids(row: Row) -> list[int]:
+    """The tokens of a row."""
+    found: list[int] = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+    return found

@@ -1,0 +1,171 @@
+"""Outputs under a grammar come to their end within their tokens; thinking within its budget."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from overlap_spec import Engine, Grammar
+from overlap_spec.errors import InvalidRequest
+from overlap_spec.types import Output
+from tests.support.tiers import few
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 60},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}},
+        "more": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["name", "tags", "more"],
+}
+GRAMMAR = Grammar.json_schema(SCHEMA)
+MORE = (0, 1, 2, 5, 17)
+
+
+@pytest.fixture(
+    scope="module",
+    params=few(
+        ("once-sync eagle3 3", "none eagle3 1", "double-sync ngram 1"), "once-sync eagle3 3"
+    ),
+)
+def engine(tiny: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[Engine]:
+    mode, algorithm, topk = request.param.split()
+    settings = tiny | {
+        "complete": True,
+        "algorithm": algorithm,
+        "num_steps": 4,
+        "eagle_topk": int(topk),
+    }
+    if algorithm != "eagle3":
+        settings["draft"] = None
+    with Engine(**settings, adaptive="static", overlap=mode) as made:
+        yield made
+
+
+def needed(engine: Engine, grammar: Grammar) -> int:
+    """The tokens that a refusal says are needed."""
+    with pytest.raises(InvalidRequest, match="shortest output") as refusal:
+        engine.generate("go", grammar, max_tokens=1)
+    assert refusal.value.param == "max_tokens"
+    found = re.search(r"takes (\d+) tokens", str(refusal.value))
+    assert found is not None
+    return int(found[1])
+
+
+def both(engine: Engine, grammar: Grammar, **sampling: Any) -> Output:
+    """The output, which is the same with drafts as without where it is greedy."""
+    output = engine.generate("go", grammar, **sampling)
+    if sampling.get("temperature") == 0:
+        plain = engine.generate("go", grammar, speculate=False, **sampling)
+        assert (plain.token_ids, plain.finish_reason) == (output.token_ids, output.finish_reason)
+        assert plain.stats.narrowed_tokens == output.stats.narrowed_tokens
+    return output
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("more", MORE)
+def test_outputs_are_whole_at_any_room(engine: Engine, more: int, temperature: float) -> None:
+    most = needed(engine, GRAMMAR) + more
+    for seed in range(3):
+        output = both(engine, GRAMMAR, max_tokens=most, temperature=temperature, seed=seed)
+        assert output.finish_reason == "stop"
+        assert len(output.token_ids) <= most
+        assert output.parsed.keys() == SCHEMA["properties"].keys()
+
+
+def test_one_token_fewer_than_needed_is_refused_and_as_many_are_not(engine: Engine) -> None:
+    least = needed(engine, GRAMMAR)
+    with pytest.raises(InvalidRequest, match=f"takes {least} tokens"):
+        engine.generate("go", GRAMMAR, max_tokens=least - 1)
+    assert engine.generate("go", GRAMMAR, max_tokens=least).finish_reason == "stop"
+
+
+def test_a_request_may_be_cut_if_it_says_so(engine: Engine) -> None:
+    output = engine.generate("go", GRAMMAR, max_tokens=3, complete=False)
+    assert output.finish_reason == "length"
+    assert output.parsed is None
+    assert output.stats.narrowed_tokens == 0
+
+
+def test_the_context_is_a_room_as_well(engine: Engine) -> None:
+    ids, context = engine.tokenizer.encode("go"), engine.context_length
+    prompt = (ids * context)[: context - needed(engine, GRAMMAR) - 3]
+    output = engine.generate(prompt, GRAMMAR, temperature=1.0, seed=1)
+    assert output.finish_reason == "stop"
+    assert output.parsed is not None
+    with pytest.raises(InvalidRequest, match="shorten the prompt") as refusal:
+        engine.generate((ids * context)[: context - 2], GRAMMAR)
+    assert refusal.value.param == "prompt"
+
+
+def test_ample_room_changes_nothing(engine: Engine) -> None:
+    grammar = Grammar.regex("[ab]{3}(cd|ef){2}")
+    roomy = both(engine, grammar, max_tokens=120, temperature=0.0)
+    free = both(engine, grammar, max_tokens=120, temperature=0.0, complete=False)
+    assert roomy.token_ids == free.token_ids
+    assert roomy.stats.narrowed_tokens == 0
+
+
+def test_statistics_tell_that_the_room_narrowed_the_choice(engine: Engine) -> None:
+    grammar = Grammar.regex("a{2,200}")
+    output = both(engine, grammar, max_tokens=12, temperature=0.0)
+    assert output.finish_reason in ("stop", "length")
+    tight = both(engine, GRAMMAR, max_tokens=needed(engine, GRAMMAR), temperature=0.0)
+    assert tight.stats.narrowed_tokens > 0
+    assert tight.stats.to_dict()["narrowed_tokens"] == tight.stats.narrowed_tokens
+
+
+@pytest.mark.parametrize("budget", [0, 1, 3, 9])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_thinking_ends_at_its_budget(engine: Engine, budget: int, temperature: float) -> None:
+    grammar = GRAMMAR.after_thinking("</t>")
+    marker = len(engine.tokenizer.encode("</t>"))
+    for seed in range(2):
+        output = both(
+            engine,
+            grammar,
+            thinking_budget=budget,
+            max_tokens=budget + marker + 90,
+            temperature=temperature,
+            seed=seed,
+        )
+        thought, closed, answer = output.text.partition("</t>")
+        assert closed
+        assert json.loads(answer).keys() == SCHEMA["properties"].keys()
+        text = ""
+        for count in range(len(output.token_ids)):
+            text = engine.tokenizer.decode(list(output.token_ids[: count + 1]))
+            if "</t>" in text:
+                break
+        # The marker may take as many tokens as it has characters.
+        assert count + 1 <= budget + 4
+        del thought
+
+
+def test_thinking_leaves_room_for_the_answer(engine: Engine) -> None:
+    grammar = GRAMMAR.after_thinking("</t>")
+    for more in MORE:
+        most = needed(engine, grammar) + more
+        output = both(engine, grammar, max_tokens=most, temperature=0.0)
+        assert output.finish_reason == "stop"
+        assert json.loads(output.text.partition("</t>")[2])
+
+
+def test_a_budget_without_thinking_is_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="after thinking") as refusal:
+        engine.generate("go", GRAMMAR, max_tokens=90, thinking_budget=4)
+    assert refusal.value.param == "thinking_budget"
+
+
+def test_several_requests_at_once_have_their_own_room(engine: Engine) -> None:
+    least = needed(engine, GRAMMAR)
+    asked = [{"max_tokens": least + more, "temperature": 1.0, "seed": more} for more in MORE]
+    outputs = engine.generate(["go"] * len(MORE), GRAMMAR, asked)
+    for more, output in zip(MORE, outputs, strict=True):
+        assert len(output.token_ids) <= least + more
+        assert output.parsed is not None
