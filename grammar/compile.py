@@ -119,7 +119,7 @@ class GrammarCompiler:
         self._failed: OrderedDict[Key, tuple[float, GrammarError]] = OrderedDict()
         self._pending: dict[Key, _PendingCompile] = {}
         # Of grammars that are not in the cache themselves: those after thinking.
-        self._rooms: OrderedDict[Grammar, Future[Room]] = OrderedDict()
+        self._rooms: OrderedDict[Grammar, Room] = OrderedDict()
         self._used_bytes = 0
         self._counted_s = 0.0
         self._counts = Counter[str]()
@@ -253,19 +253,23 @@ class GrammarCompiler:
     ) -> Future[CompiledGrammar]:
         """Compile and cache the inner grammar by itself, then wrap it."""
         inner, waiter = self.submit(after, holder), Waiter()
-        room = self._room(grammar, holder) if self.makes_rooms else None
+        known, room = self._rooms.get(grammar), None
+        if self.makes_rooms and known is None:
+            room = self._executor.submit(MakeRoom(grammar), holder)
+        # Emptied when both are there: a circle of them would keep the grammar.
         running = [inner]
 
-        def land(done: Future[CompiledGrammar]) -> None:
-            if room is not None and not room.done() and not done.cancelled():
-                room.add_done_callback(lambda _: land(done))
-                return
-            running.clear()
+        def land(_: Future[Any]) -> None:
+            with self._lock:
+                if not running or not (running[0].done() and (room is None or room.done())):
+                    return
+                done = running.pop()
             if done.cancelled() or not waiter.set_running_or_notify_cancel():
                 return
             try:
                 compiled = reasoning_matcher.wrap(done.result(), grammar)
-                compiled.room = _made(room)
+                compiled.room = known or _made(room)
+                self._keep_room(grammar, compiled.room)
                 within = done.result().room
                 if compiled.room is not None and within is not None:
                     compiled.room.apart = within.apart
@@ -279,19 +283,19 @@ class GrammarCompiler:
                     future.cancel()
 
         waiter.add_done_callback(leave)
-        inner.add_done_callback(land)
+        for part in (inner, room):
+            if part is not None:
+                part.add_done_callback(land)
         return waiter
 
-    def _room(self, grammar: Grammar, holder: str) -> Future[Room]:
-        """How long the texts of a grammar after thinking are at least; kept for the next one."""
+    def _keep_room(self, grammar: Grammar, room: Room | None) -> None:
+        """Keep how long the texts of a grammar after thinking are at least, for the next one."""
         with self._lock:
-            found = self._rooms.pop(grammar, None)
-            if found is None or (found.done() and _made(found) is None):
-                found = self._executor.submit(MakeRoom(grammar), holder)
-            self._rooms[grammar] = found
+            self._rooms.pop(grammar, None)
+            if room is not None:
+                self._rooms[grammar] = room
             if len(self._rooms) > ROOMS:
                 self._rooms.popitem(last=False)
-            return found
 
     def _lookup(self, key: Key) -> CompiledGrammar | GrammarError | None:
         if key in self._done:
