@@ -292,12 +292,14 @@ def test_replacing_all_replicas_loses_nothing(server: Server, expected: list[str
 def test_it_drains_when_it_ends() -> None:
     server = Server(*FLAGS, "--drain-timeout-s", "60")
     processes = below(server)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
-        under_way = pool.submit(server.post, CHAT, body | {"ignore_eos": True})
-        wait_for(lambda: server.get("/server_info").json()["open_requests"] == 1, 60)
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1000}
+    body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    with httpx.stream("POST", server.url + CHAT, json=body, timeout=60) as reply:
+        events = (line for line in reply.iter_lines() if line)
+        next(events)
         server.process.send_signal(signal.SIGTERM)
-        reply = under_way.result()
-        assert (reply.status_code, reply.json()["usage"]["completion_tokens"]) == (200, 200)
+        *_, usage, done = events
+    assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 1000
+    assert done == "data: [DONE]"
     assert server.process.wait(120) == 0
     wait_for(lambda: not any(alive(pid) for pid in processes), 60)
