@@ -30,7 +30,7 @@ from bench.common import ROOT, fail
 USUAL = ("overlap", "adaptive", "gsm8k", "json_schema", "peers", "maskbench", "soak")
 OTHERS = (
     "embedded", "drafters", "forced", "traces", "scaling", "parts", "quantization", "attack",
-    "cluster", "exactness", "kernels", "gpu",
+    "cluster", "exactness", "whole", "kernels", "gpu",
 )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def command(name: str, options: argparse.Namespace) -> list[str]:
         words += ["--data", str(options.gsm8k)]
     if options.gsm8k is not None and name == "drafters":
         words += ["--gsm8k", str(options.gsm8k)]
-    takes_schemas = ("overlap", "json_schema", "maskbench", "forced")
+    takes_schemas = ("overlap", "json_schema", "maskbench", "forced", "whole")
     if options.schemas is not None and name in takes_schemas:
         words += ["--data", str(options.schemas)]
     if name == "exactness":
