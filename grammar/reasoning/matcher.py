@@ -123,11 +123,15 @@ class ReasoningGrammar(CompiledGrammar):
         return rest is None or self._follows(0, rest)
 
     def _closing_row(self, at: int) -> Row:
-        """The tokens that go on with the end marker, of which so many bytes are read."""
+        """The tokens that go on with the end marker, of which so many bytes are read: the model's
+        own token for the rest where there is one, else those that begin it too."""
         rest, texts = self.tokens.end[at:], self.vocabulary.text
         row = np.zeros(self.vocabulary.words, np.int32)
-        inside = (rest[:size] for size in range(1, len(rest)))
-        legal = {self.tokens.by_text[part]: True for part in inside if part in self.tokens.by_text}
+        legal: dict[int, bool] = {}
+        if rest not in self.tokens.by_text:
+            inside = (rest[:size] for size in range(1, len(rest)))
+            parts = (self.tokens.by_text.get(part) for part in inside)
+            legal = {part: True for part in parts if part is not None}
         for token, behind in self.tokens.crossing[at].items():
             if texts[token].startswith(rest):
                 legal[token] = self._follows(0, behind)

@@ -72,8 +72,9 @@ class SequenceMaker:
         if asked.thinking_budget is not None:
             if not isinstance(matcher, ReasoningMatcher):
                 raise InvalidRequest(
-                    "thinking_budget is for a grammar after thinking, and there is none: send "
-                    "Grammar.after_thinking(), or leave it out",
+                    "thinking_budget is for an answer after thinking, and there is none: send "
+                    "Grammar.after_thinking(), or start the server with --reasoning-parser and "
+                    "send a chat, or leave it out",
                     "thinking_budget",
                 )
             matcher.limit(asked.thinking_budget)

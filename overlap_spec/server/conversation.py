@@ -23,6 +23,8 @@ from overlap_spec.server.service import Service
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Request
 
+# The answer behind a limited thinking, where nothing else is asked of it.
+ANY_TEXT = Grammar.regex(r"[\s\S]*")
 # Switches of chat templates: how much to think, and whether to.
 EFFORT, THINKING = "reasoning_effort", "enable_thinking"
 
@@ -72,8 +74,7 @@ class Conversation:
         form, opened = _reasoning(service), None
         if form is not None:
             opened = opened_by(form, service.engine.tokenizer.ending(request.prompt_ids))
-            grammar = _after_thinking(request.grammar, form, opened)
-            request = replace(request, grammar=grammar)
+            request = _after_thinking(request, form, opened)
         ask, parser = task.tools, service.settings.tool_call_parser
         with_calls = bool(ask.tools) and ask.choice != "none" and parser is not None
         # The task is not kept: a stream may go on for minutes, and does not need its body.
@@ -165,10 +166,15 @@ def _reasoning(service: Service) -> ReasoningFormat | None:
     return None if parser is None else load_reasoning(parser)
 
 
-def _after_thinking(
-    grammar: Grammar | None, form: ReasoningFormat, opened: bool | None
-) -> Grammar | None:
-    if grammar is None or opened is False:
-        return grammar
-    begins_inside = opened or form.opens_inside
-    return grammar.after_thinking(form.end, None if begins_inside else form.begin)
+def _after_thinking(request: Request, form: ReasoningFormat, opened: bool | None) -> Request:
+    """A request whose grammar and budget know of the thinking before the answer."""
+    grammar, asked = request.grammar, request.sampling
+    if opened is False:
+        # No thinking is left to limit.
+        return replace(request, sampling=replace(asked, thinking_budget=None))
+    if grammar is None and asked.thinking_budget is not None:
+        grammar = ANY_TEXT
+    if grammar is not None:
+        begins_inside = opened or form.opens_inside
+        grammar = grammar.after_thinking(form.end, None if begins_inside else form.begin)
+    return replace(request, grammar=grammar)

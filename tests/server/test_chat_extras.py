@@ -241,3 +241,57 @@ def test_guided_fields_are_structured_outputs(
     ]
     assert texts[0] == texts[1]
     assert re.fullmatch(valid, texts[0])
+
+
+ANSWER = {"type": "json_schema", "json_schema": {"name": "pair", "schema": PAIR}}
+
+
+@pytest.mark.parametrize("budget", [0, 1, 9])
+@pytest.mark.parametrize("answer", [{}, {"response_format": ANSWER}])
+def test_thinking_ends_at_its_budget(thinking: Server, answer: dict[str, Any], budget: int) -> None:
+    body = {"thinking_budget": budget, "max_tokens": 160, "return_token_ids": True} | answer
+    choice = ask(thinking, body)["choices"][0]
+    # Behind the thinking there is its end marker, of at most as many tokens as it has characters.
+    marked = text_of(thinking, choice["token_ids"][: budget + len("</think>")])
+    assert "</think>" in marked
+    message = choice["message"]
+    assert message["content"]
+    if answer:
+        jsonschema.validate(json.loads(message["content"]), PAIR)
+    assert ask(thinking, body | {"speculate": False})["choices"][0]["message"] == message
+    by_another_name = dict(body)
+    by_another_name["thinking_token_budget"] = by_another_name.pop("thinking_budget")
+    assert ask(thinking, by_another_name)["choices"][0]["message"] == message
+    streamed = [chunk["choices"][0]["delta"] for chunk in chunks(thinking, body)]
+    assert "".join(part.get("content") or "" for part in streamed) == message["content"]
+
+
+def test_a_budget_of_no_thinking(server: Server, thinking: Server) -> None:
+    closed = {"reasoning_effort": "none", "regex": "answer"}
+    assert ask(thinking, closed | {"thinking_budget": 3})["choices"][0]["message"]["content"] == (
+        "answer"
+    )
+    differing = {"messages": ASKED, "thinking_budget": 3, "thinking_token_budget": 4}
+    for reply, param in (
+        (thinking.post(CHAT, differing), "thinking_token_budget"),
+        (server.post(CHAT, {"messages": ASKED, "thinking_budget": 3}), "thinking_budget"),
+        (thinking.post(CHAT, {"messages": ASKED, "thinking_budget": -1}), "thinking_budget"),
+        (thinking.post(TEXT, {"prompt": SAID, "thinking_budget": 3}), "thinking_budget"),
+    ):
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["param"] == param
+
+
+def test_a_budget_in_the_shape_of_messages(thinking: Server) -> None:
+    def message(kind: str, budget: int, **more: Any) -> Any:
+        limited = {"type": kind, "budget_tokens": budget}
+        body = {"messages": ASKED, "max_tokens": 40, "thinking": limited} | more
+        return thinking.post("/v1/messages", body)
+
+    blocks = message("enabled", 5).json()["content"]
+    assert [block["type"] for block in blocks] == ["thinking", "text"]
+    chat = ask(thinking, {"thinking_budget": 5, "max_tokens": 40, "reasoning_effort": "medium"})
+    assert blocks[1]["text"] == chat["choices"][0]["message"]["content"]
+    for wrong in (message("disabled", 5), message("enabled", 5, thinking_budget=6)):
+        assert wrong.status_code == 400
+        assert "budget_tokens" in wrong.json()["error"]["message"]

@@ -215,14 +215,31 @@ class Sampling(Strict):
         description="Whether an output under a constraint comes to its end within max_tokens; one "
         "whose shortest output does not fit is refused. By default as the server was started.",
     )
+    thinking_budget: Count | None = Field(
+        None,
+        description="Most tokens of the thinking, for a model that thinks: behind them comes its "
+        "end marker.",
+    )
+    thinking_token_budget: Count | None = Field(None, description="As thinking_budget.")
     speculate: bool | None = Field(None, description="False: take no drafts for this request.")
     tpot_slo_ms: Number | None = Field(
         None, description="Target of the time per output token, in milliseconds, over 0."
     )
 
     def parameters(self, **more: Any) -> SamplingParams:
-        """The fields as SamplingParams; None is the default."""
+        """The fields as SamplingParams; None is the default.
+
+        Raises:
+            InvalidRequest: fields that contradict each other.
+        """
         given = {name: getattr(self, name) for name in Sampling.model_fields} | more
+        budgets = {given["thinking_budget"], given.pop("thinking_token_budget")} - {None}
+        if len(budgets) > 1:
+            raise InvalidRequest(
+                "thinking_budget and thinking_token_budget differ: send one of them",
+                "thinking_token_budget",
+            )
+        given["thinking_budget"] = next(iter(budgets), None)
         if given.pop("no_stop_trim"):
             given["include_stop_str_in_output"] = True
         return SamplingParams(**{name: v for name, v in given.items() if v is not None})

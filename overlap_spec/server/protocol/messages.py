@@ -9,7 +9,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.server.protocol.base import MOST_ENTRIES, Few, GenerationBody, Items, Strict
+from overlap_spec.server.protocol.base import (
+    MOST_ENTRIES,
+    Count,
+    Few,
+    GenerationBody,
+    Items,
+    Strict,
+)
 from overlap_spec.server.protocol.chat import schema_format
 from overlap_spec.server.protocol.task import ChatTask, Effort, ToolAsk
 from overlap_spec.types import SamplingParams
@@ -105,7 +112,7 @@ class Thinking(Strict):
     """Whether the model thinks."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, description="Accepted and not used.")
+    budget_tokens: Count | None = Field(None, description="Most tokens of it.")
     display: Literal["summarized"] | None = None
 
 
@@ -146,6 +153,18 @@ class CountBody(GenerationBody):
         "response_format": "send output_config.format",
         "output_format": "send output_config.format",
     }
+
+    def parameters(self, **more: Any) -> SamplingParams:
+        """See the base class; ``thinking.budget_tokens`` is the budget of the thinking."""
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        if self.thinking is None or budget is None:
+            return super().parameters(**more)
+        if self.thinking.type == "disabled" or self.thinking_budget not in (None, budget):
+            raise InvalidRequest(
+                "budget_tokens goes with thinking, and without another thinking_budget",
+                "thinking.budget_tokens",
+            )
+        return super().parameters(**more, thinking_budget=budget)
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters."""
