@@ -25,7 +25,7 @@ from bench.workloads import Ask
 from examples.embedded_model.data import held_out_cases
 from overlap_spec.grammar.drafting.guesses import Guesses
 from overlap_spec.grammar.spec import Grammar
-from tests.grammar.test_forced import VOCABULARY, encode, ids
+from tests.support.grammars import VOCABULARY, encode, ids
 
 
 def test_groups_are_whole() -> None:

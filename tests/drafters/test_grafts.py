@@ -18,9 +18,9 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.steps import RUN_TOKENS
 from overlap_spec.tiers import Tier
 from overlap_spec.types import Output
+from tests.support import chaos
 from tests.support.grafts import PERSON, PROMPTS, SAMPLING, SHAPES, answer, key, lengths
 from tests.support.tiers import few
-from tests.worker import test_overlap
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +114,13 @@ def test_chaos_with_runs_that_are_often_wrong(
         run = right(self, text, guesses)
         return [200 if at and (at + len(text)) % 3 == 0 else t for at, t in enumerate(run)]
 
-    first, settings = test_overlap.settings_of("tree", "crowded")
+    first, settings = chaos.settings_of("tree", "crowded")
     first += 4000
-    oracle = test_overlap.build(tiny, overlap="none", algorithm="none")
+    oracle = chaos.build(tiny, overlap="none", algorithm="none")
     monkeypatch.setattr(ForcedRuns, "tokens", corrupt)
-    test_overlap.chaos(monkeypatch, first)
-    with oracle, test_overlap.build(tiny, **settings, adaptive="static") as engine:
-        test_overlap.outputs_equal(oracle, engine, first)
+    chaos.start(monkeypatch, first)
+    with oracle, chaos.build(tiny, **settings, adaptive="static") as engine:
+        chaos.outputs_equal(oracle, engine, first)
         assert engine.snapshot()["drafter"]["faults"] == 0
 
 

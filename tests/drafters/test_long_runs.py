@@ -19,9 +19,9 @@ from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.steps import RUN_TOKENS, HostTrees
 from overlap_spec.tiers import Tier
 from overlap_spec.types import Output
+from tests.support import chaos
 from tests.support.grafts import PERSON, PROMPTS, key, lengths
 from tests.support.tiers import few
-from tests.worker import test_overlap
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_steps": 3},
@@ -130,12 +130,12 @@ def test_chaos_with_long_runs_that_are_wrong(
     first, settings = 7000, {**SHAPES[shape], "mask_deadline_ms": None, "tries": True}
     # A few hundred tokens of cache, and slots of wide trees: running requests preempt each other.
     small = {"page_size": 4, "max_running_requests": 2, "max_total_tokens": 300}
-    oracle = test_overlap.build(tiny, overlap="none", algorithm="none")
+    oracle = chaos.build(tiny, overlap="none", algorithm="none")
     monkeypatch.setattr(ForcedRuns, "tokens", corrupt)
-    test_overlap.chaos(monkeypatch, first)
-    with oracle, test_overlap.build(tiny, **settings, **small, adaptive="static") as engine:
+    chaos.start(monkeypatch, first)
+    with oracle, chaos.build(tiny, **settings, **small, adaptive="static") as engine:
         assert engine.core.widens
-        test_overlap.outputs_equal(oracle, engine, first, 8)
+        chaos.outputs_equal(oracle, engine, first, 8)
         assert engine.snapshot()["drafter"]["faults"] == 0
 
 

@@ -10,13 +10,12 @@ from overlap_spec.config import drafter_names
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output
-from tests.support import checkpoints
+from tests.support import chaos, checkpoints
 from tests.support.checkpoints import renumber
 from tests.support.layouts import LAYOUTS, write
 from tests.support.mtp import write_module
 from tests.support.policies import share_nodes
 from tests.support.tiers import few
-from tests.worker import test_overlap
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_steps": 4},
@@ -27,7 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 # How the requests come, and how grammar work overlaps.
 WAYS = [("mixed", "none"), ("mixed", "once-sync"), ("alone", "none"), ("alone", "once-sync")]
-GRAMMARS = [None, Grammar.json_schema(test_overlap.PERSON), Grammar.regex(r"([a-f]{3}-\d{1,4}){9}")]
+GRAMMARS = [None, Grammar.json_schema(chaos.PERSON), Grammar.regex(r"([a-f]{3}-\d{1,4}){9}")]
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.9, "seed": 11, "top_p": 0.95},
@@ -156,11 +155,11 @@ def test_chaos_with_each_drafter(
 ) -> None:
     """17 random batches, under random delays and in a cache for which requests compete; the chaos
     tests of the worker are ``eagle3``'s."""
-    first, settings = test_overlap.settings_of("tree", "crowded")
+    first, settings = chaos.settings_of("tree", "crowded")
     first += 2000 + 100 * KINDS.index(kind)
-    oracle = test_overlap.build(tiny, overlap="none", algorithm="none")
-    test_overlap.chaos(monkeypatch, first)
+    oracle = chaos.build(tiny, overlap="none", algorithm="none")
+    chaos.start(monkeypatch, first)
     settings = {**settings_of(tiny, folders, kind), **settings, "adaptive": "static"}
-    with oracle, test_overlap.build(settings) as engine:
-        test_overlap.outputs_equal(oracle, engine, first)
+    with oracle, chaos.build(settings) as engine:
+        chaos.outputs_equal(oracle, engine, first)
         assert engine.snapshot()["drafter"]["faults"] == 0

@@ -11,7 +11,7 @@ import pytest
 
 from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, Vocabulary, backends
+from overlap_spec.grammar import Grammar, backends
 from overlap_spec.grammar.contract import Matcher
 from overlap_spec.grammar.drafting.forced import ForcedRuns
 from overlap_spec.grammar.drafting.guesses import KINDS, Guesses
@@ -19,12 +19,8 @@ from overlap_spec.grammar.ir.forced_length import forced_length
 from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.reasoning.matcher import wrap
-from tests.support.grammars import random_ebnf
+from tests.support.grammars import STOP, TEXTS, VOCABULARY, encode, ids, random_ebnf
 
-STOP, SPECIAL, LONG = 256, 257, 258
-# Every byte, a stop and a special token, and some longer ones; "{" once more as a second token.
-TEXTS = [*(bytes([b]) for b in range(256)), b"", b"<s>", b'{"', b'":', b'":"', b"name", b"na", b"{"]
-VOCABULARY = Vocabulary(tuple(TEXTS), len(TEXTS), (STOP,), frozenset({SPECIAL}))
 PERSON = Grammar.json_schema(
     {
         "type": "object",
@@ -40,16 +36,6 @@ GRAMMARS = {
     "characters": Grammar.choice(["über", "üben", "äß", "語"]),
     "nested": Grammar.ebnf('root ::= "a(" root ")" | "b"'),
 }
-
-
-def encode(text: str) -> list[int]:
-    """Longest match, from the left."""
-    data, found = text.encode(), []
-    while data:
-        token = max(range(len(TEXTS)), key=lambda t: len(TEXTS[t]) * data.startswith(TEXTS[t]))
-        found.append(token)
-        data = data[len(TEXTS[token]) :]
-    return found
 
 
 @cache
@@ -117,10 +103,6 @@ def runs_of(matcher: Matcher, tree: tuple[list[int], ...], tokens: int = 8) -> t
     found = np.full((len(rows), tokens), 5, np.int32)
     openings = runs.fill(matcher, *arrays, rows, found, Guesses())
     return [[t for t in run if t >= 0] for run in found.tolist()], openings.refused
-
-
-def ids(*texts: str) -> list[int]:
-    return [TEXTS.index(text.encode()) for text in texts]
 
 
 def test_each_node_has_its_own_run(name: str) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, wait
 from pathlib import Path
 from typing import cast
@@ -25,6 +25,7 @@ from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.isolation import supervisor
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from tests.support import faulty_backend
+from tests.support.compile_workers import LIMITS, children, is_running, job, pids, until
 from tests.support.faulty_backend import (
     VOCABULARY,
     FaultyBackend,
@@ -37,50 +38,12 @@ from tests.support.faulty_backend import (
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes need Linux")
 
 ROOT = Path(__file__).parents[2]
-LIMITS = CompileLimits(
-    time_s=2.0,
-    memory_bytes=2**26,
-    result_bytes=2**24,
-    fast_s=0.5,
-    fast_running=2,
-    long_running=1,
-    long_waiting=1,
-    nice=0,
-)
-
-
-def job(text: str) -> Grammar:
-    return Grammar.ebnf(text)
 
 
 @pytest.fixture
 def compiler() -> Iterator[GrammarCompiler]:
     with GrammarCompiler(FaultyBackend(VOCABULARY), limits=LIMITS) as made:
         yield made
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
-
-
-def pids(compiler: GrammarCompiler) -> list[int]:
-    fork_server = cast("int", compiler.snapshot()["executor"]["fork_server_pid"])
-    return [fork_server, *children(fork_server)]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 
 from overlap_spec.grammar import GrammarCompiler, Vocabulary
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
-from tests.grammar.test_isolation import LIMITS, is_running, job, pids, until
 from tests.support import faulty_backend
+from tests.support.compile_workers import LIMITS, is_running, job, pids, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes need Linux")
 

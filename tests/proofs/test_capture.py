@@ -23,13 +23,12 @@ from overlap_spec.worker import build as build_module
 from overlap_spec.worker import model_runner as runner_module
 from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.model_runner import ModelRunner
-from tests.support import checkpoints
+from tests.support import chaos, checkpoints
 from tests.support.capture import Capture, CaptureError, as_on_a_gpu
 from tests.support.checkpoints import renumber
 from tests.support.layouts import LAYOUTS, write
 from tests.support.mtp import write_module
 from tests.support.tiers import few
-from tests.worker import test_overlap
 
 SIZES = (1, 3)
 CHAIN: dict[str, Any] = {"num_steps": 3}
@@ -104,7 +103,7 @@ def engine_of(
     # Weights that are packed for the CPU are no tensors.
     monkeypatch.setattr(build_module, "pack", lambda _: None)
     fixed = {"graphs": False, "overlap": "none", "lane_threads": 0, "adaptive": "static"}
-    with test_overlap.build(tiny, **{**fixed, **settings}) as engine:
+    with chaos.build(tiny, **{**fixed, **settings}) as engine:
         yield engine
 
 

@@ -26,6 +26,8 @@ from overlap_spec.worker.in_flight import Buffers, Events, InFlightStep
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.worker import Worker
+from tests.support import chaos
+from tests.support.held_graphs import HeldGraphs
 from tests.support.race import (
     HOST,
     PLAIN_NUMPY,
@@ -36,7 +38,6 @@ from tests.support.race import (
     World,
 )
 from tests.support.tiers import few
-from tests.worker import test_overlap, test_replay
 
 
 @pytest.fixture(autouse=True)
@@ -108,10 +109,10 @@ def watched(
     watch_host(world, monkeypatch)
     give_the_device_memory(world, monkeypatch)
     if held:
-        monkeypatch.setattr(worker_module, "GraphRunner", test_replay.HeldGraphs)
+        monkeypatch.setattr(worker_module, "GraphRunner", HeldGraphs)
         monkeypatch.setattr(Phases, "_visible", lambda self, _: self.tables.pages.shape[1])
     more = {"lane_threads": 0, "mask_deadline_ms": None, "graphs": held, **settings}
-    with Watch(world), test_overlap.build(tiny, **more) as engine:
+    with Watch(world), chaos.build(tiny, **more) as engine:
         worker = engine.core.worker
         for event in worker._accepted:
             assert isinstance(event, ClockEvent)
@@ -146,7 +147,7 @@ def races(world: World) -> list[str]:
 
 def serve(engine: Engine, first: int, batches: int) -> None:
     for seed in range(first, first + batches):
-        test_overlap.run(engine, test_overlap.random_asks(seed))
+        chaos.run(engine, chaos.random_asks(seed))
 
 
 @pytest.mark.parametrize("held", few((False, True), True))
@@ -154,7 +155,7 @@ def serve(engine: Engine, first: int, batches: int) -> None:
 def test_no_stream_races_another(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, tier: str, held: bool
 ) -> None:
-    first, settings = test_overlap.settings_of(tier, "crowded")
+    first, settings = chaos.settings_of(tier, "crowded")
     with watched(tiny, monkeypatch, held, **settings) as (world, engine):
         serve(engine, first, 2)
     assert races(world) == []
@@ -200,8 +201,8 @@ def test_an_upload_outside_of_the_streams_is_found(
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("mode", ["once-sync", "double-sync", "none"])
-@pytest.mark.parametrize("room", test_overlap.ROOM)
-@pytest.mark.parametrize("tier", test_overlap.TIERS)
+@pytest.mark.parametrize("room", chaos.ROOM)
+@pytest.mark.parametrize("tier", chaos.TIERS)
 def test_no_stream_races_another_in_any_mode(
     tiny: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
@@ -215,7 +216,7 @@ def test_no_stream_races_another_in_any_mode(
     monkeypatch.setattr(
         worker_module, "traits_of", lambda runner: replace(traits(runner), verifies_ahead=ahead)
     )
-    first, settings = test_overlap.settings_of(tier, room)
+    first, settings = chaos.settings_of(tier, room)
     with watched(tiny, monkeypatch, held, overlap=mode, **settings) as (world, engine):
         serve(engine, first, 4)
     assert races(world) == []

@@ -16,9 +16,10 @@ from overlap_spec.speculation.tiers import SlotPolicy
 from overlap_spec.worker import warm_up as warm_up_module
 from overlap_spec.worker import worker as worker_module
 from overlap_spec.worker.phases import Phases
+from tests.support import chaos
+from tests.support.held_graphs import HeldGraphs
 from tests.support.specialisations import Key, noted_kernels
 from tests.support.tiers import few
-from tests.worker import test_overlap, test_replay
 
 TIERS: dict[str, dict[str, Any]] = {
     "plain": {"algorithm": "none"},
@@ -37,7 +38,7 @@ EVERYTHING: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings of one size each, over all columns of the page tables; and a warm start."""
-    monkeypatch.setattr(worker_module, "GraphRunner", test_replay.HeldGraphs)
+    monkeypatch.setattr(worker_module, "GraphRunner", HeldGraphs)
     monkeypatch.setattr(Phases, "_visible", lambda self, _: self.tables.pages.shape[1])
     traits = worker_module.traits_of
     monkeypatch.setattr(
@@ -48,7 +49,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def serve(engine: Engine, batches: range) -> None:
     """Random requests, and one of each kind alone and beside others."""
     for seed in batches:
-        test_overlap.run(engine, test_overlap.random_asks(seed))
+        chaos.run(engine, chaos.random_asks(seed))
     grammar = Grammar.regex(r"[a-f]{3}-\d{1,9}")
     for asked in EVERYTHING:
         for allowed in (None, grammar):
@@ -79,7 +80,7 @@ def late(
     """What is compiled after the start."""
     settings = {"dtype": "bfloat16", "overlap": "none", "mask_deadline_ms": None, **TIERS[tier]}
     settings |= more
-    with noted_kernels() as keys, test_overlap.build(tiny, **settings) as engine:
+    with noted_kernels() as keys, chaos.build(tiny, **settings) as engine:
         before = set(keys)
         assert len(before) > 10
         serve(engine, batches)
@@ -101,13 +102,13 @@ def test_tiers_are_warm_at_the_sizes_that_take_them(
     if largest is not None:
         monkeypatch.setattr(SlotPolicy, "largest_batch", lambda *_: largest)
     warmed: set[tuple[int, int]] = set()
-    find = test_replay.HeldGraphs.find
+    find = HeldGraphs.find
 
     def noted(graphs: Any, tier: Any, size: int) -> Any:
         warmed.add((tier.steps, size))
         return find(graphs, tier, size)
 
-    monkeypatch.setattr(test_replay.HeldGraphs, "find", noted)
+    monkeypatch.setattr(HeldGraphs, "find", noted)
     after = late(tiny, "several", range(0), serve_many, max_running_requests=12, num_steps=steps)
     assert bool(after) is (largest is not None)
     sizes = {size for taken, size in warmed if taken == 7}
@@ -129,7 +130,7 @@ def test_a_start_that_forgets_a_part_is_seen(
 
 
 def test_a_warm_start_leaves_no_trace(tiny: dict[str, str]) -> None:
-    with test_overlap.build(tiny, overlap="none", num_steps=3, adaptive="static") as engine:
+    with chaos.build(tiny, overlap="none", num_steps=3, adaptive="static") as engine:
         runner = engine.core.worker.runner
         for pool in (runner.pool, *runner.draft_pools):
             assert not pool.k.any()

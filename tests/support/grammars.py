@@ -1,9 +1,30 @@
-"""Random grammars."""
+"""Random grammars, and a vocabulary of bytes and a few longer tokens."""
 
 from __future__ import annotations
 
 import json
 import random
+
+from overlap_spec.grammar import Vocabulary
+
+STOP, SPECIAL, LONG = 256, 257, 258
+# Every byte, a stop and a special token, and some longer ones; "{" once more as a second token.
+TEXTS = [*(bytes([b]) for b in range(256)), b"", b"<s>", b'{"', b'":', b'":"', b"name", b"na", b"{"]
+VOCABULARY = Vocabulary(tuple(TEXTS), len(TEXTS), (STOP,), frozenset({SPECIAL}))
+
+
+def encode(text: str) -> list[int]:
+    """Longest match, from the left."""
+    data, found = text.encode(), []
+    while data:
+        token = max(range(len(TEXTS)), key=lambda t: len(TEXTS[t]) * data.startswith(TEXTS[t]))
+        found.append(token)
+        data = data[len(TEXTS[token]) :]
+    return found
+
+
+def ids(*texts: str) -> list[int]:
+    return [TEXTS.index(text.encode()) for text in texts]
 
 
 def random_ebnf(rng: random.Random) -> str:

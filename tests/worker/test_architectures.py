@@ -22,8 +22,8 @@ from overlap_spec.models.weights import export_state, load_decoder
 from overlap_spec.training.attention import CausalRows
 from overlap_spec.worker.graphs import TracedGraph
 from tests.support.checkpoints import write_tokenizer
+from tests.support.models import CASES, Cache, reference
 from tests.support.tiers import few
-from tests.worker.test_models import CASES, Cache, reference
 
 CPU = torch.device("cpu")
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"

@@ -15,7 +15,7 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import SamplingParams
 from overlap_spec.worker.cuda import CudaStreams
 from overlap_spec.worker.graphs import CudaGraph
-from tests.worker.test_overlap import GRAMMARS, ROOM, TIERS, build, outputs_equal, settings_of
+from tests.support.chaos import GRAMMARS, ROOM, TIERS, build, outputs_equal, settings_of
 
 pytestmark = pytest.mark.gpu
 

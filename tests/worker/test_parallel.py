@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,54 +26,14 @@ from overlap_spec.worker.messages import (
     encode_calls,
     encode_spans,
 )
+from tests.support import chaos
+from tests.support.chaos import build, settings_of
+from tests.support.ranks import ended, equal, mixed, pids
 from tests.support.serving import wait_for
-from tests.worker import test_overlap
-from tests.worker.test_overlap import Ask, build, chaos, run, settings_of
 
 # Several processes that load: a busy machine may take long.
 pytestmark = pytest.mark.timeout(900)
 DATE = Grammar.regex(r"\d{4}-\d\d-\d\d")
-
-
-def ended(pids: list[int]) -> bool:
-    """Whether none of these processes is there any more."""
-    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
-def pids(engine: Engine) -> list[int]:
-    found: list[int] = engine.snapshot()["rank_pids"]
-    return found
-
-
-def mixed() -> list[Ask]:
-    """Long enough to pre-empt each other in a small cache; one is aborted."""
-    common: dict[str, Any] = {"max_tokens": 40, "seed": 3}
-    greedy = SamplingParams(temperature=0.0, **common)
-    warm = SamplingParams(temperature=0.8, top_p=0.9, **common)
-    choosy = SamplingParams(
-        temperature=0.8, presence_penalty=1.0, logit_bias={97: 2.0}, logprobs=2, **common
-    )
-    text = "abc xyz 0123 abc xyz 0123 abc"
-    return [
-        Ask(text, None, greedy, None),
-        Ask(text[3:], None, warm, None),
-        Ask("name", Grammar.json_schema(test_overlap.PERSON), warm, None),
-        Ask("pick", Grammar.choice(["alpha", "beta", "alphabet"]), greedy, None),
-        Ask(text[5:], None, choosy, None),
-        Ask(text[7:], Grammar.regex("[a-f]{30}"), choosy, 5),
-    ]
-
-
-def equal(oracle: Engine, engine: Engine, asks: list[Ask]) -> None:
-    wanted = run(oracle, [replace(ask, abort_step=None) for ask in asks])
-    for ask, want, got in zip(asks, wanted, run(engine, asks), strict=True):
-        if got.finish_reason == "abort":
-            assert want.token_ids[: len(got.token_ids)] == got.token_ids, ask
-            continue
-        assert (got.token_ids, got.text) == (want.token_ids, want.text), ask
-        assert got.finish_reason == want.finish_reason, ask
-        for a, b in zip(got.logprobs, want.logprobs, strict=True):
-            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
 def rank_1_is_in_the_timeline(engine: Engine) -> None:
@@ -108,7 +67,7 @@ def test_text_of_two_ranks_is_that_of_one(
     """Trees under chaos in rank 0, recorded, in a cache so small that requests pre-empt."""
     first, settings = settings_of("tree", "crowded")
     before = set(threading.enumerate())
-    chaos(monkeypatch, first)
+    chaos.start(monkeypatch, first)
     with (
         build(tiny, overlap="none", algorithm="none") as oracle,
         build(tiny, tensor_parallel_size=2, **settings) as engine,

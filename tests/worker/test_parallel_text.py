@@ -19,10 +19,11 @@ from overlap_spec import Engine, Grammar, SamplingParams
 from overlap_spec.errors import EngineUnavailable
 from overlap_spec.parallel import group
 from overlap_spec.types import Output
-from tests.support import checkpoints
-from tests.worker.test_lossless import GREEDY, needs_model, work
-from tests.worker.test_overlap import ROOM, TIERS, build, chaos, outputs_equal, settings_of
-from tests.worker.test_parallel import ended, equal, mixed, pids
+from tests.support import chaos, checkpoints
+from tests.support.chaos import ROOM, TIERS, build, outputs_equal, settings_of
+from tests.support.lossless import GREEDY, work
+from tests.support.ranks import ended, equal, mixed, pids
+from tests.support.skips import needs_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -106,7 +107,7 @@ def test_chaos_at_two_ranks(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, tier: str, room: str
 ) -> None:
     first, settings = settings_of(tier, room)
-    chaos(monkeypatch, first)
+    chaos.start(monkeypatch, first)
     with (
         build(tiny, overlap="none", algorithm="none") as oracle,
         build(tiny, tensor_parallel_size=2, **settings) as engine,
@@ -181,7 +182,7 @@ def alone() -> Iterator[Engine]:
         yield engine
 
 
-@needs_model
+@needs_weights
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_embedded_models_text_is_that_of_one_rank(alone: Engine, size: int) -> None:
     """52 prompts, half of them with schemas, greedy and seeded."""

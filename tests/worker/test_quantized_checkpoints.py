@@ -21,7 +21,7 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.tensors import parameter_count, tensor_names
 from overlap_spec.models.weights import export_state, load_decoder
 from tests.support.checkpoints import write_tokenizer
-from tests.worker.test_models import reference
+from tests.support.models import reference
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
@@ -316,7 +316,7 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
 
 
 def reference_oss(folder: Path, sizes: dict[str, Any]) -> Any:
-    from tests.worker.test_models import CASES
+    from tests.support.models import CASES
 
     family, extra = CASES["gpt-oss"]
     CASES["gpt-oss in mxfp4"] = family, {**extra, **sizes, "num_attention_heads": 4}

@@ -7,49 +7,22 @@ from typing import Any
 import pytest
 
 from overlap_spec.engine import Engine
-from overlap_spec.grammar.spec import Grammar
 from overlap_spec.steps import StepResult
 from overlap_spec.types import Output
 from overlap_spec.worker.graphs import padded_size
-from overlap_spec.worker.worker import Worker
+from tests.support import chaos
 from tests.support.policies import share_nodes
+from tests.support.ragged import BATCH, SAMPLING, answer
+from tests.support.ragged import results as results
 from tests.support.tiers import few
-from tests.worker import test_overlap
 
 TREE = {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 16, "adaptive": "static"}
-BATCH = 16
-GRAMMARS = [None, Grammar.regex(r"[a-f]{3}-\d{1,9}"), *test_overlap.GRAMMARS[3:], None] * 4
-SAMPLING: list[dict[str, Any]] = [
-    {"temperature": 0, "max_tokens": 24},
-    {"temperature": 0.9, "seed": 3, "max_tokens": 24, "logprobs": 2},
-    {"temperature": 0, "max_tokens": 24, "presence_penalty": 1.0, "min_tokens": 3},
-    {"temperature": 0, "max_tokens": 24, "logit_bias": {65: 2.0}},
-]
-
-
-def answer(engine: Engine, sampling: list[Any]) -> list[Output]:
-    prompts = [f"prompt number {n * 37}" for n in range(BATCH)]
-    return engine.generate(prompts, GRAMMARS[:BATCH], sampling)
 
 
 @pytest.fixture(scope="module")
 def plain(tiny: dict[str, Any]) -> list[Output]:
     with Engine(**tiny, algorithm="none", overlap="none", context_length=256) as engine:
         return answer(engine, SAMPLING * 4)
-
-
-@pytest.fixture
-def results(monkeypatch: pytest.MonkeyPatch) -> list[StepResult]:
-    """Every step's result."""
-    seen: list[StepResult] = []
-    read = Worker.results
-
-    def noted(*args: Any) -> StepResult:
-        seen.append(read(*args))
-        return seen[-1]
-
-    monkeypatch.setattr(Worker, "results", noted)
-    return seen
 
 
 @pytest.mark.parametrize("graphs", few((True, False), True))
@@ -124,19 +97,19 @@ def test_a_request_without_speculation_costs_one_node(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("room", test_overlap.ROOM)
+@pytest.mark.parametrize("room", chaos.ROOM)
 def test_chaos_with_ragged_verifies(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, room: str
 ) -> None:
     """17 random batches of random requests, each with another number of nodes a step."""
-    first, settings = test_overlap.settings_of("tree", room)
-    oracle = test_overlap.build(tiny, overlap="none", algorithm="none")
-    test_overlap.chaos(monkeypatch, first + 500)
-    with oracle, test_overlap.build(tiny, **settings) as engine:
+    first, settings = chaos.settings_of("tree", room)
+    oracle = chaos.build(tiny, overlap="none", algorithm="none")
+    chaos.start(monkeypatch, first + 500)
+    with oracle, chaos.build(tiny, **settings) as engine:
         calls = iter(range(10**9))
         share_nodes(
             monkeypatch,
             engine,
             lambda batch, tier: batch + next(calls) * 7 % (batch * (tier.nodes - 1) + 1),
         )
-        test_overlap.outputs_equal(oracle, engine, first + 500)
+        chaos.outputs_equal(oracle, engine, first + 500)

@@ -24,8 +24,8 @@ from overlap_spec.worker.messages import Call, encode_calls
 from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.streams import InlineStream, InlineStreams, Value
 from overlap_spec.worker.worker import Worker
+from tests.support.chaos import build
 from tests.support.drafters import Echo
-from tests.worker.test_overlap import build
 
 
 class Kept(InlineStream):

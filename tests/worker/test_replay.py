@@ -17,13 +17,12 @@ from overlap_spec.kernels import Tree
 from overlap_spec.steps import BY_NONE, DEAD, FEW_TOKENS, LOST, STATE_WIDTH, TOLD
 from overlap_spec.tiers import Tier
 from overlap_spec.worker import worker as worker_module
-from overlap_spec.worker.drafter_guard import DrafterGuard
-from overlap_spec.worker.graph_runner import GraphRunner
-from overlap_spec.worker.graphs import Recorded, Tensors, TracedGraph, padded, padded_size
+from overlap_spec.worker.graphs import Tensors, TracedGraph, padded, padded_size
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.worker import Worker
+from tests.support import chaos
+from tests.support.held_graphs import HeldGraphs
 from tests.support.tiers import few
-from tests.worker import test_overlap
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TIERS: dict[str, dict[str, Any]] = {
@@ -245,61 +244,23 @@ def test_recordings_end_with_their_engine(tiny: dict[str, Any]) -> None:
     assert counts[0] == counts[1] == counts[2]
 
 
-class Held(Recorded):
-    """A CUDA graph's manners on the CPU: one size of batch, inputs and outputs in fixed places.
-
-    Attributes:
-        copied: Which of its inputs it has copied, by number.
-    """
-
-    def __init__(self, work: Any, inputs: Tensors) -> None:
-        self._work, self._inputs = work, inputs
-        self.copied: set[int] = set()
-        self._outputs = tuple(x.clone() for x in work(*inputs))
-
-    def __call__(self, *inputs: Tensor) -> Tensors:
-        for number, (own, given) in enumerate(zip(self._inputs, inputs, strict=True)):
-            assert own.shape == given.shape
-            if own.data_ptr() != given.data_ptr():
-                own.copy_(given)
-                self.copied.add(number)
-        for own, new in zip(self._outputs, self._work(*self._inputs), strict=True):
-            own.copy_(new)
-        return self._outputs
-
-    def kept(self, *inputs: Tensor) -> Tensors:  # noqa: ARG002
-        return self._inputs
-
-
-class HeldGraphs(GraphRunner):
-    def __init__(self, runner: ModelRunner, guard: DrafterGuard, enabled: bool) -> None:
-        super().__init__(runner, guard, enabled)
-        self._cuda = True
-
-    def _make(self, work: Any, *inputs: Tensor) -> Recorded:
-        return Held(work, inputs)
-
-    def _reserved(self) -> int:
-        return 0
-
-
-@pytest.mark.parametrize("tier", few(test_overlap.TIERS, "tree"))
+@pytest.mark.parametrize("tier", few(chaos.TIERS, "tree"))
 def test_chaos_with_fixed_inputs_and_outputs(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:
     """What a replay overwrites has been read by then, whatever the streams' delays."""
-    oracle = test_overlap.build(tiny, overlap="none", algorithm="none")
-    test_overlap.chaos(monkeypatch, 7)
+    oracle = chaos.build(tiny, overlap="none", algorithm="none")
+    chaos.start(monkeypatch, 7)
     monkeypatch.setattr(worker_module, "GraphRunner", HeldGraphs)
-    settings = {**test_overlap.TIERS[tier], "mask_deadline_ms": None}
-    with oracle, test_overlap.build(tiny, **settings) as engine:
+    settings = {**chaos.TIERS[tier], "mask_deadline_ms": None}
+    with oracle, chaos.build(tiny, **settings) as engine:
         worker = engine.core.worker
         phases = worker.phases
         monkeypatch.setattr(phases, "_visible", lambda _: phases.tables.pages.shape[1])
         for seed in range(70, 82):
-            asks = [replace(ask, abort_step=None) for ask in test_overlap.random_asks(seed)]
-            got = test_overlap.run(engine, asks)
-            want = test_overlap.run(oracle, asks)
+            asks = [replace(ask, abort_step=None) for ask in chaos.random_asks(seed)]
+            got = chaos.run(engine, asks)
+            want = chaos.run(oracle, asks)
             assert [o.token_ids for o in got] == [o.token_ids for o in want], seed
         assert {size for _, size in engine.core.worker.graphs._tiers} == {1, 2, 3, 4}
 
@@ -310,8 +271,8 @@ def test_a_pass_takes_what_another_one_has_where_it_is(
 ) -> None:
     """The draft's rows and pages alone come up to it; a commit gets choices, limits and runs."""
     monkeypatch.setattr(worker_module, "GraphRunner", HeldGraphs)
-    settings = {**test_overlap.TIERS[tier], "adaptive": "static", "overlap": "none"}
-    with test_overlap.build(tiny, **settings) as engine:
+    settings = {**chaos.TIERS[tier], "adaptive": "static", "overlap": "none"}
+    with chaos.build(tiny, **settings) as engine:
         worker = engine.core.worker
         phases = worker.phases
         monkeypatch.setattr(phases, "_visible", lambda _: phases.tables.pages.shape[1])

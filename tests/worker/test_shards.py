@@ -20,8 +20,7 @@ from overlap_spec.models.quantization import has_int8, quantize
 from overlap_spec.models.shard import Shard
 from overlap_spec.models.weights import load_decoder, load_eagle3
 from tests.support import checkpoints
-from tests.worker import test_models
-from tests.worker.test_models import CASES, Cache, reference
+from tests.support.models import CASES, Cache, reference
 
 CPU = torch.device("cpu")
 # Sizes that 2 and 3 ranks divide; 3 of them share 6 heads of queries, and 3 or 6 of keys.
@@ -93,7 +92,7 @@ def together(folder: Path, size: int, tokens: Tensor, int8: bool = False) -> lis
 
 def write(case: str, path: Path, monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> None:
     family, extra = CASES[case]
-    monkeypatch.setitem(test_models.CASES, case, (family, {**extra, **SIZES, **sizes}))
+    monkeypatch.setitem(CASES, case, (family, {**extra, **SIZES, **sizes}))
     reference(case, path)
 
 

@@ -21,11 +21,12 @@ from overlap_spec.types import Output
 from overlap_spec.worker.graphs import padded_size
 from overlap_spec.worker.jobs import prepare_next
 from overlap_spec.worker.stepwise import stops
+from tests.support import chaos, ragged
 from tests.support.policies import share_nodes
-from tests.worker import test_overlap, test_ragged
+from tests.support.ragged import SAMPLING
+from tests.support.ragged import results as results
 
 CHAIN: dict[str, Any] = {"num_steps": 6, "adaptive": "static", "context_length": 256}
-SAMPLING = test_ragged.SAMPLING
 
 
 def ends_at(steps: int, trees: int, longest: int) -> DraftStop:
@@ -50,7 +51,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, engine: Engine, lengths: Iterator[i
 
 
 def answer(engine: Engine) -> list[Output]:
-    return test_ragged.answer(engine, SAMPLING * 4)
+    return ragged.answer(engine, SAMPLING * 4)
 
 
 # When drafts are stopped: 10 ms, and 2 for each length.
@@ -116,9 +117,6 @@ def plain(tiny: dict[str, Any]) -> list[Output]:
         return answer(engine)
 
 
-results = test_ragged.results
-
-
 @pytest.mark.parametrize(("graphs", "overlap"), [(True, "once-sync"), (False, "none")])
 def test_stopped_drafts_change_no_text(
     tiny: dict[str, Any],
@@ -158,7 +156,7 @@ def test_steps_draft_what_a_whole_draft_does(
     """Drafts, confidences and all: only the recordings differ."""
     prompts = ["some prompt", "another one", "abcabcabc"]
     sampling = [{"max_tokens": 24}, {"temperature": 0.8, "seed": 3, "max_tokens": 24}] * 2
-    grammars = [None, test_overlap.GRAMMARS[1], test_overlap.GRAMMARS[2]]
+    grammars = [None, chaos.GRAMMARS[1], chaos.GRAMMARS[2]]
     seen = []
     for stopped in (False, True):
         results.clear()
@@ -191,12 +189,12 @@ def test_a_stopped_step_is_told_as_the_shorter_one(
 @pytest.mark.ci
 def test_chaos_with_stopped_drafts(tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Random batches of random requests that preempt each other, every step another length."""
-    first, settings = test_overlap.settings_of("chain", "crowded")
-    oracle = test_overlap.build(tiny, overlap="none", algorithm="none")
-    test_overlap.chaos(monkeypatch, first + 900)
-    with oracle, test_overlap.build(tiny, **settings) as engine:
+    first, settings = chaos.settings_of("chain", "crowded")
+    oracle = chaos.build(tiny, overlap="none", algorithm="none")
+    chaos.start(monkeypatch, first + 900)
+    with oracle, chaos.build(tiny, **settings) as engine:
         stop_at(monkeypatch, engine, cycle([3, 1, 2, 1, 3]))
-        test_overlap.outputs_equal(oracle, engine, first + 900, 5)
+        chaos.outputs_equal(oracle, engine, first + 900, 5)
 
 
 def test_shared_nodes_of_stopped_drafts(

@@ -1,0 +1,187 @@
+"""Small random checkpoints of each architecture, and the smallest owner of their keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overlap_spec.kernels import KeySpan, rotate_and_store, tree_attention
+from overlap_spec.models.decoder import Decoder, Heads
+
+SMALL = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied-biased": (
+        "Llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    ),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "llama-dynamic": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "llama-3.1": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 7}),
+    "qwen2": ("Qwen2", {"use_sliding_window": False}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 24}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 9, "sliding_window": 6}),
+    "gemma2-caps": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 0.7,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 9,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 3e4, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 6, "head_dim": 16, "pad_token_id": 0}),
+    "phi4-partial": (
+        "Phi3",
+        {
+            "num_attention_heads": 4,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.2, 2.0],
+                "long_factor": [1.5, 3.0, 9.0],
+            },
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe-sparse": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "swiglu_limit": 0.9,
+            "pad_token_id": 0,
+            "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+    ),
+}
+# Gemma 3's file is that of its text model.
+CONFIGS = {"Gemma3": "Gemma3Text"}
+
+
+def reference(case: str, path: Path, shard: str = "5GB") -> Any:
+    import transformers
+
+    family, extra = CASES[case]
+    config = getattr(transformers, f"{CONFIGS.get(family, family)}Config")(**{**SMALL, **extra})
+    config._attn_implementation = "eager"
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(path, max_shard_size=shard)
+    return model
+
+
+class Cache:
+    """The smallest owner of paged keys: `run` one rectangle of queries through the decoder."""
+
+    def __init__(self, decoder: Decoder, tokens: int, page_size: int = 4) -> None:
+        config = decoder.config
+        pages = -(-tokens // page_size)
+        shape = (config.num_layers, pages, page_size, config.own_kv_heads, config.head_dim)
+        self.decoder, self.k, self.v = decoder, torch.zeros(shape), torch.zeros(shape)
+        # Pages in a shuffled order, so that logical and physical positions differ.
+        self.table = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
+        self.page_size = page_size
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        start: int,
+        positions: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        count = tokens.shape[0]
+        logical = torch.arange(start, start + count)
+        slots = self.table[logical // self.page_size] * self.page_size + logical % self.page_size
+        positions = logical if positions is None else positions
+        span = KeySpan(self.table[None], torch.tensor([start]), positions, mask)
+        config = self.decoder.config
+
+        def attend(layer: int, heads: Heads) -> torch.Tensor:
+            k, v = self.k[layer], self.v[layer]
+            q = rotate_and_store(heads.qkv, heads.rotary, k, v, slots, heads.norm)
+            return tree_attention(q, k, v, span, config.window(layer), heads.scoring)
+
+        return self.decoder.logits(self.decoder(tokens, positions, attend)[0])
