@@ -1,9 +1,10 @@
-"""Int8 weights: what they cost in accuracy and what they bring in speed, against other types.
+"""Int8 and int4 weights: what they cost in accuracy and what they bring in speed.
 
-``python -m bench.quantization [--model DIR] [--draft DIR] [--types T …] [--data FILE] [--texts N]
-[--requests N] [--threads T] [--quick] [--json PATH] [--seed S]``. Everything takes turns in one
-process: ``float32``, ``bfloat16``, and ``int8`` over bfloat16 (``--dtype bfloat16 --quantization
-int8``), each with its weights in the layout that the engine gives them.
+``python -m bench.quantization [--quantization int4] [--model DIR] [--draft DIR] [--types T …]
+[--data FILE] [--texts N] [--requests N] [--threads T] [--quick] [--json PATH] [--seed S]``.
+Everything takes turns in one process: ``int8`` (or what ``--quantization`` names, over bfloat16)
+and the ``--types`` that it is held against, each with its weights in the layout that the engine
+gives them.
 
 *Accuracy*: one pass over each text, a question and its answer as a chat, of ``--data`` (rows of
 GSM8K; the project's own questions if absent). ``perplexity`` is over all tokens but the first of
@@ -14,7 +15,7 @@ tokens down.
 *Speed*: greedy JSON under ``bench.step_cost``'s schemas, one request after the other, by an engine
 of each type with the same static chain of 5 where there is a draft head, and no drafts otherwise.
 ``tokens_per_second`` and ``cpu_ms`` (the process's CPU time a token, which other processes disturb
-least) of each; ``ratio`` of int8's tokens/s over each of the others' in the same turn, and
+least) of each; ``ratio`` of its tokens/s over each of the others' in the same turn, and
 ``cpu_ratio`` of their ``cpu_ms`` over its; after one turn that is not counted. A model of real cost
 is ``python -m bench.padded``'s.
 
@@ -41,7 +42,7 @@ from torch.nn import functional as F
 
 from bench.common import ROOT, Run, flags, paired, rounded, spread
 from bench.step_cost import question
-from overlap_spec.config import EMBEDDED
+from overlap_spec.config import EMBEDDED, QUANTIZATIONS
 from overlap_spec.engine import Engine
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.decoder import Decoder
@@ -58,6 +59,7 @@ TYPES: dict[str, tuple[str, str | None]] = {
     "float32": ("float32", None),
     "bfloat16": ("bfloat16", None),
     "int8": ("bfloat16", "int8"),
+    "int4": ("bfloat16", "int4"),
 }
 MOST_TOKENS = 64
 
@@ -67,7 +69,7 @@ def load(model: Path, name: str) -> Decoder:
     dtype, quantization = TYPES[name]
     decoder = load_decoder(model, getattr(torch, dtype), torch.device("cpu"))
     if quantization is not None:
-        quantize([decoder])
+        quantize([decoder], quantization)
     pack(decoder)
     return decoder
 
@@ -102,14 +104,14 @@ def read_through(decoder: Decoder, text: Tensor) -> tuple[float, Tensor]:
 def measure_accuracy(
     run: Run, model: Path, types: Sequence[str], texts: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """One pass of every type over every text."""
+    """One pass of every type over every text; the last is the one that is looked at."""
     found: dict[str, list[tuple[float, Tensor]]] = {}
     for name in types:
         decoder = load(model, name)
         found[name] = [read_through(decoder, text) for text in texts]
         del decoder
     losses: dict[str, float] = dict.fromkeys(types, 0.0)
-    equal = {base: dict.fromkeys(types, 0) for base in types if base != "int8"}
+    equal = {base: dict.fromkeys(types, 0) for base in types[:-1]}
     for number, text in enumerate(texts):
         for name in types:
             loss, best = found[name][number]
@@ -180,12 +182,12 @@ def measure_speed(run: Run, options: argparse.Namespace, types: Sequence[str]) -
     cpu_ms = {
         name: [row["cpu_seconds"] * 1e3 / row["tokens"] for row in mine[name]] for name in types
     }
-    others = [name for name in types if name != "int8"]
+    *others, subject = types
     return {
         "tokens_per_second": {name: spread(speeds[name]) for name in types},
         "cpu_ms": {name: spread(cpu_ms[name]) for name in types},
-        "ratio": {name: paired(speeds["int8"], speeds[name]) for name in others},
-        "cpu_ratio": {name: paired(cpu_ms[name], cpu_ms["int8"]) for name in others},
+        "ratio": {name: paired(speeds[subject], speeds[name]) for name in others},
+        "cpu_ratio": {name: paired(cpu_ms[name], cpu_ms[subject]) for name in others},
         "accept_length": {
             name: sum(row["verified_tokens"] for row in mine[name])
             / max(sum(row["verifies"] for row in mine[name]), 1)
@@ -197,15 +199,16 @@ def measure_speed(run: Run, options: argparse.Namespace, types: Sequence[str]) -
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; ends in one JSON line."""
-    parser = flags("quantization", "Accuracy and speed of int8 weights.")
+    parser = flags("quantization", "Accuracy and speed of int8 and int4 weights.")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="int8")
     parser.add_argument("--model", type=Path, help="checkpoint; the embedded one if absent")
     parser.add_argument("--draft", type=Path, help="its draft head, if any")
     parser.add_argument(
         "--types",
         nargs="+",
-        choices=[name for name in TYPES if name != "int8"],
+        choices=TYPES,
         default=["float32", "bfloat16"],
-        help="what int8 is held against",
+        help="what it is held against",
     )
     parser.add_argument("--data", type=Path, default=OWN_QUESTIONS, help="GSM8K rows, .jsonl")
     parser.add_argument("--texts", type=int, help="of --data (default 200, quick 20)")
@@ -221,10 +224,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         texts = read_texts(options.data, Tokenizer(model, vocabulary), texts_wanted)
     except ConfigError as error:
         parser.error(str(error))
-    types = [*options.types, "int8"]
+    subject = options.quantization
+    types = [*(name for name in options.types if name != subject), subject]
     accuracy = measure_accuracy(run, model, types, texts)
     speed = measure_speed(run, options, types)
-    table = Table("", *types, title="int8 against the others")
+    table = Table("", *types, title=f"{options.quantization} against the others")
     table.add_row("perplexity", *(f"{accuracy['perplexity'][name]:.4f}" for name in types))
     for base, shares in accuracy["equal_greedy"].items():
         table.add_row(f"greedy token as {base}'s", *(f"{shares[name]:.4f}" for name in types))

@@ -16,7 +16,7 @@ OVERLAP_MODES = ("once-sync", "double-sync", "none")
 # The mode that fits the processor: see `overlap_spec.worker.build.overlap_mode`.
 AUTO_MODE = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "int4")
 ADDITIONAL_PROPERTIES = ("closed", "schema")
 # Names that other engines have → ours.
 ELSEWHERE = {
@@ -239,8 +239,8 @@ class EngineConfig:
     quantization: Annotated[
         str | None,
         Help(
-            "int8: target and draft are computed with 8-bit weights, on a CPU with AVX512-VNNI; by "
-            "default they are not quantised."
+            "int8 or int4: target and draft are computed with weights of so many bits, on a CPU "
+            "with AVX512-VNNI (int4: and AVX512-BF16); by default as the checkpoint has them."
         ),
     ] = None
     device: Annotated[str, Help("cpu, cuda, or auto: CUDA if there is a device.")] = "auto"
