@@ -98,6 +98,7 @@ def test_ring_keeps_the_newest() -> None:
         Timeline(0)
 
 
+@pytest.mark.ci
 def test_threads_lose_nothing() -> None:
     timeline = Timeline(capacity=40_000)
     seen: list[list[Span]] = []
