@@ -117,8 +117,8 @@ MUTANTS = (
     Mutant(
         "a numeric fault's pages are reused",
         SCHEDULER,
-        "self._free_untrusted(self.tree.detach(sequence.path))",
-        "self.tree.detach(sequence.path)",
+        "sequence.untrusted = True",
+        "sequence.untrusted = False",
         (T_SCHEDULER + "test_pages_of_a_numeric_fault_are_cleared_when_nobody_holds_them",),
     ),
     Mutant(
@@ -154,14 +154,14 @@ MUTANTS = (
         "kernels/sampling.py",
         "logits -= frequency[:, None] * output_counts",
         "logits += frequency[:, None] * output_counts",
-        ("tests/worker/test_sampling.py::test_tree_verification_has_plain_samplings_distribution",),
+        ("tests/worker/test_sampling.py::test_penalties_by_hand",),
     ),
     Mutant(
         "a repeated token of a negative logit is preferred",
         "kernels/sampling.py",
         "torch.where(logits > 0, logits / factor, logits * factor, out=logits)",
         "logits /= factor",
-        ("tests/worker/test_sampling.py::test_filters_agree_with_transformers",),
+        ("tests/worker/test_sampling.py::test_penalties_by_hand",),
     ),
     Mutant(
         "coins of one request depend on no position",
