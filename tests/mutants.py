@@ -219,14 +219,14 @@ MUTANTS = (
         "overlap_spec/scheduler/prefix.py",
         "yield (salt, *page) if salt and start == 0 else page",
         "yield page",
-        ("tests/scheduler",),
+        ("tests/scheduler/test_pages.py",),
     ),
     Mutant(
         "each address of an IPv6 network is a client of its own",
         "overlap_spec/server/keys.py",
         "if known.ipv4_mapped is None:",
         "if known.is_loopback:",
-        ("tests/server/test_keys.py::test_without_keys_a_client_is_its_address",),
+        ("tests/server/test_keys.py::test_an_address_counts_as_its_network",),
     ),
     Mutant(
         "an n-gram's oldest and newest continuations are confused",

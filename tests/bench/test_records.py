@@ -255,8 +255,8 @@ def test_peers_refuse_sizes_that_cannot_be(
 
 def test_peers_wants_servers_with_names() -> None:
     with pytest.raises(ConfigError, match="NAME=URL"):
-        peers._server("http://localhost:1")
-    assert peers._server("vllm=http://h:1/v1") == ("vllm", "http://h:1/v1")
+        peers.named_server("http://localhost:1")
+    assert peers.named_server("vllm=http://h:1/v1") == ("vllm", "http://h:1/v1")
 
 
 @pytest.mark.ci

@@ -201,7 +201,10 @@ def test_pools_stay_below_their_bytes(oldest: bool, keep_all: bool) -> None:
         assert len(of.pools) == 0
         assert of.public is not None
         assert of.public.bytes < most / 2
-        pool = of._pool(History(9, rng.integers(0, VOCABULARY, 4000).tolist(), []))
+        known = History(9, rng.integers(0, VOCABULARY, 4000).tolist(), [])
+        while 9 not in of.pools or of.pools[9].added < 4000:
+            of.propose([known], CHAIN)
+        pool = of.pools[9]
         assert pool.bytes < most / 4
         held = tracemalloc.get_traced_memory()[0]
     finally:

@@ -259,7 +259,9 @@ def test_tree_verification_has_plain_samplings_distribution(
     tables.assign(0, request)
     tables.write(0, request, tuple(OUTPUT))
     features = tables.features([0])
-    for value in [*vars(tables).values(), *tables.buffers(), *tables._wide.values()]:
+    wide = [tables.output_counts, tables.in_prompt, tables.wide("bias", torch.float32)]
+    wide += [tables.wide("stops", torch.bool), tables.banned]
+    for value in [*vars(tables).values(), *tables.buffers(), *wide]:
         if isinstance(value, torch.Tensor):
             value[:] = value[0].clone()
     tables.seed[:count] = torch.arange(count) * 7919 + 13
