@@ -56,7 +56,7 @@ def plain(still: dict[str, Any]) -> list[Output]:
         return answers(engine)
 
 
-@pytest.mark.parametrize("shape", few(SHAPES, "tree"))
+@pytest.mark.parametrize("shape", few(SHAPES, "chain"))
 @pytest.mark.parametrize(
     "algorithm",
     few(("eagle3", "ngram", "draft_model", "grammar"), "eagle3"),
