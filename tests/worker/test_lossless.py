@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -12,6 +13,7 @@ import torch
 
 from overlap_spec import Engine, Grammar, SamplingParams
 from overlap_spec.config import EMBEDDED
+from overlap_spec.kernels import cpu
 from overlap_spec.load.asks import QUESTIONS
 from overlap_spec.types import Output
 from tests.support.lossless import GREEDY, work
@@ -38,10 +40,16 @@ def speculative(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield engine
 
 
-def same(want: list[Output], got: list[Output]) -> None:
+def same(want: list[Output], got: list[Output], bound: float = 0.0) -> None:
+    """Equal; a text may go another way where ``want``'s best two tokens are within ``bound``."""
     for index, (w, g) in enumerate(zip(want, got, strict=True)):
-        assert (g.error, g.finish_reason) == (w.error, w.finish_reason), index
-        assert g.token_ids == w.token_ids, index
+        if bound and g.token_ids != w.token_ids:
+            tokens = zip(w.logprobs, w.token_ids, g.token_ids, strict=False)
+            (_, best), (_, second) = next(p.top[:2] for p, a, b in tokens if a != b)
+            assert best - second <= bound, index
+        else:
+            assert (g.error, g.finish_reason) == (w.error, w.finish_reason), index
+            assert g.token_ids == w.token_ids, index
 
 
 @pytest.mark.parametrize("count", few((8, 52), 8))
@@ -62,16 +70,21 @@ def test_alone_and_in_mixed_batches_of_8(plain: Engine, speculative: Engine, cou
 
 @pytest.mark.ci
 def test_in_bfloat16() -> None:
-    """Exactly, too: no product of this model depends on how many rows are computed with it."""
+    """Exactly, where products are native: none depends on how many rows are computed with it.
+    oneDNN's may (with AMX): there law 8's bound holds. This model's rounding in bfloat16 moves
+    log-probabilities by up to 0.2 from those in float32."""
+    bound = 0.0 if cpu.multiplies() else 0.25
+    asked = replace(GREEDY, logprobs=2)
     with Engine(algorithm="none", overlap="none", dtype="bfloat16") as plain:
         items = work(24)
         prompts, grammars = [p for p, _ in items], [g for _, g in items]
-        want = [plain.generate(p, g, GREEDY) for p, g in items]
+        want = [plain.generate(p, g, asked) for p, g in items]
     with Engine(**SETTINGS["tree"], adaptive="static", dtype="bfloat16") as engine:
         assert engine.core.worker.runner.pool.k.dtype is torch.bfloat16
         batches = [slice(i, i + 8) for i in range(0, len(items), 8)]
-        same(want, [o for b in batches for o in engine.generate(prompts[b], grammars[b], GREEDY)])
-        same(want[:8], [engine.generate(p, g, GREEDY) for p, g in items[:8]])
+        got = [o for b in batches for o in engine.generate(prompts[b], grammars[b], GREEDY)]
+        same(want, got, bound)
+        same(want[:8], [engine.generate(p, g, GREEDY) for p, g in items[:8]], bound)
 
 
 def test_seeded_sampling_is_the_same_with_and_without_speculation(
