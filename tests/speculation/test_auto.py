@@ -145,11 +145,12 @@ def test_a_machine_whose_load_changes() -> None:
     assert ran.rate > 0.95 * best_static(TIERS, machine, 0.7, 1)[1]
 
 
-@pytest.mark.parametrize("name", few(sorted(MACHINES), "cpu"))
+@pytest.mark.parametrize("name", sorted(MACHINES))
 def test_probes_cost_little(name: str) -> None:
-    for acceptance in (0.2, 0.6, 0.9):
+    """Soon after the start, where most is unknown; in easy text they would cost 0.03 unbounded."""
+    for acceptance in (0.5, 0.9):
         policy = make(MACHINES[name])
-        run(policy, MACHINES[name], [(acceptance, 4, VERIFIES)], 7)
+        run(policy, MACHINES[name], [(acceptance, 1, 300)], 7)
         assert policy.snapshot()["probe_share"] <= 0.02
 
 
