@@ -120,7 +120,7 @@ def test_chaos_with_runs_that_are_often_wrong(
     monkeypatch.setattr(ForcedRuns, "tokens", corrupt)
     chaos.start(monkeypatch, first)
     with oracle, chaos.build(tiny, **settings, adaptive="static") as engine:
-        chaos.outputs_equal(oracle, engine, first)
+        chaos.outputs_equal(oracle, engine, first, 8)
         assert engine.snapshot()["drafter"]["faults"] == 0
 
 

@@ -161,5 +161,5 @@ def test_chaos_with_each_drafter(
     chaos.start(monkeypatch, first)
     settings = {**settings_of(tiny, folders, kind), **settings, "adaptive": "static"}
     with oracle, chaos.build(settings) as engine:
-        chaos.outputs_equal(oracle, engine, first)
+        chaos.outputs_equal(oracle, engine, first, 8)
         assert engine.snapshot()["drafter"]["faults"] == 0

@@ -136,7 +136,7 @@ def settings_of(tier: str, room: str) -> tuple[int, dict[str, Any]]:
     return 1000 * (list(TIERS).index(tier) * 2 + list(ROOM).index(room)), settings
 
 
-def outputs_equal(oracle: Engine, engine: Engine, first: int, count: int = 8) -> None:
+def outputs_equal(oracle: Engine, engine: Engine, first: int, count: int = 17) -> None:
     """Random batches through both, the laws held and the outputs the same."""
     for seed in range(first, first + count):
         asks = random_asks(seed)

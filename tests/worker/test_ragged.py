@@ -112,4 +112,4 @@ def test_chaos_with_ragged_verifies(
             engine,
             lambda batch, tier: batch + next(calls) * 7 % (batch * (tier.nodes - 1) + 1),
         )
-        chaos.outputs_equal(oracle, engine, first + 500)
+        chaos.outputs_equal(oracle, engine, first + 500, 8)
