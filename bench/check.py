@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import all as everything
+from bench import report
 from bench.common import ROOT, fail
+from overlap_spec.errors import ConfigError
 
 EXPECTED = ROOT / "bench" / "expected.json"
 # Small enough for every change; what they count does not depend on the machine's speed.
@@ -101,15 +103,6 @@ def run_ci(folder: Path) -> list[str]:
     return failed
 
 
-def read_records(folder: Path) -> dict[str, Any]:
-    """Benchmark → record, of all records in a folder."""
-    found = {}
-    for path in sorted(folder.glob("*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        found[record["bench"]] = record
-    return found
-
-
 def update(expectations: list[dict[str, Any]], records: dict[str, Any], sizes: str) -> None:
     """Enter the figures that were found where ``equals`` is expected."""
     for expected in expectations:
@@ -152,9 +145,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 schemas=None, suite=None,
             )  # fmt: skip
             failed = everything.run_all(plain)
-        records = read_records(folder)
-    if not records:
-        fail(f"no records to compare: {', '.join(failed) or folder}")
+        try:
+            records = {record["bench"]: record for record, _ in report.read_records(folder)}
+        except ConfigError as error:
+            fail(f"{error}; failed: {', '.join(failed)}")
     quick = all(record["quick"] for record in records.values())
     sizes = "ci" if options.ci else "quick" if quick else "full"
     if options.update:
