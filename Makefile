@@ -5,8 +5,8 @@ STAMP := $(VENV)/.installed
 # Ray is large: the tests of replicas need it.
 TESTED := $(VENV)/.installed-cluster
 
-.PHONY: demo test everyday test-ci test-busy test-slow test-cluster lint bench check soak picture \
-	docs clean
+.PHONY: demo test everyday test-ci test-busy test-slow test-cluster mutants lint bench check soak \
+	picture docs clean
 # In the order of their names: files with few tests are the longest, and would be left to the end.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
@@ -37,6 +37,10 @@ test-slow: $(TESTED)
 
 test-cluster: $(TESTED)
 	$(BIN)/python -m pytest tests/cluster
+
+# Changes of the product that the everyday tests must notice.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.all

@@ -27,7 +27,7 @@ from bench import report
 from bench.common import ROOT, fail
 
 # What ``bench.check`` holds to what is expected.
-USUAL = ("overlap", "adaptive", "gsm8k", "json_schema", "peers", "maskbench", "soak")
+USUAL = ("counts", "overlap", "adaptive", "gsm8k", "json_schema", "peers", "maskbench", "soak")
 OTHERS = (
     "embedded", "drafters", "forced", "traces", "scaling", "parts", "quantization", "attack",
     "cluster", "exactness", "whole", "kernels", "gpu",

@@ -140,7 +140,7 @@ def open_systems(
             systems[name] = make(checkpoint)
         except ImportError as error:
             missing[name] = f"not installed: {error}"
-    given = dict(_server(text) for text in options.server or ())
+    given = dict(named_server(text) for text in options.server or ())
     for name, url in given.items():
         systems[name] = ServerSystem(url, None, os.environ.get("OPENAI_API_KEY"))
     if LLAMA in options.without:
@@ -198,7 +198,7 @@ def by_hand(text: str) -> dict[str, Any]:
     return found
 
 
-def _server(text: str) -> tuple[str, str]:
+def named_server(text: str) -> tuple[str, str]:
     name, found, url = text.partition("=")
     if not found or not name or "://" not in url:
         raise ConfigError(f"--server must be NAME=URL: {text!r}")

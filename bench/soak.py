@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ import torch
 
 from bench import plots
 from bench.common import Run, fail, flags, median, rounded
+from bench.served import rss_mib
 from bench.targets import add_model_flags, model_settings, work_folder
 from bench.workloads import OWN_SCHEMAS, Ask, free_asks, json_asks, read_samples
 from overlap_spec.engine import Engine
@@ -98,22 +98,12 @@ def held(engine: Engine, start: float) -> dict[str, Any]:
     state = engine.snapshot()
     return {
         "seconds": time.perf_counter() - start,
-        "rss_mib": rss_mib(),
+        "rss_mib": rss_mib(os.getpid()),
         **{name: state[name] for name in ("pages_in_use", "pages", "running", "waiting")},
         "matchers": state["matchers"],
         "threads": threading.active_count(),
         "grammar_cache_mib": engine.compiler.snapshot()["cache_bytes"] / 2**20,
     }
-
-
-def rss_mib() -> float:
-    """Resident memory of this process in MiB; where that cannot be read, the most it ever was."""
-    try:
-        resident = int(Path("/proc/self/statm").read_text().split()[1])
-        return resident * os.sysconf("SC_PAGE_SIZE") / 2**20
-    except OSError:
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most / 2**20 if sys.platform == "darwin" else most / 2**10
 
 
 def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -47,3 +47,15 @@ def test_files_and_benchmarks_exist(page: Path) -> None:
     for name in re.findall(r"python -m (bench\.\w+)", text):
         if name != "bench.NAME":
             assert importlib.util.find_spec(name) is not None, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_records_that_are_named_are_there(page: Path) -> None:
+    named = set(re.findall(r"\b(?:cpu|gpu)-[\w.-]+\.(?:json|svg)", page.read_text()))
+    assert {name for name in named if not (ROOT / "bench" / "results" / name).exists()} == set()
+
+
+@pytest.mark.parametrize("page", ["figures.md", "measured.md"])
+def test_figures_have_a_record(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    assert not re.findall(r"no\s+record\s+kept|by\s+hand,\s+no", text)

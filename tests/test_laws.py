@@ -455,3 +455,57 @@ def test_no_circles() -> None:
     found = circle(graph)
     assert not found, f"imports in a circle: {' → '.join(found)}"
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+# What other libraries name so, and have no other way to.
+NOT_OURS = {
+    "_asdict", "_attn_implementation", "_cdata", "_disable_current_modes", "_exit", "_fields",
+    "_index_put_impl_", "_local_scalar_dense", "_patch_lang_tensor", "_pin_memory",
+    "_python_cu", "_python_dispatch", "_replace", "_replica_queue_len_cache", "_schema",
+    "_set_running_loop", "_sleep", "_socket", "_state", "_to_copy", "_use_count",
+}  # fmt: skip
+# What tests still reach into; it may only become less.
+STILL_PRIVATE = {
+    "cluster/test_router.py": {"_open"},
+    "engine/test_async_engine.py": {"_process", "_receive"},
+    "engine/test_prompt_logprobs.py": {"_score"},
+    "examples/test_data.py": {"_frame", "_turn"},
+    "examples/test_interviews.py": {"_is_value"},
+    "proofs/test_capture.py": {"_after", "_keep_features", "_within"},
+    "proofs/test_races.py": {"_accepted"},
+    "server/test_chat_assembler.py": {"_set_ready"},
+    "server/test_life.py": {"_folder"},
+    "support/capture.py": {"_cuda"},
+    "speculation/test_auto.py": {"_slow"},
+    "worker/test_replay.py": {"_tiers"},
+    "worker/test_waits.py": {"_upload_masks"},
+}
+
+
+def test_tests_share_by_support_alone() -> None:
+    """No test module imports another."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tests."):
+                names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+                assert not any(name.startswith("test_") for name in names), path
+
+
+def test_tests_read_no_private_names() -> None:
+    """Of the product's; what other libraries have is theirs."""
+    tests = ROOT / "tests"
+    found = {str(p.relative_to(tests)): private_names(p) - NOT_OURS for p in tests.rglob("*.py")}
+    more = {path: names - STILL_PRIVATE.get(path, set()) for path, names in found.items()}
+    assert {path: names for path, names in more.items() if names} == {}
+
+
+def private_names(path: Path) -> set[str]:
+    """Names with an underscore in front that a file reads of others than its own classes."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and re.match(r"_[a-z]", node.attr)
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        and not (isinstance(node.value, ast.Call) and ast.unparse(node.value) == "super()")
+    }

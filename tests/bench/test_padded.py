@@ -83,6 +83,7 @@ def prompt() -> Tensor:
     return torch.randint(0, 256, (60,), generator=torch.Generator().manual_seed(9))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", few(CASES, "all", "qwen3"))
 @torch.no_grad()
 def test_the_function_stays_the_same(case: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What int8 costs and brings, on random checkpoints: the figures are made of the samples."""
+"""What int8 costs, on random checkpoints: the figures are made of the samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from bench import quantization
 from overlap_spec.models.quantization import has_int8
-from tests.support.checkpoints import write_head, write_target
+from tests.support.checkpoints import write_target
 
 
 @pytest.mark.ci
@@ -19,18 +19,13 @@ def test_the_record_is_made_of_its_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_target(tmp_path / "target", max_position_embeddings=1024)
-    write_head(tmp_path / "eagle3", max_position_embeddings=1024)
-    where = ["--model", str(tmp_path / "target"), "--draft", str(tmp_path / "eagle3")]
-    sizes = ["--texts", "2", "--requests", "2", "--threads", "1"]
+    sizes = ["--model", str(tmp_path / "target"), "--texts", "2"]
     path = tmp_path / "out.json"
-    quantization.main([*where, *sizes, "--types", "bfloat16", "--quick", "--json", str(path)])
+    quantization.main([*sizes, "--types", "bfloat16", "--quick", "--json", str(path)])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     samples = [json.loads(line) for line in (tmp_path / "out.samples.jsonl").open()]
-    accuracy = [s for s in samples if s["part"] == "accuracy"]
-    speed = [s for s in samples if s["part"] == "speed"]
-    assert len(accuracy) == 4
-    assert len(speed) == 4
-    mine = [s for s in accuracy if s["type"] == "int8"]
+    assert len(samples) == 2 * len(record["perplexity"])
+    mine = [s for s in samples if s["type"] == "int8"]
     assert record["tokens"] == sum(s["tokens"] for s in mine)
     loss = sum(s["loss"] for s in mine) / (record["tokens"] - 2)
     assert record["perplexity"]["int8"] == pytest.approx(math.exp(loss), rel=1e-4)
@@ -39,9 +34,6 @@ def test_the_record_is_made_of_its_samples(
     equal = sum(s["equal"]["bfloat16"] for s in mine) / record["tokens"]
     assert shares["int8"] == pytest.approx(equal, rel=1e-4)
     assert 0.5 < equal < 1.0
-    for field in ("ratio", "cpu_ratio"):
-        assert record[field]["bfloat16"]["n"] == 2
-    assert record["accept_length"]["int8"] >= 1
 
 
 def test_rows_that_are_none_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -225,6 +225,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "QUICK", size)
 
 
+@pytest.mark.ci
 def test_overlap_ends_in_its_record(
     tiny: dict[str, str],
     tmp_path: Path,

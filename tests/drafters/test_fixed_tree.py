@@ -93,7 +93,7 @@ def test_what_cannot_stand_beside_a_tree(
 
 @torch.no_grad()
 @pytest.mark.parametrize("graphs", few((False, True), True))
-@pytest.mark.parametrize("data", [PARENTS, CHOICES, LARGE])
+@pytest.mark.parametrize("data", few((PARENTS, CHOICES, LARGE), CHOICES))
 def test_each_node_is_its_parents_next_best_token(
     tiny: dict[str, Any], tmp_path: Path, data: Any, graphs: bool
 ) -> None:

@@ -149,11 +149,11 @@ def test_drafts_change_nothing(
         assert sum(output.stats.accepted_drafts for output in outputs) > 0
 
 
-@pytest.mark.parametrize("kind", few([kind for kind in KINDS if kind != "eagle3"], "draft_model"))
+@pytest.mark.parametrize("kind", few([kind for kind in KINDS if kind != "eagle3"]))
 def test_chaos_with_each_drafter(
     tiny: dict[str, Any], folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """17 random batches, under random delays and in a cache for which requests compete; the chaos
+    """Random batches, under random delays and in a cache for which requests compete; the chaos
     tests of the worker are ``eagle3``'s."""
     first, settings = chaos.settings_of("tree", "crowded")
     first += 2000 + 100 * KINDS.index(kind)
@@ -161,5 +161,5 @@ def test_chaos_with_each_drafter(
     chaos.start(monkeypatch, first)
     settings = {**settings_of(tiny, folders, kind), **settings, "adaptive": "static"}
     with oracle, chaos.build(settings) as engine:
-        chaos.outputs_equal(oracle, engine, first)
+        chaos.outputs_equal(oracle, engine, first, 8)
         assert engine.snapshot()["drafter"]["faults"] == 0

@@ -117,6 +117,7 @@ def test_a_module_in_a_folder_of_its_own(tmp_path: Path) -> None:
     assert [o.stats.verifies for o in beside] == [o.stats.verifies for o in inside]
 
 
+@pytest.mark.ci
 def test_what_does_not_load_is_named(tmp_path: Path) -> None:
     checkpoints.write_target(tmp_path / "bare")
     with pytest.raises(CheckpointError, match="has no next-token module"):

@@ -391,7 +391,7 @@ def test_tokens_that_a_drafter_lacks_are_no_candidates() -> None:
     assert scores[2].tolist() == [0.0, -np.inf]
 
 
-@pytest.mark.parametrize("algorithm", few(("eagle3", "draft_model"), "eagle3"))
+@pytest.mark.parametrize("algorithm", few(("eagle3", "draft_model"), "draft_model"))
 @pytest.mark.parametrize("shape", few(SHAPES, "tree"))
 def test_only_what_the_grammar_allows_is_drafted(
     tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, algorithm: str, shape: str

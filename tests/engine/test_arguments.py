@@ -135,6 +135,7 @@ def test_unknown_settings_are_named_with_what_was_meant() -> None:
         SamplingParams.from_mapping({"temprature": 1})
 
 
+@pytest.mark.ci
 def test_the_async_engine_takes_the_same(tiny: dict[str, str]) -> None:
     async def work() -> tuple[Any, Any, str]:
         settings = {"num_steps": 3, "adaptive": "static"}

@@ -209,6 +209,7 @@ def test_a_dead_process_fails_its_requests_and_comes_back(
     run(runner, work())
 
 
+@pytest.mark.ci
 def test_an_engine_that_stalls_is_started_again(
     engine: AsyncEngine, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +261,7 @@ def test_a_closed_engine_takes_no_requests(tiny: dict[str, str], runner: asyncio
     run(runner, work())
 
 
+@pytest.mark.ci
 def test_a_connection_without_unix_sockets(
     tiny: dict[str, str], runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

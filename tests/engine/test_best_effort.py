@@ -216,6 +216,7 @@ def test_a_generator_gives_no_value_that_is_not_valid(engine: Engine) -> None:
         Generator(engine, loose(WRONG))("x")
 
 
+@pytest.mark.ci
 def test_an_async_engine_gives_the_same(tiny: dict[str, str]) -> None:
     async def work() -> tuple[Any, Any]:
         settings = {"num_steps": 3, "adaptive": "static"}
@@ -240,6 +241,7 @@ def test_the_command_line_says_what_is_not_valid(
     assert printed.err == f"error: the output is not valid: {WHY}\n"
 
 
+@pytest.mark.ci
 @needs_weights
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -85,6 +85,7 @@ def test_what_is_wrong_is_named_at_once(folder: Path, name: str) -> None:
     assert len(str(caught.value)) < 800
 
 
+@pytest.mark.ci
 def test_the_command_ends_in_one_line(folder: Path) -> None:
     change(CONFIG, hidden_size=10**9)(folder)
     for words in (["serve", "--port", "0"], ["generate", "hi"]):

@@ -87,6 +87,7 @@ def test_an_unfinished_value_is_an_error(engine: Engine) -> None:
         Generator(engine, Point)("go", {"max_tokens": 2})
 
 
+@pytest.mark.ci
 def test_with_an_async_engine_the_call_is_awaited(tiny: dict[str, str]) -> None:
     async def work() -> tuple[Any, Any]:
         settings = {"num_steps": 3, "adaptive": "static"}

@@ -59,6 +59,7 @@ def test_outputs_carry_the_warnings(tiny: dict[str, str]) -> None:
     assert [delta.warnings for delta in deltas] == [*[()] * (len(deltas) - 1), TOLD]
 
 
+@pytest.mark.ci
 def test_they_cross_to_another_process(tiny: dict[str, str]) -> None:
     async def work() -> Any:
         settings = {"num_steps": 3, "adaptive": "static"}

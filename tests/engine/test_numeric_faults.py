@@ -78,7 +78,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("overlap", few(("none", "double-sync", "once-sync"), "once-sync"))
 @pytest.mark.parametrize("drafter", few(("none", "eagle3"), "eagle3"))
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", few(FAULTS, "output"))
 def test_who_shares_its_prefix_goes_on(
     poisoned: dict[str, Any], fault: str, drafter: str, overlap: str
 ) -> None:

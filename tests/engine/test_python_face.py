@@ -154,6 +154,7 @@ def test_n_outputs_of_a_prompt(engine: Engine) -> None:
     assert engine.core.scheduler.allocator.in_use == 0
 
 
+@pytest.mark.ci
 def test_the_async_engine_and_generators_take_n(engine: Engine, tiny: dict[str, str]) -> None:
     asked: dict[str, Any] = {"temperature": 1.2, "max_tokens": 12, "seed": 5}
 

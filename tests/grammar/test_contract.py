@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import xgrammar
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, Vocabulary, backends
@@ -334,13 +335,12 @@ def test_views_and_read_only_links_work(name: str) -> None:
 def test_a_fault_inside_the_library_leaves_the_matcher(monkeypatch: pytest.MonkeyPatch) -> None:
     matcher = start("xgrammar", 41, "ab*", [0])
     before = row_of(matcher)
-    library = matcher._library  # type: ignore[attr-defined]
 
-    def dies(*_: object) -> None:
+    def dies(library: xgrammar.GrammarMatcher, *_: object) -> None:
         assert library.accept_token(1)
         raise RuntimeError("midway")
 
-    monkeypatch.setattr(library, "traverse_draft_tree", dies)
+    monkeypatch.setattr(xgrammar.GrammarMatcher, "traverse_draft_tree", dies)
     rows = np.full((1, matcher.vocabulary.words), -1, np.int32)
     with pytest.raises(RuntimeError, match="midway"):
         matcher.fill_tree(*arrays(([0], [NONE], [NONE])), rows)

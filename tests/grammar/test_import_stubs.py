@@ -37,6 +37,7 @@ def test_nothing_stands_in_for_what_is_not_installed() -> None:
         import no_such_module_at_all  # type: ignore[import-not-found]  # noqa: F401
 
 
+@pytest.mark.ci
 def test_the_backend_does_without_transformers() -> None:
     pytest.importorskip("transformers")
     code = """

@@ -184,6 +184,7 @@ def test_what_a_worker_prints_is_not_seen(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.ci
 def test_short_ones_do_not_wait_for_long_ones(compiler: GrammarCompiler) -> None:
     hung = [compiler.submit(job(f"hang {i}")) for i in range(4)]
     until(lambda: compiler.snapshot()["executor"]["long_running"] == 1)
@@ -213,6 +214,7 @@ def test_a_long_one_has_less_priority(compiler: GrammarCompiler) -> None:
     until(lambda: niceness() == {here})
 
 
+@pytest.mark.ci
 def test_a_long_one_that_waited_starts_again() -> None:
     limits = CompileLimits(time_s=5, fast_s=0.2, fast_running=1, long_running=1, nice=0)
     with GrammarCompiler(FaultyBackend(VOCABULARY), limits=limits) as compiler:
@@ -276,6 +278,7 @@ def test_a_worker_killed_from_outside(compiler: GrammarCompiler) -> None:
     assert compiler.compile(job("after")).memory_bytes == 5
 
 
+@pytest.mark.ci
 def test_the_fork_server_killed_from_outside(compiler: GrammarCompiler) -> None:
     compiler.compile(job("warm"))
     before = pids(compiler)
@@ -311,6 +314,7 @@ def test_a_worker_that_never_begins_costs_a_retry(monkeypatch: pytest.MonkeyPatc
         assert compiler.snapshot()["executor"]["workers_killed"] >= 1
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_stopped_worker_costs_a_retry(compiler: GrammarCompiler, busy: bool) -> None:
     compiler.compile(job("warm"))
@@ -333,6 +337,7 @@ def test_a_stopped_fork_server_costs_a_retry(compiler: GrammarCompiler) -> None:
     until(lambda: not any(map(is_running, left)))
 
 
+@pytest.mark.ci
 def test_a_worker_seen_stopped_before_its_fork_server_costs_one_retry(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -500,6 +505,7 @@ def test_xgrammar_in_a_worker_is_xgrammar_here_without_torch() -> None:
     assert here.is_complete
 
 
+@pytest.mark.ci
 def test_holders_of_grammars_that_wait_take_turns(compiler: GrammarCompiler) -> None:
     many = [compiler.submit(job(f"slow 0.3 {i}"), "one") for i in range(10)]
     few = compiler.submit(job("slow 0.3 other"), "other")

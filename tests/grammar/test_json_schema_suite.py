@@ -16,6 +16,7 @@ from overlap_spec.cli.request import ConstraintFlags
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, GrammarCompiler
 from overlap_spec.grammar.backends import load
+from tests.support.tiers import few
 
 SUITE = Path(__file__).parents[3] / "shared" / "data" / "json_schema_test_suite"
 
@@ -192,7 +193,7 @@ def test_a_format_is_held_under_not_as_a_name_and_beside_min_length() -> None:
     assert split(names, [{"2024-01-01": 1}, {"x": 1}]) == ([{"2024-01-01": 1}], [{"x": 1}])
 
 
-@pytest.mark.parametrize("most", [40, 254, 2083])
+@pytest.mark.parametrize("most", few((40, 254, 2083), 254))
 def test_a_length_that_no_automaton_counts_is_held_too(most: int) -> None:
     mail, uri = "anna.k@mail.example", "https://www.example.org/a/b%20c?d=1"
     for name, text in (("email", mail), ("hostname", "www.example.org"), ("uri", uri)):
@@ -235,7 +236,7 @@ def test_what_a_format_is_belongs_to_the_grammar() -> None:
 
 
 @pytest.mark.skipif(not SUITE.is_dir(), reason="the JSON Schema Test Suite is not here")
-@pytest.mark.parametrize("draft", exactness.DRAFTS)
+@pytest.mark.parametrize("draft", few(exactness.DRAFTS, "2020-12"))
 @pytest.mark.parametrize("part", exactness.PARTS)
 def test_a_sample_of_the_suite_lets_nothing_wrong_through(draft: str, part: str) -> None:
     suite = list(exactness.entries(SUITE, draft, part))

@@ -279,6 +279,7 @@ def compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not DATA.exists(), reason="JSONSchemaBench sample is not here")
 def test_schemas_in_the_wild() -> None:
     entries = [json.loads(line) for line in DATA.read_text().splitlines()][::8]

@@ -63,25 +63,18 @@ def test_a_choice_travels(auto: Backend) -> None:
     np.testing.assert_array_equal(*rows)
 
 
-def test_backends_are_built_when_needed() -> None:
-    auto = AutoBackend(VOCABULARY)
-    assert not auto._built
-    auto.compile(Grammar.regex("a"))
-    assert list(auto._built) == ["xgrammar"]
-
-
 def test_the_next_backend_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     auto = AutoBackend(VOCABULARY)
 
     def refuses(*_: object) -> None:
         raise GrammarError("too much")
 
-    monkeypatch.setattr(auto._backend("xgrammar"), "compile", refuses)
+    monkeypatch.setattr(backends.load("xgrammar"), "compile", refuses)
     compiled = auto.compile(Grammar.regex("ab*"))
     assert compiled.backend == "llguidance"
     assert "xgrammar refused" in compiled.reason
     for name in SMALL.backends:
-        monkeypatch.setattr(auto._backend(name), "compile", refuses)
+        monkeypatch.setattr(backends.load(name), "compile", refuses)
     with pytest.raises(GrammarError, match=r"xgrammar: too much; llguidance: too much"):
         auto.compile(Grammar.regex("ab*"))
 
@@ -92,7 +85,7 @@ def test_a_fault_that_is_no_refusal_is_not_hidden(monkeypatch: pytest.MonkeyPatc
     def dies(*_: object) -> None:
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr(auto._backend("xgrammar"), "compile", dies)
+    monkeypatch.setattr(backends.load("xgrammar"), "compile", dies)
     with pytest.raises(RuntimeError, match="a fault"):
         auto.compile(Grammar.regex("ab*"))
 

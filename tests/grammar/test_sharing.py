@@ -68,6 +68,7 @@ def test_closing_one_leaves_the_other_its_workers(
     until(lambda: not is_running(fork_server))
 
 
+@pytest.mark.ci
 def test_processes_end_with_the_last_however_it_goes() -> None:
     before = set(threading.enumerate())
     one, other, third = made(), made(), made()
@@ -88,6 +89,7 @@ def test_processes_end_with_the_last_however_it_goes() -> None:
         assert pids(fourth)[0] != left[0]
 
 
+@pytest.mark.ci
 def test_a_fork_starts_workers_of_its_own(two: tuple[GrammarCompiler, GrammarCompiler]) -> None:
     two[0].compile(job("text"))
     fork_server = pids(two[0])[0]
@@ -105,6 +107,7 @@ def test_a_fork_starts_workers_of_its_own(two: tuple[GrammarCompiler, GrammarCom
     assert pids(two[1])[0] == fork_server
 
 
+@pytest.mark.ci
 def test_joining_and_leaving_at_once() -> None:
     faults: list[BaseException] = []
 

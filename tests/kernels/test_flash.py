@@ -53,6 +53,7 @@ def test_prefixes_and_chunks_are_joined_with_trees(
     assert [kind for kind, count in sorted(calls.items(), reverse=True) if count] == kinds
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "fault"), FAULTY, ids=[fault for _, fault in FAULTY])
 def test_what_is_joined_wrongly_is_seen(
     name: str, fault: str, interpreter: ProcessPoolExecutor
@@ -61,6 +62,7 @@ def test_what_is_joined_wrongly_is_seen(
         interpreter.submit(run_flash, name, 15, fault).result()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("capability", [80, 90])
 def test_what_joins_compiles_for_gpus_that_flash_attention_knows(capability: int) -> None:
     half, single = torch.bfloat16, torch.float32

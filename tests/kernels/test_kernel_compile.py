@@ -18,7 +18,6 @@ from overlap_spec.kernels import tuning
 from overlap_spec.kernels.dispatch import use
 from overlap_spec.kernels.triton.launch import Launch
 from tests.support.kernel_ir import SHARED_BYTES, compile_for, figures, noted
-from tests.support.tiers import few
 
 CPU = torch.device("cpu")
 
@@ -79,7 +78,8 @@ def check_compiles(capability: int, folder: Path) -> None:
             assert found.stack_bytes <= (0 if plain else 128), where
 
 
-@pytest.mark.parametrize("capability", few((80, 90), 90))
+@pytest.mark.ci
+@pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_without_a_gpu(capability: int, tmp_path: Path) -> None:
     check_compiles(capability, tmp_path)
 
@@ -90,6 +90,7 @@ def test_kernels_compile_for_other_gpus(capability: int, tmp_path: Path) -> None
     check_compiles(capability, tmp_path)
 
 
+@pytest.mark.ci
 def test_kernels_use_hoppers_matrix_instructions_where_rows_suffice() -> None:
     prefill = attention(Draw(CPU, torch.bfloat16, 0), 1, 256, 512)
     (launch,) = noted(prefill, tuning.table("sm_90"))

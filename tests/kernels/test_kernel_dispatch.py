@@ -13,7 +13,6 @@ import torch
 
 from overlap_spec import kernels
 from overlap_spec.errors import ConfigError
-from overlap_spec.kernels import dispatch
 from overlap_spec.kernels.dispatch import operation, reference_of, use
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +77,7 @@ def test_kernel_choice_goes_by_device_choice_and_gradient(monkeypatch: Any) -> N
     with torch.no_grad():
         assert run(wanted)[0] == "triton"
     assert reference_of(run) is twice
-    assert dispatch._forced is None
+    assert run(cpu)[0] == "reference"
 
 
 def test_every_kernel_has_its_references_signature() -> None:

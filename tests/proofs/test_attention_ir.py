@@ -13,6 +13,8 @@ from overlap_spec.kernels import tuning
 from tests.support.attention_figures import CAPABILITIES, HALF, HEAD_DIMS, compiled, rows, works
 from tests.support.kernel_ir import KIB, SHARED_BYTES, Figures, noted
 
+pytestmark = pytest.mark.ci
+
 
 def check(work: Work, capability: int, folder: Path) -> Figures:
     found = compiled(work, capability, folder)

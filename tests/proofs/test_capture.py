@@ -30,6 +30,8 @@ from tests.support.layouts import LAYOUTS, write
 from tests.support.mtp import write_module
 from tests.support.tiers import few
 
+pytestmark = pytest.mark.ci
+
 SIZES = (1, 3)
 CHAIN: dict[str, Any] = {"num_steps": 3}
 TREE: dict[str, Any] = {"num_steps": 3, "eagle_topk": 3, "num_draft_tokens": 9}

@@ -175,12 +175,14 @@ def serve_uploads(engine: Engine) -> None:
     engine.generate(["abcabcabc", "pick"], [THOUGHT, weighed], sampling)
 
 
+@pytest.mark.ci
 def test_uploads_are_the_streams_own(tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     with watched(tiny, monkeypatch, relaxed_topk=2, **HOSTED) as (world, engine):
         serve_uploads(engine)
     assert races(world) == []
 
 
+@pytest.mark.ci
 def test_an_upload_outside_of_the_streams_is_found(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +238,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("fault", few([(each,) for each in FAULTS], (FAULTS[0],)), ids="-".join)
 def test_a_wait_that_is_left_out_is_found(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, fault: tuple[str, str]

@@ -21,6 +21,8 @@ from tests.support.held_graphs import HeldGraphs
 from tests.support.specialisations import Key, noted_kernels
 from tests.support.tiers import few
 
+pytestmark = pytest.mark.ci
+
 TIERS: dict[str, dict[str, Any]] = {
     "plain": {"algorithm": "none"},
     "chain": {"num_steps": 3, "adaptive": "static"},

@@ -36,3 +36,11 @@ def test_the_prefix_tree_gives_up_pages_only_where_none_is_left() -> None:
     assert tree.idle_pages == 2
     assert set(pages.take(2)) == set(kept)
     assert (tree.idle_pages, pages.free_count, pages.in_use) == (0, 0, 3)
+
+
+def test_what_was_computed_under_a_salt_is_found_under_it_alone() -> None:
+    tree = PrefixTree(4)
+    for salt, pages in (("a", (1, 2)), ("", (3, 4))):
+        tree.insert(range(8), pages, [], salt)
+    found = {salt: [n.page for n in tree.find(range(9), salt)] for salt in ("a", "b", "")}
+    assert found == {"a": [1, 2], "b": [], "": [3, 4]}

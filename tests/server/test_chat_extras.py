@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.serving import FIXED, PAIR, Server, shared_server
 from tests.support.skips import needs_weights
+from tests.support.tiers import few
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SAID = "Maria Lopez is 34 years old and lives in Lisbon."
@@ -246,7 +247,7 @@ def test_guided_fields_are_structured_outputs(
 ANSWER = {"type": "json_schema", "json_schema": {"name": "pair", "schema": PAIR}}
 
 
-@pytest.mark.parametrize("budget", [0, 1, 9])
+@pytest.mark.parametrize("budget", few((0, 1, 9), 1))
 @pytest.mark.parametrize("answer", [{}, {"response_format": ANSWER}])
 def test_thinking_ends_at_its_budget(thinking: Server, answer: dict[str, Any], budget: int) -> None:
     body = {"thinking_budget": budget, "max_tokens": 160, "return_token_ids": True} | answer

@@ -150,6 +150,7 @@ def test_probes_find_room_where_there_is_none(server: Server) -> None:
     wait_for(lambda: httpx.get(server.url + "/version").status_code == 200, 40)
 
 
+@pytest.mark.ci
 def test_silent_connections_leave_room_for_probes_on_their_port(server: Server) -> None:
     listens = PROBES.search(server.log)
     assert listens

@@ -81,6 +81,7 @@ def _run(strategy: st.SearchStrategy[Any], examples: int, short: bool, cases: li
         check()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("examples", few((2, 8), 2))
 def test_a_few_cases_of_every_route(examples: int) -> None:
     server = shared_server()

@@ -59,6 +59,7 @@ def test_a_grammar_comes_back_as_it_is_made_here() -> None:
     assert reading(lambda reader, _: reader.read(pickle.dumps(GOOD))) == GOOD()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "how", few((signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP), signal.SIGKILL)
 )
@@ -90,6 +91,7 @@ def test_a_readers_own_end_blames_its_grammar() -> None:
         reading(lambda reader, _: reader.read(pickle.dumps(os.abort)))
 
 
+@pytest.mark.ci
 def test_its_own_limit_and_the_machines_are_told_apart() -> None:
     greedy = pickle.dumps(partial(bytes, 2**32))
     with pytest.raises(GrammarError, match="took more than 1024 MiB of memory"):
@@ -109,6 +111,7 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
+@pytest.mark.ci
 def test_what_a_reader_sends_is_data(tmp_path: Path) -> None:
     """A reader in other hands sends what would run in the front if it were unpickled."""
     folder = tmp_path / "run"

@@ -16,7 +16,7 @@ import pytest
 
 from overlap_spec.children import without_secrets
 from overlap_spec.errors import ConfigError
-from overlap_spec.server.keys import Keys
+from overlap_spec.server.keys import Keys, network_of
 from overlap_spec.server.settings import ServerSettings
 from tests.support.serving import FIXED, Server, children, wait_for
 from tests.support.skips import needs_weights
@@ -278,6 +278,14 @@ def test_without_keys_a_client_is_its_address() -> None:
     assert keys.owner(b"", "10.0.0.1") != keys.owner(b"", "10.0.0.2")
     assert keys.owner(b"Bearer any", "10.0.0.1") == keys.owner(b"", "10.0.0.1")
     assert not keys.is_admin(b"Bearer any")
+
+
+def test_an_address_counts_as_its_network() -> None:
+    """Of IPv6 one machine takes as many as it likes."""
+    assert network_of("2001:db8::1") == network_of("2001:db8::ffff:2") == "2001:db8::/64"
+    assert network_of("2001:db8:0:1::1") == "2001:db8:0:1::/64"
+    assert network_of("::ffff:10.0.0.1") == network_of("10.0.0.1") == "10.0.0.1"
+    assert network_of("testclient") == "testclient"
 
 
 def test_files_of_keys(tmp_path: Path) -> None:

@@ -191,6 +191,7 @@ def test_abort_request_ends_one_of_them(server: Server) -> None:
     server.settle()
 
 
+@pytest.mark.ci
 def test_two_servers_want_one_port(server: Server) -> None:
     first = shared_server()
     port = first.url.rsplit(":")[-1]
@@ -205,6 +206,7 @@ def test_two_servers_want_one_port(server: Server) -> None:
     assert first.get("/health").status_code == 200
 
 
+@pytest.mark.ci
 def test_a_killed_engine_is_503_and_comes_back(server: Server) -> None:
     pid = server.state()["pid"]
     replies: list[httpx.Response] = []
@@ -295,6 +297,7 @@ def test_a_grammars_own_fault_is_a_400() -> None:
     assert server.post(CHAT, {"messages": HI, "max_tokens": 2}).status_code == 200
 
 
+@pytest.mark.ci
 @pytest.mark.clock
 @pytest.mark.parametrize("moment", ["its first word", "the engine's folder"])
 def test_sigterm_while_the_engine_loads(moment: str, tmp_path: Path) -> None:
@@ -322,6 +325,7 @@ async def _ends_with_its_client() -> None:
     await engine.end()
 
 
+@pytest.mark.ci
 def test_an_engine_whose_client_is_gone_ends() -> None:
     asyncio.run(_ends_with_its_client())
 

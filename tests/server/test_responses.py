@@ -217,6 +217,7 @@ def test_log_probabilities(client: openai.OpenAI, server: Server) -> None:
     assert [entry["token"] for entry in streamed] == [entry.token for entry in shown]
 
 
+@pytest.mark.ci
 def test_a_stream_that_fails_says_so() -> None:
     body = {"input": TEXT, "ignore_eos": True, "max_output_tokens": 3000}
     *_, last = events_of(shared_server(*IMPATIENT), body)

@@ -64,6 +64,7 @@ def encrypted(certificate: tuple[Path, Path]) -> Iterator[Server]:
     server.kill()
 
 
+@pytest.mark.ci
 def test_it_speaks_https(encrypted: Server, certificate: tuple[Path, Path]) -> None:
     assert encrypted.url.startswith("https://127.0.0.1:")
     url, body = f"{encrypted.url}/v1/completions", {"prompt": "x", "regex": "abc"}

@@ -32,6 +32,7 @@ def limited(kind: int, value: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(kind, (value, value))
 
 
+@pytest.mark.ci
 def test_too_little_address_space_ends_in_a_message() -> None:
     command = [sys.executable, "-m", "overlap_spec", "serve", "--port", "0"]
     done = subprocess.run(

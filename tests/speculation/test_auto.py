@@ -145,13 +145,13 @@ def test_a_machine_whose_load_changes() -> None:
     assert ran.rate > 0.95 * best_static(TIERS, machine, 0.7, 1)[1]
 
 
-@pytest.mark.ci
-def test_probes_cost_little() -> None:
-    for name, machine in MACHINES.items():
-        for acceptance in (0.2, 0.6, 0.9):
-            policy = make(machine)
-            run(policy, machine, [(acceptance, 4, VERIFIES)], 7)
-            assert policy.snapshot()["probe_share"] <= 0.02, name
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_probes_cost_little(name: str) -> None:
+    """Soon after the start, where most is unknown; in easy text they would cost 0.03 unbounded."""
+    for acceptance in (0.5, 0.9):
+        policy = make(MACHINES[name])
+        run(policy, MACHINES[name], [(acceptance, 1, 300)], 7)
+        assert policy.snapshot()["probe_share"] <= 0.02
 
 
 @pytest.mark.parametrize("acceptance", [0.65, 0.8])

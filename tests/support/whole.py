@@ -56,7 +56,7 @@ def answers(
         # Weights that are packed for the CPU would pass kernels by.
         stack.enter_context(patch.object(build_module, "pack", lambda _: None))
         if held:
-            from tests.worker.test_replay import HeldGraphs
+            from tests.support.held_graphs import HeldGraphs
 
             stack.enter_context(patch.object(worker_module, "GraphRunner", HeldGraphs))
             stack.enter_context(

@@ -77,6 +77,7 @@ def train(asked: HeadSettings, stop: int = -1) -> bytes:
     return (asked.out / "model.safetensors").read_bytes()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("changes", "stops"),
     few(

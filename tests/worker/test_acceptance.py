@@ -37,7 +37,9 @@ def rows_of(setting: dict[str, Any]) -> tuple[RowTables, SamplingFeatures]:
     request = Request(0, PROMPT, SamplingParams(**setting), None, 99, frozenset({0}), 0, 0)
     tables.assign(0, request)
     tables.write(0, request, ())
-    for value in [*vars(tables).values(), *tables.buffers(), *tables._wide.values()]:
+    wide = [tables.output_counts, tables.in_prompt, tables.wide("bias", torch.float32)]
+    wide += [tables.wide("stops", torch.bool), tables.banned]
+    for value in [*vars(tables).values(), *tables.buffers(), *wide]:
         if isinstance(value, Tensor):
             value[:] = value[0].clone()
     tables.seed[:COUNT] = torch.arange(COUNT) * 7919 + 13

@@ -52,7 +52,7 @@ class ChaosCudaStreams(CudaStreams):
 def test_chaos_on_cuda_never_changes_outputs(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, mode: str, tier: str, room: str
 ) -> None:
-    """As on the CPU's threads, with 17 random batches each."""
+    """As on the CPU's threads, with random batches each."""
     first, settings = settings_of(tier, room)
     common: dict[str, Any] = {"device": "cuda", "dtype": "float32"}
     oracle = build(tiny, overlap="none", algorithm="none", **common)

@@ -27,7 +27,7 @@ from tests.support.tiers import few
 def test_chaos_never_changes_outputs(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, mode: str, tier: str, room: str
 ) -> None:
-    """17 random batches of random requests each, so 306 seeds over all parameters."""
+    """Random batches of random requests, 306 seeds over all parameters."""
     first, settings = chaos.settings_of(tier, room)
     before = set(threading.enumerate())
     oracle = chaos.build(tiny, overlap="none", algorithm="none")

@@ -156,6 +156,7 @@ def test_no_stopped_process_outlives_the_front(tiny: dict[str, str]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.ci
 def test_a_rank_outlives_the_thread_that_made_the_engine(tiny: dict[str, str]) -> None:
     made: list[Engine] = []
     settings: dict[str, Any] = {"tensor_parallel_size": 2, "graphs": False}

@@ -114,6 +114,7 @@ def answer(engine: Engine, batch: int) -> list[Output]:
     ]
 
 
+@pytest.mark.ci
 @needs_int8
 @pytest.mark.parametrize("dtype", few(("float32", "bfloat16"), "bfloat16"))
 def test_speculation_changes_no_text(tiny: dict[str, Any], dtype: str) -> None:

@@ -26,7 +26,7 @@ def plain(tiny: dict[str, Any]) -> list[Output]:
 
 
 @pytest.mark.parametrize("graphs", few((True, False), True))
-@pytest.mark.parametrize("share", few((0.0, 0.1, 0.3, 0.6, 1.0), 0.0, 0.3))
+@pytest.mark.parametrize("share", few((0.0, 0.1, 0.3, 0.6, 1.0), 0.3))
 def test_fewer_nodes_change_no_text(
     tiny: dict[str, Any],
     plain: list[Output],
@@ -101,7 +101,7 @@ def test_a_request_without_speculation_costs_one_node(
 def test_chaos_with_ragged_verifies(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, room: str
 ) -> None:
-    """17 random batches of random requests, each with another number of nodes a step."""
+    """Random batches of random requests, each with another number of nodes a step."""
     first, settings = chaos.settings_of("tree", room)
     oracle = chaos.build(tiny, overlap="none", algorithm="none")
     chaos.start(monkeypatch, first + 500)
@@ -112,4 +112,4 @@ def test_chaos_with_ragged_verifies(
             engine,
             lambda batch, tier: batch + next(calls) * 7 % (batch * (tier.nodes - 1) + 1),
         )
-        chaos.outputs_equal(oracle, engine, first + 500)
+        chaos.outputs_equal(oracle, engine, first + 500, 8)

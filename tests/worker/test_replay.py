@@ -75,7 +75,7 @@ def tier_of(engine: Engine) -> Tier:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", few(TIERS, "tree"))
 @torch.inference_mode()
 def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) -> None:
     settings = {"adaptive": "static", "overlap": "none", "dtype": "float32", "page_size": 4}
@@ -244,6 +244,7 @@ def test_recordings_end_with_their_engine(tiny: dict[str, Any]) -> None:
     assert counts[0] == counts[1] == counts[2]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("tier", few(chaos.TIERS, "tree"))
 def test_chaos_with_fixed_inputs_and_outputs(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, tier: str

@@ -24,7 +24,7 @@ from overlap_spec.kernels import (
     masked_choose,
     noise_keys,
 )
-from overlap_spec.kernels.sampling import draw, negative_exponentials
+from overlap_spec.kernels.sampling import apply_penalties, draw, negative_exponentials
 from overlap_spec.types import Request, SamplingParams
 from overlap_spec.worker import sampler as sampler_module
 from overlap_spec.worker.sampler import Masks, Nodes, Sampler, token_logprobs
@@ -38,6 +38,16 @@ def pack(allowed: torch.Tensor) -> torch.Tensor:
     words = -(-allowed.shape[1] // 32)
     bits = np.pad(bits, ((0, 0), (0, 4 * words - bits.shape[1])))
     return torch.from_numpy(bits.view(np.int32))
+
+
+def test_penalties_by_hand() -> None:
+    """Repetition makes what was seen less likely whatever its sign; a token twice in the output
+    has presence once and frequency twice."""
+    logits = torch.tensor([[2.0, -2.0, 2.0, -2.0]])
+    counts, seen = torch.tensor([[2, 0, 0, 0]]), torch.tensor([[True, True, False, False]])
+    factors = (torch.tensor([value]) for value in (4.0, 0.5, 0.25))
+    apply_penalties(logits, counts, seen, *factors)
+    assert logits.tolist() == [[0.5 - 0.5 - 2 * 0.25, -8.0, 2.0, -2.0]]
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 70, 129])
@@ -249,7 +259,9 @@ def test_tree_verification_has_plain_samplings_distribution(
     tables.assign(0, request)
     tables.write(0, request, tuple(OUTPUT))
     features = tables.features([0])
-    for value in [*vars(tables).values(), *tables.buffers(), *tables._wide.values()]:
+    wide = [tables.output_counts, tables.in_prompt, tables.wide("bias", torch.float32)]
+    wide += [tables.wide("stops", torch.bool), tables.banned]
+    for value in [*vars(tables).values(), *tables.buffers(), *wide]:
         if isinstance(value, torch.Tensor):
             value[:] = value[0].clone()
     tables.seed[:count] = torch.arange(count) * 7919 + 13
