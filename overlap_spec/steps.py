@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,9 @@ from overlap_spec.types import NO_EXTRAS, TokenLogprobs
 
 # Tokens of a run that a grammar forces, as far as it is drafted; the first is what was chosen last.
 RUN_TOKENS = 16
-# Numbers that the lane tells of a node: the run behind it, and the state of its grammar's table.
-TOLD = RUN_TOKENS + 1
+# Numbers that the lane tells of a node: the run behind it, and where it stands in its grammar's
+# table and trie.
+TOLD = RUN_TOKENS + 2
 # States by bytes (`grammar/drafting/byte_states.py`): a state is the number at which its moves
 # begin. Steps from it: by each of 256 bytes; by none; by what is no text; by a stop token; by the
 # rest of a long token. States of every table: nothing is known; nothing can come; all is over. Then
@@ -32,8 +33,24 @@ LOST, DEAD, DONE, FIRST = (STATE_WIDTH * state for state in range(COMMON_STATES 
 TOKEN_STEPS, FEW_TOKENS = 16, 8
 # Nodes of a trie that is drafted from, the prompt's end included.
 TRIE_NODES = 512
+# States that the tables of all grammars have together, some 17 MB.
+STATES = 16_384
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
+# A part of a table on the device: its first row, and its values.
+Part = tuple[int, NDArray[Any]]
+
+
+class GrammarMap(Protocol):
+    """What drafts read of a grammar on the device: :class:`GrammarTable`, :class:`TokenTrie`."""
+
+    @property
+    def size(self) -> int:
+        """Rows that it takes there."""
+
+    def parts(self, base: int) -> dict[str, Part]:
+        """Its values by the name of their table, for a map whose rows are numbered from ``base``
+        on."""
 
 
 class GrammarTable(NamedTuple):
@@ -48,6 +65,17 @@ class GrammarTable(NamedTuple):
     moves: NDArray[np.int32]
     few: NDArray[np.int32]
     forced: NDArray[np.int16]
+
+    @property
+    def size(self) -> int:
+        """States of its own."""
+        return len(self.few) - COMMON_STATES
+
+    def parts(self, base: int) -> dict[str, Part]:
+        """As :class:`GrammarMap`; the common states are the first ones everywhere."""
+        own, ahead = self.moves[COMMON_STATES:], np.int32((base - COMMON_STATES) * STATE_WIDTH)
+        moves = np.where(own < FIRST, own, own + ahead).reshape(-1)
+        return {"moves": (base * STATE_WIDTH, moves), "few": (base, self.few[COMMON_STATES:])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +138,21 @@ class TokenTrie:
             node = self.children.get((node, token))
         return node
 
+    def left(self, node: int) -> int:
+        """Nodes that can be left behind what is known: behind the first token at least."""
+        return int(self.sizes[node] if node >= 0 else self.sizes[self.parents < 0].max())
+
+    @property
+    def size(self) -> int:
+        """Nodes, the prompt's end included."""
+        return 1 + len(self.tokens)
+
+    def parts(self, base: int) -> dict[str, Part]:
+        """As :class:`GrammarMap`: of each node its token, parent, depth, and the nodes below it."""
+        table = np.array([self.tokens, self.parents + 1 + base, self.depths, self.sizes]).T
+        end = np.array([[-1, -1, 0, len(self.tokens)]])
+        return {"tries": (base, np.concatenate([end, table]))}
+
     def path(self, node: int) -> list[int]:
         """The nodes down to ``node``, which is the last."""
         found = []
@@ -119,59 +162,13 @@ class TokenTrie:
         return found[::-1]
 
 
-@dataclass(eq=False)
-class WeighedChoices:
-    """The texts of a choice that are weighed behind one prompt, each cut into tokens in one way.
-
-    All requests for the same share it: one of them has the tries weighed, one or few a step, and
-    the others wait for that.
-
-    ``tries``: each text is in one of them. ``stop_ids``: the tokens of which one ends the output.
-    ``faithful``: whether the output is chosen by the texts' weights. ``logprobs``: float64
-    ``(m,)``, of each text; ``tokens``: with which each would be the output, the likeliest stop
-    token behind them. ``planned``, ``known``: tries that are in a step or were, and those of whose
-    texts the two are known. ``leader``: the request that has them weighed.
-    """
-
-    texts: tuple[str, ...]
-    tries: tuple[TokenTrie, ...]
-    stop_ids: tuple[int, ...]
-    faithful: bool
-
-    def __post_init__(self) -> None:
-        """Nothing is known."""
-        self.leader: int | None = None
-        self.forget()
-
-    def __reduce__(self) -> Any:
-        """Other ranks get what a pass needs; its tries come with the chunk."""
-        return WeighedChoices, ((), (), self.stop_ids, self.faithful)
-
-    def forget(self) -> None:
-        """Nothing is known any more."""
-        self.logprobs = np.zeros(len(self.texts))
-        self.tokens: list[tuple[int, ...]] = [()] * len(self.texts)
-        self.planned = self.known = 0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether all texts are weighed."""
-        return self.known == len(self.tries)
-
-    @property
-    def widest(self) -> int:
-        """Nodes of the largest trie."""
-        return max(len(trie.tokens) for trie in self.tries)
-
-
 @dataclass(frozen=True)
 class Chunk:
     """A run of one request's tokens to prefill, at positions ``start ..``; starts with a page.
 
     ``final``: the run ends the known text, and its last token is verified as a one-node tree.
-    ``page_before``: the page that ends at ``start``, 0 at the start of the text. ``choices``: what
-    is weighed behind the known text, at whose end the chunk is then; ``trie``: what of it in this
-    step. ``asks``: what optional parts ask of it, by name.
+    ``page_before``: the page that ends at ``start``, 0 at the start of the text. ``asks``: what
+    optional parts ask of it, by name; ``behind``: slots behind it that one of them writes.
     """
 
     row: int
@@ -179,14 +176,18 @@ class Chunk:
     tokens: Int64s
     final: bool
     page_before: int = 0
-    choices: WeighedChoices | None = None
-    trie: TokenTrie | None = None
+    behind: int = 0
     asks: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def comes_again(self) -> bool:
-        """Whether a later step computes the same tokens again, to weigh more behind them."""
-        return self.choices is not None and not self.final
+        """Whether a later step computes the same tokens again, for another pass behind them."""
+        return self.behind > 0 and not self.final
+
+    @property
+    def end(self) -> int:
+        """Where the keys end that it writes, those behind it included."""
+        return self.start + len(self.tokens) + self.behind
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,6 @@ class RowResult(NamedTuple):
         limited: The masks were late: only the root's row was used.
         grafts: How many of the verified drafts the grammar had forced.
         grafted: How many of these are among the accepted ones, which they begin.
-        choice_logprobs: Log-probability of each text of the chunk's choices.
         extras: What the optional parts that are asked for tell of the tokens, by name.
     """
 
@@ -278,7 +278,6 @@ class RowResult(NamedTuple):
     confidences: tuple[float, ...] = ()
     grafts: int = 0
     grafted: int = 0
-    choice_logprobs: tuple[float, ...] = ()
     extras: Mapping[str, Any] = NO_EXTRAS
 
 

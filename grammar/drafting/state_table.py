@@ -1,14 +1,16 @@
-"""A grammar's table of states by bytes, and where a request's text stands in it."""
+"""A grammar's table of states by bytes, and where a request's text stands in what drafts read."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.steps import (
     BY_NONE,
+    BY_OTHER,
     BY_REST,
     BY_STOP,
     COMMON_STATES,
@@ -18,7 +20,11 @@ from overlap_spec.steps import (
     FIRST,
     LOST,
     STATE_WIDTH,
+    TOKEN_STEPS,
+    GrammarMap,
     GrammarTable,
+    Int32s,
+    TokenTrie,
 )
 
 # Of a state as bytes: its moves, whether the grammar may end, its few tokens; and the most states.
@@ -98,35 +104,65 @@ class StateTable(GrammarTable):
         return cls.of(moves, parts[1] != 0, few)
 
 
+def token_steps(texts: Sequence[bytes], stop_ids: Sequence[int]) -> Int32s:
+    """int32 ``(V, TOKEN_STEPS)``: the steps of each token; of a long one its first bytes, behind
+    which nothing is known."""
+    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+    every = np.frombuffer(b"".join(texts), np.uint8)
+    starts = np.cumsum(lengths) - lengths
+    steps = np.full((len(texts), TOKEN_STEPS), BY_NONE, np.int32)
+    for place in range(TOKEN_STEPS):
+        there = lengths > place
+        steps[there, place] = every[starts[there] + place]
+    steps[lengths > TOKEN_STEPS, -1] = BY_REST
+    steps[lengths == 0, 0] = BY_OTHER
+    steps[list(stop_ids), 0] = BY_STOP
+    return steps
+
+
 # Of the state LOST alone: its moves and what it forces.
 NOTHING_KNOWN = np.zeros(STATE_WIDTH, np.int32).data, np.full(1, -1, np.int16).data
 
 
-class TableStanding:
-    """Where a request's text stands in its grammar's table.
+class Standing:
+    """Where a request's text stands in what drafts read of its grammar.
 
     Attributes:
-        table: None: there is none.
-        state: Behind all text so far.
+        table, trie: None: there is none.
+        state: In the table, behind all text so far.
+        node: In the trie, -1 where nothing is known yet; None where no text goes on so.
     """
 
     def __init__(self) -> None:
         self.table: StateTable | None = None
+        self.trie: TokenTrie | None = None
         self.state = LOST
-        self._ahead = 0
+        self.node: int | None = None
+        self._state_base = self._node_base = 0
         # Of a view, Python reads a number several times faster than of an array.
         self._moves, self._forced = NOTHING_KNOWN
 
-    def enter(self, table: StateTable, base: int) -> None:
-        """Start in a table whose first own state is state number ``base`` where drafts are made."""
-        self.table, self.state = table, FIRST
-        self._ahead = (base - COMMON_STATES) * STATE_WIDTH
-        self._moves, self._forced = table.moves.reshape(-1).data, table.forced.data
+    def enter(self, known: GrammarMap, base: int) -> None:
+        """Start in a map whose first row is number ``base`` where drafts are made."""
+        if isinstance(known, TokenTrie):
+            self.trie, self.node, self._node_base = known, -1, base
+        else:
+            assert isinstance(known, StateTable)
+            self.table, self.state = known, FIRST
+            self._state_base = (base - COMMON_STATES) * STATE_WIDTH
+            self._moves, self._forced = known.moves.reshape(-1).data, known.forced.data
 
-    def read(self, text: bytes) -> None:
+    def read(self, token: int, text: bytes) -> None:
         """Go on behind a token that was kept."""
         if self.table is not None:
             self.state = self.after(self.state, text)
+        if self.trie is not None:
+            self.node = self.trie.follow(self.node, (token,))
+
+    @property
+    def left(self) -> int:
+        """Nodes of the trie that can be left behind the text; -1: it has none."""
+        return -1 if self.trie is None or self.node is None else self.trie.left(self.node)
 
     def after(self, state: int, text: bytes) -> int:
         """The state after more bytes."""
@@ -145,4 +181,8 @@ class TableStanding:
 
     def number(self, state: int) -> int:
         """A state as drafts know it."""
-        return state if state < FIRST else state + self._ahead
+        return state if state < FIRST else state + self._state_base
+
+    def place(self, node: int | None) -> int:
+        """A node as drafts know it, -1 for none."""
+        return -1 if node is None else node + 1 + self._node_base

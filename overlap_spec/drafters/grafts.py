@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from overlap_spec.drafters.base import Draft, HostDraft, Roots
+from overlap_spec.drafters.base import HostDraft, Roots
 from overlap_spec.tiers import Tier
 
 
@@ -54,41 +53,6 @@ class Grafts:
             1,
         )
         return scores, tokens
-
-
-def lengthen(draft: Draft, roots: Roots, tier: Tier) -> Draft:
-    """A draft with room for more nodes: in it, what is forced behind that part of a run which is
-    drafted already, as one more branch.
-
-    Args:
-        draft: Of ``tier.base``.
-        tier: With a base.
-    """
-    tokens, parents, scores = draft
-    batch, drafted = tokens.shape
-    index = torch.arange(tier.nodes - 1, device=tokens.device)
-    if parents is None:
-        parents = index[:drafted].expand(batch, drafted)
-    run = roots.forced[:, : tier.steps]
-    # The last drafted node of the run, and its depth.
-    end = depth = torch.zeros_like(roots.tokens)
-    goes_on = torch.ones_like(end, dtype=torch.bool)
-    for step in range(min(tier.own.steps, run.shape[1])):
-        follows = (parents == end[:, None]) & (tokens == run[:, step, None])
-        value, node = (follows & (scores > -torch.inf)).to(torch.uint8).max(1)
-        goes_on = goes_on & (value > 0)
-        end, depth = torch.where(goes_on, node + 1, end), depth + goes_on
-    room = index[drafted:]
-    place = depth[:, None] + (room - drafted)
-    tail = run.gather(1, place.clamp(max=run.shape[1] - 1))
-    lives = (place < run.shape[1]) & (tail >= 0)
-    score = F.pad(scores, (1, 0)).gather(1, end[:, None])
-    first = room == drafted
-    return Draft(
-        torch.cat([tokens, tail.clamp(min=0)], 1),
-        torch.cat([parents, torch.where(first, end[:, None], room)], 1),
-        torch.cat([scores, torch.where(lives, score, -torch.inf)], 1),
-    )
 
 
 def graft(draft: HostDraft, forced: Sequence[int], tier: Tier) -> HostDraft:
