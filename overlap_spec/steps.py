@@ -42,7 +42,7 @@ Part = tuple[int, NDArray[Any]]
 
 
 class GrammarMap(Protocol):
-    """What drafts read of a grammar on the device: :class:`GrammarTable`, :class:`TokenTrie`."""
+    """What drafts read of a grammar on the device: a table of states, or a trie of texts."""
 
     @property
     def size(self) -> int:
@@ -51,31 +51,6 @@ class GrammarMap(Protocol):
     def parts(self, base: int) -> dict[str, Part]:
         """Its values by the name of their table, for a map whose rows are numbered from ``base``
         on."""
-
-
-class GrammarTable(NamedTuple):
-    """A grammar's states by bytes: it allows all that the grammar does, and little more.
-
-    Of ``S`` states, the common ones first and the start behind them. ``moves`` int32
-    ``(S, STATE_WIDTH)``: the state after each step. ``few`` int32 ``(S, FEW_TOKENS + 1)``: tokens
-    with which a text can go on, -1 behind their end, and last 1 where no other can. ``forced``
-    int16 ``(S,)``: the only byte that can come, -1 where there is another, or none, or an end.
-    """
-
-    moves: NDArray[np.int32]
-    few: NDArray[np.int32]
-    forced: NDArray[np.int16]
-
-    @property
-    def size(self) -> int:
-        """States of its own."""
-        return len(self.few) - COMMON_STATES
-
-    def parts(self, base: int) -> dict[str, Part]:
-        """As :class:`GrammarMap`; the common states are the first ones everywhere."""
-        own, ahead = self.moves[COMMON_STATES:], np.int32((base - COMMON_STATES) * STATE_WIDTH)
-        moves = np.where(own < FIRST, own, own + ahead).reshape(-1)
-        return {"moves": (base * STATE_WIDTH, moves), "few": (base, self.few[COMMON_STATES:])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,68 +73,6 @@ class History:
         """Those at positions ``start .. end - 1``."""
         first, last = max(start - len(self.prompt), 0), max(end - len(self.prompt), 0)
         return [*self.prompt[start:end], *self.output[first:last]]
-
-
-@dataclass(frozen=True)
-class TokenTrie:
-    """Texts as a tree of tokens behind a prompt, for one pass of the target.
-
-    ``tokens``, ``parents`` (an earlier node, or -1: the prompt's end), ``depths`` (from 1 on):
-    int64 ``(n,)``; what is below a node comes right after it. ``texts``, ``ends``: int64 ``(m,)``:
-    numbers of texts, and each one's last node.
-    """
-
-    tokens: Int64s
-    parents: Int64s
-    depths: Int64s
-    texts: Int64s
-    ends: Int64s
-
-    @cached_property
-    def sizes(self) -> Int64s:
-        """int64 ``(n,)``: nodes below each one."""
-        sizes = np.zeros(len(self.tokens), np.int64)
-        for node in range(len(self.tokens) - 1, -1, -1):
-            if self.parents[node] >= 0:
-                sizes[self.parents[node]] += sizes[node] + 1
-        return sizes
-
-    @cached_property
-    def children(self) -> Mapping[tuple[int, int], int]:
-        """(node, or -1 for the prompt's end, and a token) → the node of that token after it."""
-        pairs = zip(self.parents.tolist(), self.tokens.tolist(), strict=True)
-        return {pair: node for node, pair in enumerate(pairs)}
-
-    def follow(self, node: int | None, tokens: Sequence[int]) -> int | None:
-        """The node that ``tokens`` lead to from ``node``; None where none does."""
-        for token in tokens:
-            if node is None:
-                return None
-            node = self.children.get((node, token))
-        return node
-
-    def left(self, node: int) -> int:
-        """Nodes that can be left behind what is known: behind the first token at least."""
-        return int(self.sizes[node] if node >= 0 else self.sizes[self.parents < 0].max())
-
-    @property
-    def size(self) -> int:
-        """Nodes, the prompt's end included."""
-        return 1 + len(self.tokens)
-
-    def parts(self, base: int) -> dict[str, Part]:
-        """As :class:`GrammarMap`: of each node its token, parent, depth, and the nodes below it."""
-        table = np.array([self.tokens, self.parents + 1 + base, self.depths, self.sizes]).T
-        end = np.array([[-1, -1, 0, len(self.tokens)]])
-        return {"tries": (base, np.concatenate([end, table]))}
-
-    def path(self, node: int) -> list[int]:
-        """The nodes down to ``node``, which is the last."""
-        found = []
-        while node >= 0:
-            found.append(node)
-            node = int(self.parents[node])
-        return found[::-1]
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from overlap_spec.grammar.drafting.token_trie import TokenTrie
 from overlap_spec.steps import (
     BY_NONE,
     BY_OTHER,
@@ -22,9 +24,8 @@ from overlap_spec.steps import (
     STATE_WIDTH,
     TOKEN_STEPS,
     GrammarMap,
-    GrammarTable,
     Int32s,
-    TokenTrie,
+    Part,
 )
 
 # Of a state as bytes: its moves, whether the grammar may end, its few tokens; and the most states.
@@ -32,10 +33,19 @@ STATE_BYTES = 2 * 256 + 1 + 4 * (FEW_TOKENS + 1)
 MOST_STATES = 2**16
 
 
-class StateTable(GrammarTable):
-    """A grammar's table; the state :data:`FIRST` is its start."""
+class StateTable(NamedTuple):
+    """A grammar's states by bytes: it allows all that the grammar does, and little more.
 
-    __slots__ = ()
+    Of ``S`` states, the common ones first and the start, :data:`FIRST`, behind them. ``moves``
+    int32 ``(S, STATE_WIDTH)``: the state after each step. ``few`` int32 ``(S, FEW_TOKENS + 1)``:
+    tokens with which a text can go on, -1 behind their end, and last 1 where no other can.
+    ``forced`` int16 ``(S,)``: the only byte that can come, -1 where there is another, or none, or
+    an end.
+    """
+
+    moves: npt.NDArray[np.int32]
+    few: npt.NDArray[np.int32]
+    forced: npt.NDArray[np.int16]
 
     @classmethod
     def of(
@@ -63,6 +73,17 @@ class StateTable(GrammarTable):
         single = (ways.sum(1) == 1) & ~final
         forced[COMMON_STATES:][single] = ways[single].argmax(1)
         return cls(steps, every, forced)
+
+    @property
+    def size(self) -> int:
+        """States of its own."""
+        return len(self.few) - COMMON_STATES
+
+    def parts(self, base: int) -> dict[str, Part]:
+        """As :class:`GrammarMap`; the common states are the first ones everywhere."""
+        own, ahead = self.moves[COMMON_STATES:], np.int32((base - COMMON_STATES) * STATE_WIDTH)
+        moves = np.where(own < FIRST, own, own + ahead).reshape(-1)
+        return {"moves": (base * STATE_WIDTH, moves), "few": (base, self.few[COMMON_STATES:])}
 
     @property
     def final(self) -> npt.NDArray[np.bool_]:

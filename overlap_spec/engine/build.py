@@ -82,12 +82,12 @@ def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:
     fits = config.max_running_requests * wider <= traits.pages * config.page_size // 2
     widens = drafts and fits and (traits.on_gpu if config.tries is None else config.tries)
 
-    pool = MatcherPool(lanes, config.mask_deadline_ms, config.mask_timeout_s)
-    vocabulary, told = tokenizer.vocabulary, None
+    vocabulary, forced = tokenizer.vocabulary, None
     if drafts:
         weighed = traits.reads_states
-        pool.forced = ForcedRuns(vocabulary, tokenizer.encode, RUN_TOKENS, weighed=weighed)
-        told = GrammarDrafts(worker, pool, vocabulary)
+        forced = ForcedRuns(vocabulary, tokenizer.encode, RUN_TOKENS, weighed=weighed)
+    pool = MatcherPool(lanes, config.mask_deadline_ms, config.mask_timeout_s, forced)
+    told = GrammarDrafts(worker, pool, vocabulary) if drafts else None
 
     def assign(sequence: Sequence) -> None:
         if told is not None:

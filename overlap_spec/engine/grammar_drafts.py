@@ -43,7 +43,7 @@ class GrammarDrafts:
 
     def __init__(self, worker: Worker, pool: MatcherPool, vocabulary: Vocabulary) -> None:
         self._worker, self._pool = worker, pool
-        self._rooms = Rooms(COMMON_STATES, STATES), Rooms(0, (worker.rows + 1) * TRIE_NODES)
+        self._parts = Parts(COMMON_STATES, STATES), Parts(0, (worker.rows + 1) * TRIE_NODES)
         self._ahead: dict[int, int] = {}
         if worker.traits.reads_states:
             steps = token_steps(vocabulary.text, vocabulary.stop_ids)
@@ -54,8 +54,8 @@ class GrammarDrafts:
         if sequence.output_ids or sequence.matcher is None:
             return
         standing = self._pool.guesses(sequence.request.id).standing
-        for rooms, known in zip(self._rooms, sequence.maps, strict=True):
-            part = None if known is None else rooms.enter(sequence.request.id, known)
+        for parts, known in zip(self._parts, sequence.maps, strict=True):
+            part = None if known is None else parts.enter(sequence.request.id, known)
             if known is not None and part is not None:
                 base, new = part
                 if new:
@@ -64,8 +64,8 @@ class GrammarDrafts:
 
     def leave(self, request_id: int) -> None:
         """A request has ended; steps under way may still read its maps."""
-        for rooms in self._rooms:
-            rooms.leave(request_id)
+        for parts in self._parts:
+            parts.leave(request_id)
 
     def note(self, request_ids: Sequence[int], trees: HostTrees, told: Int32s) -> None:
         """Take in what the lane told ``(nodes, TOLD)`` of the nodes of a step's trees."""
@@ -87,7 +87,7 @@ class GrammarDrafts:
         return max(1 + run if run > drafted else 0, 1 + left)
 
 
-class Rooms:
+class Parts:
     """Which part of a table on the device each map has.
 
     Args:

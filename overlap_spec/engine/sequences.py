@@ -9,7 +9,7 @@ from overlap_spec.engine.input_processor import Limits
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.automata.search import TextSearch, search
 from overlap_spec.grammar.contract import CompiledGrammar, Matcher
-from overlap_spec.grammar.drafting.tries import OutputTries
+from overlap_spec.grammar.drafting.few_texts import OutputTries
 from overlap_spec.grammar.reasoning.matcher import ReasoningMatcher
 from overlap_spec.grammar.room.matcher import RoomMatcher, least_tokens
 from overlap_spec.scheduler.sequence import Sequence

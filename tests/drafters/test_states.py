@@ -15,7 +15,7 @@ from torch import Tensor
 from overlap_spec.drafters.states import GrammarStanding, StateTables, legal_candidates
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.engine import Engine
-from overlap_spec.engine.grammar_drafts import Rooms
+from overlap_spec.engine.grammar_drafts import Parts
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.drafting import byte_states as unrolling
@@ -34,7 +34,6 @@ from overlap_spec.steps import (
     LOST,
     STATE_WIDTH,
     TOKEN_STEPS,
-    GrammarTable,
 )
 from overlap_spec.worker.grammar_drafts import GrammarDrafts
 from tests.support.grafts import PERSON, PROMPTS, SAMPLING, SHAPES, key, lengths
@@ -212,7 +211,7 @@ def test_few_tokens_are_listed_and_too_many_are_cut() -> None:
     assert table.few[COMMON_STATES, -1] == 0
 
 
-def device_states(table: GrammarTable, base: int) -> GrammarDrafts:
+def device_states(table: StateTable, base: int) -> GrammarDrafts:
     states = GrammarDrafts(4, VOCABULARY.size, 2200, CPU)
     states.write({"texts": (0, token_steps(VOCABULARY.text, VOCABULARY.stop_ids))})
     states.write(table.parts(base))
@@ -247,11 +246,11 @@ def test_the_device_knows_what_the_host_does(name: str) -> None:
 
 
 def test_tables_share_the_room_and_give_way_when_nobody_reads_them() -> None:
-    def table(count: int) -> GrammarTable:
+    def table(count: int) -> StateTable:
         moves, few = np.zeros((count, 256), np.uint16), np.zeros((count, FEW_TOKENS + 1), np.int32)
         return StateTable.of(moves, np.zeros(count, bool), few)
 
-    rooms, a, b, c = Rooms(COMMON_STATES, 10), table(4), table(4), table(6)
+    rooms, a, b, c = Parts(COMMON_STATES, 10), table(4), table(4), table(6)
     assert rooms.enter(1, a) == (COMMON_STATES, True)
     assert rooms.enter(2, a) == (COMMON_STATES, False)
     assert rooms.enter(3, b) == (COMMON_STATES + 4, True)

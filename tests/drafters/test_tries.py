@@ -14,11 +14,11 @@ import torch
 from overlap_spec.drafters.base import Draft, Roots
 from overlap_spec.engine import Engine
 from overlap_spec.engine.grammar_drafts import WIDE_NODES, WIDE_STEPS, wide_tier, widened
-from overlap_spec.grammar.drafting.few_texts import few_texts
+from overlap_spec.grammar.drafting.few_texts import OutputTries, few_texts
 from overlap_spec.grammar.drafting.state_table import Standing
-from overlap_spec.grammar.drafting.tries import OutputTries, make_tries
+from overlap_spec.grammar.drafting.token_trie import TokenTrie, make_tries
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.steps import RUN_TOKENS, TOLD, TRIE_NODES, TokenTrie
+from overlap_spec.steps import RUN_TOKENS, TOLD, TRIE_NODES
 from overlap_spec.tiers import Budget, Tier
 from overlap_spec.types import Output
 from overlap_spec.worker.grammar_drafts import GrammarDrafts

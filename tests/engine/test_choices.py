@@ -15,7 +15,7 @@ from scipy import stats
 from overlap_spec.config import EMBEDDED
 from overlap_spec.engine import Engine
 from overlap_spec.errors import GrammarError, InvalidRequest
-from overlap_spec.grammar.drafting.tries import make_tries
+from overlap_spec.grammar.drafting.token_trie import make_tries
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import ChoiceProbability, Output
 from overlap_spec.worker.extras import choices

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from overlap_spec.errors import GrammarError, NumericFault
 from overlap_spec.grammar.drafting.text_tokens import TextTokens
-from overlap_spec.grammar.drafting.tries import make_tries
+from overlap_spec.grammar.drafting.token_trie import TokenTrie, make_tries
 from overlap_spec.kernels import KeySpan, filter_probs, noise_keys
 from overlap_spec.kernels.sampling import WHOLE, draw
-from overlap_spec.steps import Int64s, RowResult, TokenTrie
+from overlap_spec.steps import Int64s, RowResult
 from overlap_spec.types import ChoiceProbability, Delta, Output, Request
 from overlap_spec.worker.batch import uploaded
 from overlap_spec.worker.extras.base import (
