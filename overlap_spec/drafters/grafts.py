@@ -12,47 +12,37 @@ from overlap_spec.drafters.base import HostDraft, Roots
 from overlap_spec.tiers import Tier
 
 
-class Grafts:
-    """The forced tokens behind each root, as the first candidates of the draft's steps.
+def forced_first(roots: Roots, scores: Tensor, tokens: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """Candidates with the token first that is forced behind each root at this step, if any.
+
+    It gets score 0, that of certainty. It is taken out of the others, or takes the place of the
+    last, so that all stay distinct.
 
     Args:
-        steps: Depth of the draft.
+        scores, tokens: ``(B, k)``: log-probabilities and tokens, descending, of the children of the
+            node that ends what is forced in earlier steps.
+        step: Depth of that node.
     """
-
-    def __init__(self, roots: Roots, steps: int) -> None:
-        self._tokens = roots.forced[:, :steps]
-        self._there = self._tokens >= 0
-
-    def first(self, scores: Tensor, tokens: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Candidates with the forced token first, where there is one.
-
-        It gets score 0, that of certainty. It is taken out of the others, or takes the place of
-        the last, so that all stay distinct.
-
-        Args:
-            scores, tokens: ``(B, k)``: log-probabilities and tokens, descending, of the children
-                of the node that ends what is forced in earlier steps.
-            step: Depth of that node.
-        """
-        if step >= self._tokens.shape[1]:
-            return scores, tokens
-        forced, there = self._tokens[:, step, None], self._there[:, step, None]
-        if tokens.shape[1] == 1:
-            return scores.masked_fill(there, 0.0), torch.where(there, forced, tokens)
-        # Candidate j moves back by one, up to the place from which the forced token came.
-        before = (tokens == forced).cumsum(1) == 0
-        moves = before[:, :-1] & there
-        scores = torch.cat(
-            [scores[:, :1].masked_fill(there, 0.0), scores[:, 1:].where(~moves, scores[:, :-1])], 1
-        )
-        tokens = torch.cat(
-            [
-                torch.where(there, forced, tokens[:, :1]),
-                torch.where(moves, tokens[:, :-1], tokens[:, 1:]),
-            ],
-            1,
-        )
+    if step >= roots.forced.shape[1]:
         return scores, tokens
+    forced = roots.forced[:, step, None]
+    there = forced >= 0
+    if tokens.shape[1] == 1:
+        return scores.masked_fill(there, 0.0), torch.where(there, forced, tokens)
+    # Candidate j moves back by one, up to the place from which the forced token came.
+    before = (tokens == forced).cumsum(1) == 0
+    moves = before[:, :-1] & there
+    scores = torch.cat(
+        [scores[:, :1].masked_fill(there, 0.0), scores[:, 1:].where(~moves, scores[:, :-1])], 1
+    )
+    tokens = torch.cat(
+        [
+            torch.where(there, forced, tokens[:, :1]),
+            torch.where(moves, tokens[:, :-1], tokens[:, 1:]),
+        ],
+        1,
+    )
+    return scores, tokens
 
 
 def graft(draft: HostDraft, forced: Sequence[int], tier: Tier) -> HostDraft:
