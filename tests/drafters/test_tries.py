@@ -171,6 +171,20 @@ def test_a_text_that_is_deeper_than_the_tree_takes_more(still: dict[str, Any]) -
             assert output.stats.accepted_drafts == len(output.token_ids) - 2
 
 
+@pytest.mark.parametrize("overlap", few(OVERLAPS, "once-sync"))
+def test_a_text_is_followed_through_what_the_drafter_drafted(
+    still: dict[str, Any], overlap: str
+) -> None:
+    """The trie is too large until the drafter's own draft, what is forced, has been accepted."""
+    texts = Grammar.choice([f"abcd{x}{y}" for x in "efghijkl" for y in "mnopqrst"])
+    settings = {**still, **DRAFTERS["grammar"], "adaptive": "static", "overlap": overlap}
+    with Engine(**settings, context_length=256) as engine:
+        stats = engine.generate("abc", texts, SAMPLINGS[0]).stats
+    assert stats.verifies == 2
+    # Three that were forced, and one of eight.
+    assert (stats.grafted_tokens, stats.accepted_grafts) == (11, 4)
+
+
 def test_who_takes_no_drafts_gets_none(still: dict[str, Any]) -> None:
     with Engine(**still, **DRAFTERS["chain"], adaptive="static", context_length=256) as engine:
         asked = [{**SAMPLINGS[0], "speculate": flag} for flag in (False, True)]
