@@ -31,16 +31,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.drafting.state_table import StateTable
-from overlap_spec.grammar.room.room import Room
-from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from overlap_spec.grammar.room.room import Room
+    from overlap_spec.grammar.spec import Grammar
 
 Row = npt.NDArray[np.int32]
 Links = npt.NDArray[np.int64]

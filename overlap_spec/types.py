@@ -77,6 +77,8 @@ class SamplingParams:
             draft whose text the grammar had forced (grafted), the target's own choice behind these
             (bonus), or the only token that the mask allowed (forced).
         draft_trees: Whether to tell of each step what it drafted, and what became of each draft.
+        parts: Optional parts of one's own, each as ``package.module:Class``; what they tell is in
+            :attr:`Output.told`. Python alone: no server takes them from a client.
         tpot_slo_ms: Target of the time per output token, in milliseconds: adaspec and auto plan no
             step that takes longer, where they can; None is the engine's.
     """
@@ -106,6 +108,7 @@ class SamplingParams:
     speculate: bool = True
     origins: bool = field(default=False, metadata=OPTIONAL)
     draft_trees: bool = field(default=False, metadata=OPTIONAL)
+    parts: Sequence[str] = ()
     tpot_slo_ms: float | None = None
 
     def __post_init__(self) -> None:
@@ -157,7 +160,7 @@ class SamplingParams:
         self._check_collections()
 
     def _check_collections(self) -> None:
-        for name in ("stop", "stop_regex", "bad_words"):
+        for name in ("stop", "stop_regex", "bad_words", "parts"):
             given = getattr(self, name)
             texts = (given,) if isinstance(given, str) else tuple(given)
             if not all(isinstance(text, str) and text for text in texts):
@@ -184,7 +187,7 @@ class SamplingParams:
     @property
     def extras(self) -> tuple[str, ...]:
         """Names of the optional parts that are asked for (`overlap_spec/worker/extras`)."""
-        return tuple([name for name, none in EXTRAS if getattr(self, name) != none])
+        return (*[name for name, none in EXTRAS if getattr(self, name) != none], *self.parts)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -347,6 +350,7 @@ class Output:
         warnings: What was asked for and nothing holds or heeds, such as formats that nobody knows.
         prompt_logprobs: One entry a prompt token if asked for; the first, before which nothing
             stands, is None. Of a request that ended before its output began, those that came.
+        told: What ``parts`` of one's own tell, by their names.
     """
 
     text: str
@@ -361,3 +365,4 @@ class Output:
     choices: tuple[ChoiceProbability, ...] = ()
     warnings: tuple[str, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs | None, ...] = ()
+    told: Mapping[str, Any] = field(default_factory=dict)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
-from weakref import WeakValueDictionary
 
 from overlap_spec.engine.input_processor import Limits
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.automata.search import TextSearch, search
 from overlap_spec.grammar.contract import CompiledGrammar, Matcher
-from overlap_spec.grammar.drafting.choices import ChoiceTokens
+from overlap_spec.grammar.drafting.few_texts import OutputTries
 from overlap_spec.grammar.reasoning.matcher import ReasoningMatcher
 from overlap_spec.grammar.room.matcher import RoomMatcher, least_tokens
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.scheduler.stops import TextBuffer
-from overlap_spec.steps import WeighedChoices
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Request
-from overlap_spec.worker.extras.base import extras_of
+from overlap_spec.worker.extras.base import Surroundings, extras_of
 
 
 class SequenceMaker:
@@ -32,10 +29,9 @@ class SequenceMaker:
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits, tries: bool, complete: bool) -> None:
         self._tokenizer, self._tries, self._complete = tokenizer, tries, complete
-        self._longest = min(limits.context_tokens, limits.cache_tokens)
-        self.choice_tokens = ChoiceTokens(tokenizer.vocabulary, tokenizer.encode)
-        # Those of the requests that are open.
-        self._weighed: WeakValueDictionary[tuple[Any, ...], WeighedChoices] = WeakValueDictionary()
+        longest = min(limits.context_tokens, limits.cache_tokens)
+        self._surroundings = Surroundings(tokenizer.vocabulary, tokenizer.encode, longest)
+        self._output_tries = OutputTries(tokenizer.vocabulary, tokenizer.encode)
         self._ids = itertools.count()
 
     def make(
@@ -56,11 +52,10 @@ class SequenceMaker:
             asked.include_stop_str_in_output,
         )
         sequence = Sequence(request, buffer, self._matcher(request, compiled))
-        sequence.extras = extras_of(request)
-        sequence.states = compiled.states if compiled else None
-        sequence.choices = self._choices(request)
-        if grammar is not None and self._tries:
-            sequence.trie = self.choice_tokens.trie(grammar)
+        sequence.extras = extras_of(request, self._surroundings)
+        if compiled is not None:
+            trie = self._output_tries.of(grammar) if self._tries else None
+            sequence.maps = compiled.states, trie
         sequence.stats.prompt_tokens = len(request.prompt_ids)
         sequence.stats.grammar_compile_ms = compile_ms
         return sequence
@@ -109,15 +104,3 @@ class SequenceMaker:
             f"tokens; raise it to {least} at least, or send complete: false",
             "max_tokens",
         )
-
-    def _choices(self, request: Request) -> WeighedChoices | None:
-        """What the target is to weigh for a request."""
-        grammar = request.grammar
-        if grammar is None or not (grammar.probabilities or grammar.faithful):
-            return None
-        key = request.prompt_ids, request.cache_salt, grammar.source, grammar.faithful
-        known = self._weighed.get(key)
-        if known is None:
-            room = self._longest - len(request.prompt_ids)
-            known = self._weighed[key] = self.choice_tokens.weighed(grammar, room)
-        return known

@@ -18,12 +18,16 @@ class AcceptanceRule:
     """The settings' rule, over all nodes of a step: it changes what is chosen after them.
 
     Thresholds are for sampled rows; relaxed acceptance is for all of them, inside the thinking.
+
+    Attributes:
+        asks_thinking: Whether it wants to know which requests think.
     """
 
     def __init__(self, config: EngineConfig, tables: RowTables) -> None:
         self.tables, self.by_threshold = tables, config.by_threshold
         self.single, self.total = config.threshold_single, config.threshold_acc
         self.top_k, self.delta = config.relaxed_topk, config.relaxed_delta
+        self.asks_thinking = self.top_k > 0
         if self.single >= 1:
             # A draft that is certain passes anyhow; rounding must not make others so.
             self.single = inf

@@ -127,7 +127,6 @@ class InFlightStep:
         batch, prefilled, drafted, verified, decided: What the streams' work hands on.
         limits: Depth down to which each request's mask rows are good.
         results: The packed results of the trees and of the final chunks, on the host.
-        scores: Of choices that are weighed, on the host.
         extras: What the optional parts found, by name, on the host.
         dropped: Whether nothing of it is asked for any more.
     """
@@ -145,7 +144,6 @@ class InFlightStep:
     limits: tuple[int, ...] = ()
     results: list[Tensor] = field(default_factory=list)
     logprobs: list[tuple[Tensor, ...]] = field(default_factory=list)
-    scores: Tensor | None = None
     extras: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     dropped: bool = False
 

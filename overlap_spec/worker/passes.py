@@ -47,13 +47,11 @@ class Prefilled(NamedTuple):
     """The target's answers to the chunks.
 
     ``logits (F, V)``: of the final chunks' last tokens, None where there are none; ``features``:
-    the drafter's, of all chunks' tokens; ``scores``: what :mod:`overlap_spec.worker.choices` reads,
-    None where no choice is weighed; ``extras``: what the optional parts read, by name.
+    the drafter's, of all chunks' tokens; ``extras``: what the optional parts read, by name.
     """
 
     logits: Tensor | None
     features: Tensor | None
-    scores: Tensor | None
     extras: Mapping[str, tuple[Tensor, ...]]
 
 

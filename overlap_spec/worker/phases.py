@@ -6,17 +6,19 @@ chunks run beside them.
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Draft, Roots
+from overlap_spec.errors import ConfigError
 from overlap_spec.kernels import Tree, apply_bitmask, select_nodes
 from overlap_spec.steps import StepPlan
 from overlap_spec.tiers import Tier
-from overlap_spec.worker.acceptance import AcceptanceRule
 from overlap_spec.worker.batch import Batch
-from overlap_spec.worker.choices import ChoiceScorer
 from overlap_spec.worker.drafter_guard import DrafterGuard
 from overlap_spec.worker.extras import base as extras
 from overlap_spec.worker.graph_runner import GraphRunner
@@ -31,7 +33,26 @@ from overlap_spec.worker.passes import (
     Verified,
 )
 from overlap_spec.worker.sampler import Nodes, Sampler
-from overlap_spec.worker.tables import SamplingFeatures
+from overlap_spec.worker.tables import RowTables, SamplingFeatures
+
+
+def acceptance_rule(config: EngineConfig, tables: RowTables) -> Any:
+    """The rule by which a draft may be accepted that is not the target's own choice; None: there is
+    none.
+
+    Raises:
+        ConfigError: its file is not there.
+    """
+    if not (config.by_threshold or config.relaxed_topk):
+        return None
+    try:
+        rules = importlib.import_module("overlap_spec.worker.acceptance")
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "threshold_single, threshold_acc and relaxed_topk need overlap_spec/worker/"
+            "acceptance.py, which is not there: leave them out, or install overlap-spec again"
+        ) from None
+    return rules.AcceptanceRule(config, tables)
 
 
 class Phases:
@@ -45,8 +66,7 @@ class Phases:
         self, runner: ModelRunner, graphs: GraphRunner, guard: DrafterGuard, config: EngineConfig
     ) -> None:
         self.runner, self.graphs, self.guard, self.tables = runner, graphs, guard, runner.tables
-        self.sampler, self.rule = Sampler(runner.tables), AcceptanceRule(config, runner.tables)
-        self.choices = ChoiceScorer(runner.target, runner.pool, runner.tables, runner.token_slots)
+        self.sampler, self.rule = Sampler(runner.tables), acceptance_rule(config, runner.tables)
 
     # Draft
 
@@ -142,11 +162,10 @@ class Phases:
         chunks, runner = batch.chunks, self.runner
         assert chunks is not None
         hidden, features = runner.read_chunks(chunks)
-        told = extras.compute(runner.target, batch, hidden)
-        scores = self.choices(batch.plan, hidden)
+        told = extras.compute(runner, batch, hidden)
         if not len(chunks.last):
-            return Prefilled(None, features, scores, told)
-        return Prefilled(runner.target.logits(hidden[chunks.last]), features, scores, told)
+            return Prefilled(None, features, told)
+        return Prefilled(runner.target.logits(hidden[chunks.last]), features, told)
 
     # Accept
 
@@ -194,15 +213,15 @@ class Phases:
             allowed = masks.first(count) if pack is None else masks.packed(pack, count)
         if pack is None:
             logits = logits[:count]
-        ruled = self.rule.applies(features, free)
-        place = self._nodes(drafted, len(logits)) if features.by_node or ruled else None
+        rule = self.rule if self.rule is not None and self.rule.applies(features, free) else None
+        place = self._nodes(drafted, len(logits)) if features.by_node or rule else None
         logits = self.sampler.process(logits, place, features)
-        if ruled and allowed is not None:
+        if rule and allowed is not None:
             apply_bitmask(logits, allowed.of(self._count(len(logits))))
-        choices = self.sampler.choose(logits, place, features, None if ruled else allowed)
-        if ruled:
+        choices = self.sampler.choose(logits, place, features, None if rule else allowed)
+        if rule:
             assert place is not None
-            choices = self.rule(choices, logits, place, features, allowed, free)
+            choices = rule(choices, logits, place, features, allowed, free)
         every = choices.new_full((rows * nodes,), -1)
         every = every.index_copy_(0, self._count(count) if pack is None else pack, choices)
         commit = self.graphs.find(drafted.tier, rows).commit
@@ -245,7 +264,7 @@ class Phases:
         place = Nodes(rows, chunks.positions[chunks.last] + 1, None, None)
         logits = self.sampler.process(logits, place, features)
         tokens = self.sampler.choose(logits, place, features, allowed)
-        accepted = self.runner.commit_chunks(rows, tokens, runs, features.tries)
+        accepted = self.runner.commit_chunks(rows, tokens, runs)
         lengths, tokens, *_ = accepted
         self._note_output(rows, tokens, lengths, features)
         if features.top_logprobs is None:

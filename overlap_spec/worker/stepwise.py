@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from overlap_spec.drafters.base import Draft, Roots
-from overlap_spec.drafters.states import GrammarStanding
 from overlap_spec.drafters.tree_drafter import ChainLink, TreeDrafter
 from overlap_spec.kernels.scripting import compiled, replay
 from overlap_spec.tiers import DraftStop
@@ -154,7 +153,7 @@ def next_step(
     drafter = runner.drafter
     assert isinstance(drafter, TreeDrafter)
     roots = runner.draft_roots(Roots(rows, pages, token[:, 0], positions, forced), sampled, False)
-    standing = GrammarStanding(runner.states.tables, states[0]) if told else None
+    standing = runner.told.standing(rows)._replace(states=states[0]) if told else None
     link = drafter.next_link(roots, token, state, standing, 1)
     return (
         positions + 1,

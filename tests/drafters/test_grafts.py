@@ -10,7 +10,7 @@ import torch
 
 from overlap_spec.config import EMBEDDED
 from overlap_spec.drafters.base import HostDraft, Roots
-from overlap_spec.drafters.grafts import Grafts, graft
+from overlap_spec.drafters.grafts import forced_first, graft
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.drafting.forced import ForcedRuns
 from overlap_spec.grammar.drafting.guesses import Guesses
@@ -133,14 +133,14 @@ def roots_of(forced: list[list[int]]) -> Roots:
 
 
 def test_candidates_get_the_forced_token_first_and_stay_distinct() -> None:
-    grafts = Grafts(roots_of([[7], [2], [1], [3], []]), 4)
+    roots = roots_of([[7], [2], [1], [3], []])
     tokens = torch.tensor([[1, 2, 3]] * 5)
     scores = torch.tensor([[-0.1, -1.0, -2.0]] * 5)
-    scores, tokens = grafts.first(scores, tokens, 0)
+    scores, tokens = forced_first(roots, scores, tokens, 0)
     assert tokens.tolist() == [[7, 1, 2], [2, 1, 3], [1, 2, 3], [3, 1, 2], [1, 2, 3]]
     want = [[0, -0.1, -1], [0, -0.1, -2], [0, -1, -2], [0, -0.1, -1], [-0.1, -1, -2]]
     assert torch.allclose(scores, torch.tensor(want))
-    again, same = grafts.first(scores, tokens, 1)
+    again, same = forced_first(roots, scores, tokens, 1)
     assert torch.equal(again, scores)
     assert torch.equal(same, tokens)
 
