@@ -164,7 +164,8 @@ def verified_lengths(stop: DraftStop, confidences: NDArray[np.float64]) -> list[
     if kept is None:
         return [steps] * trees
     best = shares.flatten().sort(descending=True, stable=True).indices[: kept - trees]
-    return np.bincount(best.numpy() // steps, minlength=trees).tolist()
+    lengths: list[int] = np.bincount(best.numpy() // steps, minlength=trees).tolist()
+    return lengths
 
 
 def best_static(

@@ -20,7 +20,7 @@ from overlap_spec.training.features import FeatureCache
 from overlap_spec.training.trainer import Batches, Recipe, Trainer, initialise
 
 Head = EagleHead | Eagle3Head
-Kind = TypeVar("Kind", EagleHead, Eagle3Head)
+Kind = TypeVar("Kind", bound=Head)
 
 
 @dataclass(frozen=True)

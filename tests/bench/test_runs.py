@@ -429,6 +429,10 @@ def test_policies_that_take_turns() -> None:
     assert policies.largest_batch(seven.tiers[0]) is None
     policies.take("one")
     assert not policies.steps
+    own = Turns({"adaspec": load_policy("adaspec", 5, 1, None)})
+    assert own.choose(view).stop is None
+    own.let_stop()
+    assert own.choose(view).stop is not None
 
 
 @pytest.mark.ci
