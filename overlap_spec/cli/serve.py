@@ -25,6 +25,16 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.server.settings import ServerSettings
 
 
+def refuse_code(asked: bool) -> bool:
+    """ConfigError where a checkpoint's own code is to be run."""
+    if asked:
+        raise ConfigError(
+            "--trust-remote-code: no code from a checkpoint is ever run; architectures are built "
+            "in, and one that is not is refused by name. Leave the flag out"
+        )
+    return asked
+
+
 @with_engine
 @with_flags(ClusterSettings, CLUSTER_FLAGS)
 @with_flags(EngineConfig, SERVING_ENGINE_FLAGS)
@@ -60,6 +70,9 @@ def serve(
             rich_help_panel=MODEL,
         ),
     ] = 120.0,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", hidden=True, callback=refuse_code)
+    ] = False,
     **flags: Any,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API; by default the embedded model."""
@@ -69,7 +82,8 @@ def serve(
         from overlap_spec.doctor import check_files
         from overlap_spec.server.launch import check_level, launch, plan
 
-        del config  # `read_config` has made its values the flags' defaults.
+        # `read_config` has made its values the flags' defaults.
+        del config, trust_remote_code
         check_level(log_level)
         cluster = ClusterSettings(**{name: flags.pop(name) for name in CLUSTER_FLAGS})
         flags["model"] = one_model(context, checkpoint, flags["model"])

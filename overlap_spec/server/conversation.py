@@ -23,7 +23,8 @@ from overlap_spec.server.service import Service
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Request
 
-# The answer behind a limited thinking, where nothing else is asked of it.
+# The answer behind a thinking that is limited or drafted loosely, where nothing else is asked of
+# it.
 ANY_TEXT = Grammar.regex(r"[\s\S]*")
 # Switches of chat templates: how much to think, and whether to.
 EFFORT, THINKING = "reasoning_effort", "enable_thinking"
@@ -74,7 +75,8 @@ class Conversation:
         form, opened = _reasoning(service), None
         if form is not None:
             opened = opened_by(form, service.engine.tokenizer.ending(request.prompt_ids))
-            request = _after_thinking(request, form, opened)
+            relaxed = service.engine.config.relaxed_topk > 0
+            request = _after_thinking(request, form, opened, relaxed)
         ask, parser = task.tools, service.settings.tool_call_parser
         with_calls = bool(ask.tools) and ask.choice != "none" and parser is not None
         # The task is not kept: a stream may go on for minutes, and does not need its body.
@@ -166,13 +168,16 @@ def _reasoning(service: Service) -> ReasoningFormat | None:
     return None if parser is None else load_reasoning(parser)
 
 
-def _after_thinking(request: Request, form: ReasoningFormat, opened: bool | None) -> Request:
-    """A request whose grammar and budget know of the thinking before the answer."""
+def _after_thinking(
+    request: Request, form: ReasoningFormat, opened: bool | None, relaxed: bool
+) -> Request:
+    """A request whose grammar and budget know of the thinking before the answer; ``relaxed``:
+    drafts are accepted in the relaxed way there, so that its end must be known."""
     grammar, asked = request.grammar, request.sampling
     if opened is False:
         # No thinking is left to limit.
         return replace(request, sampling=replace(asked, thinking_budget=None))
-    if grammar is None and asked.thinking_budget is not None:
+    if grammar is None and (relaxed or asked.thinking_budget is not None):
         grammar = ANY_TEXT
     if grammar is not None:
         begins_inside = opened or form.opens_inside

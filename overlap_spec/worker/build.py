@@ -12,7 +12,7 @@ import torch
 
 from overlap_spec.config import AUTO_MODE, EngineConfig
 from overlap_spec.drafters.base import Drafter
-from overlap_spec.drafters.registry import load_drafter
+from overlap_spec.drafters.registry import make_drafter
 from overlap_spec.errors import ConfigError
 from overlap_spec.kernels import cpu
 from overlap_spec.models.config import ModelConfig, read_config, read_json
@@ -168,7 +168,7 @@ def _load(
 
     drafter: Drafter | None = None
     if config.drafter != "none":
-        drafter = load_drafter(config.drafter).build(config, target, tables, make_cache)
+        drafter = make_drafter(config, target, tables, make_cache)
     if device.type == "cpu":
         models = [model for model in (target, drafter) if model is not None]
         if config.quantization is not None:

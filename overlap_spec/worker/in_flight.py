@@ -152,11 +152,13 @@ class InFlightStep:
         return self.buffers.events
 
     def settle(self) -> None:
-        """Enter into the plan what was drafted, where the drafts were stopped before its tier did;
+        """Enter into the plan what was drafted and is verified, where the drafts' stop chose it;
         once ``drafted`` is known to be there."""
         drafted = self.drafted.get()
-        if drafted is not None and drafted.tier != self.plan.tier:
-            self.plan = replace(self.plan, budget=self.plan.budget.stopped(drafted.tier))
+        if drafted is None or (drafted.tier == self.plan.tier and drafted.nodes is None):
+            return
+        budget = self.plan.budget.stopped(drafted.tier, drafted.nodes)
+        self.plan = replace(self.plan, budget=budget)
 
     def host_trees(self) -> HostTrees:
         """The drafted trees, then a node for each final chunk; once ``tree_on_host`` has passed."""

@@ -22,7 +22,8 @@ class Drafted(NamedTuple):
     ``links`` int64 ``(3, S, N)``: the trees' tokens, first children and next siblings, for the
     host. ``pack`` int64 ``(T,)``: the flat numbers of the nodes that are verified; None: all.
     ``tier``: what was drafted: the plan's, or a shorter one where its budget's ``stop`` ended the
-    drafts.
+    drafts. ``nodes``: how many of the batch its ``stop`` left to be verified; None: what the plan
+    says.
     """
 
     roots: Roots
@@ -30,6 +31,7 @@ class Drafted(NamedTuple):
     links: Tensor
     pack: Tensor | None
     tier: Tier
+    nodes: int | None = None
 
 
 class Verified(NamedTuple):

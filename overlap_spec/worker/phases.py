@@ -17,7 +17,7 @@ from overlap_spec.drafters.base import Draft, Roots
 from overlap_spec.errors import ConfigError
 from overlap_spec.kernels import Tree, apply_bitmask, select_nodes
 from overlap_spec.steps import StepPlan
-from overlap_spec.tiers import Tier
+from overlap_spec.tiers import DraftStop, Tier
 from overlap_spec.worker.batch import Batch
 from overlap_spec.worker.drafter_guard import DrafterGuard
 from overlap_spec.worker.extras import base as extras
@@ -33,6 +33,7 @@ from overlap_spec.worker.passes import (
     Verified,
 )
 from overlap_spec.worker.sampler import Nodes, Sampler
+from overlap_spec.worker.stepwise import kept_nodes, reached
 from overlap_spec.worker.tables import RowTables, SamplingFeatures
 
 
@@ -91,13 +92,14 @@ class Phases:
         told = self.runner.reads_states and any(plan.grammar[: batch.trees])
         tier, stop = plan.tier, plan.budget.stop
         outputs: Tensors | None = None
+        stopped = False
         if stop is not None and self.guard.fault is None:
             with self.guard:
                 steps = self.graphs.find_steps(sampled, told)
                 if steps is not None:
                     outputs = steps(rows, pages, stop)
                     nodes = outputs[-1].shape[1]
-                    tier = Tier(nodes - 1, 1, nodes)
+                    tier, stopped = Tier(nodes - 1, 1, nodes), True
         recorded = None if outputs else self.graphs.find_draft(tier, len(rows), sampled, told)
         if proposed is None and recorded is not None and self.guard.fault is None:
             with self.guard:
@@ -108,7 +110,14 @@ class Phases:
         tokens, positions, forced, links, *tree = outputs
         roots = Roots(rows, pages, tokens, positions, forced)
         drafted = Drafted(roots, Tree(*tree), links, None, tier)
-        return drafted if plan.budget.nodes is None else self._select(batch, drafted)
+        wanted, worth = plan.budget.nodes, drafted.tree.scores
+        if stopped and stop is not None and stop.rows is not None:
+            chances = _chances(drafted.tree.scores, stop)
+            kept = kept_nodes(chances[: batch.trees, 1:], stop.costs_ms[tier.steps], stop.rows)
+            if kept is not None:
+                wanted, worth = kept if wanted is None else min(kept, wanted), chances.log()
+                drafted = drafted._replace(nodes=wanted)
+        return drafted if wanted is None else self._select(batch, drafted, wanted, worth)
 
     def draft_trees(
         self,
@@ -125,18 +134,19 @@ class Phases:
                 return self.runner.draft_trees(tier, sampled, told, rows, pages, proposed)
         return self.runner.dead_trees(tier, rows, pages)
 
-    def _select(self, batch: Batch, drafted: Drafted) -> Drafted:
-        """Keep the best nodes of the whole batch, as many as the budget says."""
+    def _select(self, batch: Batch, drafted: Drafted, wanted: int, worth: Tensor) -> Drafted:
+        """Keep the ``wanted`` nodes of the whole batch that are worth most: float32 ``(S, N)``, of
+        a child at most what its parent is."""
         roots, tree = drafted.roots, drafted.tree
         rows, nodes = tree.tokens.shape
-        assert batch.plan.budget.nodes is not None
         # Rows of padding bring their roots.
-        wanted = batch.plan.budget.nodes + rows - batch.trees
+        wanted += rows - batch.trees
         # A recording for every number of nodes would be too many.
         count = padded_size(wanted) if self.graphs.enabled else wanted
         count = min(count, rows * nodes)
-        selected = select_nodes(tree.scores, count, batch.least, batch.most)
-        scores = selected.scores
+        bounds = (None, None) if batch.plan.budget.nodes is None else (batch.least, batch.most)
+        selected = select_nodes(worth, count, *bounds)
+        scores = tree.scores.masked_fill(selected.scores == -torch.inf, -torch.inf)
         draft = Draft(tree.tokens[:, 1:], tree.parents[:, 1:], scores[:, 1:])
         links, *kept = self.runner.link(roots.tokens, draft, drafted.tier.steps)
         pack = selected.pack if count < rows * nodes else None
@@ -325,3 +335,15 @@ class Phases:
 
     def _count(self, end: int) -> Tensor:
         return torch.arange(end, device=self.tables.device)
+
+
+def _chances(scores: Tensor, stop: DraftStop) -> Tensor:
+    """How likely each node of chains is to be accepted, by a stop's curves: float32 ``(S, N)``, of
+    ``scores`` as in :class:`Tree`; 0 of padding's drafts."""
+    found = torch.zeros_like(scores)
+    found[:, 0] = 1.0
+    trees = len(stop.expected)
+    # Behind a dead node no difference is a number.
+    own = scores[:trees].diff(dim=1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    found[:trees, 1:] = reached(own, torch.from_numpy(stop.curves))
+    return found

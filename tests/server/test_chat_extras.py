@@ -10,6 +10,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from overlap_spec.grammar.reasoning.reply import load_reasoning
+from overlap_spec.server.conversation import ANY_TEXT, _after_thinking
+from overlap_spec.types import Request, SamplingParams
 from tests.support.serving import FIXED, PAIR, Server, shared_server
 from tests.support.skips import needs_weights
 from tests.support.tiers import few
@@ -296,3 +299,19 @@ def test_a_budget_in_the_shape_of_messages(thinking: Server) -> None:
     for wrong in (message("disabled", 5), message("enabled", 5, thinking_budget=6)):
         assert wrong.status_code == 400
         assert "budget_tokens" in wrong.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("relaxed", [False, True])
+@pytest.mark.parametrize("opened", [None, True, False])
+def test_a_free_answer_knows_of_its_thinking_where_that_is_drafted_loosely(
+    relaxed: bool, opened: bool | None
+) -> None:
+    """Relaxed acceptance holds inside the thinking alone, so that its end must be told."""
+    free = Request(0, (1, 2), SamplingParams(), None, 9, frozenset({0}), 0, 0)
+    made = _after_thinking(free, load_reasoning("deepseek_r1"), opened, relaxed)
+    if not relaxed or opened is False:
+        assert made.grammar is None
+        return
+    assert made.grammar is not None
+    assert made.grammar.kind == "after_thinking"
+    assert made.grammar.inner == ANY_TEXT
