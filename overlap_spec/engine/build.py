@@ -57,7 +57,6 @@ def build(config: EngineConfig, tokenizer: Tokenizer) -> tuple[EngineCore, Gramm
     except BaseException:
         compiler.close()
         raise
-    compiler.makes_rooms = config.complete
     compiler.makes_states = core.tables is not None
     return core, compiler
 

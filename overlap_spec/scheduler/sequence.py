@@ -13,6 +13,9 @@ from overlap_spec.steps import Chunk, History, RowResult, TokenTrie, WeighedChoi
 from overlap_spec.tiers import Tier
 from overlap_spec.types import FinishReason, Request, TokenLogprobs
 
+# Of an output under a grammar whose rests were not told, or not in time.
+UNTOLD = "the grammar is too large to tell how long its texts are: the output may be cut"
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -26,7 +29,8 @@ class Sequence:
     its prompt; ``choice_logprobs``: the result. ``trie``: of the texts that its whole
     output can be. ``states``: its grammar's table, where it has one. ``extras``: the optional parts
     that it asks for, by name; `overlap_spec/worker/extras/base.py` has their contract.
-    ``untrusted``: its pages may hold what is no number.
+    ``untrusted``: its pages may hold what is no number. ``warnings``: what is not kept of what was
+    asked for.
     """
 
     request: Request
@@ -53,6 +57,7 @@ class Sequence:
     choice_logprobs: tuple[float, ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
     untrusted: bool = False
+    warnings: tuple[str, ...] = ()
     last_token_ns: int = 0
 
     @property
