@@ -146,7 +146,7 @@ def measure_speed(run: Run, options: argparse.Namespace, types: Sequence[str]) -
     if options.draft is not None:
         settings["draft"] = str(options.draft)
     model = None if options.model is None else str(options.model)
-    sampling = SamplingParams(temperature=0.0, max_tokens=MOST_TOKENS)
+    sampling = SamplingParams(temperature=0.0, max_tokens=MOST_TOKENS, complete=False)
     with ExitStack() as stack:
         engines = {
             name: stack.enter_context(

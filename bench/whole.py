@@ -42,8 +42,9 @@ def least_of(engine: Engine, grammar: Grammar) -> tuple[int | None, float]:
     compiled = engine.compile(grammar)
     start = time.perf_counter_ns()
     # Until its rules are there, or cannot be made.
-    engine.compiler.compile(grammar, 0)
-    return least_tokens(compiled, 1), (time.perf_counter_ns() - start) / 1e6
+    room = engine.compiler.compile(grammar, 0).room
+    told = room is not None and room.chart() is not None
+    return least_tokens(compiled, 1) if told else None, (time.perf_counter_ns() - start) / 1e6
 
 
 def is_refused(engine: Engine, grammar: Grammar, tokens: int) -> bool:

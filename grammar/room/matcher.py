@@ -142,12 +142,13 @@ class RoomMatcher(Matcher):
 
     def _is_ample(self, depth: int) -> bool:
         """Whether any rest fits behind any token at nodes of so many tokens more."""
-        room, tokens = self._room, len(self._tokens)
-        if self._chart is None and not room.is_ample(
-            self._most, tokens + AHEAD_TOKENS, self._size + AHEAD_TOKENS * AHEAD_BYTES, depth
-        ):
+        room, tokens, size = self._room, len(self._tokens), self._size
+        ahead = AHEAD_TOKENS * AHEAD_BYTES
+        if room.is_ample(self._most, tokens + AHEAD_TOKENS, size + ahead, depth):
+            return True
+        if self._chart is None:
             room.ask()
-        return room.is_ample(self._most, tokens, self._size, depth)
+        return room.is_ample(self._most, tokens, size, depth)
 
     def _chart_now(self) -> Chart | None:
         """The grammar's places; None where they are not told, or not yet."""

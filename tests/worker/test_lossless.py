@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chain": {"num_steps": 5},
     "tree": {"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 16},
 }
-GREEDY = SamplingParams(max_tokens=48, temperature=0.0)
+GREEDY = SamplingParams(max_tokens=48, temperature=0.0, complete=False)
 
 
 def work(count: int) -> list[tuple[str, Grammar | None]]:

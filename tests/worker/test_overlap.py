@@ -59,6 +59,7 @@ def random_asks(seed: int) -> list[Ask]:
     for _ in range(rng.randint(1, 6)):
         sampling = SamplingParams(
             max_tokens=rng.randint(1, 40),
+            complete=False,
             temperature=rng.choice([0.0, 0.0, 0.8]),
             seed=rng.randint(0, 10**9),
             stop=rng.choice([(), ("a",), ("\x05", "zz")]),
@@ -189,7 +190,9 @@ def test_nothing_is_verified_for_requests_that_have_ended(
     with build(tiny, overlap=mode, num_steps=3) as engine:
         grammar = Grammar.choice(["alpha", "alphabet"])
         for _ in range(2):
-            out = engine.generate("abc", grammar, SamplingParams(max_tokens=max_tokens))
+            out = engine.generate(
+                "abc", grammar, SamplingParams(max_tokens=max_tokens, complete=False)
+            )
         verified = [s for s in engine.timeline.spans() if s.name == "verify"]
     assert len(verified) == 2 * (1 + out.stats.verifies)
     assert engine.core.scheduler.idle
