@@ -82,7 +82,7 @@ def test_operations_of_a_replayed_step(
     """The serial mode runs in one thread, where all operations are seen."""
     settings = {"overlap": "none", "adaptive": "static", "num_steps": 3, "page_size": 64}
     with Engine(**tiny, **settings) as engine:
-        asked = {**sampling, "max_tokens": 40, "ignore_eos": True}
+        asked = {**sampling, "max_tokens": 40, "complete": False, "ignore_eos": True}
         handles = [engine.submit(f"abc {n}", grammar, asked) for n in range(batch)]
         for _ in range(3):
             engine.step()
