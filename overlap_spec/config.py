@@ -212,7 +212,7 @@ class EngineConfig:
             "Outputs under a grammar come to their end within max_tokens and the context, unless a "
             "request says otherwise; one whose shortest output does not fit is refused."
         ),
-    ] = False
+    ] = True
     grammar_isolated: Annotated[
         bool | None,
         Help(

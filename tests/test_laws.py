@@ -313,7 +313,7 @@ GRAMMAR_MAY_IMPORT: dict[str, set[str]] = {
     "vocabularies": set(),
     "vocabulary": {"reasoning", "vocabularies"},
     "drafting.state_table": set(),
-    "room": {"ir", "vocabulary"},
+    "room": {"automata", "ir", "vocabulary"},
     "contract": {"spec", "vocabulary", "drafting.state_table", "room"},
     "drafting": {
         "automata",

@@ -56,7 +56,6 @@ def build(config: EngineConfig, tokenizer: Tokenizer) -> tuple[EngineCore, Gramm
     except BaseException:
         compiler.close()
         raise
-    compiler.makes_rooms = config.complete
     compiler.makes_states = core.worker.traits.reads_states
     return core, compiler
 

@@ -82,7 +82,7 @@ class OutputProcessor:
         assert reason is not None
         _push_own(handle, sequence)
         error, grammar = sequence.error, handle.request.grammar
-        warnings = handle.request.warnings
+        warnings = handle.request.warnings + sequence.warnings
         if grammar is not None:
             warnings += grammar.warnings
         output = Output(

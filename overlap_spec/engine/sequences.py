@@ -12,11 +12,17 @@ from overlap_spec.grammar.contract import CompiledGrammar, Matcher
 from overlap_spec.grammar.drafting.few_texts import OutputTries
 from overlap_spec.grammar.reasoning.matcher import ReasoningMatcher
 from overlap_spec.grammar.room.matcher import RoomMatcher, least_tokens
-from overlap_spec.scheduler.sequence import Sequence
+from overlap_spec.grammar.room.room import Room
+from overlap_spec.scheduler.sequence import UNTOLD, Sequence
 from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Request
 from overlap_spec.worker.extras.base import Surroundings, extras_of
+
+
+def _tells(room: Room, most: int) -> bool:
+    """Whether the rests of a grammar are told, or will be before they are needed."""
+    return room.is_early(most) or room.chart() is not None
 
 
 class SequenceMaker:
@@ -51,7 +57,8 @@ class SequenceMaker:
             finders,
             asked.include_stop_str_in_output,
         )
-        sequence = Sequence(request, buffer, self._matcher(request, compiled))
+        sequence = Sequence(request, buffer)
+        sequence.matcher = self._matcher(sequence, compiled)
         sequence.extras = extras_of(request, self._surroundings)
         if compiled is not None:
             trie = self._output_tries.of(grammar) if self._tries else None
@@ -60,8 +67,20 @@ class SequenceMaker:
         sequence.stats.grammar_compile_ms = compile_ms
         return sequence
 
-    def _matcher(self, request: Request, compiled: CompiledGrammar | None) -> Matcher | None:
+    def room_tokens(self, request: Request) -> int | None:
+        """How many tokens an output is to end within before it may be cut; 0: it may not start
+        before it is told that it does. None: it may be cut."""
+        complete = request.sampling.complete
+        # Whole texts are chosen among, where the choice is faithful.
+        if request.grammar is None or request.grammar.faithful:
+            return None
+        if complete is None:
+            return request.max_tokens if self._complete else None
+        return 0 if complete else None
+
+    def _matcher(self, sequence: Sequence, compiled: CompiledGrammar | None) -> Matcher | None:
         """A matcher of a request's grammar, whose outputs are whole if they are to be."""
+        request = sequence.request
         asked, most = request.sampling, request.max_tokens
         matcher = None if compiled is None else compiled.matcher()
         if asked.thinking_budget is not None:
@@ -75,20 +94,21 @@ class SequenceMaker:
             matcher.limit(asked.thinking_budget)
         if compiled is None or matcher is None:
             return None
-        room = compiled.room
-        # Whole texts are chosen among, where the choice is faithful.
-        if not (self._complete if asked.complete is None else asked.complete) or (
-            request.grammar.faithful
-        ):
+        if self.room_tokens(request) is None:
             return matcher
-        least = least_tokens(compiled, most)
+        room, least = compiled.room, None
+        if room is not None and (
+            room.chart() is not None if asked.complete else room.spells and _tells(room, most)
+        ):
+            least = least_tokens(compiled, most)
         if room is None or least is None:
             if asked.complete:
                 raise InvalidRequest(
-                    "nothing tells how long the grammar's texts are: start the engine with "
-                    "complete, or, if the grammar is too large, send complete: false",
+                    "nothing tells how long the grammar's texts are: make it smaller, or send "
+                    "complete: false, or nothing",
                     "complete",
                 )
+            sequence.warnings += (UNTOLD,)
             return matcher
         if least <= most:
             return RoomMatcher(matcher, room, most)

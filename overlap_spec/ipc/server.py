@@ -116,7 +116,8 @@ class EngineServer:
             self._admit(number, request, None)
             return
         try:
-            future = self.engine.compiler.submit(message.grammar, request.holder)
+            room = self.engine.sequences.room_tokens(request)
+            future = self.engine.compiler.submit(message.grammar, request.holder, room)
         except Exception as error:
             self._reject(number, error)
             return

@@ -13,6 +13,9 @@ from overlap_spec.steps import Chunk, GrammarMap, History, RowResult
 from overlap_spec.tiers import Tier
 from overlap_spec.types import FinishReason, Request, TokenLogprobs
 
+# Of an output under a grammar whose rests were not told, or not in time.
+UNTOLD = "the grammar is too large to tell how long its texts are: the output may be cut"
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -26,7 +29,8 @@ class Sequence:
     grammar, where it has such: its table of states, and the trie of the texts that its whole
     output can be. ``extras``: the optional parts that it asks for, by name;
     `overlap_spec/worker/extras/base.py` has their contract.
-    ``untrusted``: its pages may hold what is no number.
+    ``untrusted``: its pages may hold what is no number. ``warnings``: what is not kept of what was
+    asked for.
     """
 
     request: Request
@@ -50,6 +54,7 @@ class Sequence:
     maps: tuple[GrammarMap | None, GrammarMap | None] = (None, None)
     extras: Mapping[str, Any] = field(default_factory=dict)
     untrusted: bool = False
+    warnings: tuple[str, ...] = ()
     last_token_ns: int = 0
 
     @property

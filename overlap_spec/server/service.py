@@ -354,15 +354,18 @@ def new_id(prefix: str) -> str:
 
 
 def usage(outputs: Sequence[Output], prompts: Sequence[Request]) -> dict[str, Any]:
-    """OpenAI's usage; a prompt with several outputs counts once."""
+    """OpenAI's usage; a prompt with several outputs counts once. ``narrowed_tokens`` is ours: what
+    was chosen so that outputs come to their end within their room, where any was."""
     prompt_tokens = sum(len(prompt.prompt_ids) for prompt in prompts)
     output_tokens = sum(output.stats.output_tokens for output in outputs)
     cached = sum(output.stats.cached_tokens for output in outputs)
+    narrowed = sum(output.stats.narrowed_tokens for output in outputs)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": min(cached, prompt_tokens)},
+        **({"completion_tokens_details": {"narrowed_tokens": narrowed}} if narrowed else {}),
     }
 
 

@@ -58,7 +58,9 @@ def test_grafts_shorten_the_way_to_the_same_text(
 def test_the_first_draft_has_the_run_behind_the_prompt(tiny: dict[str, Any]) -> None:
     settings = {**tiny, "algorithm": "grammar", "num_steps": 12, "adaptive": "static"}
     with Engine(**settings, context_length=256) as engine:
-        (output,) = engine.generate(PROMPTS[:1], PERSON, {**SAMPLING, "max_tokens": 14})
+        (output,) = engine.generate(
+            PROMPTS[:1], PERSON, {**SAMPLING, "max_tokens": 14, "complete": False}
+        )
     # A token of the prefill, then twelve forced ones and a bonus.
     assert (output.stats.verifies, output.stats.accepted_grafts) == (1, 12)
     assert output.text == '{"street_addre'

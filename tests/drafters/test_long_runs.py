@@ -95,7 +95,8 @@ def test_a_run_beyond_the_depth_is_one_verify(
 def test_a_key_of_fifteen_tokens_is_one_verify(still: dict[str, Any]) -> None:
     settings = {**still, "algorithm": "grammar", "num_steps": 2, "adaptive": "static"}
     with Engine(**settings) as engine:
-        (output,) = engine.generate(PROMPTS[:1], PERSON, {"max_tokens": 17, "temperature": 0})
+        cut = {"max_tokens": 17, "temperature": 0, "complete": False}
+        (output,) = engine.generate(PROMPTS[:1], PERSON, cut)
     # A token of the prefill, then fifteen forced ones and a bonus.
     assert (output.stats.verifies, output.stats.accepted_grafts) == (1, 15)
     assert output.text == '{"street_address"'

@@ -67,8 +67,8 @@ def answers(engine: Engine, sampling: dict[str, Any]) -> list[list[Output]]:
 
 # Greedy, and sampled.
 SAMPLINGS: list[dict[str, Any]] = [
-    {"max_tokens": 20, "temperature": 0},
-    {"max_tokens": 20, "seed": 3, "temperature": 1, "top_p": 0.95},
+    {"max_tokens": 20, "complete": False, "temperature": 0},
+    {"max_tokens": 20, "complete": False, "seed": 3, "temperature": 1, "top_p": 0.95},
 ]
 
 

@@ -171,7 +171,7 @@ def test_outputs_tell_whether_they_are_valid(engine: Engine) -> None:
     assert [o.text for o in outputs[:3]] == [WRONG_TEXT, RIGHT_TEXT, '"ab"']
     assert [o.verdict for o in outputs] == [Verdict(False, WHY), Verdict(True), None, None]
     assert outputs[0].parsed == ["", ""]
-    cut = engine.generate("x", loose(WRONG), SamplingParams(max_tokens=1))
+    cut = engine.generate("x", loose(WRONG), SamplingParams(max_tokens=1, complete=False))
     assert (cut.finish_reason, cut.verdict) == ("length", None)
 
 

@@ -164,7 +164,8 @@ def test_steps_draft_what_a_whole_draft_does(
 ) -> None:
     """Drafts, confidences and all: only the recordings differ."""
     prompts = ["some prompt", "another one", "abcabcabc"]
-    sampling = [{"max_tokens": 24}, {"temperature": 0.8, "seed": 3, "max_tokens": 24}] * 2
+    cut = {"max_tokens": 24, "complete": False}
+    sampling = [cut, {"temperature": 0.8, "seed": 3, **cut}] * 2
     grammars = [None, chaos.GRAMMARS[1], chaos.GRAMMARS[2]]
     seen = []
     for stopped in (False, True):

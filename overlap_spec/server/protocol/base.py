@@ -213,7 +213,8 @@ class Sampling(Strict):
     complete: bool | None = Field(
         None,
         description="Whether an output under a constraint comes to its end within max_tokens; one "
-        "whose shortest output does not fit is refused. By default as the server was started.",
+        "whose shortest output does not fit is refused. By default true, unless the server was "
+        "started with --no-complete.",
     )
     thinking_budget: Count | None = Field(
         None,
