@@ -128,7 +128,7 @@ async def prometheus(service: Service) -> Response:
     engine, metrics = service.engine, service.metrics
     state = await _snapshot(service, SCRAPE_TIMEOUT_S)
     if state is None and engine.health == "ready":
-        state = metrics.engine.snapshot
+        state = metrics.snapshot
     front = FrontState(
         engine_up=engine.health == "ready" and not is_silent(service),
         engine_restarts=engine.restarts,

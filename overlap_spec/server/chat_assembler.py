@@ -8,7 +8,7 @@ from typing import Any
 
 from overlap_spec.grammar.reasoning.reply import ReasoningStream
 from overlap_spec.grammar.tools.stream import CallArguments, CallStart, CallStream, ContentDelta
-from overlap_spec.types import FinishReason
+from overlap_spec.types import Delta, FinishReason, Output
 
 
 @dataclass
@@ -34,6 +34,10 @@ class ChatAssembler:
     thinking: str = ""
     content: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
+
+    def take(self, piece: Delta | Output) -> list[dict[str, Any]]:
+        """The deltas that a piece completes; of the last one, with what was held back."""
+        return self.push(piece.text) + ([] if piece.finish_reason is None else self.finish())
 
     def push(self, text: str) -> list[dict[str, Any]]:
         """The deltas that a piece of text completes."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from overlap_spec.async_engine import count_characters
 from overlap_spec.chat_template import Rendering
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.reasoning.reply import (
@@ -50,13 +51,18 @@ class Conversation:
     with_calls: bool
 
     @classmethod
-    async def prepare(cls, service: Service, task: ChatTask) -> Conversation:
-        """Check and tokenise a chat; the caller has checked the length of its messages.
+    async def prepare(cls, service: Service, ask: Callable[[], ChatTask]) -> Conversation:
+        """Check and tokenise a chat.
+
+        Args:
+            ask: Reads it from a body, in a turn of the loop that is not the body's own.
 
         Raises:
             InvalidRequest: an invalid field; names it.
         """
-        # Reading a body of many messages took a turn of the loop.
+        task = ask()
+        service.engine.check_length(count_characters(task.messages))
+        # Reading many messages took this turn.
         await asyncio.sleep(0)
         rendering = rendering_of(service, task)
         constraint = await service.constraints.of(task.constraint, task.form, task.form_field)

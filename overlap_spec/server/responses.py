@@ -15,10 +15,9 @@ from overlap_spec.server.conversation import Conversation
 from overlap_spec.server.errors import ApiError
 from overlap_spec.server.events import Wire
 from overlap_spec.server.logprobs import chat_logprobs, cut_stop, without_stop
-from overlap_spec.server.middleware import OWNER
 from overlap_spec.server.protocol.responses import ResponsesBody
 from overlap_spec.server.response_items import Event, ItemWriter
-from overlap_spec.server.service import RequestGroup, Service, findings, interleaved, new_id
+from overlap_spec.server.service import Format, Service, findings, interleaved, new_id
 from overlap_spec.types import FinishReason, Output, TokenLogprobs
 
 # Engine's finish reason → the response's status; the reason of one that is incomplete.
@@ -29,14 +28,15 @@ INCOMPLETE = {"reason": "max_output_tokens"}
 async def responses(service: Service, body: ResponsesBody, http: HttpRequest) -> Response:
     """Answer, as one reply or as a stream of events."""
     model, label = service.check_model(body.model), new_id("resp_")
-    conversation = await service.run_until_disconnect(http, _prepare(service, body))
-    formatter = ResponseFormatter(conversation, body, label, model)
-    group = RequestGroup([label], [conversation.request], conversation.field, http.scope[OWNER])
-    if body.stream:
-        wire = Wire(formatter.failed, b"", named=True)
-        return await service.stream(http, group, formatter.events, wire)
-    outputs = await service.outputs(http, group)
-    return await service.reply(outputs, lambda: formatter.whole(outputs[0]))
+    if body.with_logprobs and service.settings.reasoning_parser is not None:
+        field = "include" if body.top_logprobs is None else "top_logprobs"
+        message = "log-probabilities go with a text alone, and this model's has thinking before it"
+        raise InvalidRequest(message, field)
+    chat = await service.run_until_disconnect(http, Conversation.prepare(service, body.task))
+    shown = ResponseFormatter(chat, body, label, model)
+    return await service.answer(
+        http, shown, [chat.request], [label], chat.field, stream=body.stream
+    )
 
 
 def no_response(_: Service, response_id: str) -> Response:
@@ -45,32 +45,24 @@ def no_response(_: Service, response_id: str) -> Response:
     raise ApiError(404, message, "response_id", code="response_not_found")
 
 
-async def _prepare(service: Service, body: ResponsesBody) -> Conversation:
-    service.engine.check_length(body.count_characters())
-    if body.with_logprobs and service.settings.reasoning_parser is not None:
-        field = "include" if body.top_logprobs is None else "top_logprobs"
-        message = "log-probabilities go with a text alone, and this model's has thinking before it"
-        raise InvalidRequest(message, field)
-    return await Conversation.prepare(service, body.task())
-
-
-class ResponseFormatter:
+class ResponseFormatter(Format):
     """Formats one output as a response."""
 
     def __init__(
         self, conversation: Conversation, body: ResponsesBody, label: str, model: str
     ) -> None:
         self._conversation, self._with_logprobs = conversation, body.with_logprobs
+        self.wire = Wire(self.failed, b"", named=True)
         self._writer = ItemWriter()
         self._thinking = conversation.thinking()
         self._sequence = 0
         self._head = self._fields(body, label, model)
 
-    def whole(self, output: Output) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The response as one object."""
+        (output,) = outputs
         self._thinking.push(output.token_ids)
-        assembler = self._conversation.assembler()
-        for piece in [*assembler.push(output.text), *assembler.finish()]:
+        for piece in self._conversation.assembler().take(output):
             self._writer.push(piece, [])
         status = STATUS.get(output.finish_reason, "completed")
         self._writer.finish(_item_status(output.finish_reason))
@@ -87,9 +79,7 @@ class ResponseFormatter:
         pending: list[Any] = []
         async for _, delta in interleaved(handles):
             self._thinking.push(delta.token_ids)
-            pieces = assembler.push(delta.text)
-            if delta.finish_reason is not None:
-                pieces += assembler.finish()
+            pieces = assembler.take(delta)
             if self._with_logprobs:
                 pending += self._logprobs(*cut_stop(handle.request, delta))
                 if pending and not pieces:

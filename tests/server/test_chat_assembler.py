@@ -103,7 +103,7 @@ def test_a_template_may_open_or_close_the_thinking(
     body = ChatBody.model_validate(
         {"messages": [{"role": "user", "content": "<think>"}], "regex": "[ab]"}
     )
-    chat = asyncio.run(Conversation.prepare(service, body.task()))
+    chat = asyncio.run(Conversation.prepare(service, body.task))
     request = chat.request
     assert chat.opened is opened
     inside = parser == "deepseek_r1" if opened is None else opened

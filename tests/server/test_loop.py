@@ -100,7 +100,7 @@ def test_long_streams_with_logprobs_hold_no_turn() -> None:
     handle = AsyncRequestHandle(request, lambda _: None)
     entry = TokenLogprobs(-1.25, ((1, -1.25),) * 20)
     body = GenerateBody(text="a", stream=True, return_logprob=True, top_logprobs_num=20)
-    formatter = SGLangFormatter(None, body, ["id"])  # type: ignore[arg-type]
+    formatter = SGLangFormatter(None, body, ["id"], True)  # type: ignore[arg-type]
     sizes: list[int] = []
 
     async def feed() -> None:
@@ -115,7 +115,7 @@ def test_long_streams_with_logprobs_hold_no_turn() -> None:
         feeding = asyncio.create_task(feed())
         turns.reset()
         parts: list[bytes] = []
-        async for event in formatter.events([handle], True):
+        async for event in formatter.events([handle]):
             parts = [part async for part in written(event)]
             sizes.append(sum(map(len, parts)))
         await feeding
