@@ -88,16 +88,9 @@ class TimedSelector(selectors.DefaultSelector):
             self._turns.begin()
 
 
-class TimedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose turns are entered in ``turns``."""
-
-    def __init__(self, turns: TurnTimes) -> None:
-        super().__init__(TimedSelector(turns))
-
-
 def timed_loop(turns: TurnTimes) -> Callable[[], asyncio.AbstractEventLoop]:
-    """A factory of loops; see :class:`TimedLoop`."""
-    return lambda: TimedLoop(turns)
+    """A factory of event loops whose turns are entered in ``turns``."""
+    return lambda: asyncio.SelectorEventLoop(TimedSelector(turns))
 
 
 class FaultLog:

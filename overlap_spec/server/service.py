@@ -12,6 +12,7 @@ from typing import Any
 
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import Receive
 
 from overlap_spec.async_engine import AsyncEngine, AsyncRequestHandle
 from overlap_spec.engine.arguments import copies
@@ -206,20 +207,7 @@ class Service:
             ClientGone: the client has disconnected.
             TimeoutError: ``request_timeout_s`` is over.
         """
-        task = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(_disconnect(http))
-        limit = self.settings.request_timeout_s
-        try:
-            await asyncio.wait({task, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if gone.done():
-                raise ClientGone
-            raise TimeoutError
-        finally:
-            for each in (task, gone):
-                each.cancel()
-            await asyncio.gather(task, gone, return_exceptions=True)
+        return await until_disconnect(http.receive, work, self.settings.request_timeout_s)
 
     async def _stream(self, http: HttpRequest, group: RequestGroup, shown: Format) -> Response:
         """A group's outputs as server-sent events.
@@ -379,6 +367,29 @@ def usage(outputs: Sequence[Output], prompts: Sequence[Request]) -> dict[str, An
     }
 
 
-async def _disconnect(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, Any], limit_s: float | None = None
+) -> Any:
+    """The result of ``work``, which is cancelled if the client disconnects or time runs out.
+
+    Raises:
+        ClientGone: the client has disconnected.
+        TimeoutError: ``limit_s`` is over.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if gone.done():
+            raise ClientGone
+        raise TimeoutError
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         continue
