@@ -29,7 +29,6 @@ from overlap_spec.server.reference import page
 from overlap_spec.server.responses import no_response, responses
 from overlap_spec.server.service import ClientGone, Service
 from overlap_spec.server.settings import ServerSettings
-from overlap_spec.server.under_way import requests_under_way
 
 # Nginx's status for a closed connection; no client reads it, only logs and metrics.
 CLIENT_CLOSED_REQUEST = 499
@@ -140,7 +139,7 @@ ROUTES: tuple[tuple[str, str, Callable[..., Any], str], ...] = (
     (
         "GET",
         "/requests",
-        requests_under_way,
+        admin.requests_under_way,
         "Where the requests under way stand; others' for admins alone.",
     ),
     ("GET", "/timeline", admin.timeline, "Spans of the engine's last steps."),

@@ -11,8 +11,7 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from overlap_spec.async_engine import AsyncRequestHandle
-from overlap_spec.server.chat_assembler import ChatAssembler
-from overlap_spec.server.conversation import Conversation
+from overlap_spec.server.conversation import ChatAssembler, Conversation
 from overlap_spec.server.logprobs import (
     chat_logprobs,
     cut_stop,

@@ -17,8 +17,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from overlap_spec.async_engine import AsyncRequestHandle
-from overlap_spec.server.buckets import Buckets
-from overlap_spec.server.loop_turns import TurnTimes
+from overlap_spec.server.loop_turns import Buckets, TurnTimes
 
 PREFIX = "overlap_spec:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)

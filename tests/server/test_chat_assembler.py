@@ -18,9 +18,8 @@ from overlap_spec.grammar.reasoning.reply import ReasoningStream
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tools.stream import CallStream
 from overlap_spec.ipc.messages import EngineReady
-from overlap_spec.server.chat_assembler import ChatAssembler
 from overlap_spec.server.constraints import Constraints
-from overlap_spec.server.conversation import Conversation
+from overlap_spec.server.conversation import ChatAssembler, Conversation
 from overlap_spec.server.errors import as_api_error, place
 from overlap_spec.server.metrics import FrontState, Metrics
 from overlap_spec.server.protocol.chat import ChatBody

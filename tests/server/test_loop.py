@@ -14,9 +14,8 @@ import pytest
 from overlap_spec.ipc import messages as m
 from overlap_spec.ipc.request_handle import AsyncRequestHandle
 from overlap_spec.ipc.server import MOST_VALUES, in_parts
-from overlap_spec.server.buckets import Buckets
 from overlap_spec.server.events import PART_BYTES, GrowingList, InParts, sse, written
-from overlap_spec.server.loop_turns import Turnstile, TurnTimes, timed_loop
+from overlap_spec.server.loop_turns import Buckets, Turnstile, TurnTimes, timed_loop
 from overlap_spec.server.protocol.text import GenerateBody
 from overlap_spec.server.sglang import SGLangFormatter
 from overlap_spec.stats import RequestStats

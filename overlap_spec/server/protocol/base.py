@@ -20,7 +20,7 @@ from pydantic_core import CoreSchema
 
 from overlap_spec.engine.input_processor import check_text
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.server.collector import collector_off
+from overlap_spec.server.body import collector_off
 from overlap_spec.types import SamplingParams
 
 Int = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]

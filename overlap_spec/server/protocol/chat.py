@@ -10,7 +10,7 @@ from pydantic import Field
 from overlap_spec import chat_messages
 from overlap_spec.chat_messages import ROLES
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.server.collector import collector_off
+from overlap_spec.server.body import collector_off
 from overlap_spec.server.protocol.base import (
     MOST_ENTRIES,
     Few,
