@@ -30,20 +30,14 @@ from overlap_spec.server.protocol import chat, messages, responses, text
 from overlap_spec.server.protocol.base import Strict
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Request, SamplingParams, TokenLogprobs
-from tests.support.serving import Server, error_of, shared_server, wait_for
+from tests.support.serving import Server, error_of, wait_for
 from tests.support.skips import needs_weights
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-JSON = {"content-type": "application/json"}
 HI = [{"role": "user", "content": "hi"}]
 # Far over what a bounded reply needs on a machine with six other busy processes.
 SOON_S = 10.0
 pytestmark = needs_weights
-
-
-@pytest.fixture(scope="module")
-def server() -> Server:
-    return shared_server()
 
 
 class Probe:
@@ -81,15 +75,11 @@ def probed(server: Server) -> Iterator[Probe]:
     assert probe.worst_s < SOON_S
 
 
-def send(server: Server, path: str, content: str | bytes) -> httpx.Response:
-    return httpx.post(server.url + path, content=content, headers=JSON, timeout=60)
-
-
 def quick(server: Server, path: str, content: str | bytes, status: int = 400) -> dict[str, Any]:
     """The error of a body that must be refused soon."""
     with probed(server):
         start = time.monotonic()
-        error = error_of(send(server, path, content), status)
+        error = error_of(server.post(path, content), status)
         assert time.monotonic() - start < SOON_S
     return error
 
@@ -149,12 +139,10 @@ def test_texts_are_measured_before_they_are_tokenised(server: Server) -> None:
 def test_long_texts_are_tokenised_beside_the_loop(server: Server) -> None:
     long = json.dumps({"prompt": "hello world, this is " * 49_000})
     with probed(server):
-        reply = send(server, "/tokenize", long)
+        reply = server.post("/tokenize", long)
         assert reply.json()["count"] > 100_000
         tokens = reply.json()["tokens"]
-        assert (
-            send(server, "/detokenize", json.dumps({"tokens": tokens[: 2**17]})).status_code == 200
-        )
+        assert server.post("/detokenize", {"tokens": tokens[: 2**17]}).status_code == 200
 
 
 def slow_schema(length: int) -> dict[str, Any]:

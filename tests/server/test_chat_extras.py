@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.support.serving import FIXED, PAIR, Server, shared_server
+from tests.support.serving import FIXED, PAIR, Server
 from tests.support.skips import needs_weights
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -22,11 +22,6 @@ TEMPLATE = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% en
 {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
 {%- if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}{% endif %}"""
 pytestmark = needs_weights
-
-
-@pytest.fixture(scope="module")
-def server() -> Server:
-    return shared_server()
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +51,7 @@ def prompt(server: Server, **more: Any) -> list[int]:
 
 def chunks(server: Server, body: dict[str, Any], path: str = CHAT) -> list[dict[str, Any]]:
     given = {"prompt": SAID} if path == TEXT else {"messages": ASKED}
-    reply = server.post(path, {"max_tokens": 24, "stream": True} | given | body)
-    assert reply.status_code == 200, reply.text
-    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
+    return server.events(path, {"max_tokens": 24} | given | body)
 
 
 def text_of(server: Server, ids: list[int]) -> str:

@@ -22,11 +22,6 @@ CHAT_TOOL = {
 pytestmark = needs_weights
 
 
-@pytest.fixture(scope="module")
-def server() -> Server:
-    return shared_server()
-
-
 def ask(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     reply = server.post("/v1/messages", {"max_tokens": 24, "messages": ASKED} | body)
     assert reply.status_code == 200, reply.text
@@ -41,14 +36,8 @@ def chat(server: Server, body: dict[str, Any]) -> str | None:
     return text
 
 
-def events_of(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
-    body = {"max_tokens": 24, "messages": ASKED, "stream": True} | body
-    reply = server.post("/v1/messages", body)
-    assert reply.status_code == 200, reply.text
-    blocks = [block.splitlines() for block in reply.text.strip().split("\n\n")]
-    events = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
-    assert [name.removeprefix("event: ") for name, _ in blocks] == [e["type"] for e in events]
-    return events
+def events_of(server: Server, body: dict[str, Any]) -> list[Any]:
+    return server.events("/v1/messages", {"max_tokens": 24, "messages": ASKED} | body)
 
 
 def error_of(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
@@ -229,10 +218,7 @@ def test_every_refusal_has_the_shape(server: Server) -> None:
     assert error_of(server.post("/v1/messages", large), 413)["type"] == "request_too_large"
     error_of(server.get("/v1/messages"), 405)
     error_of(server.post("/v1/messages/batches", {}), 404)
-    broken = httpx.post(
-        f"{server.url}/v1/messages", content=b"{", headers={"content-type": "application/json"}
-    )
-    assert "not JSON" in error_of(broken)["message"]
+    assert "not JSON" in error_of(server.post("/v1/messages", b"{"))["message"]
 
 
 @pytest.mark.ci

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.serving import Server, error_of, shared_server
+from tests.support.serving import Server, error_of
 from tests.support.skips import needs_weights
 
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -26,11 +26,6 @@ NEUTRAL: dict[str, Any] = {
     "lora_path": None,
     "nobody_knows_this": None,
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Server:
-    return shared_server()
 
 
 def ask(server: Server, path: str, **more: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.serving import Server, shared_server
+from tests.support.serving import Server
 from tests.support.skips import needs_weights
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -18,16 +18,6 @@ ASKED: list[Any] = [{"role": "user", "content": SAID}]
 # The server's logits, of another batch.
 CLOSE = 0.02
 pytestmark = needs_weights
-
-
-@pytest.fixture(scope="module")
-def server() -> Server:
-    return shared_server()
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def ask(server: Server, path: str, **more: Any) -> dict[str, Any]:

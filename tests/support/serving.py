@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import json
 import os
 import re
 import signal
@@ -122,8 +123,24 @@ class Server:
         return httpx.get(self.url + path, timeout=60, headers=self.headers, **more)
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
-        """A POST of plain data."""
-        return httpx.post(self.url + path, json=body, timeout=60, headers=self.headers, **more)
+        """A POST of plain data, or of text or bytes as they are."""
+        url, headers = self.url + path, self.headers
+        if isinstance(body, str | bytes):
+            headers = {"Content-Type": "application/json"} | headers
+            return httpx.post(url, content=body, timeout=60, headers=headers, **more)
+        return httpx.post(url, json=body, timeout=60, headers=headers, **more)
+
+    def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of a stream that has begun; where they have names, these are their types."""
+        reply = self.post(path, body | {"stream": True})
+        assert reply.status_code == 200, reply.text
+        blocks = [block.splitlines() for block in reply.text.strip().split("\n\n")]
+        if len(blocks[0]) == 1:
+            assert blocks.pop() == ["data: [DONE]"]
+        events = [json.loads(block[-1].removeprefix("data: ")) for block in blocks]
+        for event, (*named, _) in zip(events, blocks, strict=True):
+            assert not named or named == [f"event: {event['type']}"]
+        return events
 
     def state(self) -> dict[str, Any]:
         """The engine's state as of now."""
