@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overlap_spec.cli.flags import OUTPUT, SERVER_HELP, with_engine
+from overlap_spec.cli.flags import OUTPUT, with_engine, with_flags
 from overlap_spec.cli.request import reason
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import InvalidRequest, OverlapSpecError
+from overlap_spec.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from httpx import AsyncClient
     from rich.progress import Progress
     from starlette.types import ASGIApp
 
+PARSERS = dict.fromkeys(("tool_call_parser", "reasoning_parser"), OUTPUT)
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 LINE_FIELDS = {"custom_id", "method", "url", "body"}
 # Results repeat it.
@@ -34,6 +36,7 @@ ANSWERED = 200
 
 
 @with_engine
+@with_flags(ServerSettings, PARSERS)
 def batch(
     requests: Annotated[
         Path, typer.Argument(metavar="IN.jsonl", help="A request a line, as OpenAI's batches.")
@@ -41,12 +44,6 @@ def batch(
     results: Annotated[
         Path, typer.Argument(metavar="OUT.jsonl", help="A result a line, in the order of ends.")
     ],
-    tool_call_parser: Annotated[
-        str | None, typer.Option(help=SERVER_HELP["tool_call_parser"], rich_help_panel=OUTPUT)
-    ] = None,
-    reasoning_parser: Annotated[
-        str | None, typer.Option(help=SERVER_HELP["reasoning_parser"], rich_help_panel=OUTPUT)
-    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="Name that a line's `model` must be, if it has one.")
     ] = None,
@@ -63,13 +60,10 @@ def batch(
     from overlap_spec.doctor import check_files
 
     lines = count_lines(requests)
+    serving = {name: flags.pop(name) for name in PARSERS}
+    serving["served_model_name"] = served_model_name
     check_files(EngineConfig.build(**flags))
     run = Run(requests, results, settled(results), 2 * flags["max_running_requests"])
-    serving = {
-        "tool_call_parser": tool_call_parser,
-        "reasoning_parser": reasoning_parser,
-        "served_model_name": served_model_name,
-    }
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
     with Progress(
@@ -298,7 +292,6 @@ async def application(flags: dict[str, Any], serving: dict[str, Any]) -> AsyncIt
     from overlap_spec.async_engine import AsyncEngine
     from overlap_spec.server.app import create_app
     from overlap_spec.server.launch import guess_parser, served_name
-    from overlap_spec.server.settings import ServerSettings
 
     model = flags["model"]
     settings = ServerSettings(

@@ -51,16 +51,16 @@ class Conversation:
     with_calls: bool
 
     @classmethod
-    async def prepare(cls, service: Service, ask: Callable[[], ChatTask]) -> Conversation:
+    async def prepare(cls, service: Service, read: Callable[[], ChatTask]) -> Conversation:
         """Check and tokenise a chat.
 
         Args:
-            ask: Reads it from a body, in a turn of the loop that is not the body's own.
+            read: Reads it from a body, in a turn of the loop that is not the body's own.
 
         Raises:
             InvalidRequest: an invalid field; names it.
         """
-        task = ask()
+        task = read()
         service.engine.check_length(count_characters(task.messages))
         # Reading many messages took this turn.
         await asyncio.sleep(0)
