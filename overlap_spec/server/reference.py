@@ -10,6 +10,12 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
+from overlap_spec.server.protocol.base import Constraint, Sampling
+
+# Fields that most bodies have, which are shown once.
+COMMON = {*Sampling.model_fields, *Constraint.model_fields}
+COMMON_TITLE, COMMON_PLACE = "Sampling and constraints", "sampling-and-constraints"
+COMMON_ABOUT = f"And all fields of [{COMMON_TITLE.lower()}](#{COMMON_PLACE})."
 REF = "#/components/schemas/"
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem }
@@ -27,6 +33,7 @@ def page(document: dict[str, Any]) -> str:
 
     title = escape(f"{document['info']['title']}: HTTP API")
     body = MarkdownIt("js-default").render(markdown(document))
+    body = body.replace(f"<h2>{COMMON_TITLE}", f'<h2 id="{COMMON_PLACE}">{COMMON_TITLE}')
     head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
     head += '<meta name="viewport" content="width=device-width">'
     top = f'<h1>{title}</h1><p><a href="openapi.json">openapi.json</a></p>'
@@ -43,6 +50,9 @@ def markdown(document: dict[str, Any]) -> str:
             bodies.add(name)
             given = schemas[name] if name else _parameters(operation)
             lines += _section(f"{method.upper()} {path}", operation["summary"], given)
+    lines += [f"## {COMMON_TITLE}", ""]
+    every = next(each["properties"] for each in schemas.values() if _is_common(each))
+    lines += _rows({"properties": {name: every[name] for name in every if name in COMMON}})
     lines += ["## Objects", ""]
     for name, schema in sorted(schemas.items()):
         if name not in bodies and not name.endswith("Error"):
@@ -71,19 +81,33 @@ def _parameters(operation: dict[str, Any]) -> dict[str, Any]:
 def _section(title: str, about: str, schema: dict[str, Any]) -> list[str]:
     """A route, or an object inside bodies, with its fields and those that it refuses."""
     lines = [f"### {title}", "", *([about, ""] if about else [])]
-    required, properties = schema.get("required", ()), schema.get("properties", {})
-    if properties:
-        lines += ["| field | type | |", "|---|---|---|"]
-        for name in sorted(properties, key=lambda name: name not in required):
-            told = ["Required." if name in required else "", _line(properties[name])]
-            cells = (_type(properties[name]), " ".join(filter(None, told)))
-            kind, said = (cell.replace("|", "\\|") for cell in cells)
-            lines.append(f"| `{name}` | {kind} | {said} |")
-        lines.append("")
+    if _is_common(schema):
+        own = {name: one for name, one in schema["properties"].items() if name not in COMMON}
+        lines += [*_rows(schema | {"properties": own}), COMMON_ABOUT, ""]
+    else:
+        lines += _rows(schema)
     if refused := schema.get("x-refused"):
         told = [f"`{name}` ({why})" for name, why in refused.items()]
         lines += [f"Refused by name: {'; '.join(told)}.", ""]
     return lines
+
+
+def _is_common(schema: dict[str, Any]) -> bool:
+    return schema.get("properties", {}).keys() >= COMMON
+
+
+def _rows(schema: dict[str, Any]) -> list[str]:
+    """The fields of an object as a table."""
+    required, properties = schema.get("required", ()), schema.get("properties", {})
+    if not properties:
+        return []
+    lines = ["| field | type | |", "|---|---|---|"]
+    for name in sorted(properties, key=lambda name: name not in required):
+        told = ["Required." if name in required else "", _line(properties[name])]
+        cells = (_type(properties[name]), " ".join(filter(None, told)))
+        kind, said = (cell.replace("|", "\\|") for cell in cells)
+        lines.append(f"| `{name}` | {kind} | {said} |")
+    return [*lines, ""]
 
 
 def _line(schema: dict[str, Any]) -> str:
