@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 from collections import OrderedDict
@@ -12,9 +13,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from overlap_spec.errors import GrammarError, InvalidRequest
+from overlap_spec.errors import EngineUnavailable, GrammarError, InvalidRequest, QueueFull
+from overlap_spec.grammar.isolation.jobs import Read
+from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
+from overlap_spec.grammar.isolation.pool import make_pool
 from overlap_spec.grammar.spec import AdditionalProperties, Grammar
-from overlap_spec.server.grammar_reader import GrammarReader
 from overlap_spec.server.protocol.base import (
     Constraint,
     GenerationBody,
@@ -28,11 +31,25 @@ from overlap_spec.server.protocol.chat import (
 )
 from overlap_spec.server.protocol.task import ToolAsk
 from overlap_spec.server.settings import ServerSettings
+from overlap_spec.shares import HOLDER
 
 # Sources longer than this are read in another process, in bytes: reading them would block the loop.
 LONG_SOURCE = 512
 # Of what was read there, the latest are kept, in bytes of their sources.
 KEPT_BYTES = 4 * 2**20
+# One that takes longer than a second leaves its place to the next one, and goes on if one of the
+# few slow places is free. Workers stand behind the engine and the loop.
+READING = CompileLimits(
+    time_s=10.0,
+    memory_bytes=2**30,
+    result_bytes=2**26,
+    fast_s=1.0,
+    fast_running=2,
+    long_running=2,
+    fast_waiting=64,
+    long_waiting=0,
+    nice=5,
+)
 # Kinds of constraints by vLLM's names.
 KINDS: dict[str, Callable[..., Grammar]] = {
     "json": Grammar.json_schema,
@@ -254,3 +271,47 @@ def _size(name: str, source: Any) -> int:
         raise GrammarError("the constraint is nested too deeply", name) from None
     except (UnicodeError, ValueError) as error:
         raise GrammarError(f"the constraint is not valid text: {error}", name) from None
+
+
+class GrammarReader:
+    """Runs calls that make grammars in worker processes, which are kept for the next call.
+
+    A schema of some hundred kilobytes can take a minute to check against its metaschema, in pure
+    Python, which a thread could neither stop nor do beside the loop.
+    """
+
+    def __init__(self) -> None:
+        self._pool = make_pool(None, READING)
+
+    def warm(self) -> None:
+        """Start a worker for the first call, which would wait for it."""
+        self._pool.warm()
+
+    async def read(self, call: bytes) -> Grammar:
+        """The grammar that a call makes; cancelling it ends its worker.
+
+        Args:
+            call: Pickled; takes no arguments and returns a grammar.
+
+        Raises:
+            GrammarError: as the call, or it took too long or too much memory.
+            QueueFull: too many are being read.
+            EngineUnavailable: two workers in turn were killed or stopped by others, or the
+                machine has no memory.
+        """
+        try:
+            grammar: Grammar = await asyncio.wrap_future(
+                self._pool.submit(Read(call), HOLDER.get())
+            )
+            return grammar
+        except CompileFailure as failure:
+            text = str(failure)
+            if failure.kind == "busy":
+                raise QueueFull(text) from None
+            if failure.kind in ("unavailable", "no_memory", "closed"):
+                raise EngineUnavailable(text) from None
+            raise GrammarError(text) from None
+
+    async def close(self) -> None:
+        """End all workers."""
+        await asyncio.to_thread(self._pool.close)
