@@ -34,12 +34,9 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.kill()
 
 
-def ask(server: Server, body: dict[str, Any], path: str = CHAT) -> dict[str, Any]:
+def ask(server: Server, body: dict[str, Any], path: str = CHAT) -> Any:
     given = {"prompt": SAID} if path == TEXT else {"messages": ASKED}
-    reply = server.post(path, {"max_tokens": 24} | given | body)
-    assert reply.status_code == 200, reply.text
-    whole: dict[str, Any] = reply.json()
-    return whole
+    return server.ask(path, {"max_tokens": 24} | given | body)
 
 
 def prompt(server: Server, **more: Any) -> list[int]:

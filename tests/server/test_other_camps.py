@@ -40,9 +40,7 @@ def ask(server: Server, path: str, **more: Any) -> Any:
         asked = [{"role": "user", "content": SAID}]
         given = {"messages": asked} if path == CHAT else {"prompt": SAID}
         body = {"max_tokens": 24} | given | fields
-    reply = server.post(path, body)
-    assert reply.status_code == 200, reply.text
-    return reply.json()
+    return server.ask(path, body)
 
 
 def text(server: Server, path: str, **more: Any) -> str:

@@ -20,12 +20,9 @@ CLOSE = 0.02
 pytestmark = needs_weights
 
 
-def ask(server: Server, path: str, **more: Any) -> dict[str, Any]:
+def ask(server: Server, path: str, **more: Any) -> Any:
     given = {"prompt": SAID} if path == TEXT else {"messages": ASKED}
-    reply = server.post(path, {"max_tokens": 8, "temperature": 0} | given | more)
-    assert reply.status_code == 200, reply.text
-    whole: dict[str, Any] = reply.json()
-    return whole
+    return server.ask(path, {"max_tokens": 8, "temperature": 0} | given | more)
 
 
 def test_echo_has_the_prompts_first(client: openai.OpenAI, server: Server) -> None:

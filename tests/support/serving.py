@@ -130,6 +130,12 @@ class Server:
             return httpx.post(url, content=body, timeout=60, headers=headers, **more)
         return httpx.post(url, json=body, timeout=60, headers=headers, **more)
 
+    def ask(self, path: str, body: Any) -> Any:
+        """The answer to a POST that has one."""
+        reply = self.post(path, body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
     def events(self, path: str, body: dict[str, Any]) -> list[Any]:
         """The events of a stream that has begun; where they have names, these are their types."""
         reply = self.post(path, body | {"stream": True})
