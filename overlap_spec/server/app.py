@@ -25,7 +25,7 @@ from overlap_spec.server.metrics import Metrics
 from overlap_spec.server.middleware import GuardMiddleware
 from overlap_spec.server.openapi import describe
 from overlap_spec.server.protocol.base import OpenAIBody
-from overlap_spec.server.reference import page
+from overlap_spec.server.reference import markdown, page
 from overlap_spec.server.responses import no_response, responses
 from overlap_spec.server.service import ClientGone, Service
 from overlap_spec.server.settings import ServerSettings
@@ -146,3 +146,12 @@ ROUTES: tuple[tuple[str, str, Callable[..., Any], str], ...] = (
     ("GET", "/", admin.page, ""),
     ("GET", "/playground/{name}", admin.page_file, ""),
 )
+
+
+def document() -> dict[str, Any]:
+    """The server's OpenAPI document; needs no engine that runs."""
+    return create_app(AsyncEngine(), ServerSettings()).openapi()
+
+
+if __name__ == "__main__":
+    print(markdown(document()), end="")

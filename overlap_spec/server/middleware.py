@@ -85,6 +85,9 @@ class GuardMiddleware:
             await error_response(error, path)(scope, receive, send)
             return
         if not _takes_body(path, method):
+            if method == "HEAD":
+                # As GET; uvicorn leaves out the answer's body.
+                scope = {**scope, "method": "GET"}
             await self.app(scope, _replay(b"", receive), send)
             return
         try:

@@ -1,6 +1,6 @@
 """The routes and their fields in Markdown, from the server's OpenAPI document.
 
-``python -m overlap_spec.server.reference`` prints it for ``docs/http.md``, and ``/docs`` shows it.
+``python -m overlap_spec.server.app`` prints it for ``docs/http.md``, and ``/docs`` shows it.
 FastAPI's own pages load their scripts from another host, which a server without a way out does not
 reach, and which would read what its users write.
 """
@@ -133,16 +133,3 @@ def _type(schema: dict[str, Any]) -> str:
 
 def _value(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
-
-
-def document() -> dict[str, Any]:
-    """The server's OpenAPI document; needs no engine that runs."""
-    from overlap_spec.async_engine import AsyncEngine
-    from overlap_spec.server.app import create_app
-    from overlap_spec.server.settings import ServerSettings
-
-    return create_app(AsyncEngine(), ServerSettings()).openapi()
-
-
-if __name__ == "__main__":
-    print(markdown(document()), end="")

@@ -161,19 +161,13 @@ def test_a_slow_schema_holds_up_no_other(server: Server) -> None:
     properties = {f"property_{i}": {"enum": [f"value_{i}"]} for i in range(120)}
     good = {"messages": HI, "max_tokens": 1} | response_format({"properties": properties})
     assert len(json.dumps(good)) > 4096
-    replies: list[httpx.Response] = []
-    threads = [
-        threading.Thread(target=lambda: replies.append(server.post(CHAT, slow))) for _ in range(4)
-    ]
     with probed(server):
-        for thread in threads:
-            thread.start()
+        asked = [server.later(CHAT, slow) for _ in range(4)]
         time.sleep(0.2)
         start = time.monotonic()
         assert server.post(CHAT, good).status_code == 200
         assert time.monotonic() - start < 2 * SOON_S
-        for thread in threads:
-            thread.join(60)
+        replies = [each.result(60) for each in asked]
     assert {reply.status_code for reply in replies} <= {400, 429}
     assert any("cannot be read" in reply.text for reply in replies)
 

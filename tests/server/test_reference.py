@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from overlap_spec.server.reference import document, markdown
+from overlap_spec.server.app import document
+from overlap_spec.server.reference import markdown
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 
@@ -14,7 +15,7 @@ def test_the_reference_is_the_servers_own() -> None:
     own, made, _ = PAGE.partition("## Routes\n")
     assert made
     want = markdown(document())
-    command = "python -m overlap_spec.server.reference"
+    command = "python -m overlap_spec.server.app"
     assert made + PAGE[len(own) + len(made) :] == want, f"{command} prints it as it is now"
 
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -122,13 +123,21 @@ class Server:
         """A GET of a route."""
         return httpx.get(self.url + path, timeout=60, headers=self.headers, **more)
 
-    def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
+    def post(
+        self, path: str, body: Any, headers: dict[str, str] | None = None, **more: Any
+    ) -> httpx.Response:
         """A POST of plain data, or of text or bytes as they are."""
-        url, headers = self.url + path, self.headers
+        url, headers = self.url + path, self.headers if headers is None else headers
         if isinstance(body, str | bytes):
             headers = {"Content-Type": "application/json"} | headers
             return httpx.post(url, content=body, timeout=60, headers=headers, **more)
         return httpx.post(url, json=body, timeout=60, headers=headers, **more)
+
+    def later(
+        self, path: str, body: Any, headers: dict[str, str] | None = None
+    ) -> Future[httpx.Response]:
+        """A POST that is under way in a thread of its own."""
+        return ThreadPoolExecutor(1).submit(self.post, path, body, headers)
 
     def ask(self, path: str, body: Any) -> Any:
         """The answer to a POST that has one."""
