@@ -93,7 +93,7 @@ def _section(title: str, about: str, schema: dict[str, Any]) -> list[str]:
 
 
 def _is_common(schema: dict[str, Any]) -> bool:
-    return schema.get("properties", {}).keys() >= COMMON
+    return set(schema.get("properties", {})) >= COMMON
 
 
 def _rows(schema: dict[str, Any]) -> list[str]:
