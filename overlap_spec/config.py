@@ -54,9 +54,10 @@ class Help:
 
 
 def helps(settings: type) -> dict[str, Help]:
-    """The help of each field of a settings class."""
+    """The help of each field of a settings class that has one."""
     hints = get_type_hints(settings, include_extras=True)
-    return {field.name: hints[field.name].__metadata__[0] for field in fields(settings)}
+    found = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(settings)}
+    return {name: told[0] for name, told in found.items() if told}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from overlap_spec.config import (
     helps,
 )
 from overlap_spec.errors import ConfigError
+from overlap_spec.load.settings import MODES, WORKLOADS
 from overlap_spec.server.settings import ServerSettings
 
 MODEL, SPECULATION, GRAMMAR = "Model", "Speculation", "Grammar"
@@ -97,6 +98,8 @@ VALUES: dict[str, Callable[[], list[str]]] = {
     "quantization": lambda: list(QUANTIZATIONS),
     "routing": lambda: list(ROUTINGS),
     "device": lambda: ["auto", "cpu", "cuda"],
+    "workload": lambda: list(WORKLOADS),
+    "mode": lambda: list(MODES),
 }
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -63,13 +63,6 @@ def serve(
             help="Jinja file to use instead of the checkpoint's template.", rich_help_panel=MODEL
         ),
     ] = None,
-    stall_timeout_s: Annotated[
-        float,
-        typer.Option(
-            help="Restart an engine that owes an answer and sends nothing for so long, in seconds.",
-            rich_help_panel=MODEL,
-        ),
-    ] = 120.0,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", hidden=True, callback=refuse_code)
     ] = False,
@@ -99,7 +92,6 @@ def serve(
         made = plan(
             served_model_name=served_model_name,
             chat_template=template,
-            stall_timeout_s=stall_timeout_s,
             **settings,
         )
         if cluster.replicas is not None:

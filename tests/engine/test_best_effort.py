@@ -260,9 +260,9 @@ def test_over_http(path: str, stream: bool) -> None:
 
 
 def test_in_sglangs_shape() -> None:
-    formatter = SGLangFormatter(cast("Any", None), GenerateBody(text="x"), ["id"])
+    formatter = SGLangFormatter(cast("Any", None), GenerateBody(text="x"), ["id"], True)
     output = Output("", (), "stop", RequestStats(), verdict=Verdict(True))
-    meta = formatter.results([output], True)["meta_info"]
+    meta = formatter.whole([output])["meta_info"]
     assert meta["verdict"] == {"valid": True, "reason": None}
-    without = formatter.results([replace(output, verdict=None)], True)
+    without = formatter.whole([replace(output, verdict=None)])
     assert "verdict" not in without["meta_info"]

@@ -13,7 +13,7 @@ import pytest
 from overlap_spec.grammar.reasoning.reply import load_reasoning
 from overlap_spec.server.conversation import ANY_TEXT, _after_thinking
 from overlap_spec.types import Request, SamplingParams
-from tests.support.serving import FIXED, PAIR, Server, shared_server
+from tests.support.serving import FIXED, PAIR, Server
 from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
@@ -29,11 +29,6 @@ pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")
-def server() -> Server:
-    return shared_server()
-
-
-@pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     file = tmp_path_factory.mktemp("template") / "chat.jinja"
     file.write_text(TEMPLATE)
@@ -43,12 +38,9 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.kill()
 
 
-def ask(server: Server, body: dict[str, Any], path: str = CHAT) -> dict[str, Any]:
+def ask(server: Server, body: dict[str, Any], path: str = CHAT) -> Any:
     given = {"prompt": SAID} if path == TEXT else {"messages": ASKED}
-    reply = server.post(path, {"max_tokens": 24} | given | body)
-    assert reply.status_code == 200, reply.text
-    whole: dict[str, Any] = reply.json()
-    return whole
+    return server.ask(path, {"max_tokens": 24} | given | body)
 
 
 def prompt(server: Server, **more: Any) -> list[int]:
@@ -60,11 +52,7 @@ def prompt(server: Server, **more: Any) -> list[int]:
 
 def chunks(server: Server, body: dict[str, Any], path: str = CHAT) -> list[dict[str, Any]]:
     given = {"prompt": SAID} if path == TEXT else {"messages": ASKED}
-    reply = server.post(path, {"max_tokens": 24, "stream": True} | given | body)
-    assert reply.status_code == 200, reply.text
-    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
+    return server.events(path, {"max_tokens": 24} | given | body)
 
 
 def text_of(server: Server, ids: list[int]) -> str:
