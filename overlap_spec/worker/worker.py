@@ -50,13 +50,13 @@ class Traits:
         compiles: Whether kernels are compiled when they first run, which no request should wait
             for.
         drafts_on_host: Whether drafts need the tokens of the step before on the host.
-        asks_thinking: Whether acceptance depends on which requests think.
         reads_states: Whether the drafter keeps to what grammars' tables allow.
         stops_drafts: Whether a plan's drafts can be stopped after each step. Not on a GPU, whose
             host would have to wait for each: there a budget drafts all that its tier says.
         verifies_ahead: Whether a verify is queued before it is known that anyone wants it. On a GPU
             its launch would wait for the host else, in each step of a request that may end. On the
             CPU a verify for nobody takes the cores from others.
+        asks_thinking: Whether acceptance depends on which requests think.
     """
 
     context_length: int
@@ -66,13 +66,13 @@ class Traits:
     on_gpu: bool
     compiles: bool
     drafts_on_host: bool
-    asks_thinking: bool
     reads_states: bool
     stops_drafts: bool
     verifies_ahead: bool
+    asks_thinking: bool = False
 
 
-def traits_of(runner: ModelRunner, asks_thinking: bool) -> Traits:
+def traits_of(runner: ModelRunner) -> Traits:
     """Those of a worker that has all of the model."""
     on_gpu = runner.device.type == "cuda"
     return Traits(
@@ -83,7 +83,6 @@ def traits_of(runner: ModelRunner, asks_thinking: bool) -> Traits:
         on_gpu=on_gpu,
         compiles=on_gpu,
         drafts_on_host=runner.drafter is not None and runner.drafter.host,
-        asks_thinking=asks_thinking,
         reads_states=runner.reads_states,
         stops_drafts=runner.stops_drafts,
         verifies_ahead=on_gpu,
@@ -119,7 +118,8 @@ class Worker:
         self.graphs = GraphRunner(runner, self.guard, config.graphs)
         self.phases = Phases(runner, self.graphs, self.guard, config)
         rule = self.phases.rule
-        self.traits = traits_of(runner, rule is not None and rule.asks_thinking)
+        asks = rule is not None and rule.asks_thinking
+        self.traits = replace(traits_of(runner), asks_thinking=asks)
         self._states: dict[Tier, TierState] = {}
         self._reader = ResultReader(runner.tables)
         self._accepted = [streams.event() for _ in range(ACCEPTS)]

@@ -19,9 +19,9 @@ from overlap_spec.kernels import attention
 from overlap_spec.kernels.dispatch import use
 from overlap_spec.types import SamplingParams
 from overlap_spec.worker import build as build_module
-from overlap_spec.worker import choices as choices_module
 from overlap_spec.worker import worker as worker_module
 from overlap_spec.worker.batch import Chunks, Staging
+from overlap_spec.worker.extras import choices as choices_module
 from overlap_spec.worker.in_flight import Buffers, Events, InFlightStep
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.phases import Phases

@@ -107,14 +107,11 @@ class Extra:
         name: The part's, which is the file's.
         reads_rows: Whether :meth:`read_row` tells of each step's tokens.
         reads_tree: Whether it needs the drafted trees on the host for that.
-        passes: Passes that have still to be planned behind the prompt, before its output begins: of
-            :class:`PassesBehind` alone.
     """
 
     name: ClassVar[str]
     reads_rows: ClassVar[bool] = False
     reads_tree: ClassVar[bool] = False
-    passes = 0
 
     def __init_subclass__(cls) -> None:
         """A part is called as its file is; one's own ``package.module:Class``."""
@@ -133,6 +130,12 @@ class Extra:
     def ask(self, start: int, end: int) -> Any:
         """What a chunk of the prompt's tokens ``start .. end - 1`` is asked, which is planned now;
         None: nothing. Ranks are sent it."""
+
+    @property
+    def passes(self) -> int:
+        """Passes of its own behind the prompt that have still to be planned, before the output
+        begins: of :class:`PassesBehind` alone."""
+        return 0
 
     def leave(self) -> None:
         """The request has lost its place, for now or for good; none of its steps is under way."""
@@ -192,7 +195,7 @@ class PassesBehind(Extra):
 
     @property
     @abstractmethod
-    def passes(self) -> int:  # type: ignore[override]
+    def passes(self) -> int:
         """Those that have still to be planned; one that waits for another request's has one; 0
         where the output may begin."""
 

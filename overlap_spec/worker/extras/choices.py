@@ -156,7 +156,7 @@ class Choices(PassesBehind):
         super().__init__(request, engine)
         self._request = request
         self.shelf: Shelf = engine.share(self.name, Shelf)
-        self.weighed = self.shelf.find(request)
+        self.weighed: Weighed = self.shelf.find(request)
         self._told: tuple[float, ...] = ()
 
     # Plan
@@ -170,7 +170,7 @@ class Choices(PassesBehind):
 
     @property
     def most_behind(self) -> int:
-        return max([len(trie.tokens) for trie in self.weighed.tries])
+        return max(trie.size - 1 for trie in self.weighed.tries)
 
     @property
     def next_behind(self) -> int | None:
