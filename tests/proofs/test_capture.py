@@ -20,7 +20,7 @@ from overlap_spec.engine.grammar_drafts import wide_tier
 from overlap_spec.kernels.triton.launch import Launch
 from overlap_spec.tiers import Tier
 from overlap_spec.worker import build as build_module
-from overlap_spec.worker import model_runner as runner_module
+from overlap_spec.worker.grammar_drafts import GrammarDrafts
 from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.model_runner import ModelRunner
 from tests.support import chaos, checkpoints
@@ -304,13 +304,13 @@ def verify_packed(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
 
 @place
 def commit(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    after = runner_module._after
+    enter = GrammarDrafts.enter
 
-    def spoilt(runs: Tensor, chosen: Tensor) -> Tensor:
-        fault(chosen)
-        return after(runs, chosen)
+    def spoilt(drafts: GrammarDrafts, rows: Tensor, *rest: Any) -> Tensor:
+        fault(rows)
+        return enter(drafts, rows, *rest)
 
-    monkeypatch.setattr(runner_module, "_after", spoilt)
+    monkeypatch.setattr(GrammarDrafts, "enter", spoilt)
 
 
 @place
