@@ -312,7 +312,8 @@ GRAMMAR_MAY_IMPORT: dict[str, set[str]] = {
     "dialects": {"automata", "ir"},
     "vocabularies": set(),
     "vocabulary": {"reasoning", "vocabularies"},
-    "drafting.state_table": set(),
+    "drafting.token_trie": set(),
+    "drafting.state_table": {"drafting.token_trie"},
     "room": {"automata", "ir", "vocabulary"},
     "contract": {"spec", "vocabulary", "drafting.state_table", "room"},
     "drafting": {
@@ -323,6 +324,7 @@ GRAMMAR_MAY_IMPORT: dict[str, set[str]] = {
         "vocabulary",
         "contract",
         "drafting.state_table",
+        "drafting.token_trie",
     },
     "matching": {"vocabulary", "contract", "drafting"},
     "adapters": {"contract", "matching"},
