@@ -164,7 +164,7 @@ class Resolver:
         draft = scope.resource.draft
         plain = keywords.constraints(schema, draft)
         if not self.formats:
-            plain.pop("format", None)
+            plain = {key: plain[key] for key in plain if key not in keywords.ANNOTATIVE}
         if "$ref" in plain and draft < 2019:
             # Older drafts ignore what stands beside it.
             return {"$ref": plain["$ref"]}
