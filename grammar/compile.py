@@ -10,7 +10,6 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -229,12 +228,7 @@ class GrammarCompiler:
     def __enter__(self) -> GrammarCompiler:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def snapshot(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -75,6 +75,17 @@ def parts_of(node: Node) -> tuple[Node, ...]:
     if isinstance(node, Alternation):
         return node.ways
     return (node.body,) if isinstance(node, Repetition) else ()
+
+
+def mapped(node: Node, change: Callable[[Node], Node]) -> Node:
+    """An expression with each of its direct parts changed."""
+    if isinstance(node, Concat):
+        return Concat(tuple(map(change, node.parts)))
+    if isinstance(node, Alternation):
+        return Alternation(tuple(map(change, node.ways)))
+    if isinstance(node, Repetition):
+        return Repetition(change(node.body), node.least, node.most)
+    return node
 
 
 def references(node: Node) -> set[str]:

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from overlap_spec.grammar.lowering import keywords
-from overlap_spec.grammar.lowering.intersect import member
+from overlap_spec.grammar.lowering.intersect import member, names_of
 from overlap_spec.grammar.lowering.resolver import Resolver
 from overlap_spec.grammar.lowering.shapes import ANY, Arrays, Consts, Expr, Objects, Shape, Strings
 from overlap_spec.grammar.lowering.values import Values, is_endless
@@ -130,16 +130,7 @@ class DistinctPlan:
 
     def _object(self, node: Node, objects: list[Objects], path: str) -> None:
         node.distinct_keys = any(map(self._keys_count, objects))
-        names = dict.fromkeys(
-            name
-            for shape in objects
-            for found in (
-                (name for name, _ in shape.named),
-                shape.required,
-                (name for keys, _ in (*shape.rules, *shape.some) for name in keys.names),
-            )
-            for name in found
-        )
+        names = dict.fromkeys(name for shape in objects for name in names_of(shape))
         for name in names:
             exprs = [member(shape, name, self._resolver) for shape in objects]
             node.named[name] = self._node(exprs, json_path(path, "properties", name))

@@ -18,6 +18,7 @@ from overlap_spec.grammar.automata.regex_ast import (
     Node,
     Ref,
     Repetition,
+    mapped,
     parts_of,
     references,
 )
@@ -129,11 +130,9 @@ class _Cutter:
                 return self._lexeme(node)
             plain = self.grammar.plain.get(node.name)
             return Repetition(Ref(plain), 0, 1) if plain else node
-        if isinstance(node, Repetition):
-            if self.whole and self._is_regular(node):
-                return self._lexeme(node)
-            return Repetition(self._parsed(node.body), node.least, node.most)
-        return Alternation(tuple(self._parsed(way) for way in node.ways))
+        if isinstance(node, Repetition) and self.whole and self._is_regular(node):
+            return self._lexeme(node)
+        return mapped(node, self._parsed)
 
     def _chain(self, node: Concat) -> Node:
         runs = self._runs(node.parts)
@@ -319,14 +318,7 @@ class _Flat:
         return self.done[name]
 
     def _flat(self, node: Node) -> Node:
-        if isinstance(node, Ref):
-            return self.of(node.name)
-        if isinstance(node, Repetition):
-            return Repetition(self._flat(node.body), node.least, node.most)
-        if isinstance(node, CharClass):
-            return node
-        inner = tuple(self._flat(part) for part in parts_of(node))
-        return Concat(inner) if isinstance(node, Concat) else Alternation(inner)
+        return self.of(node.name) if isinstance(node, Ref) else mapped(node, self._flat)
 
 
 class _Follows:

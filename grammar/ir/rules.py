@@ -16,6 +16,7 @@ from overlap_spec.grammar.automata.regex_ast import (
     Node,
     Ref,
     Repetition,
+    mapped,
 )
 from overlap_spec.grammar.ir.syntax import Syntax, whole
 from overlap_spec.grammar.ir.tokens import Except, Token
@@ -83,13 +84,7 @@ def renamed(node: Node, names: Mapping[str, Ref]) -> Node:
     """An expression with other references in place of some."""
     if isinstance(node, Ref):
         return names.get(node.name, node)
-    if isinstance(node, Concat):
-        return Concat(tuple(renamed(part, names) for part in node.parts))
-    if isinstance(node, Alternation):
-        return Alternation(tuple(renamed(way, names) for way in node.ways))
-    if isinstance(node, Repetition):
-        return Repetition(renamed(node.body, names), node.least, node.most)
-    return node
+    return mapped(node, lambda part: renamed(part, names))
 
 
 @lru_cache(8192)

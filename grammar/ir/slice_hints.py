@@ -14,6 +14,7 @@ from overlap_spec.grammar.automata.regex_ast import (
     Node,
     Ref,
     Repetition,
+    mapped,
     references,
 )
 from overlap_spec.grammar.ir.rules import sequence
@@ -32,12 +33,8 @@ def letters_first(node: Node) -> Node:
     Names are often a letter and a loop, `ab*`, which equals `a+([b-a]b*)?`; host labels are
     `a(-*a)*`, which equals `a+(-+a+)*`.
     """
-    if isinstance(node, Alternation):
-        return Alternation(tuple(map(letters_first, node.ways)))
-    if isinstance(node, Repetition):
-        return Repetition(letters_first(node.body), node.least, node.most)
     if not isinstance(node, Concat):
-        return node
+        return mapped(node, letters_first)
     found: list[Node] = []
     for part in node.parts:
         head = found[-1] if found else None

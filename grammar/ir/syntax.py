@@ -12,6 +12,7 @@ from overlap_spec.grammar.automata.dfa import Dfa
 from overlap_spec.grammar.automata.escape import Escape, plain
 from overlap_spec.grammar.automata.regex_ast import (
     EMPTY,
+    Alternation,
     CharClass,
     Concat,
     Node,
@@ -20,6 +21,7 @@ from overlap_spec.grammar.automata.regex_ast import (
     alternate,
     concat,
     is_nullable,
+    mapped,
     parts_of,
     references,
 )
@@ -197,15 +199,11 @@ def _lives(node: Node, rules: Container[str]) -> bool:
 
 def _living(node: Node, rules: Container[str]) -> Node:
     """A living expression without dead alternatives."""
-    if isinstance(node, CharClass | Ref):
-        return node
-    if isinstance(node, Concat):
-        return Concat(tuple(_living(part, rules) for part in node.parts))
-    if isinstance(node, Repetition):
-        if not _lives(node.body, rules):
-            return EMPTY
-        return Repetition(_living(node.body, rules), node.least, node.most)
-    return alternate(*(_living(way, rules) for way in node.ways if _lives(way, rules)))
+    if isinstance(node, Alternation):
+        return alternate(*(_living(way, rules) for way in node.ways if _lives(way, rules)))
+    if isinstance(node, Repetition) and not _lives(node.body, rules):
+        return EMPTY
+    return mapped(node, lambda part: _living(part, rules))
 
 
 def _has_empty_class(node: Node) -> bool:

@@ -200,6 +200,13 @@ def closed(shape: Objects, oracle: SchemaOracle) -> Objects | None:
     return tidy_object(replace(shape, rules=rules, stated=frozenset(), closes=None), oracle)
 
 
+def names_of(shape: Objects) -> tuple[str, ...]:
+    """The keys that keywords name, in the order in which members are written."""
+    ruled = {name for keys, _ in (*shape.rules, *shape.some) for name in keys.names}
+    named = (name for name, _ in shape.named)
+    return tuple(dict.fromkeys([*named, *shape.required, *sorted(ruled)]))
+
+
 def member(shape: Objects, name: str, oracle: SchemaOracle) -> Expr:
     """The value of the member with a name, by all rules."""
     own = dict(shape.named).get(name)

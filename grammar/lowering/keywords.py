@@ -13,15 +13,14 @@ from overlap_spec.grammar.schemas.drafts import SINCE
 ANNOTATIONS = frozenset(
     {
         "$anchor", "$comment", "$defs", "$dynamicAnchor", "$id", "$recursiveAnchor", "$schema",
-        "$vocabulary", "contentEncoding",
-        "contentMediaType", "contentSchema", "default", "definitions", "deprecated", "description",
+        "$vocabulary", "contentSchema", "default", "definitions", "deprecated", "description",
         "example", "examples", "id", "readOnly", "title", "writeOnly"
     }
 )  # fmt: skip
 READ = frozenset(
     {
         "$dynamicRef", "$recursiveRef", "$ref", "additionalItems", "additionalProperties",
-        "allOf", "anyOf", "const", "contains",
+        "allOf", "anyOf", "const", "contains", "contentEncoding", "contentMediaType",
         "dependencies", "dependentRequired", "dependentSchemas", "else", "enum",
         "exclusiveMaximum", "exclusiveMinimum", "format", "if", "items", "maxContains",
         "maxItems", "maxLength", "maxProperties", "maximum", "minContains", "minItems",
@@ -30,6 +29,10 @@ READ = frozenset(
         "type", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"
     }
 )  # fmt: skip
+# Later drafts than that of these have them as annotations alone.
+_CONTENT = ("contentEncoding", "contentMediaType")
+ANNOTATIVE = ("format", *_CONTENT)
+"""Keywords that are annotations where formats are."""
 # Keywords that only modify another one.
 _NEEDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
@@ -54,6 +57,7 @@ def constraints(schema: Mapping[str, Any], draft: int) -> dict[str, Any]:
         for key, value in schema.items()
         if key in READ
         and SINCE.get(key, 0) <= draft
+        and not (key in _CONTENT and draft > SINCE[key])
         and not (key in _NEEDS and _NEEDS[key] not in schema)
         and value not in _TRIVIAL.get(key, ())
     }

@@ -8,6 +8,7 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Protocol
 
+from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.intersect import SchemaOracle, consts, intersect, tidy_array
 from overlap_spec.grammar.lowering.membership import kind_of
 from overlap_spec.grammar.lowering.numbers import Bounds
@@ -75,7 +76,7 @@ def _of_kind(
     if kind == "array":
         return tidy_array(_array(plain, path, source))
     if kind == "string":
-        return _string(plain)
+        return _string(plain, path)
     if kind == "number":
         step = plain.get("multipleOf")
         steps = () if step is None else (_decimal(step),)
@@ -126,11 +127,18 @@ def _count(plain: Schema, keyword: str) -> int | None:
     return None if plain.get(keyword) is None else int(plain[keyword])
 
 
-def _string(plain: Schema) -> Strings | None:
+def _string(plain: Schema, path: str) -> Strings | None:
     least, most = _count(plain, "minLength") or 0, _count(plain, "maxLength")
     if most is not None and least > most:
         return None
-    found = (plain.get("pattern"), formats.pattern(plain.get("format", "")))
+    found = [plain.get("pattern"), formats.pattern(plain.get("format", ""))]
+    if plain.get("contentMediaType") == formats.JSON:
+        if "contentEncoding" in plain:
+            reason = "is not supported beside 'contentEncoding'"
+            raise keywords.refusal("contentMediaType", path, reason)
+        found.append(formats.pattern(formats.JSON))
+    if plain.get("contentEncoding") == "base64":
+        found.append(formats.pattern("base64"))
     return Strings(least, most, tuple(pattern for pattern in found if pattern is not None))
 
 

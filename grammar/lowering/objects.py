@@ -20,7 +20,7 @@ from overlap_spec.grammar.ir.rules import Rules, choice, literal, sequence
 from overlap_spec.grammar.ir.tokens import Except
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.any_order import Orders
-from overlap_spec.grammar.lowering.intersect import member
+from overlap_spec.grammar.lowering.intersect import member, names_of
 from overlap_spec.grammar.lowering.layout import Layout
 from overlap_spec.grammar.lowering.members import Member, Members, Tail
 from overlap_spec.grammar.lowering.resolver import Resolver
@@ -104,10 +104,7 @@ class ObjectWriter:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The keys of named members, in order."""
-        shape = self.shape
-        ruled = {name for keys, _ in (*shape.rules, *shape.some) for name in keys.names}
-        named = (name for name, _ in shape.named)
-        return tuple(dict.fromkeys([*named, *shape.required, *sorted(ruled)]))
+        return names_of(self.shape)
 
     def _cases(self) -> Iterator[Objects]:
         """Cases: each required member of `some` is either a certain named one or a free one."""

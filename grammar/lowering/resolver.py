@@ -1,9 +1,4 @@
-"""Resolves a schema document: expressions to shapes.
-
-Every applicator is an exact operation on sets of values: `allOf` is an intersection, `anyOf` a
-union, `not` a complement, `oneOf` the union of each branch minus those that it may overlap, `if` a
-union of two cases, and a dependency a union of "key absent" and "key present, and …".
-"""
+"""Resolves a schema document: expressions to shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ from typing import Any, TypeVar
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex import Pattern
-from overlap_spec.grammar.lowering import evaluated, keywords, local_keywords
+from overlap_spec.grammar.lowering import applicators, keywords
 from overlap_spec.grammar.lowering.complement import complement
 from overlap_spec.grammar.lowering.emptiness import shape_is_empty
 from overlap_spec.grammar.lowering.intersect import closed, intersect
@@ -38,17 +33,13 @@ from overlap_spec.grammar.lowering.shapes import (
     Shapes,
     negated,
 )
-from overlap_spec.grammar.schemas.source import json_path, loads
+from overlap_spec.grammar.schemas.source import loads
 
 Found = TypeVar("Found")
 _MOST_SHAPES = 512
 _MOST_MEETS = 100_000
 _LOOK_AHEAD = 4
 _TOO_MANY = "combines into too many cases"
-_APPLICATORS = (
-    "$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if",
-    "dependentRequired", "dependentSchemas", "dependencies",
-)  # fmt: skip
 
 
 class OpenError(GrammarError):
@@ -148,7 +139,7 @@ class Resolver:
             for part in expr.parts:
                 found = self.both(found, self.shapes(part), "allOf", path_of(expr))
             return found
-        return self.inside(expr, self._document)
+        return self.inside(expr, lambda plain, path: applicators.shapes(plain, path, self))
 
     def inside(self, doc: Doc, read: Callable[[dict[str, Any], str], Found]) -> Found:
         """What `read` makes of a document's keywords and path, references resolved from there."""
@@ -164,59 +155,17 @@ class Resolver:
         draft = scope.resource.draft
         plain = keywords.constraints(schema, draft)
         if not self.formats:
-            plain.pop("format", None)
+            plain = {key: plain[key] for key in plain if key not in keywords.ANNOTATIVE}
         if "$ref" in plain and draft < 2019:
             # Older drafts ignore what stands beside it.
             return {"$ref": plain["$ref"]}
         return plain
-
-    def _document(self, plain: dict[str, Any], path: str) -> Shapes:
-        if any(plain.get(keyword, True) not in (True, {}) for keyword in evaluated.KEYWORDS):
-            try:
-                return evaluated.shapes(plain, path, self)
-            except keywords.Refusal:
-                if not self.best_effort:
-                    raise
-        found = local_keywords.shapes(plain, path, self)
-        for keyword in _APPLICATORS:
-            if keyword not in plain:
-                continue
-            try:
-                found = self._apply(keyword, plain, found, path)
-            except keywords.Refusal:
-                if not self.best_effort:
-                    raise
-        return found
-
-    def _apply(self, keyword: str, plain: dict[str, Any], base: Shapes, path: str) -> Shapes:
-        value, here = plain[keyword], json_path(path, keyword)
-        if keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
-            return self.both(self.shapes(self.target(keyword, value, path)), base, keyword, path)
-        if keyword == "allOf":
-            for i, part in enumerate(value):
-                step = json_path(here, i)
-                base = self.both(base, self.shapes(self.expr(part, step)), keyword, path)
-            return base
-        if keyword == "anyOf":
-            ways = [self.shapes(e) for e in self._branches(value, here)]
-            return self.both(base, _unique(s for way in ways for s in way), keyword, path)
-        if keyword == "oneOf":
-            alone = self.exclusive(self._branches(value, here), base, path)
-            return _unique(shape for shapes in alone for shape in shapes)
-        if keyword == "not":
-            return self.both(base, self.shapes(negated(self.expr(value, here))), keyword, path)
-        if keyword == "if":
-            return self._cases(base, plain, path)
-        return self._dependencies(base, keyword, value, path)
 
     def target(self, keyword: str, reference: str, path: str) -> Expr:
         """What a reference keyword of the document that is being read points to."""
         find = self.references.target if keyword == "$ref" else self.references.dynamic_target
         node, scope = find(reference, path, self._scope)
         return self._expr(node, path, scope)
-
-    def _branches(self, schemas: list[Any], path: str) -> list[Expr]:
-        return [self.expr(schema, json_path(path, i)) for i, schema in enumerate(schemas)]
 
     def exclusive(self, branches: list[Expr], base: Shapes, path: str) -> list[Shapes]:
         """For each branch, the values of `base` that are in this branch alone.
@@ -251,18 +200,6 @@ class Resolver:
                     return False
         return True
 
-    def _cases(self, base: Shapes, plain: dict[str, Any], path: str) -> Shapes:
-        when = self.expr(plain["if"], json_path(path, "if"))
-        then = self.expr(plain.get("then", True), json_path(path, "then"))
-        other = self.expr(plain.get("else", True), json_path(path, "else"))
-        if then == other:
-            return self.both(base, self.shapes(then), "if", path)
-        cases: list[Shape] = []
-        for condition, consequence in ((self.shapes(when), then), (self.otherwise(when), other)):
-            held = self.both(base, condition, "if", path)
-            cases += self.both(held, self.shapes(consequence), "if", path)
-        return _unique(cases)
-
     def otherwise(self, condition: Expr) -> Shapes:
         """The values that an `if` does not hold for; they may have the members that it names."""
         found = self.shapes(negated(condition))
@@ -274,26 +211,6 @@ class Resolver:
             replace(shape, stated=shape.stated | stated) if isinstance(shape, Objects) else shape
             for shape in found
         )
-
-    def _dependencies(self, base: Shapes, keyword: str, value: dict[str, Any], path: str) -> Shapes:
-        # Keys with the same consequence share one case.
-        groups: dict[str, tuple[list[str], Any]] = {}
-        for name, wanted in value.items():
-            names = [wanted] if isinstance(wanted, str) else wanted
-            groups.setdefault(json.dumps(names), ([], names))[0].append(name)
-        for names, wanted in groups.values():
-            absent = Objects(named=tuple((name, NOTHING) for name in names))
-            if isinstance(wanted, list):
-                stated = frozenset(wanted if self.closes_objects else ())
-                there: Shapes = (Objects(required=tuple(wanted), stated=stated),)
-            else:
-                here = json_path(path, keyword, names[0])
-                found = self.shapes(self.expr(wanted, here))
-                there = tuple(shape for shape in found if shape.kind == "object")
-                if len(names) == 1:
-                    there = self.both(there, (Objects(required=(names[0],)),), keyword, path)
-            base = self.both(base, (absent, *there, *FULL[1:]), keyword, path)
-        return base
 
     def both(self, left: Shapes, right: Shapes, keyword: str, path: str) -> Shapes:
         """The intersection of two unions.

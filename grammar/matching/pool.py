@@ -15,7 +15,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -296,12 +295,7 @@ class MatcherPool:
     def __enter__(self) -> MatcherPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _rows_for(self, item: FillItem) -> Row:

@@ -20,14 +20,13 @@ from overlap_spec.grammar.automata.charset import ALL, intersect, union
 from overlap_spec.grammar.automata.regex import parse
 from overlap_spec.grammar.automata.regex_ast import (
     EMPTY,
-    Alternation,
     CharClass,
-    Concat,
     Node,
     Ref,
     Repetition,
     alternate,
     concat,
+    mapped,
 )
 from overlap_spec.grammar.ir.rules import literal
 from overlap_spec.grammar.ir.syntax import Syntax, whole
@@ -353,12 +352,7 @@ def _any_case(node: Node) -> Node:
                 if bottom <= top:
                     ranges.append((bottom + step, top + step))
         return CharClass(union([tuple(ranges)]))
-    if isinstance(node, Concat):
-        return Concat(tuple(map(_any_case, node.parts)))
-    if isinstance(node, Alternation):
-        return Alternation(tuple(map(_any_case, node.ways)))
-    assert isinstance(node, Repetition)
-    return Repetition(_any_case(node.body), node.least, node.most)
+    return mapped(node, _any_case)
 
 
 def _string(token: _Token) -> str:

@@ -7,7 +7,7 @@ import re
 NEWEST = 2020
 SINCE = {
     **dict.fromkeys(("const", "contains", "propertyNames"), 6),
-    **dict.fromkeys(("if", "then", "else"), 7),
+    **dict.fromkeys(("contentEncoding", "contentMediaType", "else", "if", "then"), 7),
     **dict.fromkeys(
         (
             "$recursiveRef", "dependentRequired", "dependentSchemas", "maxContains",

@@ -8,7 +8,8 @@ date. Each language is that of its RFC, but for these, which allow less:
 - `email`: at most 3 hyphens in a row in the domain; pydantic's, beside a bound of 21 to some 200
   characters: a top-level domain of 2 or 3 letters;
 - `idn-hostname`: labels of scripts that have no rules of context;
-- `regex`: no back-reference, no group in a group.
+- `regex`: no back-reference, no group in a group;
+- `application/json` (draft 7's `contentMediaType`): arrays and objects in two levels.
 
 `byte` (OpenAPI) is base64 with the spaces and line breaks that RFC 2045 lets decoders ignore.
 """
@@ -21,6 +22,8 @@ from overlap_spec.grammar.automata.regex import Pattern
 
 PYDANTIC_MAIL = "pydantic-email"
 """The format of an address that pydantic's `EmailStr` takes."""
+JSON = "application/json"
+"""The `contentMediaType` of texts that are JSON."""
 _FEWEST_TURNS = 15
 # RFC 3339. The year 0000 is left out: Python and most databases have none.
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
@@ -186,6 +189,18 @@ def _base64(char: str) -> str:
     return f"({char}{{4}})*({char}{{2}}==|{char}{{3}}=)?"
 
 
+def _document(depth: int) -> str:
+    """A JSON text whose arrays and objects are nested so deep."""
+    space, most = r"[ \t\n\r]*", depth - 1
+    text = r'"([^"\\\x00-\x1f]|\\(["\\/bfnrt]|u[0-9A-Fa-f]{4}))*"'
+    value = rf"{text}|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?|true|false|null"
+    if depth:
+        item = _document(most)
+        member = f"{space}{text}{space}:{item}"
+        value += rf"|\[({space}|{item}(,{item})*)\]|\{{({space}|{member}(,{member})*)\}}"
+    return f"{space}({value}){space}"
+
+
 def _networks() -> str:
     """IPv4 networks: an address and a prefix behind which all bits are 0."""
     found = [rf"{_IPV4}(/32)?", r"0\.0\.0\.0/0"]
@@ -243,6 +258,7 @@ _WHOLE = {
     "base64": _base64("[A-Za-z0-9+/]"),
     "byte": _base64(r"([A-Za-z0-9+/][ \r\n]*)"),
     "base64url": _base64(r"[A-Za-z0-9_\-]"),
+    JSON: _document(2),
 }
 INTEGERS = {
     f"{sign}int{bits}": (0, 2**bits - 1) if sign else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)

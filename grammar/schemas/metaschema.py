@@ -15,7 +15,7 @@ from typing import Any
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.dialect import explicit
 from overlap_spec.grammar.schemas.source import json_path
-from overlap_spec.grammar.schemas.unheld import names_dialect, schemas_in
+from overlap_spec.grammar.schemas.unheld import LISTS, MAPS, ONE, names_dialect, schemas_in
 
 _TYPES = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
 # Dialects whose metaschemas agree on the keywords below.
@@ -187,12 +187,6 @@ _VALUES: dict[str, Callable[[Any], bool]] = {
     "required": _is_names,
     "type": _is_type,
 }  # fmt: skip
-_ONE = frozenset((
-    "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
-    "unevaluatedItems", "unevaluatedProperties",
-))  # fmt: skip
-_LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
-_MAPS = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
 # Of these a metaschema asks for more than is looked at here.
 _OTHERS = frozenset((
     "additionalItems", "contentEncoding", "contentMediaType", "contentSchema", "dependencies",
@@ -224,14 +218,16 @@ def _takes(key: Any, value: Any, inside: list[Any]) -> bool:
     """Whether a keyword may have a value; what is a schema in it is appended to `inside`."""
     if key in _VALUES:
         return _VALUES[key](value)
-    if key in _ONE:
+    if key in _OTHERS:
+        return False
+    if key in ONE:
         inside.append(value)
         return True
-    if key in _LISTS:
+    if key in LISTS:
         inside += value if isinstance(value, list) else ()
         return isinstance(value, list) and bool(value)
-    if key in _MAPS:
+    if key in MAPS:
         inside += value.values() if isinstance(value, dict) else ()
         is_map = isinstance(value, dict) and all(isinstance(name, str) for name in value)
         return is_map and (key != "patternProperties" or all(map(_compiles, value)))
-    return isinstance(key, str) and not key.startswith("$") and key not in _OTHERS
+    return isinstance(key, str) and not key.startswith("$")

@@ -14,12 +14,13 @@ from overlap_spec.grammar.schemas.drafts import NEWEST, SINCE, draft_of
 from overlap_spec.grammar.schemas.formats import is_known
 from overlap_spec.grammar.schemas.source import json_path
 
-_ONE = (
+# Keywords with one schema, with a list of schemas, and with schemas by name.
+ONE = (
     "additionalItems", "additionalProperties", "contains", "else", "if", "items", "not",
     "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
-_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
-_MAPS = (
+LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+MAPS = (
     "$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties",
 )  # fmt: skip
 MOST_WARNINGS = 16
@@ -61,11 +62,11 @@ def schemas_in(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any], in
             continue
         draft = draft_of(one, around) if here == path or names_dialect(one) else around
         yield here, one, draft
-        inside = [(json_path(here, key), one[key]) for key in _ONE if key in one]
-        for key in _LISTS:
+        inside = [(json_path(here, key), one[key]) for key in ONE if key in one]
+        for key in LISTS:
             if isinstance(one.get(key), list):
                 inside += [(json_path(here, key, i), part) for i, part in enumerate(one[key])]
-        for key in _MAPS:
+        for key in MAPS:
             if isinstance(one.get(key), dict):
                 inside += [(json_path(here, key, name), part) for name, part in one[key].items()]
         pending += [(where, part, draft) for where, part in reversed(inside)]

@@ -23,8 +23,9 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(load("xgrammar")(vocabulary), cache_bytes=0, isolated=False)
 
 
-def takes(schema: Any, value: Any) -> bool:
-    made = compiler().compile(Grammar.json_schema(schema, additional_properties="schema"))
+def takes(schema: Any, value: Any, **options: Any) -> bool:
+    grammar = Grammar.json_schema(schema, additional_properties="schema", **options)
+    made = compiler().compile(grammar)
     matcher, text = made.matcher(), json.dumps(value, separators=(",", ":"))
     return all(map(matcher.accept, text.encode())) and matcher.is_complete
 
@@ -71,6 +72,31 @@ def test_keywords_of_later_drafts_bind_nothing_and_are_told(
     told = Grammar.json_schema(older).warnings
     assert any(f"$: keyword {keyword!r} is not of the draft" in warning for warning in told)
     assert Grammar.json_schema(schema).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"contentEncoding": "base64"}, "eyJmb28iOiAiYmFyIn0K", "eyJmb28iOi%iYmFyIn0K"),
+        ({"contentMediaType": "application/json"}, '{"foo": ["bar", -1e5]}', "{:}"),
+        ({"contentMediaType": "text/html", "contentEncoding": "7bit"}, "{:}", 1),
+    ],
+)
+def test_draft_7_holds_the_content_of_strings(schema: Any, good: str, bad: Any) -> None:
+    schema = {"type": "string", **schema}
+    of_7 = {"$schema": DRAFT.format(7), **schema}
+    assert takes(of_7, good)
+    assert not takes(of_7, bad)
+    # Newer drafts have it as an annotation, and so has whoever asks for no formats.
+    is_text = isinstance(bad, str)
+    assert takes(schema, bad) == takes(of_7, bad, formats="annotation") == is_text
+
+
+def test_json_in_base64_is_refused_by_name() -> None:
+    schema = {"contentMediaType": "application/json", "contentEncoding": "base64"}
+    with pytest.raises(GrammarError, match=r"^\$: keyword 'contentMediaType' is not supported"):
+        takes({"$schema": DRAFT.format(7), **schema}, "")
+    assert takes(schema, "{:}")
 
 
 def test_a_resource_inside_has_the_dialect_that_it_names() -> None:
