@@ -29,8 +29,8 @@ from bench.common import ROOT, fail
 # What ``bench.check`` holds to what is expected.
 USUAL = ("counts", "overlap", "adaptive", "gsm8k", "json_schema", "peers", "maskbench", "soak")
 OTHERS = (
-    "embedded", "drafters", "forced", "traces", "scaling", "parts", "quantization", "attack",
-    "cluster", "exactness", "whole", "kernels", "gpu",
+    "embedded", "drafters", "forced", "traces", "adaspec", "scaling", "parts", "quantization",
+    "attack", "cluster", "exactness", "whole", "kernels", "gpu",
 )  # fmt: skip
 
 

@@ -152,7 +152,7 @@ def settings_of(drafter: str, overlap: str = "none", **more: Any) -> dict[str, A
 def step_counts(engine: Engine, case: str, batch: int) -> dict[str, int]:
     """One step's counts, of requests that all decode."""
     grammar, sampling = CASES[case]
-    asked = {**sampling, "max_tokens": 60, "ignore_eos": True}
+    asked = {**sampling, "max_tokens": 60, "complete": False, "ignore_eos": True}
     handles = [engine.submit(f"abc {n}", grammar, asked) for n in range(batch)]
     operations = Operations()
     try:
@@ -179,7 +179,9 @@ def answer_texts(engine: Engine) -> dict[str, int]:
     """Answer what can be answered in one way alone."""
     grammars = [Grammar.choice([text]) for text in TEXTS]
     steps = engine.figures.steps
-    outputs = engine.generate(["Repeat."] * len(TEXTS), grammars, {"max_tokens": 96})
+    outputs = engine.generate(
+        ["Repeat."] * len(TEXTS), grammars, {"max_tokens": 96, "complete": False}
+    )
     assert [output.text for output in outputs] == list(TEXTS)
     verifies = sum(output.stats.verifies for output in outputs)
     return {"steps": engine.figures.steps - steps, "verifies": verifies}

@@ -1,8 +1,8 @@
 """Every drafter on the same requests, beside plain decoding: what is accepted, and what it costs.
 
 ``python -m bench.drafters [--model DIR --draft DIR | --model NAME] [--gsm8k FILE] [--spec-bench
-FILE] [--checkpoint DRAFTER=DIR …] [--only DRAFTER …] [--threshold P] [--batch N] [--threads N]
-[--quick] [--json PATH] [--seed S]`` runs each drafter that has a file
+FILE] [--checkpoint DRAFTER=DIR …] [--only DRAFTER …] [--threshold P] [--modes MODE …] [--batch N]
+[--threads N] [--quick] [--json PATH] [--seed S]`` runs each drafter that has a file
 (``overlap_spec.config.drafter_names``) at the embedded size and, without ``--quick``, at that of
 ``0.75b``; ``--model`` is one size of your own.
 
@@ -11,7 +11,8 @@ the files given (without one they are skipped, which the record says); and a doc
 itself, to be said again. Each drafter is measured in the rows of :data:`ROWS`: as a chain and as a
 tree, greedy, and as a chain with sampling at temperature 1. Any other engine setting becomes a row
 by one more line there. ``--threshold P`` adds rows at temperature 1 that accept by a threshold of P
-(``threshold_acc``), whose text is not that of plain decoding.
+(``threshold_acc``), whose text is not that of plain decoding. ``--modes`` adds the greedy rows
+under each of these overlap modes; the rows without one have what the engine chooses.
 
 Drafter and plain decoding take turns, workload by workload, and the one that begins changes with
 every repetition; ratios are of such pairs. A pass goes first that is not counted. Lengths are
@@ -63,7 +64,7 @@ from bench.targets import (
 )
 from bench.workloads import CITIES, NAMES, Ask
 from examples.embedded_model.data import held_out_cases
-from overlap_spec.config import EngineConfig, drafter_names
+from overlap_spec.config import OVERLAP_MODES, EngineConfig, drafter_names
 from overlap_spec.engine import Engine
 from overlap_spec.errors import CheckpointError, ConfigError, OverlapSpecError
 from overlap_spec.grammar.spec import Grammar
@@ -105,12 +106,18 @@ ROWS: dict[str, Row] = {
 }
 
 
-def rows_of(threshold: float | None) -> dict[str, Row]:
-    """:data:`ROWS`, and those that accept by a threshold where one is given."""
-    if threshold is None:
-        return ROWS
+def rows_of(threshold: float | None, modes: Sequence[str] = ()) -> dict[str, Row]:
+    """:data:`ROWS`, those of overlap ``modes``, and those that accept by a threshold where one is
+    given."""
     shapes = {"chain of 5": CHAIN, "tree of 16": TREE}
-    return ROWS | {
+    rows = ROWS | {
+        f"greedy, {shape}, {mode}": Row(settings | {"overlap": mode}, GREEDY)
+        for shape, settings in shapes.items()
+        for mode in modes
+    }
+    if threshold is None:
+        return rows
+    return rows | {
         f"temperature 1, {shape}, {LOSSY} {threshold:g}": Row(
             settings | {"threshold_acc": threshold}, SAMPLED
         )
@@ -230,7 +237,7 @@ def run_model(
     target = {key: value for key, value in weights.items() if key != "draft"}
     folders, skipped = checkpoints(options, weights, run.console), dict[str, str]()
     names = [drafter for drafter in drafter_names() if drafter in (options.only or drafter_names())]
-    rows = rows_of(options.threshold)
+    rows = rows_of(options.threshold, options.modes)
     with (
         run.progress() as progress,
         Engine(**target, **common, algorithm="none") as plain,
@@ -331,6 +338,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", action="append", metavar="DRAFTER=DIR", help="a drafter's")
     parser.add_argument("--only", nargs="+", choices=drafter_names(), help="these drafters alone")
     parser.add_argument("--threshold", type=float, help="also accept by this threshold (lossy)")
+    parser.add_argument(
+        "--modes", nargs="+", choices=OVERLAP_MODES, default=(), help="also in these"
+    )
     parser.add_argument("--batch", type=int, default=1, help="requests at once (default 1)")
     parser.add_argument("--threads", type=int, default=1, help="of a pass (default 1)")
     options = parser.parse_args(arguments)

@@ -18,7 +18,8 @@ from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import RequestFailed
 from overlap_spec.types import Output
 
-GREEDY = {"temperature": 0.0}
+# Cut where their tokens end, as other engines' outputs are.
+GREEDY: dict[str, Any] = {"temperature": 0.0, "complete": False}
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,11 @@ def measure(engine: Engine, asks: Sequence[Ask], sampling: Mapping[str, Any] = G
     before = copy(engine.figures)
     start = time.perf_counter()
     tickets = [
-        engine.submit(ask.prompt, ask.grammar, {**sampling, "max_tokens": ask.max_tokens})
+        engine.submit(
+            ask.prompt,
+            ask.grammar,
+            {"complete": False, **sampling, "max_tokens": ask.max_tokens},
+        )
         for ask in asks
     ]
     try:

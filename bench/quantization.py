@@ -1,9 +1,10 @@
-"""Int8 weights: what they cost in accuracy, against other types.
+"""Int8 and int4 weights: what they cost in accuracy, against other types.
 
 ``python -m bench.quantization [--model DIR] [--types T …] [--data FILE] [--texts N] [--quick]
-[--json PATH]``: ``float32``, ``bfloat16``, and ``int8`` over bfloat16 (``--dtype bfloat16
---quantization int8``), each with its weights in the layout that the engine gives them. What they
-bring in speed, ``bench.peers --by-hand dtype=bfloat16,quantization=int8`` tells.
+[--json PATH]``: ``float32``, ``bfloat16``, ``int8`` over bfloat16 (``--dtype bfloat16
+--quantization int8``) and, where the processor computes so, ``int4``, each with its weights in the
+layout that the engine gives them. What they bring in speed, ``bench.peers --by-hand
+dtype=bfloat16,quantization=int8`` tells.
 
 One pass over each text, a question and its answer as a chat, of ``--data`` (rows of
 GSM8K; the project's own questions if absent). ``perplexity`` is over all tokens but the first of
@@ -33,7 +34,7 @@ from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.packing import pack
-from overlap_spec.models.quantization import quantize
+from overlap_spec.models.quantization import has_int4, quantize
 from overlap_spec.models.weights import load_decoder
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.training.attention import CausalRows
@@ -44,6 +45,7 @@ TYPES: dict[str, tuple[str, str | None]] = {
     "float32": ("float32", None),
     "bfloat16": ("bfloat16", None),
     "int8": ("bfloat16", "int8"),
+    "int4": ("bfloat16", "int4"),
 }
 
 
@@ -52,7 +54,7 @@ def load(model: Path, name: str) -> Decoder:
     dtype, quantization = TYPES[name]
     decoder = load_decoder(model, getattr(torch, dtype), torch.device("cpu"))
     if quantization is not None:
-        quantize([decoder])
+        quantize([decoder], quantization)
     pack(decoder)
     return decoder
 
@@ -94,7 +96,7 @@ def measure_accuracy(
         found[name] = [read_through(decoder, text) for text in texts]
         del decoder
     losses: dict[str, float] = dict.fromkeys(types, 0.0)
-    equal = {base: dict.fromkeys(types, 0) for base in types if base != "int8"}
+    equal = {base: dict.fromkeys(types, 0) for base in types if TYPES[base][1] is None}
     for number, text in enumerate(texts):
         for name in types:
             loss, best = found[name][number]
@@ -117,14 +119,14 @@ def measure_accuracy(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; ends in one JSON line."""
-    parser = flags("quantization", "Accuracy of int8 weights.")
+    parser = flags("quantization", "Accuracy of int8 and int4 weights.")
     parser.add_argument("--model", type=Path, help="checkpoint; the embedded one if absent")
     parser.add_argument(
         "--types",
         nargs="+",
-        choices=[name for name in TYPES if name != "int8"],
+        choices=["float32", "bfloat16"],
         default=["float32", "bfloat16"],
-        help="what int8 is held against",
+        help="what they are held against",
     )
     parser.add_argument("--data", type=Path, default=OWN_QUESTIONS, help="GSM8K rows, .jsonl")
     parser.add_argument("--texts", type=int, help="of --data (default 200, quick 20)")
@@ -137,9 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         texts = read_texts(options.data, Tokenizer(model, vocabulary), texts_wanted)
     except ConfigError as error:
         parser.error(str(error))
-    types = [*options.types, "int8"]
+    types = [*options.types, "int8", *(["int4"] if has_int4() else [])]
     figures = measure_accuracy(run, model, types, texts)
-    table = Table("", *types, title="int8 against the others")
+    table = Table("", *types, title="rounded weights against the others")
     table.add_row("perplexity", *(f"{figures['perplexity'][name]:.4f}" for name in types))
     for base, shares in figures["equal_greedy"].items():
         table.add_row(f"greedy token as {base}'s", *(f"{shares[name]:.4f}" for name in types))

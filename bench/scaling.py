@@ -134,7 +134,11 @@ class Ask:
 
     def submit(self, engine: Engine) -> RequestHandle:
         """Queue it."""
-        sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": self.max_tokens}
+        sampling: dict[str, Any] = {
+            "temperature": 0.0,
+            "max_tokens": self.max_tokens,
+            "complete": False,
+        }
         if self.endless:
             # Its grammar could end behind every text of the list.
             sampling["min_tokens"] = self.max_tokens

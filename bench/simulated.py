@@ -14,6 +14,8 @@ from operator import mul
 from random import Random
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from overlap_spec.speculation.acceptance import expected
 from overlap_spec.speculation.cost import (
@@ -30,7 +32,8 @@ from overlap_spec.speculation.policy import (
     StepOutcome,
     StepView,
 )
-from overlap_spec.tiers import Budget, Tier
+from overlap_spec.tiers import Budget, DraftStop, Tier
+from overlap_spec.worker.stepwise import kept_nodes, reached, stops
 
 # In milliseconds: a 0.75B model on two CPU cores; an 8B model in bfloat16 with an EAGLE-3 head on
 # an A100 and on an H100, which leave the memory-bound regime near 150 and 300 rows.
@@ -135,6 +138,34 @@ def run(
             policy.observe(StepOutcome(view, budget, requests, step_ms, batch * tier.nodes))
         ran.phase_ms.append((ran.ms - ms) / (ran.tokens - tokens))
     return ran
+
+
+def stopped_steps(stop: DraftStop, confidences: NDArray[np.float64]) -> int:
+    """How many drafts a step makes until its stop ends them, as the device asks it.
+
+    Args:
+        confidences: ``(trees, n)``: what the drafter would say of each further draft.
+    """
+    scores = torch.from_numpy(confidences).float().log()
+    expected, curves = torch.from_numpy(stop.expected), torch.from_numpy(stop.curves)
+    costs, most = list(stop.costs_ms), min(len(stop.costs_ms) - 1, scores.shape[1])
+    asked = (n for n in range(1, most) if costs[n] > 0)
+    return next((n for n in asked if stops(scores[:, :n], expected, curves, costs)), most)
+
+
+def verified_lengths(stop: DraftStop, confidences: NDArray[np.float64]) -> list[int]:
+    """How many drafts of each chain ``(trees, steps)`` the stop leaves to be verified."""
+    trees, steps = confidences.shape
+    scores = torch.from_numpy(confidences).float().log()
+    shares = reached(scores, torch.from_numpy(stop.curves))
+    kept = None
+    if stop.rows is not None:
+        kept = kept_nodes(shares, stop.costs_ms[steps], stop.rows)
+    if kept is None:
+        return [steps] * trees
+    best = shares.flatten().sort(descending=True, stable=True).indices[: kept - trees]
+    lengths: list[int] = np.bincount(best.numpy() // steps, minlength=trees).tolist()
+    return lengths
 
 
 def best_static(

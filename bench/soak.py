@@ -59,6 +59,7 @@ class Traffic:
         rng = Random(f"{self.seed} {number}")
         ask = rng.choice(self.asks)
         sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": rng.randint(1, 12)}
+        sampling["complete"] = False
         if rng.random() < 0.1:
             sampling["stop"] = [","]
         return engine.submit(ask.prompt, ask.grammar, sampling)

@@ -188,7 +188,7 @@ def answer(engine: Engine, batch: int, arrivals: bool = False) -> Round:
 
 
 def _submit(engine: Engine, asked: Question, max_tokens: int) -> Any:
-    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, complete=False)
     return engine.submit(asked.prompt, asked.grammar, sampling)
 
 

@@ -7,14 +7,24 @@ bandwidth and knee, not measured): ``bursty`` and ``periodic`` arrivals that are
 Prompts and outputs have the lengths of the paper's mix, and each request its own acceptance; a
 draft of confidence c is accepted with probability c. No model runs.
 
+``adaspec``, ``adaspec-minus`` (without Algorithm 2) and ``threshold`` stop their drafts within a
+step, by what the engine asks on a CPU. ``adaspec planned`` is AdaSpec as the engine has it on a
+GPU: length and verified rows are planned from each request's mean confidence.
+
+``row_costs`` is the same with dearer rows: what a verified row takes decides what AdaSpec can gain
+over one length for all.
+
 Fields of the last line, beside those of every record (``bench.common``):
     cells: For each ``machine`` and ``trace``: ``requests``, ``batch`` (mean, without drafts),
         ``slo_ms`` (P90 of TPOT without drafts) and ``policies``: name → ``speedup`` (of mean
         end-to-end latency over no drafts), ``attainment`` (share of requests that keep 0.8, 1.0 and
-        1.2 of ``slo_ms``; policies that take a target are run once for each), ``draft_tokens``,
-        ``accepted`` (of a verify), ``acceptance``.
-    adaspec_over_static, auto_over_adaspec: Least and most over the cells: speedup over the best
-        static one's, and over AdaSpec's.
+        1.2 of ``slo_ms``; policies that take a target are run once for each), ``draft_tokens``
+        (verified, of a verify), ``accepted`` (of a verify), ``acceptance``.
+    ranges: What of AdaSpec's paper has a figure → ``paper`` and ``ours``: least and most, ours over
+        the cells.
+    row_costs: For each ``row_ms`` of a verified row, on the A100 under ``bursty``, without targets:
+        ``best_static``, ``speedup`` of each policy.
+    auto_over_adaspec, planned_over_adaspec: Least and most over the cells: speedup over AdaSpec's.
 """
 
 from __future__ import annotations
@@ -23,14 +33,16 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from bench.common import Run, flags, mean, percentile, rounded
-from bench.simulated import rates_of
+from bench.simulated import rates_of, stopped_steps, verified_lengths
 from overlap_spec.speculation.cost import PROFILE_SPREAD, CostModel, shape_of
 from overlap_spec.speculation.policy import (
     LengthPolicy,
@@ -40,7 +52,8 @@ from overlap_spec.speculation.policy import (
     StepView,
 )
 from overlap_spec.speculation.presets import load_policy
-from overlap_spec.tiers import Budget
+from overlap_spec.speculation.static import static_tier
+from overlap_spec.tiers import Budget, Tier
 
 # Target and draft model, and GPUs: weights over bandwidth, and rows from which on compute counts.
 MACHINES: dict[str, CostModel] = {
@@ -64,14 +77,38 @@ MACHINES: dict[str, CostModel] = {
 STATIC = {f"static {n}": ("static", n) for n in (1, 3, 5)}
 POLICIES = {
     "off": ("off", 5), **STATIC, "threshold": ("bench.baselines:ThresholdPolicy", 5),
-    "specinfer": ("bench.baselines:SpecInfer", 5), "adaspec": ("adaspec", 5), "auto": ("auto", 5),
+    "specinfer": ("bench.baselines:SpecInfer", 5), "adaspec-minus": ("adaspec-minus", 5),
+    "adaspec": ("adaspec", 5), "adaspec planned": ("adaspec", 5), "auto": ("auto", 5),
 }  # fmt: skip
-TARGETED = ("adaspec", "auto")
+TARGETED = ("adaspec-minus", "adaspec", "adaspec planned", "auto")
+# Policies whose drafts no step can stop.
+PLANNED = ("adaspec planned",)
 SCALES = (0.8, 1.0, 1.2)
+# What AdaSpec's paper says of it over others (figures 10 and 11) and of drafts (table 2).
+PAPER = {
+    "adaspec over off": (1.23, 1.79),
+    "adaspec over the best static": (1.07, 1.18),
+    "adaspec over threshold": (1.09, 1.58),
+    "adaspec over specinfer": (1.16, 1.66),
+    "adaspec over adaspec-minus": (1.71 / 1.73, 1.79 / 1.78),
+    "SLO attainment of adaspec": (0.9, 1.0),
+    "drafts of threshold": (5.26, 6.56),
+    "accepted of threshold": (1.38, 1.42),
+    "drafts of adaspec-minus": (3.13, 3.73),
+    "accepted of adaspec-minus": (1.17, 1.26),
+    "drafts of adaspec": (2.96, 3.63),
+    "accepted of adaspec": (1.14, 1.25),
+}
 # Mean prompt and output, in tokens.
 PROMPT, OUTPUT = 420, 180
-# Mean acceptance of a draft, and how it differs between requests.
-ACCEPTANCE, ACCEPTANCE_SPREAD = 0.55, 0.18
+# Mean acceptance of a draft, and how it differs between requests: as many drafts of the threshold's
+# are accepted as the paper says.
+ACCEPTANCE, ACCEPTANCE_SPREAD = 0.6, 0.18
+# How a request's confidences spread around its own rate: a beta distribution of so many trials. The
+# embedded model's drafters are at 0.7 to 1.5.
+SURE = 1.4
+# Of :func:`row_costs`: the first is the machine's own.
+ROW_MS = (0.006, 0.03, 0.06, 0.1, 0.15, 0.2)
 MOST_RUNNING, CHUNK = 256, 1024
 # Requests under way on average, without drafts, that arrivals are scaled to.
 BUSY = 14
@@ -146,6 +183,8 @@ class Served:
     verifies: int = 0
     batch_ms: float = 0.0
     busy_ms: float = 0.0
+    # Of each step that decodes: when it began, its trees, and the drafts that it verified.
+    steps: list[tuple[float, int, int]] = field(default_factory=list)
 
     @property
     def latency_ms(self) -> float:
@@ -159,10 +198,21 @@ class Served:
 
 
 def serve(
-    policy: LengthPolicy, machine: CostModel, asked: list[Asked], seed: int, target: float | None
+    policy: LengthPolicy,
+    machine: CostModel,
+    asked: list[Asked],
+    seed: int,
+    target: float | None,
+    planned: bool = False,
 ) -> Served:
-    """Play a trace: first come, first served, prompts in chunks beside the trees."""
-    rng, served = Random(seed), Served(asked)
+    """Play a trace: first come, first served, prompts in chunks beside the trees.
+
+    Args:
+        planned: No step's drafts can be stopped.
+    """
+    rng, drafter, served = Random(seed), np.random.default_rng(seed), Served(asked)
+    if not planned:
+        policy.let_stop()
     waiting, running, now = list(asked), list[Asked](), 0.0
     if policy.weighs_cost:
         policy.calibrate(machine, PROFILE_SPREAD)
@@ -185,15 +235,17 @@ def serve(
             ),
             CHUNK - room,
         )
-        budget = policy.choose(view)
+        budget, paths = _drafted(trees, policy.choose(view), drafter)
         shape = shape_of(budget, len(trees), view.context_tokens, 0, view.chunk_tokens)
         if not trees:
             shape = shape._replace(nodes=0, steps=0)
         step_ms = machine.step_ms(shape) * rng.lognormvariate(0.0, 0.03)
+        outcomes = _verify(trees, budget.tier, paths, rng)
+        if trees:
+            served.steps.append((now, len(trees), sum(o.drafted for o in outcomes)))
         now += step_ms
         served.batch_ms += len(trees) * step_ms
         served.busy_ms += step_ms
-        outcomes = _verify(trees, budget, rng) if trees else []
         served.verifies += len(trees)
         for request, outcome in zip(trees, outcomes, strict=True):
             served.drafted += outcome.drafted
@@ -210,28 +262,33 @@ def serve(
     return served
 
 
-def _verify(trees: list[Asked], budget: Budget, rng: Random) -> list[RequestOutcome]:
-    """Draft each tree's best path, keep the best nodes of the batch, and accept."""
-    tier, paths = budget.tier, []
-    for request in trees:
-        path = []
-        for rate in rates_of(request.acceptance, tier):
-            # Spread around the request's own rate, with a mean of it.
-            sure = 3.0
-            path.append(rng.betavariate(sure * rate + 1e-3, sure * (1 - rate) + 1e-3))
-        paths.append(path)
-    if budget.nodes is not None:
-        scores = []
-        for n, path in enumerate(paths):
-            score = 1.0
-            for depth, confidence in enumerate(path):
-                score *= confidence
-                scores.append((-score, n, depth))
-        kept = sorted(scores)[: budget.nodes - len(trees)]
-        lengths = [0] * len(trees)
-        for _, n, _ in kept:
-            lengths[n] += 1
-        paths = [path[:length] for path, length in zip(paths, lengths, strict=True)]
+def _drafted(
+    trees: list[Asked], budget: Budget, rng: np.random.Generator
+) -> tuple[Budget, list[list[float]]]:
+    """What a step drafted and verifies, and the confidences of each tree's best path."""
+    tier = budget.tier
+    rates = np.array([rates_of(request.acceptance, tier) for request in trees])
+    found = rng.beta(SURE * rates + 1e-3, SURE * (1 - rates) + 1e-3)
+    if budget.stop is not None and trees:
+        steps = stopped_steps(budget.stop, found)
+        found = found[:, :steps]
+        lengths = verified_lengths(budget.stop, found)
+        whole = sum(lengths) == len(trees) * steps
+        tier = static_tier(steps, 1, None)
+        budget = budget.stopped(tier, None if whole else len(trees) + sum(lengths))
+    elif budget.nodes is not None:
+        best = np.argsort(-found.cumprod(axis=1), axis=None, kind="stable")
+        kept = best[: budget.nodes - len(trees)] // tier.steps
+        lengths = np.bincount(kept, minlength=len(trees)).tolist()
+    else:
+        lengths = [tier.steps] * len(trees)
+    return budget, [row[:n].tolist() for row, n in zip(found, lengths, strict=True)]
+
+
+def _verify(
+    trees: list[Asked], tier: Tier, paths: list[list[float]], rng: Random
+) -> list[RequestOutcome]:
+    """Accept each draft with the chance that its confidence says."""
     outcomes = []
     for request, path in zip(trees, paths, strict=True):
         accepted = 0
@@ -243,19 +300,31 @@ def _verify(trees: list[Asked], budget: Budget, rng: Random) -> list[RequestOutc
     return outcomes
 
 
+def play(
+    name: str,
+    machine: CostModel,
+    kind: str,
+    count: int,
+    seed: int,
+    mooncake: Path | None = None,
+    target: float | None = None,
+) -> Served:
+    """A trace under one of :data:`POLICIES`."""
+    policy = load_policy(*POLICIES[name], 1, None)
+    asked = requests_of(kind, machine, count, seed, mooncake)
+    return serve(policy, machine, asked, seed, target, name in PLANNED)
+
+
 def cell(machine: str, kind: str, count: int, seed: int, mooncake: Path | None) -> dict[str, Any]:
     """All policies on one machine and trace."""
+    trace = MACHINES[machine], kind, count, seed, mooncake
 
-    def play(name: str, target: float | None) -> Served:
-        policy = load_policy(*POLICIES[name], 1, None)
-        asked = requests_of(kind, MACHINES[machine], count, seed, mooncake)
-        return serve(policy, MACHINES[machine], asked, seed, target)
-
-    off = play("off", None)
+    off = play("off", *trace)
     slo_ms = percentile(off.tpot_ms, 90)
     policies = {}
     for name in POLICIES:
-        runs = {s: play(name, s * slo_ms) for s in (SCALES if name in TARGETED else (1.0,))}
+        scales = SCALES if name in TARGETED else (1.0,)
+        runs = {s: play(name, *trace, s * slo_ms) for s in scales}
         one = runs[1.0]
         policies[name] = {
             "speedup": off.latency_ms / one.latency_ms,
@@ -276,18 +345,47 @@ def cell(machine: str, kind: str, count: int, seed: int, mooncake: Path | None) 
     }
 
 
+def row_costs(count: int, seed: int, row_ms: Sequence[float]) -> list[dict[str, Any]]:
+    """What policies gain where a verified row takes longer."""
+    found = []
+    for ms in row_ms:
+        machine = replace(MACHINES["7B, 68M, A100"], verify_node=ms)
+        latency = {name: play(name, machine, "bursty", count, seed).latency_ms for name in POLICIES}
+        speedups = {name: latency["off"] / each for name, each in latency.items()}
+        best = max(STATIC, key=speedups.__getitem__)
+        found.append({"row_ms": ms, "best_static": best, "speedup": speedups})
+    return found
+
+
 def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The record's own fields."""
-    over_static, over_adaspec = [], []
-    for found in cells:
-        speedups = {name: figures["speedup"] for name, figures in found["policies"].items()}
-        best = max(speedups[name] for name in STATIC)
-        over_static.append(speedups["adaspec"] / best)
-        over_adaspec.append(speedups["auto"] / speedups["adaspec"])
+    found: dict[str, list[float]] = {name: [] for name in PAPER}
+    over: dict[str, list[float]] = {"auto": [], "adaspec planned": []}
+    for each in cells:
+        policies = each["policies"]
+        speedups = {name: figures["speedup"] for name, figures in policies.items()}
+        others = {**speedups, "the best static": max(speedups[name] for name in STATIC)}
+        for name, values in found.items():
+            kind, _, of = name.rpartition(" ")
+            if name.startswith("adaspec over "):
+                values.append(speedups["adaspec"] / others[name.removeprefix("adaspec over ")])
+            elif kind == "SLO attainment of":
+                values.append(policies[of]["attainment"][SCALES.index(1.0)])
+            else:
+                field = "draft_tokens" if kind == "drafts of" else "accepted"
+                values.append(policies[of][field])
+        for name, values in over.items():
+            values.append(speedups[name] / speedups["adaspec"])
     return {
         "cells": list(cells),
-        "adaspec_over_static": {"min": min(over_static), "max": max(over_static)},
-        "auto_over_adaspec": {"min": min(over_adaspec), "max": max(over_adaspec)},
+        "ranges": {
+            name: {"paper": list(PAPER[name]), "ours": [min(values), max(values)]}
+            for name, values in found.items()
+        },
+        **{
+            f"{name.removeprefix('adaspec ')}_over_adaspec": {"min": min(v), "max": max(v)}
+            for name, v in over.items()
+        },
     }
 
 
@@ -302,14 +400,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run = Run("traces", options, arguments)
     machines = ["7B, 68M, A100"] if options.quick else list(MACHINES)
     kinds = ["bursty", "periodic", *(["mooncake"] if options.mooncake else [])]
-    count = 120 if options.quick else 600
+    count = 60 if options.quick else 300
     with run.progress() as progress:
-        task = progress.add_task("cells", total=len(machines) * len(kinds))
-        for machine in machines:
-            for kind in kinds:
-                run.sample(**cell(machine, kind, count, options.seed, options.mooncake))
-                progress.advance(task)
+        cells = list(product(machines, kinds))
+        task = progress.add_task("cells", total=len(cells))
+        for each in cells:
+            run.sample(**cell(*each, count, options.seed, options.mooncake))
+            progress.advance(task)
     record = summary(run.samples)
+    record["row_costs"] = row_costs(count, options.seed, ROW_MS[:1] if options.quick else ROW_MS)
     run.finish(count, **rounded(record))
 
 

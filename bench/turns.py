@@ -54,6 +54,10 @@ class Turns(LengthPolicy):
             if policy.weighs_cost:
                 policy.calibrate(model, spread)
 
+    def let_stop(self) -> None:
+        for policy in self._policies.values():
+            policy.let_stop()
+
     def largest_batch(self, tier: Tier) -> int | None:
         limits = [p.largest_batch(tier) for p in self._policies.values() if tier in p.tiers]
         known = [limit for limit in limits if limit is not None]
@@ -86,6 +90,9 @@ def install(engine: Engine, policies: Mapping[str, LengthPolicy]) -> Turns:
     if max(tier.window_tokens for tier in turns.tiers) > most:
         raise ValueError(f"a policy drafts more than the {most} tokens that the engine reserves")
     core.policy = turns
+    # As an engine lets its own policy: what is measured is what it would do.
+    if core.worker.traits.stops_drafts and not core.widens:
+        turns.let_stop()
     launch = nearest_tier(core.config, turns.tiers)
     turns.calibrate(*cost_model(core.config, core.worker, launch, 0.0))
     while engine.prepare_next():

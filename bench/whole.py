@@ -9,7 +9,7 @@ output with ``complete`` is not whole, or a request that cannot end is let start
 
 Fields of the last line, beside those of every record (``bench.common``): ``schemas``, ``refused``
 (schemas by no fault of their length), ``untold`` (nothing tells how long their texts are),
-``least_tokens`` and ``room_ms`` (time to know it, beside the compile, in this process) as
+``least_tokens`` and ``room_ms`` (time to know it, behind the compile) as
 percentiles, ``outputs`` and ``whole`` with ``complete``; ``cut`` (outputs without it that are not
 whole), ``narrowed`` (outputs of which a token was narrowed), ``started`` (requests that were let
 start with one token fewer than needed), ``broken`` (which outputs are not whole).
@@ -41,7 +41,10 @@ def least_of(engine: Engine, grammar: Grammar) -> tuple[int | None, float]:
     """The tokens that a grammar's shortest output needs, and the milliseconds that took."""
     compiled = engine.compile(grammar)
     start = time.perf_counter_ns()
-    return least_tokens(compiled, 1), (time.perf_counter_ns() - start) / 1e6
+    # Until its rules are there, or cannot be made.
+    room = engine.compiler.compile(grammar, 0).room
+    told = room is not None and room.chart() is not None
+    return least_tokens(compiled, 1) if told else None, (time.perf_counter_ns() - start) / 1e6
 
 
 def is_refused(engine: Engine, grammar: Grammar, tokens: int) -> bool:

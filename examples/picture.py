@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.terminal_theme import DIMMED_MONOKAI
 from rich.text import Text
 
-from overlap_spec import Engine
+from overlap_spec import Engine, SamplingParams
 from overlap_spec.cli.chat import Chat
-from overlap_spec.cli.request import ConstraintFlags, SamplingFlags
+from overlap_spec.cli.request import ConstraintFlags
 from overlap_spec.cli.terminal import legend
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +39,7 @@ def draw(engine: Engine) -> str:
     console.print(legend())
     console.print(Text(f"> {SAID}", "bold"))
     constraint = ConstraintFlags(schema=str(ROOT / SCHEMA))
-    chat = Chat(engine, None, constraint, SamplingFlags(), None, console)
+    chat = Chat(engine, None, constraint, SamplingParams(), None, console)
     chat.answer(SAID)
     return console.export_svg(
         title="overlap-spec", theme=DIMMED_MONOKAI, code_format=FORMAT, unique_id="tokens"

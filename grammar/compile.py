@@ -27,11 +27,13 @@ from overlap_spec.grammar.isolation.jobs import (
     MakeRoom,
     MakeStates,
     as_compiled,
+    thinking_of,
 )
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.grammar.isolation.pool import make_pool
 from overlap_spec.grammar.reasoning import matcher as reasoning_matcher
 from overlap_spec.grammar.room.room import Room
+from overlap_spec.grammar.room.rules import Reach
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.memory import MemoryCeiling, trim
@@ -64,11 +66,10 @@ class _PendingCompile:
     waiters: list[Waiter] = field(default_factory=list)
     inner: Future[CompiledGrammar] | None = None
     states: Future[StateTable] | None = None
-    room: Future[Room] | None = None
 
     def cancel(self) -> None:
         """Stop the work."""
-        for future in (self.inner, self.states, self.room):
+        for future in (self.inner, self.states):
             if future is not None:
                 future.cancel()
 
@@ -95,8 +96,6 @@ class GrammarCompiler:
     Attributes:
         ceiling: As given; may be set when what the process holds besides is there.
         makes_states: Whether each grammar gets a table of its states, where it has one.
-        makes_rooms: Whether each grammar tells how long its texts are at least, where it is not too
-            large.
 
     Raises:
         ConfigError: isolation is requested but not available on this system.
@@ -113,7 +112,7 @@ class GrammarCompiler:
     ) -> None:
         self.backend = backend
         self.cache_bytes, self.ceiling = cache_bytes, ceiling
-        self.makes_states = self.makes_rooms = False
+        self.makes_states = False
         self._lock = threading.RLock()
         self._done: OrderedDict[Key, CompiledGrammar] = OrderedDict()
         self._failed: OrderedDict[Key, tuple[float, GrammarError]] = OrderedDict()
@@ -145,14 +144,17 @@ class GrammarCompiler:
         """
         return cls(load(backend)(vocabulary), **settings)
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
+    def compile(self, grammar: Grammar, most_tokens: int | None = None) -> CompiledGrammar:
         """The compiled grammar, from the cache if it is there; blocks until it is ready.
+
+        Args:
+            most_tokens: As for `submit`.
 
         Raises:
             CompileFailure: a limit was exceeded, the process crashed, or the queue is full.
             GrammarError: as raised by the backend.
         """
-        future = self.submit(grammar)
+        future = self.submit(grammar, most_tokens=most_tokens)
         try:
             return future.result()
         except BaseException:
@@ -160,14 +162,22 @@ class GrammarCompiler:
             future.cancel()
             raise
 
-    def submit(self, grammar: Grammar, holder: str = "") -> Future[CompiledGrammar]:
+    def submit(
+        self, grammar: Grammar, holder: str = "", most_tokens: int | None = None
+    ) -> Future[CompiledGrammar]:
         """As `compile`, but returns a future, which is done already if the grammar is cached.
 
         Cancelling the last future of a compile stops it.
 
         Args:
             holder: Who asks: where compiles wait, the holders take turns.
+            most_tokens: That a text is to end within: where these are few, it waits until the
+                grammar's rests are told, or cannot be.
         """
+        compiled = self._submit(grammar, holder)
+        return compiled if most_tokens is None else _with_rests(compiled, most_tokens)
+
+    def _submit(self, grammar: Grammar, holder: str) -> Future[CompiledGrammar]:
         if grammar.kind == "after_thinking" and grammar.inner is not None:
             return self._with_reasoning(grammar, grammar.inner, holder)
         waiter = Waiter()
@@ -252,27 +262,17 @@ class GrammarCompiler:
         self, grammar: Grammar, after: Grammar, holder: str
     ) -> Future[CompiledGrammar]:
         """Compile and cache the inner grammar by itself, then wrap it."""
-        inner, waiter = self.submit(after, holder), Waiter()
-        known, room = self._rooms.get(grammar), None
-        if self.makes_rooms and known is None:
-            room = self._executor.submit(MakeRoom(grammar), holder)
-        # Emptied when both are there: a circle of them would keep the grammar.
+        inner, waiter = self._submit(after, holder), Waiter()
+        # Emptied when it is there: a circle would keep the grammar.
         running = [inner]
 
         def land(_: Future[Any]) -> None:
-            with self._lock:
-                if not running or not (running[0].done() and (room is None or room.done())):
-                    return
-                done = running.pop()
+            done = running.pop()
             if done.cancelled() or not waiter.set_running_or_notify_cancel():
                 return
             try:
                 compiled = reasoning_matcher.wrap(done.result(), grammar)
-                compiled.room = known or _made(room)
-                self._keep_room(grammar, compiled.room)
-                within = done.result().room
-                if compiled.room is not None and within is not None:
-                    compiled.room.apart = within.apart
+                compiled.room = self._room_behind(grammar, done.result())
                 waiter.set_result(compiled)
             except Exception as error:  # the waiter gets any error
                 waiter.set_exception(error)
@@ -283,19 +283,32 @@ class GrammarCompiler:
                     future.cancel()
 
         waiter.add_done_callback(leave)
-        for part in (inner, room):
-            if part is not None:
-                part.add_done_callback(land)
+        inner.add_done_callback(land)
         return waiter
 
-    def _keep_room(self, grammar: Grammar, room: Room | None) -> None:
-        """Keep how long the texts of a grammar after thinking are at least, for the next one."""
+    def _room(self, grammar: Grammar, reach: Reach | None, apart: bool) -> Room | None:
+        """What is known of the rests of a grammar."""
+        if reach is None:
+            return None
+        executor = self._executor
+        return Room(
+            reach, self.backend.vocabulary, apart, lambda: executor.submit(MakeRoom(grammar))
+        )
+
+    def _room_behind(self, grammar: Grammar, inner: CompiledGrammar) -> Room | None:
+        """As `_room`, of a grammar after thinking, kept for the next one."""
+        if inner.room is None:
+            return None
         with self._lock:
-            self._rooms.pop(grammar, None)
-            if room is not None:
-                self._rooms[grammar] = room
+            found = self._rooms.pop(grammar, None)
+            if found is None:
+                reach = inner.room.reach.behind(thinking_of(grammar))
+                found = self._room(grammar, reach, inner.room.apart)
+                assert found is not None
+            self._rooms[grammar] = found
             if len(self._rooms) > ROOMS:
                 self._rooms.popitem(last=False)
+        return found
 
     def _lookup(self, key: Key) -> CompiledGrammar | GrammarError | None:
         if key in self._done:
@@ -326,8 +339,6 @@ class GrammarCompiler:
             inner = pending.inner = self._executor.submit(Compile(apart), holder)
             if self.makes_states:
                 pending.states = self._executor.submit(MakeStates(apart), holder)
-            if self.makes_rooms:
-                pending.room = self._executor.submit(MakeRoom(apart), holder)
             inner.add_done_callback(lambda done: self._land(pending, done))
         waiter.add_done_callback(lambda done: self._leave(pending, done))
 
@@ -347,20 +358,18 @@ class GrammarCompiler:
         if inner.cancelled():
             return
         error = inner.exception()
-        states, room = pending.states, pending.room
-        for further in (states, room):
-            if error is None and further is not None and not further.done():
-                # Drafts and masks may not depend on which of them is ready first.
-                further.add_done_callback(lambda _: self._land(pending, inner))
-                return
+        states = pending.states
+        if error is None and states is not None and not states.done():
+            # Drafts may not depend on which of them is ready first.
+            states.add_done_callback(lambda _: self._land(pending, inner))
+            return
         if error is None:
             compiled = inner.result()
             try:
-                is_apart = bool(compiled.plan)
+                reach, is_apart = compiled.reach, bool(compiled.plan)
                 compiled = distinct_matcher.wrap(compiled, compiled.plan)
-                compiled.states, compiled.room = _made(states), _made(room)
-                if compiled.room is not None:
-                    compiled.room.apart = is_apart
+                compiled.states, compiled.reach = _made(states), reach
+                compiled.room = self._room(as_compiled(pending.key[0]), reach, is_apart)
             except GrammarError as refusal:
                 error = refusal
             except Exception as fault:
@@ -373,7 +382,7 @@ class GrammarCompiler:
             waiters, pending.waiters = pending.waiters, []
             # They hold this pending compile, and it them: the grammar is to go when its last user
             # goes, not when cycles are looked for.
-            pending.inner = pending.states = pending.room = None
+            pending.inner = pending.states = None
             if error is not None:
                 self._note_failure(pending.key, error)
             else:
@@ -441,6 +450,35 @@ def _size(compiled: CompiledGrammar) -> int:
     table, room = compiled.states, compiled.room
     besides = 0 if room is None else room.nbytes
     return compiled.memory_bytes + besides + (sum(part.nbytes for part in table) if table else 0)
+
+
+def _with_rests(compiled: Future[CompiledGrammar], most_tokens: int) -> Future[CompiledGrammar]:
+    """A compiled grammar whose rests are told, or cannot be, where there are few tokens for a
+    text."""
+    waiter, running = Waiter(), [compiled]
+
+    def land(_: Future[Any]) -> None:
+        done = running.pop()
+        if done.cancelled() or not waiter.set_running_or_notify_cancel():
+            return
+        error = done.exception()
+        if error is not None:
+            waiter.set_exception(error)
+            return
+        room = done.result().room
+        if room is None or room.is_early(most_tokens):
+            waiter.set_result(done.result())
+        else:
+            room.ask(again=True).add_done_callback(lambda _: waiter.set_result(done.result()))
+
+    def leave(outer: Future[CompiledGrammar]) -> None:
+        if outer.cancelled():
+            for future in tuple(running):
+                future.cancel()
+
+    waiter.add_done_callback(leave)
+    compiled.add_done_callback(land)
+    return waiter
 
 
 def _made(future: Future[T] | None) -> T | None:

@@ -31,16 +31,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.drafting.state_table import StateTable
-from overlap_spec.grammar.room.room import Room
-from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from overlap_spec.grammar.room.room import Room
+    from overlap_spec.grammar.room.rules import Reach
+    from overlap_spec.grammar.spec import Grammar
 
 Row = npt.NDArray[np.int32]
 Links = npt.NDArray[np.int64]
@@ -105,6 +108,11 @@ class Matcher(ABC):
         return 0
 
     @property
+    def is_untold(self) -> bool:
+        """Whether nothing told in time whether the text comes to its end within its room."""
+        return False
+
+    @property
     def is_free(self) -> bool:
         """Whether it is inside a model's thinking, which may be any text."""
         return False
@@ -140,13 +148,15 @@ class CompiledGrammar(ABC):
         reason: Why that backend was picked; empty if there was no choice.
         plan: What its grammar leaves to `distinct.matcher`; empty if nothing.
         states: Its table of states by bytes, for drafts; None: it has none, or nobody asked.
-        room: How long its texts are at least, from wherever they stand; None: likewise.
+        reach: How long its texts are, in bytes; None: they are nested too deep, or nobody asked.
+        room: How long they are at least, from wherever they stand; None: likewise.
     """
 
     backend: str = ""
     reason: str = ""
     plan: bytes = b""
     states: StateTable | None = None
+    reach: Reach | None = None
     room: Room | None = None
 
     @property

@@ -107,6 +107,11 @@ class Grammar:
             if value and self.kind != "choice":
                 raise GrammarError(f"{name} is for a choice, and this is {self.kind}", name)
 
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of the optional parts that it asks for (`overlap_spec/worker/extras`)."""
+        return ("choices",) if self.probabilities or self.faithful else ()
+
     @classmethod
     def json_schema(
         cls,

@@ -26,7 +26,7 @@ from overlap_spec.engine.input_processor import (
     InputProcessor,
     count_characters,
 )
-from overlap_spec.errors import EngineUnavailable, RequestFailed
+from overlap_spec.errors import ConfigError, EngineUnavailable, RequestFailed
 from overlap_spec.ipc import messages as m
 from overlap_spec.ipc.client import EngineClient, Health
 from overlap_spec.ipc.request_handle import AsyncRequestHandle
@@ -71,6 +71,11 @@ class AsyncEngine:
         **settings: Any,
     ) -> None:
         self.config = EngineConfig.build(model=model, **settings)
+        if self.config.own_drafter is not None:
+            raise ConfigError(
+                "algorithm: an object cannot go into the engine's own process; give "
+                "package.module:Class, or use Engine"
+            )
         self._chat_template = chat_template
         self._max_queued_requests = max_queued_requests
         self._input_processor: InputProcessor | None = None

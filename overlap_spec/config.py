@@ -16,7 +16,7 @@ OVERLAP_MODES = ("once-sync", "double-sync", "none")
 # The mode that fits the processor: see `overlap_spec.worker.build.overlap_mode`.
 AUTO_MODE = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "int4")
 ADDITIONAL_PROPERTIES = ("closed", "schema")
 # Names that other engines have → ours.
 ELSEWHERE = {
@@ -29,6 +29,13 @@ ELSEWHERE = {
     "speculative_accept_threshold_single": "threshold_single",
     "speculative_accept_threshold_acc": "threshold_acc",
     "num_speculative_tokens": "num_steps",
+    "max_draft_len": "num_steps",
+    "speculative_model": "draft",
+    "decoding_type": "algorithm",
+    "max_matching_ngram_size": "ngram_max_matching_size",
+    "is_public_pool": "ngram_public_pool",
+    "is_keep_all": "ngram_keep_all",
+    "is_use_oldest": "ngram_use_oldest",
     "max_model_len": "context_length",
     "tp_size": "tensor_parallel_size",
     "gpu_memory_utilization": "mem_fraction_static",
@@ -47,9 +54,10 @@ class Help:
 
 
 def helps(settings: type) -> dict[str, Help]:
-    """The help of each field of a settings class."""
+    """The help of each field of a settings class that has one."""
     hints = get_type_hints(settings, include_extras=True)
-    return {field.name: hints[field.name].__metadata__[0] for field in fields(settings)}
+    found = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(settings)}
+    return {name: told[0] for name, told in found.items() if told}
 
 
 @dataclass(frozen=True)
@@ -108,9 +116,10 @@ class EngineConfig:
     adaptive: Annotated[
         str,
         Help(
-            "Length policy: auto (depth and width by survival and measured cost), adaspec, static "
-            "(always num_steps), off, a published preset (default, aggressive, with-off), a JSON "
-            "config file, or package.module:Class of your own.",
+            "Length policy: auto (depth and width by survival and measured cost), adaspec, "
+            "adaspec-minus (verifies all it drafts), static (always num_steps), off, a published "
+            "preset (default, aggressive, with-off), a JSON config file, or package.module:Class "
+            "of your own.",
             ("--adaptive", "--speculative-adaptive-config"),
         ),
     ] = "auto"
@@ -139,15 +148,16 @@ class EngineConfig:
     relaxed_topk: Annotated[
         int,
         Help(
-            "While a model thinks before its constrained answer, accept drafts among this many "
-            "most probable tokens (lossy); 0 is off.",
+            "While a model thinks before its answer, accept drafts among this many most probable "
+            "tokens (lossy); 0 is off.",
             ("--relaxed-topk", "--speculative-relaxed-topk"),
         ),
     ] = 0
     relaxed_delta: Annotated[
         float,
         Help(
-            "relaxed_topk: how far below the best token's probability such a draft may be.",
+            "relaxed_topk: how far below the best token's log-probability such a draft's may be; 0 "
+            "is not below it at all.",
             ("--relaxed-delta", "--speculative-relaxed-delta"),
         ),
     ] = 0.0
@@ -203,7 +213,7 @@ class EngineConfig:
             "Outputs under a grammar come to their end within max_tokens and the context, unless a "
             "request says otherwise; one whose shortest output does not fit is refused."
         ),
-    ] = False
+    ] = True
     grammar_isolated: Annotated[
         bool | None,
         Help(
@@ -239,8 +249,8 @@ class EngineConfig:
     quantization: Annotated[
         str | None,
         Help(
-            "int8: target and draft are computed with 8-bit weights, on a CPU with AVX512-VNNI; by "
-            "default they are not quantised."
+            "int8 or int4: target and draft are computed with weights of so many bits, on a CPU "
+            "with AVX512-VNNI (int4: and AVX512-BF16); by default as the checkpoint has them."
         ),
     ] = None
     device: Annotated[str, Help("cpu, cuda, or auto: CUDA if there is a device.")] = "auto"
@@ -248,7 +258,11 @@ class EngineConfig:
         int | None, Help("Longest prompt + output, in tokens; by default the checkpoint's.")
     ] = None
     mem_fraction_static: Annotated[
-        float | None, Help("Share of the device's memory for weights and caches.")
+        float | None,
+        Help(
+            "Share of the device's memory for weights and caches.",
+            ("--mem-fraction", "--mem-fraction-static"),
+        ),
     ] = None
     max_total_tokens: Annotated[
         int | None, Help("Tokens that the KV cache holds, if fewer than fit into memory.")
@@ -325,6 +339,11 @@ class EngineConfig:
 
     def check(self) -> None:
         """Raise ConfigError that names the first invalid setting."""
+        if self.own_drafter is not None and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                "algorithm: a drafter that is an object cannot be in several ranks' processes; "
+                "give package.module:Class"
+            )
         if ":" not in self.drafter:
             built = (*drafter_names(), "none", "package.module:Class")
             _one_of("algorithm", self.drafter, built)
@@ -398,10 +417,12 @@ class EngineConfig:
             raise ConfigError("tree: nothing is drafted without a drafter; set algorithm or draft")
 
     def _check_acceptance(self) -> None:
-        for name in ("threshold_single", "threshold_acc", "relaxed_delta"):
+        for name in ("threshold_single", "threshold_acc"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise ConfigError(f"{name} must be a number from 0 to 1: {value!r}")
+        if not isinstance(self.relaxed_delta, int | float) or not 0 <= self.relaxed_delta < 1e9:
+            raise ConfigError(f"relaxed_delta must be a number >= 0: {self.relaxed_delta!r}")
         if self.threshold_acc == 0:
             raise ConfigError("threshold_acc must be over 0")
         if self.relaxed_delta and not self.relaxed_topk:
@@ -427,12 +448,22 @@ class EngineConfig:
 
     @property
     def drafter(self) -> str:
-        """Name of the drafter, ``none`` where nothing is drafted."""
+        """Name of the drafter, ``none`` where nothing is drafted; of an object its class's."""
         if self.algorithm is None:
             return "eagle3" if self.draft is not None or self.model is None else "none"
+        if self.own_drafter is not None:
+            kind = self.own_drafter
+            kind = kind if isinstance(kind, type) else type(kind)
+            return f"{kind.__module__}:{kind.__qualname__}"
         if ":" in self.algorithm:
             return self.algorithm
         return self.algorithm.lower().replace("-", "_")
+
+    @property
+    def own_drafter(self) -> Any:
+        """The drafter that is given as an object or a class in place of a name; else None."""
+        given: Any = self.algorithm
+        return None if given is None or isinstance(given, str) else given
 
     @property
     def draft_path(self) -> Path | None:

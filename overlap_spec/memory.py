@@ -33,7 +33,7 @@ def machine_bytes(root: Path = Path("/")) -> int:
         root: Where ``proc`` and ``sys`` are.
     """
     least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for folder in _groups(root):
+    for folder in control_groups("memory", root):
         for name in LIMIT_FILES:
             try:
                 # A group without a limit says "max", or a number over any machine's.
@@ -43,8 +43,9 @@ def machine_bytes(root: Path = Path("/")) -> int:
     return least
 
 
-def _groups(root: Path) -> list[Path]:
-    """The folders of the groups that limit this process's memory, with those around them."""
+def control_groups(controller: str, root: Path = Path("/")) -> list[Path]:
+    """The folders of the groups that limit what ``controller`` (``memory``, ``cpu``) gives this
+    process, with those around them; of either version of control groups."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -52,9 +53,9 @@ def _groups(root: Path) -> list[Path]:
     found: list[Path] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
         own = top / path.lstrip("/")
         # In a container the path may be the host's: its own group is then the top.
         found += [own, *(parent for parent in own.parents if parent.is_relative_to(top))]

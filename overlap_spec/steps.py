@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,9 @@ from overlap_spec.types import NO_EXTRAS, TokenLogprobs
 
 # Tokens of a run that a grammar forces, as far as it is drafted; the first is what was chosen last.
 RUN_TOKENS = 16
-# Numbers that the lane tells of a node: the run behind it, and the state of its grammar's table.
-TOLD = RUN_TOKENS + 1
+# Numbers that the lane tells of a node: the run behind it, and where it stands in its grammar's
+# table and trie.
+TOLD = RUN_TOKENS + 2
 # States by bytes (`grammar/drafting/byte_states.py`): a state is the number at which its moves
 # begin. Steps from it: by each of 256 bytes; by none; by what is no text; by a stop token; by the
 # rest of a long token. States of every table: nothing is known; nothing can come; all is over. Then
@@ -32,22 +33,24 @@ LOST, DEAD, DONE, FIRST = (STATE_WIDTH * state for state in range(COMMON_STATES 
 TOKEN_STEPS, FEW_TOKENS = 16, 8
 # Nodes of a trie that is drafted from, the prompt's end included.
 TRIE_NODES = 512
+# States that the tables of all grammars have together, some 17 MB.
+STATES = 16_384
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
+# A part of a table on the device: its first row, and its values.
+Part = tuple[int, NDArray[Any]]
 
 
-class GrammarTable(NamedTuple):
-    """A grammar's states by bytes: it allows all that the grammar does, and little more.
+class GrammarMap(Protocol):
+    """What drafts read of a grammar on the device: a table of states, or a trie of texts."""
 
-    Of ``S`` states, the common ones first and the start behind them. ``moves`` int32
-    ``(S, STATE_WIDTH)``: the state after each step. ``few`` int32 ``(S, FEW_TOKENS + 1)``: tokens
-    with which a text can go on, -1 behind their end, and last 1 where no other can. ``forced``
-    int16 ``(S,)``: the only byte that can come, -1 where there is another, or none, or an end.
-    """
+    @property
+    def size(self) -> int:
+        """Rows that it takes there."""
 
-    moves: NDArray[np.int32]
-    few: NDArray[np.int32]
-    forced: NDArray[np.int16]
+    def parts(self, base: int) -> dict[str, Part]:
+        """Its values by the name of their table, for a map whose rows are numbered from ``base``
+        on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,105 +76,12 @@ class History:
 
 
 @dataclass(frozen=True)
-class TokenTrie:
-    """Texts as a tree of tokens behind a prompt, for one pass of the target.
-
-    ``tokens``, ``parents`` (an earlier node, or -1: the prompt's end), ``depths`` (from 1 on):
-    int64 ``(n,)``; what is below a node comes right after it. ``texts``, ``ends``: int64 ``(m,)``:
-    numbers of texts, and each one's last node.
-    """
-
-    tokens: Int64s
-    parents: Int64s
-    depths: Int64s
-    texts: Int64s
-    ends: Int64s
-
-    @cached_property
-    def sizes(self) -> Int64s:
-        """int64 ``(n,)``: nodes below each one."""
-        sizes = np.zeros(len(self.tokens), np.int64)
-        for node in range(len(self.tokens) - 1, -1, -1):
-            if self.parents[node] >= 0:
-                sizes[self.parents[node]] += sizes[node] + 1
-        return sizes
-
-    @cached_property
-    def children(self) -> Mapping[tuple[int, int], int]:
-        """(node, or -1 for the prompt's end, and a token) → the node of that token after it."""
-        pairs = zip(self.parents.tolist(), self.tokens.tolist(), strict=True)
-        return {pair: node for node, pair in enumerate(pairs)}
-
-    def follow(self, node: int | None, tokens: Sequence[int]) -> int | None:
-        """The node that ``tokens`` lead to from ``node``; None where none does."""
-        for token in tokens:
-            if node is None:
-                return None
-            node = self.children.get((node, token))
-        return node
-
-    def path(self, node: int) -> list[int]:
-        """The nodes down to ``node``, which is the last."""
-        found = []
-        while node >= 0:
-            found.append(node)
-            node = int(self.parents[node])
-        return found[::-1]
-
-
-@dataclass(eq=False)
-class WeighedChoices:
-    """The texts of a choice that are weighed behind one prompt, each cut into tokens in one way.
-
-    All requests for the same share it: one of them has the tries weighed, one or few a step, and
-    the others wait for that.
-
-    ``tries``: each text is in one of them. ``stop_ids``: the tokens of which one ends the output.
-    ``faithful``: whether the output is chosen by the texts' weights. ``logprobs``: float64
-    ``(m,)``, of each text; ``tokens``: with which each would be the output, the likeliest stop
-    token behind them. ``planned``, ``known``: tries that are in a step or were, and those of whose
-    texts the two are known. ``leader``: the request that has them weighed.
-    """
-
-    texts: tuple[str, ...]
-    tries: tuple[TokenTrie, ...]
-    stop_ids: tuple[int, ...]
-    faithful: bool
-
-    def __post_init__(self) -> None:
-        """Nothing is known."""
-        self.leader: int | None = None
-        self.forget()
-
-    def __reduce__(self) -> Any:
-        """Other ranks get what a pass needs; its tries come with the chunk."""
-        return WeighedChoices, ((), (), self.stop_ids, self.faithful)
-
-    def forget(self) -> None:
-        """Nothing is known any more."""
-        self.logprobs = np.zeros(len(self.texts))
-        self.tokens: list[tuple[int, ...]] = [()] * len(self.texts)
-        self.planned = self.known = 0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether all texts are weighed."""
-        return self.known == len(self.tries)
-
-    @property
-    def widest(self) -> int:
-        """Nodes of the largest trie."""
-        return max(len(trie.tokens) for trie in self.tries)
-
-
-@dataclass(frozen=True)
 class Chunk:
     """A run of one request's tokens to prefill, at positions ``start ..``; starts with a page.
 
     ``final``: the run ends the known text, and its last token is verified as a one-node tree.
-    ``page_before``: the page that ends at ``start``, 0 at the start of the text. ``choices``: what
-    is weighed behind the known text, at whose end the chunk is then; ``trie``: what of it in this
-    step. ``asks``: what optional parts ask of it, by name.
+    ``page_before``: the page that ends at ``start``, 0 at the start of the text. ``asks``: what
+    optional parts ask of it, by name; ``behind``: slots behind it that one of them writes.
     """
 
     row: int
@@ -179,14 +89,18 @@ class Chunk:
     tokens: Int64s
     final: bool
     page_before: int = 0
-    choices: WeighedChoices | None = None
-    trie: TokenTrie | None = None
+    behind: int = 0
     asks: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def comes_again(self) -> bool:
-        """Whether a later step computes the same tokens again, to weigh more behind them."""
-        return self.choices is not None and not self.final
+        """Whether a later step computes the same tokens again, for another pass behind them."""
+        return self.behind > 0 and not self.final
+
+    @property
+    def end(self) -> int:
+        """Where the keys end that it writes, those behind it included."""
+        return self.start + len(self.tokens) + self.behind
 
 
 @dataclass(frozen=True)
@@ -265,7 +179,6 @@ class RowResult(NamedTuple):
         limited: The masks were late: only the root's row was used.
         grafts: How many of the verified drafts the grammar had forced.
         grafted: How many of these are among the accepted ones, which they begin.
-        choice_logprobs: Log-probability of each text of the chunk's choices.
         extras: What the optional parts that are asked for tell of the tokens, by name.
     """
 
@@ -278,7 +191,6 @@ class RowResult(NamedTuple):
     confidences: tuple[float, ...] = ()
     grafts: int = 0
     grafted: int = 0
-    choice_logprobs: tuple[float, ...] = ()
     extras: Mapping[str, Any] = NO_EXTRAS
 
 

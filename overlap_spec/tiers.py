@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,9 +42,23 @@ class Tier:
         return max(self.own.steps * self.own.top_k, self.nodes)
 
 
+class RowTimes(NamedTuple):
+    """What a verified row takes, in ms: ``each`` one, and ``beyond`` more each from row ``knee`` on
+    (0: there is none)."""
+
+    each: float
+    knee: int
+    beyond: float
+
+    def saved_ms(self, rows: int) -> float:
+        """What a verify of so many rows takes longer than one of a row less."""
+        return self.each + (self.beyond if self.knee and rows > self.knee else 0.0)
+
+
 @dataclass(frozen=True, eq=False)
 class DraftStop:
-    """When a step has drafted enough: AdaSpec's correction (SoCC 2025, Algorithm 1).
+    """When a step has drafted enough, and what of it is verified: AdaSpec's correction, and its
+    verifier (SoCC 2025, Algorithms 1 and 2).
 
     The drafts end at the length from which on the step's goodput, its expected tokens over its
     time, does not grow. What is drafted counts with what the drafter says of it, what would come
@@ -57,11 +72,14 @@ class DraftStop:
             next draft will be accepted with, given that the one before it was.
         curves: float32 ``(trees, B)``: how often a draft is accepted to which the drafter gives
             the probability (n + 0.5) / B; straight in between. Zeros of who takes no drafts.
+        rows: With it the drafts that are worth least are not verified, while the step's goodput
+            grows; None: all that is drafted is verified.
     """
 
     costs_ms: tuple[float, ...]
     expected: Floats
     curves: Floats
+    rows: RowTimes | None = None
 
 
 @dataclass(frozen=True)
@@ -84,9 +102,13 @@ class Budget:
     most: tuple[int, ...] = ()
     stop: DraftStop | None = None
 
-    def stopped(self, tier: Tier) -> Budget:
-        """The same of a step whose drafts were stopped at a shorter ``tier``."""
-        if self.nodes is None:
+    def stopped(self, tier: Tier, nodes: int | None = None) -> Budget:
+        """The same of a step whose drafts were stopped at a shorter ``tier``, of which ``nodes``
+        are verified; None: as many as before, or all."""
+        if self.nodes is None and nodes is None:
             return Budget(tier)
-        most = tuple(min(nodes, tier.nodes) for nodes in self.most)
-        return Budget(tier, min(self.nodes, sum(most)), self.least, most)
+        trees = len(self.most) if self.stop is None else len(self.stop.expected)
+        most = tuple(min(n, tier.nodes) for n in self.most) or (tier.nodes,) * trees
+        kept = self.nodes if nodes is None else nodes
+        assert kept is not None
+        return Budget(tier, min(kept, sum(most)), self.least or (1,) * trees, most)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
+from overlap_spec.config import Help
 from overlap_spec.errors import InvalidRequest, unknown
 from overlap_spec.stats import RequestStats
 from overlap_spec.tiers import Tier
@@ -77,14 +78,16 @@ class SamplingParams:
             draft whose text the grammar had forced (grafted), the target's own choice behind these
             (bonus), or the only token that the mask allowed (forced).
         draft_trees: Whether to tell of each step what it drafted, and what became of each draft.
+        parts: Optional parts of one's own, each as ``package.module:Class``; what they tell is in
+            :attr:`Output.told`. Python alone: no server takes them from a client.
         tpot_slo_ms: Target of the time per output token, in milliseconds: adaspec and auto plan no
             step that takes longer, where they can; None is the engine's.
     """
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float = 0.0
+    temperature: Annotated[float | None, Help("0 is greedy.")] = None
+    top_k: Annotated[int | None, Help("The k most probable tokens; -1 is all.")] = None
+    top_p: Annotated[float | None, Help("Smallest set of tokens whose mass reaches this.")] = None
+    min_p: Annotated[float, Help("No token less probable than this times the best one.")] = 0.0
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -92,7 +95,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     min_tokens: int = 0
-    max_tokens: int | None = None
+    max_tokens: Annotated[int | None, Help("Most output tokens.")] = None
     complete: bool | None = None
     thinking_budget: int | None = None
     stop: str | Sequence[str] = ()
@@ -100,12 +103,13 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    seed: int | None = None
+    seed: Annotated[int | None, Help("Same seed, same text.")] = None
     logprobs: int | None = None
     prompt_logprobs: int | None = field(default=None, metadata=OPTIONAL)
     speculate: bool = True
     origins: bool = field(default=False, metadata=OPTIONAL)
     draft_trees: bool = field(default=False, metadata=OPTIONAL)
+    parts: Sequence[str] = ()
     tpot_slo_ms: float | None = None
 
     def __post_init__(self) -> None:
@@ -157,7 +161,7 @@ class SamplingParams:
         self._check_collections()
 
     def _check_collections(self) -> None:
-        for name in ("stop", "stop_regex", "bad_words"):
+        for name in ("stop", "stop_regex", "bad_words", "parts"):
             given = getattr(self, name)
             texts = (given,) if isinstance(given, str) else tuple(given)
             if not all(isinstance(text, str) and text for text in texts):
@@ -184,7 +188,7 @@ class SamplingParams:
     @property
     def extras(self) -> tuple[str, ...]:
         """Names of the optional parts that are asked for (`overlap_spec/worker/extras`)."""
-        return tuple([name for name, none in EXTRAS if getattr(self, name) != none])
+        return (*[name for name, none in EXTRAS if getattr(self, name) != none], *self.parts)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -347,6 +351,7 @@ class Output:
         warnings: What was asked for and nothing holds or heeds, such as formats that nobody knows.
         prompt_logprobs: One entry a prompt token if asked for; the first, before which nothing
             stands, is None. Of a request that ended before its output began, those that came.
+        told: What ``parts`` of one's own tell, by their names.
     """
 
     text: str
@@ -361,3 +366,4 @@ class Output:
     choices: tuple[ChoiceProbability, ...] = ()
     warnings: tuple[str, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs | None, ...] = ()
+    told: Mapping[str, Any] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -44,15 +45,30 @@ def test_the_first_input_of_each_kind_is_answered_right(demo: ModuleType) -> Non
 def test_the_demo_tells_valid_and_right_apart(
     demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert demo.main() == 0
+    assert demo.main([]) == 0
     told = capsys.readouterr().out
-    assert told.count("valid, right; ") == len(demo.INPUTS) - 1
+    assert told.count("valid, right") == len(demo.INPUTS) - 1
     case = {"prompt": demo.INPUTS["status"][0]["prompt"], "answer": "delivered"}
     monkeypatch.setattr(demo, "INPUTS", {"status": [case]})
-    assert demo.main() == 1
+    assert demo.main([]) == 1
     assert 'valid, WRONG, expected "delivered"' in capsys.readouterr().out
     assert demo.check("status", "lost", "lost") == (False, True)
     assert demo.check("person", '{"name":"A"}', {"name": "A"}) == (False, False)
+
+
+def test_the_demo_for_machines(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line an input, of both ways to the same text."""
+    kinds = ("person", "status")
+    monkeypatch.setattr(demo, "INPUTS", {kind: demo.INPUTS[kind] for kind in kinds})
+    assert demo.main(["--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["kind"] for line in lines] == list(kinds)
+    for line in lines:
+        assert line["text"] == line["answer"] or json.loads(line["text"]) == line["answer"]
+        assert line["same_text"]
+        assert line["passes"] <= line["passes_plain"] < line["tokens"]
 
 
 def test_make_demo_says_that_it_installs() -> None:

@@ -50,6 +50,14 @@ def cases(tiny: dict[str, Any]) -> dict[str, list[Case]]:
         )
         for name in files("worker/extras")
     ]
+    parts.append(
+        Case(
+            "worker/acceptance.py",
+            chain,
+            ({"relaxed_topk": 2}, {}),
+            "ConfigError: threshold_single, threshold_acc and relaxed_topk need",
+        )
+    )
     drafters = [
         Case(
             f"drafters/{name}.py",

@@ -9,6 +9,7 @@ from copy import copy
 from typing import Any, cast
 
 from bench.backends.base import Batch, Reply, Task
+from bench.measure import GREEDY
 from overlap_spec.engine import Engine
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import GrammarError
@@ -65,7 +66,7 @@ class EngineSystem:
 
     def _submit(self, task: Task) -> RequestHandle:
         grammar = None if task.schema is None else self._grammar(task.schema)
-        sampling = {"temperature": 0.0, "max_tokens": task.max_tokens, "stop": task.stop}
+        sampling = {"max_tokens": task.max_tokens, "stop": task.stop, **GREEDY}
         return self.engine.submit(task.prompt, grammar, sampling, raw=task.raw)
 
     def _more(self, before: Any, start_ns: int) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""The whole outputs of a grammar that has few of them, for drafts."""
+"""The whole outputs of a grammar that has few of them, and their trie, for drafts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 from overlap_spec.errors import GrammarError
@@ -15,14 +16,50 @@ from overlap_spec.grammar.automata.regex_ast import (
     Node,
     Repetition,
 )
+from overlap_spec.grammar.drafting.text_tokens import TextTokens
+from overlap_spec.grammar.drafting.token_trie import TokenTrie, make_tries
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.grammar.vocabulary import Vocabulary
+from overlap_spec.steps import TRIE_NODES
 
 # Texts that a pattern may have.
 MOST_TEXTS = 512
 # Characters of a grammar that is looked at, and of all texts of a pattern.
 LONGEST = 2**16
+# Grammars whose tries are kept.
+CACHED = 64
 # What says nothing of a value.
 NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$schema", "$id"})
+
+
+class OutputTries:
+    """The tries of grammars that have few outputs. Safe to share between threads.
+
+    Args:
+        vocabulary: Of the grammars.
+        encode: Text → tokens, without special ones.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]]) -> None:
+        self._cut, self._lock = TextTokens(vocabulary, encode), threading.Lock()
+        self._known: dict[tuple[str, str], TokenTrie | None] = {}
+
+    def of(self, grammar: Grammar) -> TokenTrie | None:
+        """The trie of the whole outputs of a grammar that has few; None of any other.
+
+        For drafts alone: texts that the tokenizer cannot cut are left out.
+        """
+        key = grammar.kind, grammar.source
+        if key not in self._known:
+            cuts = [cut for text in few_texts(grammar) if (cut := self._cut(text))]
+            found = make_tries(cuts, TRIE_NODES) if cuts else []
+            # A node is the prompt's end.
+            fit = len(found) == 1 and len(found[0].tokens) < TRIE_NODES
+            with self._lock:
+                if len(self._known) >= CACHED:
+                    del self._known[next(iter(self._known))]
+                self._known[key] = found[0] if fit else None
+        return self._known.get(key)
 
 
 def few_texts(grammar: Grammar) -> list[str]:

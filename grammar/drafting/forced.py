@@ -102,7 +102,7 @@ class ForcedRuns:
         Args:
             matcher: As it was when it filled ``rows``, by `Matcher.fill_tree` with this tree.
             runs: int32 ``(nodes, TOLD)``, completely overwritten: a run, -1 behind its end, then
-                the node's state, -1 where nothing is known.
+                the node's state and its place in the trie, -1 where nothing is known.
             guesses: The request's.
         """
         runs.fill(-1)
@@ -138,19 +138,30 @@ class ForcedRuns:
         runs: Row,
         guesses: Guesses,
     ) -> dict[int, int]:
-        """Write the states of all nodes that are known, and give them."""
-        standing = guesses.standing
-        if standing.table is None:
-            return {}
-        states = {0: standing.state}
+        """Write where all nodes stand that are known, and give their states."""
+        standing, trie, states = guesses.standing, guesses.standing.trie, dict[int, int]()
+        if standing.table is None and trie is None:
+            return states
         # A node comes before its children.
-        for node, own in children.items():
-            if node in states:
-                for token, child in own.items():
-                    if reached[child]:
-                        states[child] = standing.after(states[node], self._text[token])
-        nodes = list(states)
-        runs[nodes, self._tokens] = [standing.number(states[node]) for node in nodes]
+        edges = [
+            (node, token, child)
+            for node, own in children.items()
+            for token, child in own.items()
+            if reached[child]
+        ]
+        if standing.table is not None:
+            states[0] = standing.state
+            for node, token, child in edges:
+                if node in states:
+                    states[child] = standing.after(states[node], self._text[token])
+            nodes = list(states)
+            runs[nodes, self._tokens] = [standing.number(states[node]) for node in nodes]
+        if trie is not None:
+            places = {0: standing.node}
+            for node, token, child in edges:
+                places[child] = trie.follow(places.get(node), (token,))
+            nodes = list(places)
+            runs[nodes, self._tokens + 1] = [standing.place(places[node]) for node in nodes]
         return states
 
     def learn(self, openings: Openings, chosen: Sequence[int], guesses: Guesses) -> None:
@@ -181,7 +192,7 @@ class ForcedRuns:
     def read(self, chosen: Sequence[int], guesses: Guesses) -> None:
         """Follow a request's tokens in its grammar's table."""
         for token in chosen:
-            guesses.standing.read(self._text[token])
+            guesses.standing.read(token, self._text[token])
 
     def tokens(self, text: bytes, guesses: Guesses) -> list[int]:
         """The likely tokens of forced bytes, at most as many as are of interest.

@@ -5,7 +5,7 @@ Of the request alone: so drafts depend on nobody else's text, and on no order in
 
 from __future__ import annotations
 
-from overlap_spec.grammar.drafting.state_table import TableStanding
+from overlap_spec.grammar.drafting.state_table import Standing
 
 # Kinds of guesses: 0: the tokenizer's cut of a text that has not come yet; 1: what was chosen where
 # it came last; 2: what was chosen the last two times.
@@ -27,7 +27,7 @@ class Guesses:
 
     Attributes:
         told: The run behind the root of the request's next tree.
-        standing: Where its text stands in its grammar's table.
+        standing: Where its text stands in what drafts read of its grammar.
     """
 
     def __init__(self, weighed: bool = False) -> None:
@@ -35,7 +35,7 @@ class Guesses:
         self._right = [HOPE] * KINDS
         self._own = HOPE if weighed else BLIND
         self.told: list[int] = []
-        self.standing = TableStanding()
+        self.standing = Standing()
 
     def find(self, text: bytes) -> tuple[int, int]:
         """The token that was chosen before a forced text, and the kind of guess that it is."""

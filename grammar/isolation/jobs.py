@@ -8,6 +8,7 @@ import json
 import pickle
 import struct
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,7 @@ from overlap_spec.grammar.drafting.state_table import StateTable
 from overlap_spec.grammar.isolation.check import violation
 from overlap_spec.grammar.lowering.lower import lower, to_plan
 from overlap_spec.grammar.reasoning.reply import GAP, MOST_GAP
-from overlap_spec.grammar.room.room import Room
-from overlap_spec.grammar.room.rules import RoomRules, Thinking, room_rules
+from overlap_spec.grammar.room.rules import Reach, RoomRules, Thinking, reach, room_rules
 from overlap_spec.grammar.spec import Grammar
 
 # Longest plan of what a compiled grammar leaves to a matcher.
@@ -34,9 +34,9 @@ OUT_OF_MEMORY = (
     "cannot allocate memory",
     "resource temporarily unavailable",
 )
-# Before a compiled grammar's plan and its data: how long the plan is, and whether there is data;
-# without, the grammar is rebuilt where it is wanted.
-FORM = struct.Struct("<I?")
+# Before a compiled grammar's plan and its data: how long the plan is, whether there is data
+# (without, the grammar is rebuilt where it is wanted), and its reach, -1 where it has none.
+FORM = struct.Struct("<I?iii")
 encode = msgspec.msgpack.encode
 
 
@@ -101,17 +101,19 @@ class Compile(GrammarJob):
             reason = "uniqueItems or minProperties stands in too many places"
             raise GrammarError(reason, self.grammar.kind)
         plan, data = compiled.plan, compiled.serialize()
-        return b"".join((FORM.pack(len(plan), data is not None), plan, data or b""))
+        told = compiled.reach or (-1, -1, -1)
+        return b"".join((FORM.pack(len(plan), data is not None, *told), plan, data or b""))
 
     def read(self, backend: Backend | None, answer: bytes) -> CompiledGrammar:
         assert backend is not None
-        size, has_data = FORM.unpack_from(answer)
+        size, has_data, *told = FORM.unpack_from(answer)
         end = FORM.size + size
         if has_data:
             compiled = backend.deserialize(self.grammar, answer[end:])
         else:
             compiled = backend.rebuild(self.grammar)
         compiled.plan = answer[FORM.size : end]
+        compiled.reach = Reach(*told) if told[0] >= 0 else None
         return compiled
 
 
@@ -128,21 +130,17 @@ class MakeStates(GrammarJob):
 
 
 class MakeRoom(GrammarJob):
-    """Tell how long a grammar's texts are at least: its `Room`."""
+    """Make the rules that tell how long a grammar's texts are at least: its `RoomRules`."""
 
     def work(self, backend: Backend | None) -> bytes:  # noqa: ARG002
         grammar, thinking = self.grammar, None
         if grammar.kind == "after_thinking":
-            source, inner = json.loads(grammar.source), grammar.inner
-            assert inner is not None
-            end, begin = source["end"].encode(), (source["begin"] or "").encode()
-            thinking = Thinking(end, begin, GAP.encode(), MOST_GAP)
-            grammar = as_compiled(inner)
+            assert grammar.inner is not None
+            thinking, grammar = thinking_of(grammar), as_compiled(grammar.inner)
         return room_rules(lower(grammar).plain, thinking).to_bytes()
 
-    def read(self, backend: Backend | None, answer: bytes) -> Room:
-        assert backend is not None
-        return Room(RoomRules.from_bytes(answer), backend.vocabulary)
+    def read(self, backend: Backend | None, answer: bytes) -> RoomRules:  # noqa: ARG002
+        return RoomRules.from_bytes(answer)
 
 
 @dataclass(frozen=True)
@@ -186,12 +184,22 @@ def as_compiled(grammar: Grammar) -> Grammar:
     return dataclasses.replace(grammar, apart=grammar.kind in ("json_schema", "json_object"))
 
 
+def thinking_of(grammar: Grammar) -> Thinking:
+    """The thinking of a grammar of kind `after_thinking`."""
+    source = json.loads(grammar.source)
+    end, begin = source["end"].encode(), (source["begin"] or "").encode()
+    return Thinking(end, begin, GAP.encode(), MOST_GAP)
+
+
 def compile_whole(backend: Backend, grammar: Grammar) -> CompiledGrammar:
-    """Compile a grammar, with the plan of what it leaves to a matcher.
+    """Compile a grammar, with the plan of what it leaves to a matcher, and its reach.
 
     Raises:
         GrammarError: as `Backend.compile` and `lowering.to_plan`.
     """
     compiled = backend.compile(grammar)
     compiled.plan = to_plan(grammar)
+    # No reason to refuse it: its texts are as long as they are.
+    with suppress(GrammarError):
+        compiled.reach = reach(lower(grammar).plain)
     return compiled

@@ -216,18 +216,19 @@ class MatcherPool:
         threads: Number of threads; 0 runs items in the caller's thread, without time limits.
         deadline_ms: What a tree's fill may take before its drafts are given up, or None.
         timeout_s: What any call may take before its request is.
-
-    Attributes:
         forced: Tells the runs behind the nodes of trees; None where nobody asks for them.
     """
 
     def __init__(
-        self, threads: int = 0, deadline_ms: float | None = None, timeout_s: float = 10.0
+        self,
+        threads: int = 0,
+        deadline_ms: float | None = None,
+        timeout_s: float = 10.0,
+        forced: ForcedRuns | None = None,
     ) -> None:
         if threads < 0:
             raise ValueError(f"threads must be 0 or more, got {threads}")
-        self.threads = threads
-        self.forced: ForcedRuns | None = None
+        self.threads, self.forced = threads, forced
         self._timeout_ns = int(timeout_s * 1e9)
         self._deadline_ns = self._timeout_ns if deadline_ms is None else int(deadline_ms * 1e6)
         self._lock = threading.Lock()

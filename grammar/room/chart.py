@@ -27,7 +27,7 @@ from overlap_spec.grammar.room.trie import TokenTrie
 MOST_ITEMS = 4000
 # What counting the fewest tokens exactly may take: places, and nodes of the tree of tokens that are
 # looked at for them all.
-EXACT_PLACES, EXACT_NODES = 400, 400_000
+EXACT_PLACES, EXACT_NODES = 400, 100_000
 # Bytes of what tokens can do at places that are kept, by chart.
 STEP_BYTES = 16 * 2**20
 UNKNOWN, NOWHERE = -2, -1
@@ -88,6 +88,25 @@ class Step:
         self.longest = max((place.rest for place in places), default=0)
 
 
+class _Rows(dict[int, list[tuple[int, ...]]]):
+    """What leads on from each node, read when it is asked for.
+
+    Args:
+        part: int32 `(n, width)`, by the node in the first column, which is left out.
+        nodes: How many there are.
+    """
+
+    def __init__(self, part: npt.NDArray[np.int32], nodes: int) -> None:
+        super().__init__()
+        self._part = part
+        self._bounds: list[int] = np.searchsorted(part[:, 0], np.arange(nodes + 1)).tolist()
+
+    def __missing__(self, node: int) -> list[tuple[int, ...]]:
+        first, end = self._bounds[node : node + 2]
+        found = self[node] = [tuple(row) for row in self._part[first:end, 1:].tolist()]
+        return found
+
+
 class Chart:
     """The places of a grammar that were come to so far; safe to share between threads.
 
@@ -101,20 +120,14 @@ class Chart:
 
     def __init__(self, rules: RoomRules, trie: TokenTrie) -> None:
         self.trie, self.lock = trie, threading.RLock()
-        self.growth = int(rules.growth[0]), int(rules.growth[1])
         self._starts = rules.starts.tolist()
         self._ends = {node: rule for rule, node in enumerate(rules.ends.tolist())}
         self._rests: list[int] = rules.rests.tolist()
         self._nullable = [bool(flag) for flag in rules.nullable.tolist()]
-        self._edges: dict[int, list[tuple[int, int, int]]] = {}
-        self._steps: dict[int, list[int]] = {}
-        self._calls: dict[int, list[tuple[int, int]]] = {}
-        for node, low, high, target in rules.edges.tolist():
-            self._edges.setdefault(node, []).append((low, high, target))
-        for node, target in rules.steps.tolist():
-            self._steps.setdefault(node, []).append(target)
-        for node, rule, back in rules.calls.tolist():
-            self._calls.setdefault(node, []).append((rule, back))
+        nodes = len(self._rests)
+        self._edges, self._steps = _Rows(rules.edges, nodes), _Rows(rules.steps, nodes)
+        self._calls = _Rows(rules.calls, nodes)
+        self._rules_bytes = 8 * sum(part.nbytes for part in rules)
         self.places: list[Place] = []
         self._walked: deque[Place] = deque()
         self._settled = False
@@ -122,6 +135,11 @@ class Chart:
         self.start = self._new()
         if not self._close(self.start, [(0, self.start)]):
             raise GrammarError(f"its start has over {MOST_ITEMS} positions in its rules")
+
+    @property
+    def nbytes(self) -> int:
+        """Approximate size in bytes."""
+        return self._rules_bytes + 2000 * len(self.places)
 
     def move(self, here: Place, byte: int) -> Place | None:
         """The place after one more byte; None if no text goes on with it, as far as is told."""
@@ -213,11 +231,11 @@ class Chart:
 
         while pending:
             node, origin = pending.pop()
-            for low, high, target in edges.get(node, ()):
+            for low, high, target in edges[node]:
                 here.scans.append((low, high, target, origin))
-            for target in steps.get(node, ()):
+            for (target,) in steps[node]:
                 add(target, origin)
-            for rule, back in calls.get(node, ()):
+            for rule, back in calls[node]:
                 here.waiting.setdefault(rule, []).append((back, origin))
                 add(self._starts[rule], here)
                 if self._nullable[rule]:

@@ -17,21 +17,21 @@ import numpy.typing as npt
 
 from overlap_spec.grammar.contract import CompiledGrammar, Links, Matcher, Row
 from overlap_spec.grammar.matching import walk
-from overlap_spec.grammar.room.chart import Place, Step
-from overlap_spec.grammar.room.room import Room
+from overlap_spec.grammar.room.chart import Chart, Place, Step
+from overlap_spec.grammar.room.room import AHEAD_BYTES, AHEAD_TOKENS, APART_TOKENS, Room
 
-# Where items or keys must differ: tokens by which a rest may be longer than twice what the rules
-# tell; how many tokens are tried, how many steps one of them may take, and how many ways go on from
-# each; and by how many tokens more than the rules tell the shortest text is looked for.
-APART_TOKENS, TRIED, TRIED_STEPS, TRIED_WAYS, MOST_MORE = 8, 48, 96, 4, 64
+# Where items or keys must differ: how many tokens are tried, how many steps one of them may take,
+# and how many ways go on from each; and by how many tokens more than the rules tell the shortest
+# text is looked for.
+TRIED, TRIED_STEPS, TRIED_WAYS, MOST_MORE = 48, 96, 4, 64
 
 
 def least_tokens(compiled: CompiledGrammar, most: int) -> int | None:
     """Tokens that are enough for a whole text of a grammar; if these are more than ``most``, the
     fewest that are known to be. None where that cannot be told."""
     room = compiled.room
-    found = None if room is None else room.least(0 if room.apart else most)
-    if room is None or found is None or not room.apart:
+    found = None if room is None else room.least(most)
+    if room is None or found is None or not room.apart or room.needed(found) <= most:
         return found
     return RoomMatcher(compiled.matcher(), room, most).least(found)
 
@@ -41,18 +41,18 @@ class RoomMatcher(Matcher):
 
     Args:
         inner: A matcher at the start.
-        room: Of its grammar.
+        room: Of its grammar; where its rules are not there, the text must have time
+            (:meth:`Room.is_early`).
         most_tokens: That the text may have; :func:`least_tokens` must fit.
     """
 
     def __init__(self, inner: Matcher, room: Room, most_tokens: int) -> None:
-        chart = room.chart()
-        self.vocabulary = inner.vocabulary
-        self._inner, self._chart, self._most = inner, chart, most_tokens
-        self._spells, self._apart = room.spells, room.apart
+        self.vocabulary, self._untold = inner.vocabulary, False
+        self._inner, self._room, self._most = inner, room, most_tokens
+        self._chart: Chart | None = None
         self._tokens: list[int] = []
         # Behind each token, the start first, as far as it was asked for; None: nowhere.
-        self._places: list[Place | None] = [chart.start]
+        self._places: list[Place | None] = []
         self._size = 0
         # Of each token, whether its mask was narrowed; and of the last tree, behind how many tokens
         # at which places it was.
@@ -83,7 +83,7 @@ class RoomMatcher(Matcher):
 
     def fill_tree(self, tokens: Links, first_child: Links, next_sibling: Links, rows: Row) -> None:
         self._tight.clear()
-        if self._is_ample(len(tokens)):
+        if self._is_ample(len(tokens)) or self._chart_now() is None:
             self._inner.fill_tree(tokens, first_child, next_sibling, rows)
         else:
             walk.fill_tree(self, tokens, first_child, next_sibling, rows)
@@ -111,6 +111,10 @@ class RoomMatcher(Matcher):
     def narrowed(self) -> int:
         return sum(self._narrowed)
 
+    @property
+    def is_untold(self) -> bool:
+        return self._untold
+
     def fork(self) -> Matcher:
         twin = object.__new__(RoomMatcher)
         twin.__dict__.update(self.__dict__)
@@ -129,25 +133,42 @@ class RoomMatcher(Matcher):
         Args:
             tokens: As far as the rules tell.
         """
+        chart = self._chart_now()
+        assert chart is not None
         for more in range(MOST_MORE):
-            if self._ends(self._chart.start, tokens + more, [TRIED_STEPS]):
+            if self._ends(chart, chart.start, tokens + more, [TRIED_STEPS]):
                 return tokens + more
         return None
 
     def _is_ample(self, depth: int) -> bool:
         """Whether any rest fits behind any token at nodes of so many tokens more."""
-        fixed, each = self._chart.growth
-        size = self._size + (depth + 1) * self._chart.trie.longest
-        room = self._most - len(self._tokens) - depth - 1
-        return self._spells and self._needed(fixed + each * (size + 1)) <= room
+        room, tokens, size = self._room, len(self._tokens), self._size
+        ahead = AHEAD_TOKENS * AHEAD_BYTES
+        if room.is_ample(self._most, tokens + AHEAD_TOKENS, size + ahead, depth):
+            return True
+        if self._chart is None:
+            room.ask()
+        return room.is_ample(self._most, tokens, size, depth)
+
+    def _chart_now(self) -> Chart | None:
+        """The grammar's places; None where they are not told, or not yet."""
+        if self._chart is None:
+            self._chart = self._room.chart()
+            self._untold = self._chart is None
+            if self._chart is not None:
+                self._places = [self._chart.start]
+        return self._chart
 
     def _place(self, at: int) -> Place | None:
         """The place behind the first ``at`` tokens; None where the rules do not lead to it."""
-        places, texts = self._places, self.vocabulary.text
+        chart, texts = self._chart, self.vocabulary.text
+        if chart is None:
+            return None
+        places = self._places
         while len(places) <= at:
             here = places[-1]
             text = texts[self._tokens[len(places) - 1]]
-            places.append(here and self._chart.after(here, text))
+            places.append(here and chart.after(here, text))
         return places[at]
 
     def _narrow(self, row: Row) -> None:
@@ -156,78 +177,76 @@ class RoomMatcher(Matcher):
         # What comes behind the last token is cut.
         if room < 0 or self._inner.is_terminated or self._is_ample(0):
             return
+        chart, apart = self._chart_now(), self._room.apart
         place = self._place(len(self._tokens))
-        if place is None or self._has_room(place, room):
+        if chart is None or place is None or self._has_room(place, room):
             return
-        step = self._chart.step(place)
+        step = chart.step(place)
         # Twice as long as the rules tell, a rest is found where items must differ.
-        fits = self._fitting(step, (room - APART_TOKENS) // 2 if self._apart else room)
+        fits = self._fitting(chart, step, (room - APART_TOKENS) // 2 if apart else room)
         if fits.all():
             return
         kept = _row_of(step, fits, row)
-        if self._apart:
-            self._try(row, kept, step, room)
+        if apart:
+            self._try(chart, row, kept, step, room)
         if self._inner.is_complete:
             kept |= row & self.vocabulary.stop_row
-        if kept.any() and not np.array_equal(kept, row):
+        if not kept.any():
+            self._untold = True
+        elif not np.array_equal(kept, row):
             row[:] = kept
             self._tight.add((len(self._tokens), place.number))
 
     def _has_room(self, place: Place, room: int) -> bool:
         """Whether any rest behind any token fits."""
-        fixed, each = self._chart.growth
-        longest = place.most + fixed + each * (self._chart.trie.longest + 1)
-        return self._spells and self._needed(longest) <= room
+        known = self._room
+        _, fixed, each = known.reach
+        longest = place.most + fixed + each * (known.trie.longest + 1)
+        return known.spells and known.needed(longest) <= room
 
-    def _needed(self, tokens: int) -> int:
-        """Tokens that are surely enough for a rest that takes so many by the rules."""
-        return 2 * tokens + APART_TOKENS if self._apart else tokens
-
-    def _fitting(self, step: Step, room: int) -> npt.NDArray[np.bool_]:
+    def _fitting(self, chart: Chart, step: Step, room: int) -> npt.NDArray[np.bool_]:
         """bool `(places,)`: those whose rest takes at most so many tokens."""
-        if self._spells and step.longest <= room:
+        if self._room.spells and step.longest <= room:
             return np.ones(len(step.places), np.bool_)
-        return np.array([self._fits(place, room) for place in step.places], np.bool_)
+        return np.array([self._fits(chart, place, room) for place in step.places], np.bool_)
 
-    def _fits(self, place: Place, room: int) -> bool:
-        if self._spells and place.rest <= room:
+    def _fits(self, chart: Chart, place: Place, room: int) -> bool:
+        if self._room.spells and place.rest <= room:
             return True
         # The longest token is a bound from below.
-        if place.rest > room * self._chart.trie.longest:
-            return False
-        return self._chart.tokens(place) <= room
+        return place.rest <= room * chart.trie.longest and chart.tokens(place) <= room
 
-    def _try(self, row: Row, kept: Row, step: Step, room: int) -> None:
+    def _try(self, chart: Chart, row: Row, kept: Row, step: Step, room: int) -> None:
         """Add to a row the tokens with little to spare behind which the inner matcher takes a rest
         that fits."""
-        needs = [self._chart.tokens(place) for place in step.places]
+        needs = [chart.tokens(place) for place in step.places]
         fits = np.array([need <= room for need in needs], np.bool_)
         asked = _ids(_row_of(step, fits, row) & ~kept)
         asked.sort(key=lambda token: (needs[step.after[token]], token))
         for token in asked[:TRIED]:
             if self._inner.accept(token):
                 place = step.places[step.after[token]]
-                if self._ends(place, room, [TRIED_STEPS]):
+                if self._ends(chart, place, room, [TRIED_STEPS]):
                     kept[token >> 5] |= np.array(1 << (token & 31), np.uint32).astype(np.int32)
                 self._inner.rollback(1)
 
-    def _ends(self, place: Place, room: int, left: list[int]) -> bool:
+    def _ends(self, chart: Chart, place: Place, room: int, left: list[int]) -> bool:
         """Whether the inner matcher comes to an end within so many tokens, tried in few ways."""
         if self._inner.is_complete:
             return True
         left[0] -= 1
         if left[0] < 0 or room <= 0:
             return False
-        step = self._chart.step(place)
+        step = chart.step(place)
         row = np.zeros(self.vocabulary.words, np.int32)
         self._inner.fill(row)
-        needs = [self._chart.tokens(after) for after in step.places]
+        needs = [chart.tokens(after) for after in step.places]
         fits = np.array([need < room for need in needs], np.bool_)
         ways = _ids(_row_of(step, fits, row))
         ways.sort(key=lambda token: (needs[step.after[token]], token))
         for token in ways[:TRIED_WAYS]:
             if self._inner.accept(token):
-                ends = self._ends(step.places[step.after[token]], room - 1, left)
+                ends = self._ends(chart, step.places[step.after[token]], room - 1, left)
                 self._inner.rollback(1)
                 if ends:
                     return True

@@ -2,62 +2,121 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from threading import Lock
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.room.chart import Chart
-from overlap_spec.grammar.room.rules import ENDLESS, RoomRules
+from overlap_spec.grammar.room.rules import ENDLESS, Reach, RoomRules
 from overlap_spec.grammar.room.trie import token_trie
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 # A chart with more places is left to those who use it.
 MOST_PLACES = 20_000
+# Where items or keys must differ, a rest is found that takes at most twice what the rules tell, and
+# so many tokens more.
+APART_TOKENS = 8
+# A text may begin before its grammar's rules are read if it has room to spare for so many tokens,
+# of so many bytes each, and a tree of so many levels behind them. So long before they are needed
+# they are asked for.
+AHEAD_TOKENS, AHEAD_BYTES, AHEAD_DEPTH = 64, 4, 16
 
 
 class Room:
     """What is known of the rests of one grammar; shared by its requests.
 
+    Its rules over bytes are made when they are first asked for: far from the end of the room its
+    reach is enough.
+
     Args:
-        rules: Of the grammar.
+        reach: Of the grammar.
         vocabulary: Of its matchers.
+        apart: Whether items or keys must differ, which the rules do not tell.
+        make: Starts to make the rules.
 
     Attributes:
+        trie: Of the vocabulary.
         spells: Whether the vocabulary has a token for every byte.
-        apart: Whether items or keys must differ, which the rules do not tell.
     """
 
-    def __init__(self, rules: RoomRules, vocabulary: Vocabulary) -> None:
-        self.rules, self.vocabulary, self.apart = rules, vocabulary, False
+    def __init__(
+        self,
+        reach: Reach,
+        vocabulary: Vocabulary,
+        apart: bool,
+        make: Callable[[], Future[RoomRules]],
+    ) -> None:
+        self.reach, self.apart = reach, apart
+        self.trie = token_trie(vocabulary)
         self.spells = bool((vocabulary.byte_tokens >= 0).all())
+        self._make = make
+        self._rules: Future[RoomRules] | None = None
         self._chart: Chart | None = None
         self._lock = Lock()
 
     @property
     def nbytes(self) -> int:
         """Approximate size in bytes."""
-        places = 0 if self._chart is None else len(self._chart.places)
-        return 8 * sum(part.nbytes for part in self.rules) + 2000 * places
+        chart = self._chart
+        return 0 if chart is None else chart.nbytes
 
-    def chart(self) -> Chart:
-        """Its places; those of one that has grown large are begun anew.
+    def ask(self, again: bool = False) -> Future[RoomRules]:
+        """Have the rules made, once; the future raises GrammarError where they cannot be.
 
-        Raises:
-            GrammarError: the grammar is too large to be followed.
+        Args:
+            again: Also where that has failed, unless they were refused.
         """
         with self._lock:
+            made = self._rules
+            failed = made is not None and made.done() and (made.cancelled() or made.exception())
+            if made is None or (again and failed and type(failed) is not GrammarError):
+                made = self._rules = self._make()
+            return made
+
+    def chart(self) -> Chart | None:
+        """Its places; those of one that has grown large are begun anew. None: its rules are not
+        there, or it is too large to be followed."""
+        made = self.ask()
+        if not made.done() or made.cancelled() or made.exception() is not None:
+            return None
+        with self._lock:
             if self._chart is None or len(self._chart.places) > MOST_PLACES:
-                self._chart = Chart(self.rules, token_trie(self.vocabulary))
+                try:
+                    self._chart = Chart(made.result(), self.trie)
+                except GrammarError:
+                    return None
             return self._chart
 
+    def needed(self, tokens: int) -> int:
+        """Tokens that are surely enough for a rest that takes so many by the rules."""
+        return 2 * tokens + APART_TOKENS if self.apart else tokens
+
+    def is_ample(self, most: int, tokens: int, size: int, depth: int) -> bool:
+        """Whether any rest fits behind any token at the nodes of a tree.
+
+        Args:
+            most: Tokens that the text may have.
+            tokens, size: Tokens that it has, and their bytes.
+            depth: Of the tree.
+        """
+        _, fixed, each = self.reach
+        size += (depth + 1) * self.trie.longest
+        room = most - tokens - depth - 1
+        return self.spells and self.needed(fixed + each * (size + 1)) <= room
+
+    def is_early(self, most: int) -> bool:
+        """Whether a text may begin before the rules are there."""
+        size = AHEAD_TOKENS * AHEAD_BYTES
+        return self.needed(self.reach.least) <= most and self.is_ample(
+            most, AHEAD_TOKENS, size, AHEAD_DEPTH
+        )
+
     def least(self, most: int) -> int | None:
-        """Tokens that are enough for a whole text; if these are more than ``most``, the fewest that
-        are known to be. None where that cannot be told."""
-        try:
-            chart = self.chart()
-        except GrammarError:
-            return None
-        shortest = chart.start.rest
-        if self.spells and shortest <= most:
-            return shortest
-        found = chart.tokens(chart.start)
+        """Tokens that are enough for a whole text by the rules; if these are more than ``most``,
+        the fewest that are known to be. None where that cannot be told."""
+        if self.spells and self.needed(self.reach.least) <= most:
+            return self.reach.least
+        chart = self.chart()
+        found = ENDLESS if chart is None else chart.tokens(chart.start)
         return found if found < ENDLESS else None

@@ -15,6 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.automata.charset import UTF8_LENGTHS, intersect
+from overlap_spec.grammar.automata.regex_ast import (
+    Alternation,
+    CharClass,
+    Concat,
+    Node,
+    Ref,
+    Repetition,
+    alternate,
+    references,
+)
 from overlap_spec.grammar.ir.calls import circles
 from overlap_spec.grammar.ir.network import Network
 from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
@@ -22,11 +33,15 @@ from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
 Ints = npt.NDArray[np.int32]
 # Larger grammars are not followed.
 MOST_NODES = 60_000
+# A body that is repeated more often is a rule of its own.
+MOST_COPIES = 4
 # Longer rests are not told apart.
 ENDLESS = 2**30
 # The rule of a text that thinks first: no rule is named so.
 THINKING = ""
-_WIDTHS = (4, 2, 3, 1, 1, 1, 1, 1)
+LAST_ASCII = 0x7F
+ASCII, OTHERS = ((0, LAST_ASCII),), ((LAST_ASCII + 1, 0x10FFFF),)
+_WIDTHS = (4, 2, 3, 1, 1, 1, 1)
 
 
 class RoomRules(NamedTuple):
@@ -41,8 +56,6 @@ class RoomRules(NamedTuple):
         ends: int32 `(R,)`: the node at which it ends.
         nullable: int32 `(R,)`: 1 where it matches the empty text.
         rests: int32 `(N,)`: fewest bytes from each node to its rule's end.
-        growth: int32 `(2,)`: no text of `n` bytes has a shorter rest than the first, and the second
-            for each of `n + 1` bytes.
     """
 
     edges: Ints
@@ -52,7 +65,6 @@ class RoomRules(NamedTuple):
     ends: Ints
     nullable: Ints
     rests: Ints
-    growth: Ints
 
     def to_bytes(self) -> bytes:
         """What :meth:`from_bytes` reads."""
@@ -88,10 +100,30 @@ class RoomRules(NamedTuple):
             and found.starts[0] == 0
             and (np.diff(found.starts) > 0).all()
             and found.starts[-1] < nodes
-            and len(found.growth) == len(cls._fields[:2])
         ):
             raise ValueError("not the rules of a grammar: they name what is not there")
         return found
+
+
+class Reach(NamedTuple):
+    """How long texts of a grammar are, in bytes: bounds that take no network.
+
+    Attributes:
+        least: Of its shortest text.
+        fixed, each: The shortest rest behind `n` bytes of a text is at most ``fixed``, and ``each``
+            for every one of `n + 1` bytes.
+    """
+
+    least: int
+    fixed: int
+    each: int
+
+    def behind(self, thinking: Thinking) -> Reach:
+        """Of the same grammar behind a model's thinking."""
+        before = len(thinking.end) + self.least
+        least = self.least if thinking.begin else before
+        longest = len(thinking.begin) + before + len(thinking.gap)
+        return Reach(least, max(self.fixed, longest), self.each)
 
 
 class Thinking(NamedTuple):
@@ -115,6 +147,7 @@ def room_rules(syntax: Syntax, thinking: Thinking | None = None) -> RoomRules:
     Raises:
         GrammarError: it is too large.
     """
+    syntax = _shared(syntax)
     network, names = Network(MOST_NODES), {name: i for i, name in enumerate(syntax.rules)}
     starts: list[int] = []
     ends: list[int] = []
@@ -143,8 +176,43 @@ def room_rules(syntax: Syntax, thinking: Thinking | None = None) -> RoomRules:
         np.array(ends, np.int32),
         np.array(nullable, np.int32),
         np.array(rests, np.int32),
-        np.array(_growth(network, names, starts, rests), np.int32),
     )
+
+
+def _shared(syntax: Syntax) -> Syntax:
+    """The same grammar with what takes many nodes and stands in many places in rules of its own:
+    bodies of repetitions, and characters of several bytes."""
+    parts: dict[Node, Ref] = {}
+    unread: list[Node] = []
+
+    def ref(node: Node) -> Ref:
+        if node not in parts:
+            # No rule is named so.
+            parts[node] = Ref(f"\0{len(parts)}")
+            unread.append(node)
+        return parts[node]
+
+    def fold(node: Node) -> Node:
+        if isinstance(node, CharClass) and node.members and node.members[-1][1] > LAST_ASCII:
+            short, long = intersect(node.members, ASCII), intersect(node.members, OTHERS)
+            return alternate(CharClass(short), ref(CharClass(long))) if short else ref(node)
+        if isinstance(node, Concat):
+            return Concat(tuple(map(fold, node.parts)))
+        if isinstance(node, Alternation):
+            return Alternation(tuple(map(fold, node.ways)))
+        if isinstance(node, Repetition):
+            often = max(node.least, node.most or 0) > MOST_COPIES
+            body = ref(node.body) if often and not isinstance(node.body, Ref) else fold(node.body)
+            return Repetition(body, node.least, node.most)
+        return node
+
+    rules = {name: fold(body) for name, body in syntax.rules.items()}
+    while unread:
+        node = unread.pop()
+        name, body = parts[node].name, fold(node)
+        # Characters of several bytes alone stay what they are.
+        rules[name] = node if body == parts[node] else body
+    return Syntax(rules)
 
 
 def _think(network: Network, thinking: Thinking, start: int, root: str) -> int:
@@ -183,63 +251,153 @@ def _rests(
     network: Network, names: dict[str, int], starts: list[int], ends: list[int]
 ) -> list[int]:
     """Fewest bytes from each node to its rule's end."""
-    rests = [ENDLESS] * len(network.bytes)
+    leads: list[list[tuple[int, int, int]]] = []
+    for each, steps, calls in zip(network.bytes, network.steps, network.calls, strict=True):
+        targets = {target for _, _, target in each}
+        leads.append([(1, target, -1) for target in targets])
+        leads[-1] += [(0, target, -1) for target in steps]
+        leads[-1] += [(0, back, starts[names[rule]]) for rule, back in calls]
+    # What a node leads to before it: one pass does, except for circles.
+    order: list[int] = []
+    seen = [False] * len(leads)
+    pending = [*starts]
+    while pending:
+        node = pending.pop()
+        if node < 0:
+            order.append(~node)
+        elif not seen[node]:
+            seen[node] = True
+            pending.append(~node)
+            for _, target, called in leads[node]:
+                pending.append(target)
+                if called >= 0:
+                    pending.append(called)
+    rests = [ENDLESS] * (len(leads) + 1)
     for end in ends:
         rests[end] = 0
+    # Of no call.
+    rests[-1] = 0
     grown = True
     while grown:
         grown = False
-        # Nodes and rules mostly lead to later ones: one pass does, except for circles.
-        for node in range(len(rests) - 1, -1, -1):
-            best = rests[node]
-            for _, _, target in network.bytes[node]:
-                best = min(best, 1 + rests[target])
-            for target in network.steps[node]:
-                best = min(best, rests[target])
-            for rule, back in network.calls[node]:
-                best = min(best, rests[starts[names[rule]]] + rests[back])
-            if best < rests[node]:
-                rests[node], grown = best, True
-    return rests
+        for node in order:
+            for cost, target, called in leads[node]:
+                rest = cost + rests[target] + rests[called]
+                if rest < rests[node]:
+                    rests[node], grown = rest, True
+    return rests[:-1]
 
 
-def _growth(
-    network: Network, names: dict[str, int], starts: list[int], rests: list[int]
-) -> tuple[int, int]:
-    """How long a rest can be: a bound, by the longest way down the calls.
+@bounded_depth()
+def reach(syntax: Syntax) -> Reach:
+    """How long the texts of a grammar are, by the longest way down the calls.
 
     Where rules call each other in a circle, each waits at most once for each byte of the text:
     where one waits twice behind the same byte, the shortest rest leaves out what lies between.
+
+    Args:
+        syntax: In rules alone.
+
+    Raises:
+        GrammarError: its trees are too deep.
     """
-    of_rule = list(names)
-    bounds = [*starts, len(rests)]
-    # By rule, the rules that it calls, each with the longest rest behind it.
-    waits: list[dict[int, int]] = []
-    longest: list[int] = []
-    for first, end in pairwise(bounds):
-        behind: dict[int, int] = {}
-        for node in range(first, end):
-            for called, back in network.calls[node]:
-                if rests[back] < ENDLESS:
-                    rule = names[called]
-                    behind[rule] = max(behind.get(rule, 0), rests[back])
-        waits.append(behind)
-        longest.append(max(rest for rest in rests[first:end] if rest < ENDLESS))
-    numbers = circles({of_rule[r]: {of_rule[c] for c in calls} for r, calls in enumerate(waits)})
-    circle = [numbers[name] for name in of_rule]
-    each, deepest = 0, dict.fromkeys(circle, 0)
-    members: dict[int, list[int]] = {}
-    for rule, number in enumerate(circle):
-        members.setdefault(number, []).append(rule)
-    # A circle gets its number, by Tarjan's way, before those that it calls, and they end first.
-    for number in sorted(members, reverse=True):
-        for rule in members[number]:
-            deepest[number] = max(deepest[number], longest[rule])
-            inner = 0
-            for other, rest in waits[rule].items():
-                if circle[other] == number:
-                    inner = max(inner, rest)
-                else:
-                    deepest[number] = max(deepest[number], rest + deepest[circle[other]])
-            each += inner
-    return min(deepest[circle[0]], ENDLESS), min(each, ENDLESS)
+    # What is called stands before what calls it, except in circles.
+    circle = circles({name: references(body) for name, body in syntax.rules.items()})
+    bounds = _Bounds(syntax, list(circle))
+    each, deepest = 0, dict.fromkeys(circle.values(), 0)
+    for name, number in circle.items():
+        deepest[number] = max(deepest[number], bounds.longest[name])
+        inner = 0
+        for called, rest in bounds.waits[name].items():
+            if circle[called] == number:
+                inner = max(inner, rest)
+            else:
+                deepest[number] = max(deepest[number], rest + deepest[circle[called]])
+        each += inner
+    root = next(iter(syntax.rules))
+    return Reach(*(min(n, ENDLESS) for n in (bounds.lengths[root], deepest[circle[root]], each)))
+
+
+class _Bounds:
+    """How long the rests in the rules of a grammar are.
+
+    Args:
+        syntax: In rules alone.
+        order: Of its rules, in which few passes do.
+
+    Attributes:
+        lengths: Of each rule, fewest bytes.
+        longest: Of each rule, the longest of the shortest rests from a place in it to its end.
+        waits: Of each rule, those that it calls, each with the longest shortest rest behind it.
+    """
+
+    def __init__(self, syntax: Syntax, order: list[str]) -> None:
+        self.lengths = dict.fromkeys(syntax.rules, ENDLESS)
+        self.waits: dict[str, dict[str, int]] = {name: {} for name in syntax.rules}
+        # By `id`: fewest bytes, the longest rest inside, and whether it calls rules.
+        self._known: dict[int, tuple[int, int, bool]] = {}
+        grown = True
+        while grown:
+            grown = False
+            self._known = {key: known for key, known in self._known.items() if not known[2]}
+            for name in order:
+                least = self._read(syntax.rules[name])[0]
+                if least < self.lengths[name]:
+                    self.lengths[name], grown = least, True
+        self.longest = {name: self._known[id(body)][1] for name, body in syntax.rules.items()}
+        for name, body in syntax.rules.items():
+            self._wait(name, body, 0)
+
+    def _read(self, node: Node) -> tuple[int, int, bool]:
+        found = self._known.get(id(node))
+        if found is not None:
+            return found
+        if isinstance(node, CharClass):
+            found = ENDLESS, 0, False
+            if node.members:
+                found = utf8_length(node.members[0][0]), utf8_length(node.members[-1][1]), False
+        elif isinstance(node, Ref):
+            found = self.lengths[node.name], self.lengths[node.name], True
+        elif isinstance(node, Repetition):
+            least, longest, calls = self._read(node.body)
+            found = node.least * least, longest + max(node.least - 1, 0) * least, calls
+        elif isinstance(node, Alternation):
+            ways = [way for way in map(self._read, node.ways) if way[0] < ENDLESS]
+            found = (
+                min((way[0] for way in ways), default=ENDLESS),
+                max((way[1] for way in ways), default=0),
+                any(self._known[id(way)][2] for way in node.ways),
+            )
+        else:
+            least, longest, calls = 0, 0, False
+            for part in reversed(node.parts):
+                more, inside, called = self._read(part)
+                longest, least = max(longest, inside + least), least + more
+                calls |= called
+            found = least, longest, calls
+        found = self._known[id(node)] = min(found[0], ENDLESS), min(found[1], ENDLESS), found[2]
+        return found
+
+    def _wait(self, name: str, node: Node, behind: int) -> None:
+        """Note the rules that an expression with such a rest behind it calls."""
+        least, _, calls = self._known[id(node)]
+        if not calls or least + behind >= ENDLESS:
+            return
+        if isinstance(node, Ref):
+            waits = self.waits[name]
+            waits[node.name] = max(waits.get(node.name, 0), behind)
+        elif isinstance(node, Concat):
+            for part in reversed(node.parts):
+                self._wait(name, part, behind)
+                behind += self._known[id(part)][0]
+        elif isinstance(node, Alternation):
+            for way in node.ways:
+                self._wait(name, way, behind)
+        elif isinstance(node, Repetition):
+            more = max(node.least - 1, 0) * self._known[id(node.body)][0]
+            self._wait(name, node.body, behind + more)
+
+
+def utf8_length(code: int) -> int:
+    """Bytes of a character."""
+    return sum(code >= first for first, _ in UTF8_LENGTHS)

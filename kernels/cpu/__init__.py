@@ -41,6 +41,11 @@ def multiplies() -> bool:
     return flags >= NEEDED and "amx_tile" not in flags and native()
 
 
+def multiplies_int4() -> bool:
+    """Whether this machine multiplies by weights of 4 bits, with AMX or without."""
+    return _processor() >= NEEDED and native()
+
+
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """A weight ``(N, K)`` in the native products' order; float32, bfloat16 or int8, K a multiple of
     4."""

@@ -22,6 +22,8 @@ TORCH_LIBRARY(overlap_spec, m) {
   m.def("pack(Tensor weight) -> Tensor");
   m.def("product(Tensor x, Tensor weight, Tensor? bias, int n) -> Tensor");
   m.def("int8_product(Tensor x, Tensor weight, Tensor scale, Tensor shift, Tensor? bias) -> Tensor");
+  m.def("int4_product(Tensor x, Tensor codes, Tensor scales, Tensor zeros, Tensor? bias, int n) "
+        "-> Tensor");
 #endif
 }
 
@@ -38,5 +40,6 @@ TORCH_LIBRARY_IMPL(overlap_spec, CPU, m) {
   m.impl("pack", &products::pack);
   m.impl("product", &products::product);
   m.impl("int8_product", &products::int8_product);
+  m.impl("int4_product", &products::int4_product);
 #endif
 }

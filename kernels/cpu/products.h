@@ -248,6 +248,121 @@ Tensor int8_product(const Tensor& given, const Tensor& weight, const Tensor& sca
   return out;
 }
 
+// A weight of 4 bits (N, K), (code - zero) * scale with a scale and a zero for each group of
+// inputs: codes (N / 16, K / 8, 16, 4), of whose bytes the low halves are four inputs and the high
+// halves the next four; scales (N / 16, groups, 16) in float32, zeros alike in bytes.
+struct Int4 {
+  const uint8_t *codes, *zeros;
+  const float* scales;
+  int64_t groups, words;  // Words: of 64 bytes, in a group.
+};
+
+// What is read, each group of a row in 8 bits of its own unit, and the sum of these.
+struct Digits {
+  std::vector<int32_t> digits;
+  std::vector<float> units, sums;
+};
+
+Digits in_groups(const Tensor& x, int64_t groups) {
+  bool half = x.scalar_type() == at::kBFloat16;
+  int64_t m = x.size(0), k = x.size(1), size = k / groups;
+  Digits made{std::vector<int32_t>(m * k / 4), std::vector<float>(m * groups),
+              std::vector<float>(m * groups)};
+  ::parallel_for(0, m, std::max<int64_t>(1, GRAIN / (8 * k)), [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin * groups; at < end * groups; ++at) {
+      uint8_t* to = reinterpret_cast<uint8_t*>(made.digits.data()) + at * size;
+      made.units[at] = round_row(x.const_data_ptr(), half, at * size, size, to);
+      int32_t sum = 0;
+      for (int64_t i = 0; i < size; ++i) {
+        // With a sign, where those of int8 have none.
+        to[i] ^= 0x80;
+        sum += static_cast<int8_t>(to[i]);
+      }
+      made.sums[at] = static_cast<float>(sum);
+    }
+  });
+  return made;
+}
+
+template <int M, int B>
+void int4_tile(const Digits& x, const Int4& weight, int64_t row, int64_t block, const Plain& put) {
+  const __m512i low = _mm512_set1_epi8(0x0f);
+  const int64_t groups = weight.groups, words = weight.words, depth = 2 * groups * words;
+  __m512 totals[B][M];
+  for (auto& each : totals) std::fill(each, each + M, _mm512_setzero_ps());
+  for (int64_t g = 0; g < groups; ++g) {
+    __m512i sums[B][M];
+    for (auto& each : sums) std::fill(each, each + M, _mm512_setzero_si512());
+    for (int64_t p = g * words; p < (g + 1) * words; ++p) {
+#pragma GCC unroll 4
+      for (int b = 0; b < B; ++b) {
+        const uint8_t* at = weight.codes + ((block + b) * groups * words + p) * 64;
+        _mm_prefetch(reinterpret_cast<const char*>(at + AHEAD * 64), _MM_HINT_T0);
+        __m512i both = _mm512_loadu_si512(at);
+        __m512i first = _mm512_and_si512(both, low);
+        __m512i next = _mm512_and_si512(_mm512_srli_epi32(both, 4), low);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) {
+          const int32_t* digits = x.digits.data() + (row + m) * depth + 2 * p;
+          sums[b][m] = Int8::add(sums[b][m], _mm512_set1_epi32(digits[0]), first);
+          sums[b][m] = Int8::add(sums[b][m], _mm512_set1_epi32(digits[1]), next);
+        }
+      }
+    }
+    for (int b = 0; b < B; ++b) {
+      int64_t at = ((block + b) * groups + g) * LANES;
+      __m512 scale = _mm512_loadu_ps(weight.scales + at);
+      __m512 zero = _mm512_cvtepi32_ps(
+          _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(weight.zeros + at))));
+      for (int m = 0; m < M; ++m) {
+        int64_t of = (row + m) * groups + g;
+        __m512 sum = _mm512_cvtepi32_ps(sums[b][m]);
+        sum = _mm512_fnmadd_ps(zero, _mm512_set1_ps(x.sums[of]), sum);
+        __m512 unit = _mm512_mul_ps(scale, _mm512_set1_ps(x.units[of]));
+        totals[b][m] = _mm512_fmadd_ps(sum, unit, totals[b][m]);
+      }
+    }
+  }
+  for (int b = 0; b < B; ++b) {
+    int64_t column = (block + b) * LANES, left = std::min(put.n - column, LANES);
+    for (int m = 0; m < M; ++m) put.put(row + m, column, (1u << left) - 1, totals[b][m]);
+  }
+}
+
+template <int M>
+void int4_strip(const Digits& x, const Int4& weight, int64_t row, int64_t block, int64_t end,
+                const Plain& put) {
+  constexpr int B = M <= 3 ? 4 : M <= 6 ? 2 : 1;
+  for (; block + B <= end; block += B) int4_tile<M, B>(x, weight, row, block, put);
+  for (; block < end; ++block) int4_tile<M, 1>(x, weight, row, block, put);
+}
+
+Tensor int4_product(const Tensor& given, const Tensor& codes, const Tensor& scales,
+                    const Tensor& zeros, const std::optional<Tensor>& bias, int64_t n) {
+  using Strip = void (*)(const Digits&, const Int4&, int64_t, int64_t, int64_t, const Plain&);
+  constexpr Strip STRIPS[] = {int4_strip<1>, int4_strip<2>,  int4_strip<3>,  int4_strip<4>,
+                              int4_strip<5>, int4_strip<6>,  int4_strip<7>,  int4_strip<8>,
+                              int4_strip<9>, int4_strip<10>, int4_strip<11>, int4_strip<12>};
+  constexpr int64_t MOST = std::size(STRIPS);
+  TORCH_CHECK(given.size(1) == 8 * codes.size(1), "x: as many columns as the weight");
+  Tensor x = given.contiguous(), out = at::empty({x.size(0), n}, x.options());
+  int64_t m = x.size(0), blocks = codes.size(0), groups = scales.size(1);
+  Int4 weight{data<uint8_t>(codes), data<uint8_t>(zeros), data<float>(scales), groups,
+              codes.size(1) / groups};
+  Digits digits = in_groups(x, groups);
+  Plain put{written(out, bias), n};
+  if (m == 0) return out;
+  int64_t parts = (m + MOST - 1) / MOST, rows = (m + parts - 1) / parts;
+  int64_t grain = std::max<int64_t>(1, GRAIN / (x.size(1) * LANES / 4));
+  ::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; block += BLOCKS)
+      for (int64_t row = 0; row < m; row += rows)
+        STRIPS[std::min(rows, m - row) - 1](digits, weight, row, block,
+                                            std::min(block + BLOCKS, end), put);
+  });
+  return out;
+}
+
 }  // namespace products
 
 #endif

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from io import RawIOBase
 from pathlib import Path
@@ -16,15 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overlap_spec.cli.flags import OUTPUT, SERVER_HELP, with_engine
+from overlap_spec.cli.flags import OUTPUT, with_engine, with_flags
 from overlap_spec.cli.request import reason
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import InvalidRequest, OverlapSpecError
+from overlap_spec.server.settings import ServerSettings
 
 if TYPE_CHECKING:
+    from httpx import AsyncClient
     from rich.progress import Progress
-    from starlette.types import ASGIApp, Message
+    from starlette.types import ASGIApp
 
+PARSERS = dict.fromkeys(("tool_call_parser", "reasoning_parser"), OUTPUT)
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 LINE_FIELDS = {"custom_id", "method", "url", "body"}
 # Results repeat it.
@@ -33,6 +36,7 @@ ANSWERED = 200
 
 
 @with_engine
+@with_flags(ServerSettings, PARSERS)
 def batch(
     requests: Annotated[
         Path, typer.Argument(metavar="IN.jsonl", help="A request a line, as OpenAI's batches.")
@@ -40,12 +44,6 @@ def batch(
     results: Annotated[
         Path, typer.Argument(metavar="OUT.jsonl", help="A result a line, in the order of ends.")
     ],
-    tool_call_parser: Annotated[
-        str | None, typer.Option(help=SERVER_HELP["tool_call_parser"], rich_help_panel=OUTPUT)
-    ] = None,
-    reasoning_parser: Annotated[
-        str | None, typer.Option(help=SERVER_HELP["reasoning_parser"], rich_help_panel=OUTPUT)
-    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="Name that a line's `model` must be, if it has one.")
     ] = None,
@@ -62,13 +60,10 @@ def batch(
     from overlap_spec.doctor import check_files
 
     lines = count_lines(requests)
+    serving = {name: flags.pop(name) for name in PARSERS}
+    serving["served_model_name"] = served_model_name
     check_files(EngineConfig.build(**flags))
     run = Run(requests, results, settled(results), 2 * flags["max_running_requests"])
-    serving = {
-        "tool_call_parser": tool_call_parser,
-        "reasoning_parser": reasoning_parser,
-        "served_model_name": served_model_name,
-    }
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
     with Progress(
@@ -236,10 +231,10 @@ async def work(
     task = progress.add_task("loading the model", total=None)
     # Without a buffer, which would be written once more when the file is closed.
     with run.results.open("ab", buffering=0) as out:
-        async with application(flags, serving) as app:
+        async with application(flags, serving) as app, connected(app) as client:
             progress.update(task, description="answering", total=count)
             try:
-                await _answer_all(run, app, out, lambda: progress.advance(task))
+                await _answer_all(run, client, out, lambda: progress.advance(task))
             except ExceptionGroup as errors:
                 full, others = errors.split(NotKept)
                 if full is None or others is not None:
@@ -248,12 +243,14 @@ async def work(
                 raise NotKept(str(full.exceptions[0])) from None
 
 
-async def _answer_all(run: Run, app: ASGIApp, out: RawIOBase, advance: Callable[[], None]) -> None:
+async def _answer_all(
+    run: Run, client: AsyncClient, out: RawIOBase, advance: Callable[[], None]
+) -> None:
     waiting = asyncio.Semaphore(run.at_once)
 
     async def answer(line: BatchLine) -> None:
         try:
-            _keep(run, out, await result_of(app, line))
+            _keep(run, out, await result_of(client, line))
         finally:
             waiting.release()
             advance()
@@ -295,7 +292,6 @@ async def application(flags: dict[str, Any], serving: dict[str, Any]) -> AsyncIt
     from overlap_spec.async_engine import AsyncEngine
     from overlap_spec.server.app import create_app
     from overlap_spec.server.launch import guess_parser, served_name
-    from overlap_spec.server.settings import ServerSettings
 
     model = flags["model"]
     settings = ServerSettings(
@@ -317,11 +313,22 @@ async def application(flags: dict[str, Any], serving: dict[str, Any]) -> AsyncIt
         await reader.close()
 
 
-async def result_of(app: ASGIApp, line: BatchLine) -> dict[str, Any]:
+def connected(app: ASGIApp) -> AsyncClient:
+    """A client of an application in this process; a line takes the time that it takes."""
+    from httpx import ASGITransport, AsyncClient
+
+    # An error that the application did not expect is told as a 500.
+    transport = ASGITransport(app, raise_app_exceptions=False)
+    return AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
+
+
+async def result_of(client: AsyncClient, line: BatchLine) -> dict[str, Any]:
     """A line's result in OpenAI's shape."""
-    status, body = await post(app, line.url, line.body)
+    headers = {"Content-Type": "application/json"}
+    reply = await client.post(line.url, content=line.body, headers=headers)
+    status = reply.status_code
     try:
-        answer = json.loads(body)
+        answer = json.loads(reply.content)
     except ValueError:
         return failure(line.custom_id, "no_answer", f"HTTP {status} without an answer")
     response = {"status_code": status, "request_id": answer.get("id"), "body": answer}
@@ -336,47 +343,3 @@ def failure(name: str | None, code: str, message: str) -> dict[str, Any]:
 def _result(name: str | None, response: Any, error: Any) -> dict[str, Any]:
     made = f"batch_req_{uuid.uuid4().hex}"
     return {"id": made, "custom_id": name, "response": response, "error": error}
-
-
-async def post(app: ASGIApp, url: str, body: bytes) -> tuple[int, bytes]:
-    """Status and body of a POST to an application in this process."""
-    headers: Iterable[tuple[bytes, bytes]] = [
-        (b"host", b"localhost"),
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": url,
-        "raw_path": url.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": list(headers),
-        "client": ("127.0.0.1", 0),
-        "server": ("localhost", 80),
-    }
-    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-    status, parts = 500, []
-
-    async def receive() -> Message:
-        if whole:
-            return whole.pop()
-        # This client does not leave.
-        never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        return await never
-
-    async def send(message: Message) -> None:
-        nonlocal status
-        if message["type"] == "http.response.start":
-            status = message["status"]
-        else:
-            parts.append(message.get("body", b""))
-
-    # An error that the application did not expect is told as a 500, and raised besides.
-    with contextlib.suppress(Exception):
-        await app(scope, receive, send)
-    return status, b"".join(parts)

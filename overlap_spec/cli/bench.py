@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from overlap_spec.cli.flags import with_flags
 from overlap_spec.cli.request import reason
 from overlap_spec.errors import ConfigError, EngineUnavailable
+from overlap_spec.load.settings import Load
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,8 +21,10 @@ if TYPE_CHECKING:
     from overlap_spec.load.measure import Target
 
 SERVERS, LOAD = "Servers", "Load"
+LOAD_FLAGS = {field.name: LOAD for field in fields(Load)}
 
 
+@with_flags(Load, LOAD_FLAGS)
 def bench(
     url: Annotated[
         list[str],
@@ -38,38 +43,6 @@ def bench(
             help="The model's name there; the first that is listed.", rich_help_panel=SERVERS
         ),
     ] = None,
-    workload: Annotated[
-        str,
-        typer.Option(
-            help="json (under schemas), free (texts) or mixed.",
-            autocompletion=lambda: ["json", "free", "mixed"],
-            rich_help_panel=LOAD,
-        ),
-    ] = "json",
-    mode: Annotated[
-        str,
-        typer.Option(
-            help="closed (a number of clients), open (random arrivals) or both.",
-            autocompletion=lambda: ["closed", "open", "both"],
-            rich_help_panel=LOAD,
-        ),
-    ] = "closed",
-    clients: Annotated[
-        int, typer.Option(help="Clients of the closed loop.", rich_help_panel=LOAD)
-    ] = 8,
-    rate: Annotated[
-        float, typer.Option(help="Requests a second of the open loop.", rich_help_panel=LOAD)
-    ] = 8.0,
-    requests: Annotated[
-        int, typer.Option(help="Requests of each loop.", rich_help_panel=LOAD)
-    ] = 100,
-    repetitions: Annotated[
-        int, typer.Option(help="Turns of each server.", rich_help_panel=LOAD)
-    ] = 1,
-    max_tokens: Annotated[
-        int, typer.Option(help="Most tokens of an answer.", rich_help_panel=LOAD)
-    ] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=LOAD)] = 0.0,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -78,11 +51,11 @@ def bench(
             rich_help_panel=LOAD,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of order and arrivals.", rich_help_panel=LOAD)] = 0,
     output: Annotated[
         Path | None,
         typer.Option("--json", help="Write the figures there, and what each answer took."),
     ] = None,
+    **flags: Any,
 ) -> None:
     """Ask servers for JSON under schemas, and tell times, rates and whether it is valid.
 
@@ -97,16 +70,16 @@ def bench(
 
     from overlap_spec.load.asks import OWN_SCHEMAS
     from overlap_spec.load.figures import rounded
-    from overlap_spec.load.measure import Load, draw_asks, measure, results
+    from overlap_spec.load.measure import draw_asks, measure, results
 
-    load = Load(mode, clients, rate, temperature, repetitions, seed)
+    load = Load(**flags)
     targets = read_targets(url, api_key, model)
-    asks = draw_asks(workload, data or OWN_SCHEMAS, requests, max_tokens, seed)
+    asks = draw_asks(load.workload, data or OWN_SCHEMAS, load.requests, load.max_tokens, load.seed)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     hidden = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        total = len(asks) * len(targets) * len(load.modes) * repetitions
+        total = len(asks) * len(targets) * len(load.modes) * load.repetitions
         task = progress.add_task("first requests", total=total)
 
         def advance(server: str, loop: str) -> None:
@@ -118,14 +91,14 @@ def bench(
             raise EngineUnavailable(f"--url: {type(error).__name__}: {error}") from None
     found = results(targets, rounds)
     if output is not None:
-        head = {"workload": workload, "clients": clients, "rate": rate, "max_tokens": max_tokens}
-        head |= {"temperature": temperature, "seed": seed, "repetitions": repetitions}
+        told = asdict(load)
+        del told["mode"], told["requests"]
         samples = [
             {"server": r.server, "mode": r.mode, "text": a.text, **a.sample()}
             for r in rounds
             for a in r.answers
         ]
-        write(output, {**head, "servers": rounded(found), "samples": samples})
+        write(output, {**told, "servers": rounded(found), "samples": samples})
     Console().print(table_of(found))
     faults = [answer.fault for each in rounds for answer in each.answers if answer.fault]
     if faults:

@@ -17,12 +17,12 @@ from overlap_spec.cli.request import (
     CONSTRAINT_FLAGS,
     SAMPLING_FLAGS,
     ConstraintFlags,
-    SamplingFlags,
     take,
 )
 from overlap_spec.cli.terminal import coloured, legend, stops
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import OverlapSpecError, RequestFailed
+from overlap_spec.types import SamplingParams
 
 if TYPE_CHECKING:
     from overlap_spec.engine import Engine
@@ -48,7 +48,7 @@ FREE = {
 
 
 @with_engine
-@with_flags(SamplingFlags, SAMPLING_FLAGS)
+@with_flags(SamplingParams, SAMPLING_FLAGS)
 @with_flags(ConstraintFlags, CONSTRAINT_FLAGS)
 def chat(
     system: Annotated[str | None, typer.Option(help="The system's message.")] = None,
@@ -57,7 +57,8 @@ def chat(
     """Talk with a model; constraint flags hold for every answer, and /help lists the commands."""
     from overlap_spec.doctor import check_files
 
-    constraint, sampling = take(ConstraintFlags, flags), take(SamplingFlags, flags)
+    constraint = take(ConstraintFlags, CONSTRAINT_FLAGS, flags)
+    sampling = take(SamplingParams, SAMPLING_FLAGS, flags)
     constraint.grammar(flags["model"], flags["additional_properties"])
     check_files(EngineConfig.build(**flags))
     with loaded(flags) as engine:
@@ -71,7 +72,7 @@ class Chat:
     engine: Engine
     model: str | None
     constraint: ConstraintFlags
-    sampling: SamplingFlags
+    sampling: SamplingParams
     system: str | None
     console: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -149,7 +150,7 @@ class Chat:
             handle = self.engine.submit(
                 asked,
                 self.constraint.grammar(self.model, self.engine.config.additional_properties),
-                self.sampling.params(origins=True),
+                replace(self.sampling, origins=True),
                 tools=self.constraint.read_tools(),
             )
         origins = TokenOrigins(self.engine.tokenizer)

@@ -22,6 +22,7 @@ from overlap_spec.config import (
     helps,
 )
 from overlap_spec.errors import ConfigError
+from overlap_spec.load.settings import MODES, WORKLOADS
 from overlap_spec.server.settings import ServerSettings
 
 MODEL, SPECULATION, GRAMMAR = "Model", "Speculation", "Grammar"
@@ -97,6 +98,8 @@ VALUES: dict[str, Callable[[], list[str]]] = {
     "quantization": lambda: list(QUANTIZATIONS),
     "routing": lambda: list(ROUTINGS),
     "device": lambda: ["auto", "cpu", "cuda"],
+    "workload": lambda: list(WORKLOADS),
+    "mode": lambda: list(MODES),
 }
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -169,6 +172,21 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
+def _as_flags(path: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """A file of TensorRT-LLM's with its speculation in this project's names; others as they are."""
+    if "speculative_config" not in data:
+        return data
+    from overlap_spec.tensorrt_llm import settings_of
+
+    rest = {name: value for name, value in data.items() if name != "speculative_config"}
+    if rest.pop("disable_overlap_scheduler", False):
+        rest["overlap"] = "none"
+    try:
+        return rest | settings_of(data["speculative_config"])
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+
+
 def config_values(path: Path, params: Any) -> dict[str, Any]:
     """Values of a YAML or TOML file by parameter name; keys are flags, with or without dashes."""
     import tomllib
@@ -184,6 +202,7 @@ def config_values(path: Path, params: Any) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"--config {path}: a mapping of flags to values is expected")
+    data = _as_flags(path, data)
     names = {}
     for param in params:
         for flag in [param.name, *param.opts]:

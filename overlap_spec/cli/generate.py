@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,6 @@ from overlap_spec.cli.request import (
     CONSTRAINT_FLAGS,
     SAMPLING_FLAGS,
     ConstraintFlags,
-    SamplingFlags,
     read_text,
     reason,
     take,
@@ -24,16 +24,17 @@ from overlap_spec.cli.request import (
 from overlap_spec.cli.terminal import loading
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import InvalidRequest, OverlapSpecError, RequestFailed
+from overlap_spec.types import SamplingParams
 
 if TYPE_CHECKING:
     from overlap_spec.engine import Engine
     from overlap_spec.engine.input_processor import PromptOptions
     from overlap_spec.engine.request_handle import RequestHandle
-    from overlap_spec.types import Output, SamplingParams
+    from overlap_spec.types import Output
 
 
 @with_engine
-@with_flags(SamplingFlags, SAMPLING_FLAGS)
+@with_flags(SamplingParams, SAMPLING_FLAGS)
 @with_flags(ConstraintFlags, CONSTRAINT_FLAGS)
 def generate(
     prompt: Annotated[
@@ -59,7 +60,8 @@ def generate(
     """Generate for one prompt; only the text goes to standard output, on a terminal in pieces."""
     from overlap_spec.doctor import check_files
 
-    constraint, sampling = take(ConstraintFlags, flags), take(SamplingFlags, flags)
+    constraint = take(ConstraintFlags, CONSTRAINT_FLAGS, flags)
+    sampling = take(SamplingParams, SAMPLING_FLAGS, flags)
     messages = as_messages(read_prompt(prompt, prompt_file), system, raw)
     grammar = constraint.grammar(flags["model"], flags["additional_properties"])
     options: PromptOptions = {"raw": raw, "tools": constraint.read_tools()}
@@ -121,11 +123,11 @@ def as_messages(prompt: str, system: str | None, raw: bool) -> str | list[dict[s
     return [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
 
 
-def seeded(sampling: SamplingFlags, count: int) -> list[SamplingParams]:
+def seeded(sampling: SamplingParams, count: int) -> list[SamplingParams]:
     """The sampling of each of ``count`` outputs; a seed counts up."""
     if sampling.seed is None:
-        return [sampling.params()] * count
-    return [sampling.params(seed=sampling.seed + number) for number in range(count)]
+        return [sampling] * count
+    return [replace(sampling, seed=sampling.seed + number) for number in range(count)]
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
@@ -15,7 +15,6 @@ from overlap_spec.errors import ConfigError, GrammarError, InvalidRequest
 
 if TYPE_CHECKING:
     from overlap_spec.grammar.spec import AdditionalProperties, Formats, Grammar, KeyOrder
-    from overlap_spec.types import SamplingParams
 
 Flags = TypeVar("Flags")
 
@@ -156,30 +155,14 @@ CONSTRAINT_FLAGS = {field.name: GRAMMAR for field in fields(ConstraintFlags)} | 
 }
 
 
-@dataclass(frozen=True)
-class SamplingFlags:
-    """How tokens are chosen; None is the model's own."""
-
-    temperature: Annotated[float | None, Help("0 is greedy.")] = None
-    top_p: Annotated[float | None, Help("Smallest set of tokens whose mass reaches this.")] = None
-    top_k: Annotated[int | None, Help("The k most probable tokens; -1 is all.")] = None
-    min_p: Annotated[float, Help("No token less probable than this times the best one.")] = 0.0
-    seed: Annotated[int | None, Help("Same seed, same text.")] = None
-    max_tokens: Annotated[int | None, Help("Most output tokens.")] = None
-
-    def params(self, **more: Any) -> SamplingParams:
-        """As the engine takes them, with other fields ``more``."""
-        from overlap_spec.types import SamplingParams
-
-        return SamplingParams(**asdict(self) | more)
+# Fields of sampling that are flags.
+SAMPLING_FLAGS = dict.fromkeys(
+    ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"), SAMPLING
+)
 
 
-SAMPLING_FLAGS = {field.name: SAMPLING for field in fields(SamplingFlags)}
-
-
-def take(settings: type[Flags], flags: dict[str, Any]) -> Flags:
-    """The settings that a command's keywords hold; their fields are removed from ``flags``."""
-    names = [field.name for field in fields(settings)]  # type: ignore[arg-type]
+def take(settings: type[Flags], names: Iterable[str], flags: dict[str, Any]) -> Flags:
+    """The settings that a command's keywords hold; these are removed from ``flags``."""
     return settings(**{name: flags.pop(name) for name in names})
 
 

@@ -25,6 +25,16 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.server.settings import ServerSettings
 
 
+def refuse_code(asked: bool) -> bool:
+    """ConfigError where a checkpoint's own code is to be run."""
+    if asked:
+        raise ConfigError(
+            "--trust-remote-code: no code from a checkpoint is ever run; architectures are built "
+            "in, and one that is not is refused by name. Leave the flag out"
+        )
+    return asked
+
+
 @with_engine
 @with_flags(ClusterSettings, CLUSTER_FLAGS)
 @with_flags(EngineConfig, SERVING_ENGINE_FLAGS)
@@ -53,13 +63,9 @@ def serve(
             help="Jinja file to use instead of the checkpoint's template.", rich_help_panel=MODEL
         ),
     ] = None,
-    stall_timeout_s: Annotated[
-        float,
-        typer.Option(
-            help="Restart an engine that owes an answer and sends nothing for so long, in seconds.",
-            rich_help_panel=MODEL,
-        ),
-    ] = 120.0,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", hidden=True, callback=refuse_code)
+    ] = False,
     **flags: Any,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API; by default the embedded model."""
@@ -69,7 +75,8 @@ def serve(
         from overlap_spec.doctor import check_files
         from overlap_spec.server.launch import check_level, launch, plan
 
-        del config  # `read_config` has made its values the flags' defaults.
+        # `read_config` has made its values the flags' defaults.
+        del config, trust_remote_code
         check_level(log_level)
         cluster = ClusterSettings(**{name: flags.pop(name) for name in CLUSTER_FLAGS})
         flags["model"] = one_model(context, checkpoint, flags["model"])
@@ -85,7 +92,6 @@ def serve(
         made = plan(
             served_model_name=served_model_name,
             chat_template=template,
-            stall_timeout_s=stall_timeout_s,
             **settings,
         )
         if cluster.replicas is not None:

@@ -1,4 +1,4 @@
-"""``overlap-spec train``: an EAGLE-3 head for the user's own target."""
+"""``overlap-spec train``: an EAGLE-3 or EAGLE head for the user's own target."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ def train(
     target: Annotated[
         Path, typer.Option(help="Folder of the target.", show_default="the embedded model's")
     ] = EMBEDDED / "target",
+    algorithm: Annotated[
+        str, typer.Option(help="Kind of head: eagle3, or eagle (EAGLE-1 and EAGLE-2).")
+    ] = "eagle3",
     epochs: Annotated[
         float | None, typer.Option(help="Passes over the data; 1 by default.")
     ] = None,
@@ -48,7 +51,7 @@ def train(
         int | None, typer.Option(help="Threads of the CPU; by default torch's choice.")
     ] = None,
 ) -> None:
-    """Train an EAGLE-3 head for a target; the same command goes on after a stop."""
+    """Train an EAGLE-3 or EAGLE head for a target; the same command goes on after a stop."""
     import torch
     from rich.progress import Progress
 
@@ -62,6 +65,7 @@ def train(
         target=target,
         data=data,
         out=out,
+        algorithm=algorithm,
         epochs=1.0 if epochs is None and minutes is None else epochs,
         minutes=minutes,
         own_answers=own_answers,

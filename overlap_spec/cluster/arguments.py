@@ -29,7 +29,6 @@ ELSEWHERE = {
 }
 # Arguments that are no field of the three → type and default.
 OWN: dict[str, tuple[Any, Any]] = {
-    "stall_timeout_s": (float, 120.0),
     "chat_template": (Path | None, None),
     "served_model_name": (str | None, None),
 }

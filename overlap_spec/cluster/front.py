@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from overlap_spec.cluster import merged
@@ -20,6 +21,7 @@ from overlap_spec.server.events import DONE, sse
 from overlap_spec.server.keys import Keys
 from overlap_spec.server.metrics import PREFIX
 from overlap_spec.server.middleware import GuardMiddleware
+from overlap_spec.server.service import ClientGone, until_disconnect
 from overlap_spec.server.settings import ServerSettings
 
 # How often a request is sent to a replica in all, while nothing of its answer has been passed on.
@@ -98,17 +100,9 @@ class Front:
             return
         if scope["type"] != "http":
             raise RuntimeError(f"a connection of type {scope['type']}")
-        call = HttpCall(plain_scope(scope), await _body(receive))
-        work = asyncio.ensure_future(self._serve(call, send))
-        gone = asyncio.ensure_future(_disconnect(receive))
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-        finally:
-            for each in (work, gone):
-                each.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+        call = HttpCall(plain_scope(scope), await Request(scope, receive).body())
+        with contextlib.suppress(ClientGone):
+            await until_disconnect(receive, self._serve(call, send))
 
     async def _serve(self, call: HttpCall, send: Send) -> None:
         scope, path = call.scope, call.scope["path"]
@@ -218,22 +212,6 @@ class Reply:
         else:
             last = b"".join(sse(error.body())) + DONE
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-async def _body(receive: Receive) -> bytes:
-    chunks = list[bytes]()
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return b"".join(chunks)
-        chunks.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(chunks)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
 
 
 async def _nothing() -> Message:

@@ -6,11 +6,12 @@ import importlib
 import inspect
 from pathlib import Path
 
-from overlap_spec.config import drafter_names
-from overlap_spec.drafters.base import Drafter
+from overlap_spec.config import EngineConfig, drafter_names
+from overlap_spec.drafters.base import Drafter, MakeCache, Tables
 from overlap_spec.errors import ConfigError
 from overlap_spec.models import eagle3
 from overlap_spec.models.config import field, read_json
+from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.mtp import find_modules
 from overlap_spec.models.tensors import tensor_names
 
@@ -46,6 +47,25 @@ def load_drafter(name: str) -> type[Drafter]:
         and not inspect.isabstract(value)
     )
     return own
+
+
+def make_drafter(
+    config: EngineConfig, target: Decoder, tables: Tables, make_cache: MakeCache
+) -> Drafter:
+    """The settings' drafter for ``target``; an object that is given is the drafter itself.
+
+    Raises:
+        ConfigError: as :func:`load_drafter`, or what is given is no drafter.
+    """
+    given = config.own_drafter
+    if isinstance(given, Drafter):
+        return given
+    if given is None:
+        given = load_drafter(config.drafter)
+    elif not (inspect.isclass(given) and issubclass(given, Drafter)):
+        raise ConfigError(f"algorithm: {given!r} is no Drafter, nor a class of one")
+    built: Drafter = given.build(config, target, tables, make_cache)
+    return built
 
 
 def drafter_of_folder(folder: Path) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from overlap_spec.drafters.base import Committed, Draft, DraftCache, Drafter, Roots
 from overlap_spec.drafters.fixed_tree import Shape, shape_of
-from overlap_spec.drafters.grafts import Grafts
+from overlap_spec.drafters.grafts import forced_first
 from overlap_spec.drafters.states import GrammarStanding, Options, legal_candidates
 from overlap_spec.kernels import Noise, grow, rerank, top_candidates
 from overlap_spec.models.decoder import Attend
@@ -148,7 +148,7 @@ class TreeDrafter(Drafter):
     ) -> ChainLink:
         noise = roots.noise(step + 1, 1)
         score, token, options = self.candidates(state.flatten(0, 1), 1, noise, standing)
-        score, token = Grafts(roots, step + 1).first(score, token, step)
+        score, token = forced_first(roots, score, token, step)
         return ChainLink(token, score, state, options)
 
     def _chain(self, roots: Roots, tier: Tier) -> Draft:
@@ -162,10 +162,9 @@ class TreeDrafter(Drafter):
 
     def _tree(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
         batch, k, device = roots.rows.shape[0], tier.top_k, roots.rows.device
-        grafts = Grafts(roots, tier.steps)
         standing = roots.standing
         score, token, options = self.candidates(state, k, roots.noise(1, 1), standing)
-        score, token = grafts.first(score, token, 0)
+        score, token = forced_first(roots, score, token, 0)
         standing = options and options.along(token)
         scores, tokens = [score], [token]
         parents = [torch.full_like(token, -1)]
@@ -177,9 +176,9 @@ class TreeDrafter(Drafter):
             noise = roots.noise(step + 1, k)
             added, choices, options = self.candidates(out.flatten(0, 1), k, noise, standing)
             # A run goes on in the first branch: nothing outranks its score, nor comes before it.
-            added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0] = grafts.first(
-                added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0], step
-            )
+            first = added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0]
+            for mine, own in zip(first, forced_first(roots, *first, step), strict=True):
+                mine.copy_(own)
             grown = grow(score, added, choices, mask)
             parents.append(number.repeat_interleave(k, 1))
             scores.append(added.view(batch, k * k))

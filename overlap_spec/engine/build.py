@@ -8,8 +8,7 @@ from dataclasses import replace
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine.core import EngineCore
 from overlap_spec.engine.cost_model import cost_model
-from overlap_spec.engine.grammar_tables import GrammarTables
-from overlap_spec.engine.wide import wide_tier
+from overlap_spec.engine.grammar_drafts import GrammarDrafts, wide_tier
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.compile import GrammarCompiler
@@ -57,8 +56,7 @@ def build(config: EngineConfig, tokenizer: Tokenizer) -> tuple[EngineCore, Gramm
     except BaseException:
         compiler.close()
         raise
-    compiler.makes_rooms = config.complete
-    compiler.makes_states = core.tables is not None
+    compiler.makes_states = core.worker.traits.reads_states
     return core, compiler
 
 
@@ -83,17 +81,17 @@ def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:
     fits = config.max_running_requests * wider <= traits.pages * config.page_size // 2
     widens = drafts and fits and (traits.on_gpu if config.tries is None else config.tries)
 
-    pool = MatcherPool(lanes, config.mask_deadline_ms, config.mask_timeout_s)
-    vocabulary, tables = tokenizer.vocabulary, None
+    vocabulary, forced = tokenizer.vocabulary, None
     if drafts:
         weighed = traits.reads_states
-        pool.forced = ForcedRuns(vocabulary, tokenizer.encode, RUN_TOKENS, weighed=weighed)
-        tables = GrammarTables(worker, pool, vocabulary) if traits.reads_states else None
+        forced = ForcedRuns(vocabulary, tokenizer.encode, RUN_TOKENS, weighed=weighed)
+    pool = MatcherPool(lanes, config.mask_deadline_ms, config.mask_timeout_s, forced)
+    told = GrammarDrafts(worker, pool, vocabulary) if drafts else None
 
     def assign(sequence: Sequence) -> None:
-        if tables is not None:
-            tables.enter(sequence)
-        worker.assign(sequence.row, sequence.request, sequence.output_ids, sequence.trie)
+        if told is not None:
+            told.enter(sequence)
+        worker.assign(sequence.row, sequence.request, sequence.output_ids)
 
     scheduler = Scheduler(
         pages=traits.pages,
@@ -104,7 +102,7 @@ def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:
         assign=assign,
         reuse=config.prefix_cache,
     )
-    core = EngineCore(config, worker, scheduler, policy, pool, tables, timeline, widens)
+    core = EngineCore(config, worker, scheduler, policy, pool, told, timeline, widens)
     _warm_up(core, chunk_tokens, load_s)
     return core
 

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine.cost_model import tier_costs
+from overlap_spec.engine.grammar_drafts import GrammarDrafts, widened
 from overlap_spec.engine.grammar_manager import GrammarManager
-from overlap_spec.engine.grammar_tables import GrammarTables
 from overlap_spec.engine.own_process import OwnProcess
-from overlap_spec.engine.wide import GrammarTrees, widened
 from overlap_spec.grammar.matching.pool import MatcherPool
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence
@@ -48,7 +47,7 @@ class EngineCore:
 
     Args:
         pool: Runs the matchers.
-        tables: Of grammars' states, where the drafter reads them.
+        drafts: What the grammars tell drafts; None: nobody drafts.
         widens: Whether there may be wide tiers, for what the grammar tells (``config.tries``).
     """
 
@@ -59,12 +58,12 @@ class EngineCore:
         scheduler: Scheduler,
         policy: LengthPolicy,
         pool: MatcherPool,
-        tables: GrammarTables | None,
+        drafts: GrammarDrafts | None,
         timeline: Timeline,
         widens: bool,
     ) -> None:
         self.config, self.worker, self.scheduler, self.policy = config, worker, scheduler, policy
-        self.grammar, self.tables = GrammarManager(pool, timeline.record), tables
+        self.grammar, self.drafts = GrammarManager(pool, timeline.record), drafts
         self.timeline, self.widens = timeline, widens
         # Also for an engine never closed: a thread inside torch aborts a process that exits.
         self._end = weakref.finalize(self, _end_threads, pool, worker, OwnProcess())
@@ -74,7 +73,7 @@ class EngineCore:
         self._told: set[int] = set()
         # What the steps under way were planned for, the newest last.
         self._views: dict[int, StepView] = {}
-        self._observed, self._grammar_trees = Observed(), GrammarTrees()
+        self._observed = Observed()
         # Output tokens of the requests that have ended.
         self._ended_tokens = 0
         # Whether the tiers may still be measured: no page holds what a request computed.
@@ -156,8 +155,8 @@ class EngineCore:
         if step.constrained:
             drafted, rows, limits, runs = self.worker.trees(step)
             self.grammar.fill(plan.verified_ids, drafted, rows, limits, runs)
-            if self.widens:
-                self._grammar_trees.note(plan.verified_ids, drafted, runs)
+            if self.drafts is not None and self.widens:
+                self.drafts.note(plan.verified_ids, drafted, runs)
         self.worker.accept(step, self._free(step))
         self.worker.extend(step)
         if self.config.overlap == "none":
@@ -168,7 +167,7 @@ class EngineCore:
 
     def _free(self, step: InFlightStep) -> list[bool]:
         """Which requests accept drafts in the relaxed way, because they think; noted of each."""
-        if not (self.config.relaxed_topk and step.constrained):
+        if not (self.worker.traits.asks_thinking and step.constrained):
             return []
         request_ids = step.plan.verified_ids
         free = self.grammar.free(request_ids)
@@ -195,8 +194,8 @@ class EngineCore:
             target = _target(sequence, self.config.tpot_slo_ms)
             self._observed.add_request(sequence.stats.tpot_ms, target)
             self.grammar.drop(sequence.request.id)
-            if self.tables is not None:
-                self.tables.leave(sequence.request.id)
+            if self.drafts is not None:
+                self.drafts.leave(sequence.request.id)
             self.worker.forget(sequence.history)
             self._ended_tokens += len(sequence.output_ids)
         return StepOutputs([(s, run) for s, run in runs if run and s.finish_reason is None], fresh)
@@ -254,8 +253,8 @@ class EngineCore:
         tier = self.worker.guard.allow(budget.tier)
         if tier != budget.tier:
             budget = Budget(tier)
-        if self.widens:
-            budget = widened(budget, self._grammar_trees.sizes(trees, tier))
+        if self.drafts is not None and self.widens:
+            budget = widened(budget, self.drafts.sizes(trees, tier))
         tier = budget.tier
         if tier.nodes == 1 or all(r.speculate for r in view.requests):
             return budget

@@ -247,9 +247,12 @@ class Engine:
             GrammarError: it cannot be compiled.
             EngineUnavailable: the engine is closed.
         """
+        return self._compiled(grammar, None)
+
+    def _compiled(self, grammar: Grammar, most_tokens: int | None) -> CompiledGrammar:
         self._check_open()
         try:
-            return self.compiler.compile(grammar)
+            return self.compiler.compile(grammar, most_tokens)
         except CompileFailure:
             # The engine may have been closed meanwhile.
             self._check_open()
@@ -373,7 +376,7 @@ class Engine:
         compiled, compile_ms = None, 0.0
         if request.grammar is not None:
             compile_start_ns = time.perf_counter_ns()
-            compiled = self.compile(request.grammar)
+            compiled = self._compiled(request.grammar, self.sequences.room_tokens(request))
             compile_ms = (time.perf_counter_ns() - compile_start_ns) / 1e6
         return [self.sequences.make(each, compiled, compile_ms) for each in copies(request, count)]
 

@@ -10,6 +10,7 @@ from typing import Any
 from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.matching.pool import AcceptItem, FillItem, MatcherPool
 from overlap_spec.grammar.matching.pool import PoolResult as LaneResult
+from overlap_spec.scheduler.sequence import UNTOLD
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
 from overlap_spec.steps import HostTrees, Int32s, Int64s
 from overlap_spec.timeline import hidden_fraction, union_ns
@@ -126,12 +127,16 @@ class GrammarManager:
     def note_room(self, sequence: SequenceState) -> None:
         """Enter of a sequence that has ended what the room it had did to its text."""
         matcher = self.matchers.get(sequence.request.id)
-        if matcher is None or not matcher.narrowed:
+        if matcher is None:
             return
         sequence.stats.narrowed_tokens = matcher.narrowed
-        if sequence.finish_reason == "length" and matcher.is_complete:
+        if sequence.finish_reason != "length":
+            return
+        if matcher.narrowed and matcher.is_complete:
             # It was led to its end, and is whole.
             sequence.finish_reason = "stop"
+        elif matcher.is_untold:
+            sequence.warnings += (UNTOLD,)
 
     @property
     def spent_ms(self) -> float:

@@ -95,6 +95,7 @@ class SamplingOptions(TypedDict, total=False):
     speculate: bool
     origins: bool
     draft_trees: bool
+    parts: Sequence[str]
     tpot_slo_ms: float | None
 
 

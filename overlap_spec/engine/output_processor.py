@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import NamedTuple
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
-from overlap_spec.types import ChoiceProbability, Delta, Output, Request, Verdict
+from overlap_spec.types import Delta, Output, Request, Verdict
 
 Validation = Future[str | None]
 
@@ -83,7 +82,7 @@ class OutputProcessor:
         assert reason is not None
         _push_own(handle, sequence)
         error, grammar = sequence.error, handle.request.grammar
-        warnings = handle.request.warnings
+        warnings = handle.request.warnings + sequence.warnings
         if grammar is not None:
             warnings += grammar.warnings
         output = Output(
@@ -94,13 +93,12 @@ class OutputProcessor:
             logprobs=tuple(sequence.logprobs),
             stop_match=sequence.stop_match,
             error=None if error is None else str(error) or type(error).__name__,
-            choices=_choices(sequence),
             warnings=warnings,
         )
-        for extra in sequence.extras.values():
-            output = extra.complete(output)
         last = _delta(sequence, handle.pushed_tokens, finished=True)
-        last = last._replace(finish_reason=reason, choices=output.choices, warnings=warnings)
+        last = last._replace(finish_reason=reason, warnings=warnings)
+        for extra in sequence.extras.values():
+            last, output = extra.complete(last, output)
         validation = None
         if reason == "stop" and grammar is not None:
             validation = self._begin_validation(grammar, output.text)
@@ -150,20 +148,6 @@ def _delta(sequence: SequenceState, first: int, finished: bool) -> Delta:
     for extra in sequence.extras.values():
         delta = extra.attach(delta, first)
     return delta
-
-
-def _choices(sequence: SequenceState) -> tuple[ChoiceProbability, ...]:
-    """The texts' probabilities, if they were asked for and came to be known."""
-    logprobs, grammar = sequence.choice_logprobs, sequence.request.grammar
-    if not logprobs or not grammar.probabilities:
-        return ()
-    assert sequence.choices is not None
-    best = max(logprobs)
-    total = math.fsum(math.exp(value - best) for value in logprobs)
-    return tuple(
-        ChoiceProbability(text, value, math.exp(value - best) / total)
-        for text, value in zip(sequence.choices.texts, logprobs, strict=True)
-    )
 
 
 def _verdict(validation: Validation) -> Verdict:

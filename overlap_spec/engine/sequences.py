@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
-from weakref import WeakValueDictionary
 
 from overlap_spec.engine.input_processor import Limits
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.automata.search import TextSearch, search
 from overlap_spec.grammar.contract import CompiledGrammar, Matcher
-from overlap_spec.grammar.drafting.choices import ChoiceTokens
+from overlap_spec.grammar.drafting.few_texts import OutputTries
 from overlap_spec.grammar.reasoning.matcher import ReasoningMatcher
 from overlap_spec.grammar.room.matcher import RoomMatcher, least_tokens
-from overlap_spec.scheduler.sequence import Sequence
+from overlap_spec.grammar.room.room import Room
+from overlap_spec.scheduler.sequence import UNTOLD, Sequence
 from overlap_spec.scheduler.stops import TextBuffer
-from overlap_spec.steps import WeighedChoices
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Request
-from overlap_spec.worker.extras.base import extras_of
+from overlap_spec.worker.extras.base import Surroundings, extras_of
+
+
+def _tells(room: Room, most: int) -> bool:
+    """Whether the rests of a grammar are told, or will be before they are needed."""
+    return room.is_early(most) or room.chart() is not None
 
 
 class SequenceMaker:
@@ -32,10 +35,9 @@ class SequenceMaker:
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits, tries: bool, complete: bool) -> None:
         self._tokenizer, self._tries, self._complete = tokenizer, tries, complete
-        self._longest = min(limits.context_tokens, limits.cache_tokens)
-        self.choice_tokens = ChoiceTokens(tokenizer.vocabulary, tokenizer.encode)
-        # Those of the requests that are open.
-        self._weighed: WeakValueDictionary[tuple[Any, ...], WeighedChoices] = WeakValueDictionary()
+        longest = min(limits.context_tokens, limits.cache_tokens)
+        self._surroundings = Surroundings(tokenizer.vocabulary, tokenizer.encode, longest)
+        self._output_tries = OutputTries(tokenizer.vocabulary, tokenizer.encode)
         self._ids = itertools.count()
 
     def make(
@@ -55,18 +57,30 @@ class SequenceMaker:
             finders,
             asked.include_stop_str_in_output,
         )
-        sequence = Sequence(request, buffer, self._matcher(request, compiled))
-        sequence.extras = extras_of(request)
-        sequence.states = compiled.states if compiled else None
-        sequence.choices = self._choices(request)
-        if grammar is not None and self._tries:
-            sequence.trie = self.choice_tokens.trie(grammar)
+        sequence = Sequence(request, buffer)
+        sequence.matcher = self._matcher(sequence, compiled)
+        sequence.extras = extras_of(request, self._surroundings)
+        if compiled is not None:
+            trie = self._output_tries.of(grammar) if self._tries else None
+            sequence.maps = compiled.states, trie
         sequence.stats.prompt_tokens = len(request.prompt_ids)
         sequence.stats.grammar_compile_ms = compile_ms
         return sequence
 
-    def _matcher(self, request: Request, compiled: CompiledGrammar | None) -> Matcher | None:
+    def room_tokens(self, request: Request) -> int | None:
+        """How many tokens an output is to end within before it may be cut; 0: it may not start
+        before it is told that it does. None: it may be cut."""
+        complete = request.sampling.complete
+        # Whole texts are chosen among, where the choice is faithful.
+        if request.grammar is None or request.grammar.faithful:
+            return None
+        if complete is None:
+            return request.max_tokens if self._complete else None
+        return 0 if complete else None
+
+    def _matcher(self, sequence: Sequence, compiled: CompiledGrammar | None) -> Matcher | None:
         """A matcher of a request's grammar, whose outputs are whole if they are to be."""
+        request = sequence.request
         asked, most = request.sampling, request.max_tokens
         matcher = None if compiled is None else compiled.matcher()
         if asked.thinking_budget is not None:
@@ -80,20 +94,21 @@ class SequenceMaker:
             matcher.limit(asked.thinking_budget)
         if compiled is None or matcher is None:
             return None
-        room = compiled.room
-        # Whole texts are chosen among, where the choice is faithful.
-        if not (self._complete if asked.complete is None else asked.complete) or (
-            request.grammar.faithful
-        ):
+        if self.room_tokens(request) is None:
             return matcher
-        least = least_tokens(compiled, most)
+        room, least = compiled.room, None
+        if room is not None and (
+            room.chart() is not None if asked.complete else room.spells and _tells(room, most)
+        ):
+            least = least_tokens(compiled, most)
         if room is None or least is None:
             if asked.complete:
                 raise InvalidRequest(
-                    "nothing tells how long the grammar's texts are: start the engine with "
-                    "complete, or, if the grammar is too large, send complete: false",
+                    "nothing tells how long the grammar's texts are: make it smaller, or send "
+                    "complete: false, or nothing",
                     "complete",
                 )
+            sequence.warnings += (UNTOLD,)
             return matcher
         if least <= most:
             return RoomMatcher(matcher, room, most)
@@ -109,15 +124,3 @@ class SequenceMaker:
             f"tokens; raise it to {least} at least, or send complete: false",
             "max_tokens",
         )
-
-    def _choices(self, request: Request) -> WeighedChoices | None:
-        """What the target is to weigh for a request."""
-        grammar = request.grammar
-        if grammar is None or not (grammar.probabilities or grammar.faithful):
-            return None
-        key = request.prompt_ids, request.cache_salt, grammar.source, grammar.faithful
-        known = self._weighed.get(key)
-        if known is None:
-            room = self._longest - len(request.prompt_ids)
-            known = self._weighed[key] = self.choice_tokens.weighed(grammar, room)
-        return known

@@ -95,19 +95,21 @@ class EngineServer:
                 self._add(message)
             case m.AbortRequest():
                 self._abort(message.id)
-            case m.Query(what="snapshot"):
-                self.socket.send(m.encode(m.QueryResult(message.id, self._snapshot())))
-            case m.Query(what="requests"):
-                state = self._snapshot() | {"requests": self._standings()}
-                self.socket.send(m.encode(m.QueryResult(message.id, state)))
-            case m.Query(what="flush_cache"):
-                flushed = {"pages": self.engine.flush_cache()}
-                self.socket.send(m.encode(m.QueryResult(message.id, flushed)))
             case m.Query():
-                data = {"spans": self._last_spans(message.steps)}
-                self.socket.send(m.encode(m.QueryResult(message.id, data)))
+                self.socket.send(m.encode(m.QueryResult(message.id, self._answer(message))))
             case m.Shutdown():
                 self._shutdown = True
+
+    def _answer(self, query: m.Query) -> dict[str, Any]:
+        match query.what:
+            case "snapshot":
+                return self._snapshot()
+            case "requests":
+                return self._snapshot() | {"requests": self._standings()}
+            case "flush_cache":
+                return {"pages": self.engine.flush_cache()}
+            case "timeline":
+                return {"spans": self._last_spans(query.steps)}
 
     def _add(self, message: m.AddRequest) -> None:
         now, number = time.perf_counter_ns(), message.request.id
@@ -116,7 +118,8 @@ class EngineServer:
             self._admit(number, request, None)
             return
         try:
-            future = self.engine.compiler.submit(message.grammar, request.holder)
+            room = self.engine.sequences.room_tokens(request)
+            future = self.engine.compiler.submit(message.grammar, request.holder, room)
         except Exception as error:
             self._reject(number, error)
             return

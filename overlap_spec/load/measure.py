@@ -12,15 +12,13 @@ from typing import Any
 
 import httpx
 
-from overlap_spec.errors import ConfigError
 from overlap_spec.load.asks import Ask, free_asks, json_asks, mixed_asks, read_samples
 from overlap_spec.load.client import Answer, Client, closed_loop, open_loop
 from overlap_spec.load.figures import mean, paired, percentile
 from overlap_spec.load.servers import read_metrics, served_model, verifies_of
+from overlap_spec.load.settings import Load
 
 TIMEOUT_S = 300.0
-WORKLOADS = ("json", "free", "mixed")
-MODES = ("closed", "open", "both")
 
 
 @dataclass(frozen=True)
@@ -39,38 +37,6 @@ class Target:
     def headers(self) -> dict[str, str]:
         """Of every request."""
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-
-
-@dataclass(frozen=True)
-class Load:
-    """How servers are asked.
-
-    Attributes:
-        mode: ``closed``, ``open`` or ``both``.
-        clients: Of the closed loop.
-        rate: Requests a second of the open loop.
-        repetitions: How often each server is asked everything.
-    """
-
-    mode: str = "both"
-    clients: int = 8
-    rate: float = 8.0
-    temperature: float = 0.0
-    repetitions: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError that names the setting."""
-        if self.mode not in MODES:
-            raise ConfigError(f"mode must be one of {', '.join(MODES)}: {self.mode!r}")
-        for name in ("clients", "rate", "repetitions"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be over 0: {getattr(self, name)}")
-
-    @property
-    def modes(self) -> tuple[str, ...]:
-        """The loops, in order."""
-        return ("closed", "open") if self.mode == "both" else (self.mode,)
 
 
 @dataclass(frozen=True)
@@ -100,19 +66,15 @@ def draw_asks(workload: str, data: Path, count: int, max_tokens: int, seed: int)
         data: File of schemas: see :func:`overlap_spec.load.asks.read_samples`.
 
     Raises:
-        ConfigError: no such workload, no request, or a file without schemas.
+        ConfigError: the file has no schemas.
     """
-    if count < 1 or max_tokens < 1:
-        raise ConfigError("requests and max_tokens must be over 0")
     samples = read_samples(data)
     if workload == "json":
         asks = json_asks(samples, count, max_tokens)
     elif workload == "free":
         asks = free_asks(count, max_tokens)
-    elif workload == "mixed":
-        asks = mixed_asks(samples, count, max_tokens)
     else:
-        raise ConfigError(f"workload must be one of {', '.join(WORKLOADS)}: {workload!r}")
+        asks = mixed_asks(samples, count, max_tokens)
     Random(seed).shuffle(asks)
     return asks
 

@@ -1,15 +1,15 @@
 """Quantised weights as the numbers that they stand for, one class a published layout.
 
-No kernel here computes with them: they are read into float32, where each product of a small whole
-number and its scale is exact, and rounded once, to the type that the model is computed in.
-Activations are not quantised.
+They are read into float32, where each product of a small whole number and its scale is exact, and
+rounded once, to the type that the model is computed in. Of 4 bits they can be had as they are too
+(:class:`Grid`), for a CPU that multiplies them so (``models/quantization.py``).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,7 +108,77 @@ class Scaled(Scheme):
         return shapes["weight"]
 
 
-class Gptq(Scheme):
+class Grid(NamedTuple):
+    """A matrix ``(N, K)`` of whole numbers: ``(codes - zero) * scale``, with a scale and a zero for
+    each group of inputs that follow one another.
+
+    ``codes`` uint8 ``(N, K)``, 0 to 15; ``scales`` float32 and ``zeros`` uint8 ``(N, groups)``.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+    def weight(self) -> Tensor:
+        """What it stands for, in float32."""
+        groups = self.scales.shape[1]
+        wide = self.codes.unflatten(1, (groups, -1)).float() - self.zeros.float()[..., None]
+        weight: Tensor = (wide * self.scales[..., None]).flatten(1)
+        return weight
+
+
+class Grouped(Scheme):
+    """Whole numbers of a few bits, with a scale and a zero for each group of inputs.
+
+    Attributes:
+        bits: Of a number.
+        group_size: Inputs of a group; None: the scales tell.
+        follow: Whether the inputs of a group follow one another; otherwise the part ``index`` tells
+            each input's group.
+        scale: The part with the scales, and which of its axes has the groups.
+    """
+
+    bits: int
+    group_size: int | None = None
+    follow: bool = True
+    index = "g_idx"
+    scale = ("scales", 0)
+
+    @abstractmethod
+    def numbers(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes int32 ``(N, K)`` and, ``(N, groups)``, zeros in int32 and scales in float32."""
+
+    def weight(self, parts: Mapping[str, Tensor]) -> Tensor:
+        codes, zeros, scales = self.numbers(parts)
+        group = parts.get(self.index)
+        if group is None:
+            width = codes.shape[1]
+            group = torch.arange(width) // (self.group_size or width // scales.shape[1])
+        group = group.long()
+        return (codes - zeros[:, group]).float() * scales[:, group]
+
+    def keeps(self, shapes: Mapping[str, Sequence[int]]) -> bool:
+        """Whether the weight of parts of these shapes can be had as a :class:`Grid`."""
+        name, axis = self.scale
+        width, groups = self.shape(shapes)[1], shapes[name][axis]
+        return self.bits == 4 and self.follow and width % (8 * groups) == 0
+
+    def grid(self, parts: Mapping[str, Tensor]) -> Grid:
+        """The weight as it is.
+
+        Raises:
+            RuntimeError: a group's inputs do not follow one another.
+        """
+        codes, zeros, scales = self.numbers(parts)
+        group = parts.get(self.index)
+        if group is not None:
+            size = codes.shape[1] // scales.shape[1]
+            if not torch.equal(group.long(), torch.arange(codes.shape[1]) // size):
+                raise RuntimeError(f"{self.index} and desc_act or actorder do not fit")
+        return Grid(codes.to(torch.uint8), scales, zeros.to(torch.uint8))
+
+
+class Gptq(Grouped):
     """GPTQ (arXiv 2210.17323): ``qweight (K * bits / 32, N)``, ``qzeros (G, N * bits / 32)``,
     ``scales (G, N)``, ``g_idx (K,)``, each input's group. Zeros are stored less 1, but in the
     second version of the format."""
@@ -117,39 +187,31 @@ class Gptq(Scheme):
     main = ("qweight",)
     parts = ("qweight", "qzeros", "scales", "g_idx")
 
-    def __init__(self, bits: int, group_size: int, version: int) -> None:
-        self.bits, self.group_size, self.version = bits, group_size, version
+    def __init__(self, bits: int, group_size: int, version: int, follow: bool) -> None:
+        self.bits, self.version, self.follow = bits, version, follow
+        self.group_size = None if group_size == -1 else group_size
 
-    def weight(self, parts: Mapping[str, Tensor]) -> Tensor:
-        whole, zeros = unpack(parts["qweight"].T, self.bits), unpack(parts["qzeros"], self.bits)
-        zeros = zeros + (1 if self.version == 1 else 0)
-        group = parts.get("g_idx")
-        if group is None:
-            size = whole.shape[1] if self.group_size == -1 else self.group_size
-            group = torch.arange(whole.shape[1]) // size
-        group = group.long()
-        return (whole - zeros.T[:, group]).float() * parts["scales"].float().T[:, group]
+    def numbers(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        zeros = unpack(parts["qzeros"], self.bits) + (1 if self.version == 1 else 0)
+        return unpack(parts["qweight"].T, self.bits), zeros.T, parts["scales"].float().T
 
     def shape(self, shapes: Mapping[str, Sequence[int]]) -> Sequence[int]:
         rows, outputs = shapes["qweight"]
         return outputs, rows * WORD // self.bits
 
 
-class Awq(Scheme):
+class Awq(Grouped):
     """AWQ (arXiv 2306.00978) as AutoAWQ's ``gemm``: ``qweight (K, N / 8)``, ``qzeros (G, N / 8)``,
     ``scales (G, N)``, the columns of a word in an order of their own."""
 
     name = "awq"
     main = ("qweight",)
     parts = ("qweight", "qzeros", "scales")
+    bits = 4
 
-    def weight(self, parts: Mapping[str, Tensor]) -> Tensor:
-        scales = parts["scales"].float()
-        whole, zeros = (_in_order(unpack(parts[each], 4)) for each in ("qweight", "qzeros"))
-        size = whole.shape[0] // scales.shape[0]
-        numbers: Tensor = (whole - zeros.repeat_interleave(size, 0)).float()
-        weight: Tensor = (numbers * scales.repeat_interleave(size, 0)).T
-        return weight
+    def numbers(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        whole, zeros = (_in_order(unpack(parts[each], 4)).T for each in ("qweight", "qzeros"))
+        return whole, zeros, parts["scales"].float().T
 
     def shape(self, shapes: Mapping[str, Sequence[int]]) -> Sequence[int]:
         inputs, words = shapes["qweight"]
@@ -163,7 +225,7 @@ def _in_order(columns: Tensor) -> Tensor:
     return ordered.flatten(1)
 
 
-class Packed(Scheme):
+class Packed(Grouped):
     """compressed-tensors' ``pack-quantized``: signed numbers of a few bits, stored from 0 on.
 
     ``weight_packed (N, K * bits / 32)``, ``weight_scale (N, G)``, ``weight_shape`` with N and K;
@@ -172,25 +234,20 @@ class Packed(Scheme):
 
     main = ("weight_packed",)
     parts = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+    index = "weight_g_idx"
+    scale = ("weight_scale", 1)
 
-    def __init__(self, bits: int, group_size: int | None) -> None:
+    def __init__(self, bits: int, group_size: int | None, follow: bool) -> None:
         self.name, self.bits, self.group_size = f"compressed-tensors int{bits}", bits, group_size
+        self.follow = follow
 
-    def weight(self, parts: Mapping[str, Tensor]) -> Tensor:
+    def numbers(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         rows, width = (int(size) for size in parts["weight_shape"])
-        middle = 1 << (self.bits - 1)
-        whole = unpack(parts["weight_packed"], self.bits)[:, :width] - middle
-        scale, group = parts["weight_scale"].float(), parts.get("weight_g_idx")
-        zero = torch.zeros_like(scale)
+        scale = parts["weight_scale"].float()
+        zero = torch.full(scale.shape, 1 << (self.bits - 1), dtype=torch.int32)
         if "weight_zero_point" in parts:
-            packed = parts["weight_zero_point"]
-            zero = (unpack(packed.T, self.bits).T[:rows] - middle).float()
-        if group is None:
-            size = self.group_size or width
-            group = torch.arange(width) // size
-        group = group.long()
-        weight: Tensor = (whole.float() - zero[:, group]) * scale[:, group]
-        return weight
+            zero = unpack(parts["weight_zero_point"].T, self.bits).T[:rows]
+        return unpack(parts["weight_packed"], self.bits)[:, :width], zero, scale
 
     def shape(self, shapes: Mapping[str, Sequence[int]]) -> Sequence[int]:
         rows, words = shapes["weight_packed"]
@@ -242,7 +299,8 @@ def read_scheme(given: Any) -> Scheme:
     if method == "gptq":
         bits = _expect(given, "bits", (2, 4, 8), None)
         form = _expect(given, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-        return Gptq(bits, _size(given, "group_size", whole=-1), 2 if form == "gptq_v2" else 1)
+        size, version = _size(given, "group_size", whole=-1), 2 if form == "gptq_v2" else 1
+        return Gptq(bits, size, version, not given.get("desc_act"))
     if method == "compressed-tensors":
         return _compressed(given)
     if method == "mxfp4":
@@ -267,7 +325,7 @@ def _compressed(given: Mapping[str, Any]) -> Scheme:
     group = _size(rule, "group_size") if strategy == "group" else None
     if form == "pack-quantized":
         _expect(rule, "type", ("int",), "int")
-        return Packed(_expect(rule, "num_bits", (4, 8), None), group)
+        return Packed(_expect(rule, "num_bits", (4, 8), None), group, not rule.get("actorder"))
     kind = _expect(rule, "type", ("float", "int"), "int")
     _expect(rule, "num_bits", (8,), None)
     block = _block(rule.get("block_structure"), "block_structure") if strategy == "block" else None

@@ -205,6 +205,11 @@ def _parts(module: nn.Module, name: str, tensor: Tensor) -> list[tuple[str, Plac
     ]
 
 
+def part_names(module: nn.Module, name: str, tensor: Tensor) -> list[str]:
+    """Published names of parameter ``name`` of ``module``, without ``model.``."""
+    return [part for part, _ in _parts(module, name, tensor)]
+
+
 def _orders(module: nn.Module, name: str) -> list[Tensor] | None:
     """The order of each part's rows, where the channels of heads are not kept as in the file."""
     attention = _attention(module, name)

@@ -1,4 +1,4 @@
-"""Linear layers and embeddings in int8, for inference on the CPU.
+"""Linear layers and embeddings in int8 and int4, for inference on the CPU.
 
 Each row of a weight, one an output channel, is rounded to 8 bits by a scale of its own. What a
 layer reads is rounded so too, a token at a time, and the products are summed as integers. So a
@@ -10,6 +10,10 @@ to the others. ``python -m bench.quantization --model DIR`` tells what a checkpo
 That is oneDNN's int8 product. Torch's own of an int8 weight and bfloat16 rows
 (``_weight_int8pack_mm``) leaves the rows as they are, but computes in float32: from 6 rows on, as
 many as a verify has, it was slower than the packed bfloat16 product.
+
+In int4 a row has a scale and a zero for each group of its inputs, as checkpoints of GPTQ, AWQ and
+compressed-tensors have them, which are computed with as they are. What a layer reads is rounded to
+8 bits in the same groups.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -24,13 +28,21 @@ from torch.nn import functional as F
 
 from overlap_spec.errors import ConfigError
 from overlap_spec.kernels import cpu
+from overlap_spec.kernels.dispatch import wants_references
 from overlap_spec.kernels.scripting import is_tracing, traceable
+from overlap_spec.models.dequantize import Grid
 from overlap_spec.models.experts import Experts
 from overlap_spec.models.packing import multiplies_natively, rounded_rows
 
 LARGEST = 127
 # Of a row of zeros: its scale must not be zero.
 LEAST = 1e-30
+# Inputs that share a scale where a layer is rounded to 4 bits here: some 5 bits a weight with it.
+GROUP = 32
+# Outputs that a native product has side by side.
+LANES = 16
+# What turns a hidden state into logits.
+HEADS = ("lm_head", "head")
 
 
 def has_int8() -> bool:
@@ -125,6 +137,66 @@ def int8_linear(
     return out.to(x.dtype)
 
 
+def round_groups(weight: Tensor, size: int = GROUP) -> Grid:
+    """A matrix ``(N, K)`` of any float type in 4 bits, each ``size`` inputs of a row by a scale and
+    a zero of their own; zero itself stays exact."""
+    wide = weight.float().unflatten(1, (-1, size))
+    least, most = wide.amin(-1).clamp_(max=0), wide.amax(-1).clamp_(min=0)
+    scales = most.sub_(least).div_(15).clamp_(min=LEAST)
+    zeros = least.div_(-scales).round_()
+    codes = (wide / scales[..., None]).round_().add_(zeros[..., None]).clamp_(0, 15)
+    return Grid(codes.flatten(1).to(torch.uint8), scales, zeros.to(torch.uint8))
+
+
+class GridLinear(nn.Module):
+    """A linear layer whose weight is a :class:`Grid`, as it is read from a file; not computed with
+    before :class:`Int4Linear` holds it."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+    def __init__(self, grid: Grid, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = grid.codes.shape
+        for name, part in grid._asdict().items():
+            self.register_buffer(name, part)
+        self.bias = bias
+
+
+class Int4Linear(nn.Module):
+    """A linear layer of 4-bit weights, read at the speed of memory (``kernels/cpu/products.h``);
+    input and output keep their type.
+
+    ``codes`` uint8 ``(N / 16, K / 8, 16, 4)``: of a byte the low half is one of four inputs, the
+    high half one of the next four; ``scales`` float32 and ``zeros`` uint8 ``(N / 16, groups, 16)``.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+    def __init__(self, grid: Grid, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = grid.codes.shape
+        more = -self.out_features % LANES
+        # (N / 16, 16, K / 8, 2, 4)
+        codes = F.pad(grid.codes, (0, 0, 0, more)).view(-1, LANES, self.in_features // 8, 2, 4)
+        both = codes[..., 0, :] | codes[..., 1, :] << 4
+        held = {"codes": both.transpose(1, 2).contiguous()}
+        for name in ("scales", "zeros"):
+            part = F.pad(getattr(grid, name), (0, 0, 0, more)).unflatten(0, (-1, LANES))
+            held[name] = part.transpose(1, 2).contiguous()
+        for name, part in held.items():
+            self.register_buffer(name, part, persistent=False)
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(T, in_features)`` → ``(T, out_features)``."""
+        held = self.codes, self.scales, self.zeros, self.bias, self.out_features
+        return torch.ops.overlap_spec.int4_product(x, *held)
+
+
 class Int8Embedding(nn.Module):
     """A table of vectors in int8, each with its own scale."""
 
@@ -143,27 +215,54 @@ class Int8Embedding(nn.Module):
         return (self.weight[tokens].float() * self.scale[tokens]).to(self.dtype)
 
 
-def quantize(modules: Iterable[nn.Module]) -> None:
+def has_int4() -> bool:
+    """Whether the processor computes with weights of 4 bits: AVX-512 with VNNI and BF16."""
+    return cpu.multiplies_int4() and not wants_references()
+
+
+def in_int4(linear: nn.Linear) -> nn.Module | None:
+    """The layer in 4 bits; None where its inputs are not whole groups."""
+    if linear.in_features % GROUP:
+        return None
+    return Int4Linear(round_groups(linear.weight.data), linear.bias)
+
+
+def in_int8(linear: nn.Linear) -> nn.Module:
+    """The layer in 8 bits."""
+    return (NativeInt8Linear if multiplies_natively(linear) else Int8Linear)(linear)
+
+
+def quantize(modules: Iterable[nn.Module], kind: str = "int8") -> None:
     """Replace every linear layer and embedding below ``modules``, which may share some.
 
     A head that is tied to its embedding becomes a layer of its own: the two are read in different
-    orders.
+    orders. With ``int4`` embeddings and heads are in int8, as their rows are what differs between
+    tokens.
 
     Raises:
-        ConfigError: a module with experts, whose products are not built in int8.
+        ConfigError: a module with experts, whose products are not built so.
     """
     made: dict[nn.Module, nn.Module] = {}
     for module in modules:
         for part in list(module.modules()):
             if isinstance(part, Experts):
                 raise ConfigError(
-                    "quantization 'int8' is not built for models with experts: leave it out"
+                    f"quantization {kind!r} is not built for models with experts: leave it out"
                 )
             for name, child in part.named_children():
                 if child not in made and isinstance(child, nn.Linear):
-                    kind = NativeInt8Linear if multiplies_natively(child) else Int8Linear
-                    made[child] = kind(child)
+                    small = kind == "int4" and name not in HEADS
+                    made[child] = (small and in_int4(child)) or in_int8(child)
                 elif child not in made and isinstance(child, nn.Embedding):
                     made[child] = Int8Embedding(child)
                 if child in made:
                     setattr(part, name, made[child])
+
+
+def pack_grids(module: nn.Module) -> None:
+    """Lay out what was read in 4 bits for the product."""
+    for part in list(module.modules()):
+        for name, child in part.named_children():
+            if isinstance(child, GridLinear):
+                grid = Grid(child.codes, child.scales, child.zeros)
+                setattr(part, name, Int4Linear(grid, child.bias))

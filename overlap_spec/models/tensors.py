@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.config import read_json
-from overlap_spec.models.dequantize import Scheme, read_scheme
+from overlap_spec.models.dequantize import Grouped, Scheme, read_scheme
+
+T = TypeVar("T")
 
 
 class Stored(NamedTuple):
@@ -63,11 +65,33 @@ def disk_bytes(path: Path) -> int:
     return sum(shard.stat().st_size for shard in _shards(path))
 
 
-def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(path: Path, as_stored: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the checkpoint in folder ``path``, shard by shard: memory-mapped, or in
-    float32 where it is quantised."""
-    for each in _stored(path):
+    float32 where it is quantised; in place of each weight in ``as_stored`` (of
+    :func:`grid_names`) the three parts of its :class:`Grid`."""
+    for each in _stored(path, as_stored):
         yield each.name, each.read()
+
+
+def grid_names(path: Path) -> dict[str, int]:
+    """The weights of the checkpoint in folder ``path`` that can be read as a :class:`Grid`, and how
+    many groups a row has, without reading them."""
+    scheme = scheme_of(path)
+    if not isinstance(scheme, Grouped):
+        return {}
+    with ExitStack() as files:
+        every = [each for shard in _shards(path) for each in _opened(shard, files)]
+        groups, _ = _grouped(every, scheme)
+        shapes = {
+            weight: {part: each.shape() for part, each in parts.items()}
+            for weight, parts in groups.items()
+        }
+    name, axis = scheme.scale
+    return {
+        weight: each[name][axis]
+        for weight, each in shapes.items()
+        if name in each and scheme.keeps(each)
+    }
 
 
 def _shards(path: Path) -> list[Path]:
@@ -82,7 +106,7 @@ def _shards(path: Path) -> list[Path]:
     )
 
 
-def _stored(path: Path) -> Iterator[Stored]:
+def _stored(path: Path, as_stored: Collection[str] = ()) -> Iterator[Stored]:
     shards, scheme = _shards(path), scheme_of(path)
     if scheme is None:
         for shard in shards:
@@ -92,7 +116,7 @@ def _stored(path: Path) -> Iterator[Stored]:
     # A weight's parts may lie in several shards.
     with ExitStack() as files:
         every = [each for shard in shards for each in _opened(shard, files)]
-        yield from _assembled(every, scheme)
+        yield from _assembled(every, scheme, as_stored)
 
 
 def _opened(shard: Path, files: ExitStack) -> Iterator[Stored]:
@@ -109,9 +133,12 @@ def _opened(shard: Path, files: ExitStack) -> Iterator[Stored]:
         yield Stored(name, partial(file.get_tensor, name), file.get_slice(name).get_shape)
 
 
-def _assembled(every: Sequence[Stored], scheme: Scheme) -> Iterator[Stored]:
-    """All tensors, with one weight in place of the parts that stand for it."""
+def _grouped(
+    every: Sequence[Stored], scheme: Scheme
+) -> tuple[dict[str, dict[str, Stored]], list[Stored]]:
+    """The parts of each quantised weight, and the tensors that are none."""
     groups: dict[str, dict[str, Stored]] = {}
+    rest = []
     for each in every:
         weight, part = scheme.split(each.name)
         if part in scheme.main:
@@ -123,16 +150,34 @@ def _assembled(every: Sequence[Stored], scheme: Scheme) -> Iterator[Stored]:
         if part in scheme.parts and weight in groups:
             groups[weight][part] = each
         else:
-            yield each
+            rest.append(each)
+    return groups, rest
+
+
+def _assembled(
+    every: Sequence[Stored], scheme: Scheme, as_stored: Collection[str]
+) -> Iterator[Stored]:
+    """All tensors, with one weight, or its grid, in place of the parts that stand for it."""
+    groups, rest = _grouped(every, scheme)
+    yield from rest
     for weight, parts in groups.items():
-        whole = partial(_dequantized, weight, parts, scheme)
+        if weight in as_stored:
+            assert isinstance(scheme, Grouped)
+            grid = _read(weight, parts, scheme, scheme.grid)
+            for name, tensor in grid._asdict().items():
+                kept = f"{weight.removesuffix('weight')}{name}"
+                yield Stored(kept, partial(_itself, tensor), tensor.size)
+            continue
+        whole = partial(_read, weight, parts, scheme, scheme.weight)
         yield Stored(weight, whole, partial(_shape, parts, scheme))
 
 
-def _dequantized(weight: str, parts: dict[str, Stored], scheme: Scheme) -> Tensor:
+def _read(
+    weight: str, parts: dict[str, Stored], scheme: Scheme, make: Callable[[dict[str, Tensor]], T]
+) -> T:
     read = {part: each.read() for part, each in parts.items()}
     try:
-        return scheme.weight(read)
+        return make(read)
     except (KeyError, IndexError, RuntimeError) as error:
         shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in read.items())
         raise CheckpointError(

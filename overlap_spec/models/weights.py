@@ -15,14 +15,22 @@ from torch import Tensor, nn
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.models.config import ModelConfig, read_config
 from overlap_spec.models.decoder import Decoder
+from overlap_spec.models.dequantize import Grid
 from overlap_spec.models.eagle import EagleHead, read_eagle_config
 from overlap_spec.models.eagle3 import Eagle3Config, Eagle3Head, read_eagle3_config
 from overlap_spec.models.mtp import MtpModule, find_modules
 from overlap_spec.models.parallel import Collectives, join, join_head
-from overlap_spec.models.places import places
+from overlap_spec.models.places import part_names, places
+from overlap_spec.models.quantization import GridLinear
 from overlap_spec.models.rope import rope_limit, rope_table, trained_length
 from overlap_spec.models.shard import WHOLE, Shard
-from overlap_spec.models.tensors import disk_bytes, read_tensors, scheme_of, tensor_names
+from overlap_spec.models.tensors import (
+    disk_bytes,
+    grid_names,
+    read_tensors,
+    scheme_of,
+    tensor_names,
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +56,7 @@ def load_state(
     rename: Callable[[str], str] = _own_name,
     ignore: Callable[[str], bool] = lambda _: False,
     optional: Collection[str] = (),
+    as_stored: Collection[str] = (),
 ) -> None:
     """Fill every parameter and persistent buffer of ``module`` from the checkpoint in ``path``.
 
@@ -55,13 +64,14 @@ def load_state(
         rename: Name in the file → its first published name.
         ignore: Checkpoint names that may be left over.
         optional: Tensors that keep their values where the checkpoint has none.
+        as_stored: Weights of the file whose layers hold them in 4 bits, as they are.
 
     Raises:
         CheckpointError: a missing, left-over or ill-shaped tensor, by name.
     """
     wanted = places(module)
     missing, left_over = set(wanted), []
-    for name, tensor in read_tensors(path):
+    for name, tensor in read_tensors(path, as_stored):
         place = wanted.get(rename(name))
         if place is None:
             if not ignore(name):
@@ -129,10 +139,14 @@ def load_decoder(
     device: torch.device,
     max_position: int | None = None,
     collectives: Collectives | None = None,
+    keep_int4: bool = False,
 ) -> Decoder:
     """The decoder of the checkpoint in folder ``path``, ready to serve.
 
     Args:
+        dtype: Of weights that are not kept in 4 bits, and of what is computed with them.
+        keep_int4: Hold layers that are stored in 4 bits as they are, in
+            :class:`~overlap_spec.models.quantization.GridLinear`; of the whole alone.
         max_position: Longest context in tokens to be served (the checkpoint's own if None).
         collectives: Of the ranks that hold a part each, of which this one reads its own; None: the
             whole is loaded.
@@ -163,6 +177,7 @@ def load_decoder(
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
     decoder.widen_norms()
+    as_stored = _hold_grids(decoder, path, rename) if keep_int4 else ()
     _take_memory(decoder, device)
     decoder.tie()
     decoder.make_ropes(device)
@@ -175,11 +190,39 @@ def load_decoder(
 
     for padded in (decoder.embed_tokens, decoder.lm_head) if shard.size > 1 else ():
         padded.weight.data.zero_()
-    load_state(decoder, path, rename, ignored)
-    _tell_cost(path, decoder)
+    load_state(decoder, path, rename, ignored, as_stored=as_stored)
+    if not as_stored:
+        _tell_cost(path, decoder)
     if collectives is not None:
         join(decoder, collectives)
     return decoder.eval().requires_grad_(False)
+
+
+def _hold_grids(decoder: Decoder, path: Path, rename: Callable[[str], str]) -> list[str]:
+    """Make a place in 4 bits for each of the decoder's layers that the file holds so, all parts of
+    a fused one in as many groups; returns their weights' names in the file."""
+    stored = {rename(name): (name, groups) for name, groups in grid_names(path).items()}
+    kept: list[str] = []
+    for name, part in list(decoder.named_modules()):
+        for child, linear in part.named_children():
+            if not isinstance(linear, nn.Linear) or not name:
+                continue
+            parts = part_names(decoder, f"{name}.{child}.weight", linear.weight)
+            found = [stored.get(f"model.{each}", ("", 0)) for each in parts]
+            groups = found[0][1]
+            if groups and all(each[1] == groups for each in found):
+                rows, width = linear.weight.shape
+                grid = Grid(
+                    *(
+                        torch.empty(rows, columns, dtype=dtype, device="meta")
+                        for columns, dtype in (
+                            (width, torch.uint8), (groups, torch.float32), (groups, torch.uint8)
+                        )
+                    )
+                )  # fmt: skip
+                setattr(part, child, GridLinear(grid, linear.bias))
+                kept += [each[0] for each in found]
+    return kept
 
 
 def _tell_cost(path: Path, decoder: Decoder) -> None:

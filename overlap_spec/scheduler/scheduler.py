@@ -14,7 +14,7 @@ from overlap_spec.scheduler.prefix import PrefixTree
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.scheduler.stops import cut
 from overlap_spec.shares import FairQueue, Turns
-from overlap_spec.steps import Chunk, RowResult, StepPlan, StepResult, WeighedChoices
+from overlap_spec.steps import Chunk, RowResult, StepPlan, StepResult
 from overlap_spec.tiers import Budget
 from overlap_spec.types import Request
 
@@ -60,7 +60,7 @@ class Scheduler:
         self.waiting: FairQueue[Sequence] = FairQueue(lambda s: s.request.holder, _rank)
         self.running: list[Sequence] = []
         self._free_rows = deque(range(max_rows))
-        self._weighs = Turns()
+        self._passes = Turns()
         self._assign = assign
         # Pages handed out that no plan has told the worker of yet.
         self._grants: list[PageGrant] = []
@@ -111,11 +111,11 @@ class Scheduler:
                 chunk = self._chunk(sequence, share, room)
                 if chunk is None:
                     continue
-                if not self._grow(sequence, _end(chunk)):
+                if not self._grow(sequence, chunk.end):
                     break
-                if chunk.trie is not None:
-                    self._lead(sequence, chunk)
-                    room -= len(chunk.trie.tokens)
+                if chunk.behind:
+                    self._passes.took(sequence.request.holder)
+                    room -= chunk.behind
                 chunks.append((sequence, sequence.asking(chunk)))
         # One that was preempted for these pages is not among them any more.
         trees = [s for s in live if not s.prefilling and s.row >= 0]
@@ -186,6 +186,9 @@ class Scheduler:
         kept, tier, now_ns = [], plan.tier, time.perf_counter_ns()
         for (request_id, row, _), got in zip(plan.verified, result.rows, strict=True):
             sequence = by_id[request_id]
+            if not sequence.output_ids and got.error is None:
+                for extra in sequence.extras.values():
+                    got = extra.begin(got, plan.index)
             if got.error is not None:
                 # Also of one that has ended: its pages hold it all the same.
                 self._distrust(sequence)
@@ -223,8 +226,6 @@ class Scheduler:
         if row.error is not None:
             sequence.fail(row.error)
             return ()
-        if row.choice_logprobs:
-            sequence.choice_logprobs = row.choice_logprobs
         output = sequence.output_ids
         kept, reason, match = cut(sequence.request, len(output), sequence.buffer, row.tokens)
         tokens = row.tokens[:kept]
@@ -340,59 +341,41 @@ class Scheduler:
         return len(pages)
 
     def _in_turn(self, prefilling: list[Sequence], shares: list[int]) -> list[tuple[Sequence, int]]:
-        """Sequences with their shares of the step, those first whose holder may weigh first."""
+        """Sequences with their shares of the step, those first whose holder's passes behind prompts
+        come first."""
         each = list(zip(prefilling, shares, strict=True))
-        weighing = {s.request.holder for s in prefilling if s.unweighed is not None}
-        if len(weighing) > 1:
-            first = self._weighs.first(sorted(weighing))
+        passing = {s.request.holder for s in prefilling if s.passing is not None}
+        if len(passing) > 1:
+            first = self._passes.first(sorted(passing))
             each.sort(key=lambda pair: pair[0].request.holder != first)
         return each
 
     def _chunk(self, sequence: Sequence, budget: int, room: int) -> Chunk | None:
         """The next tokens to prefill: all, or full pages of them; None if not one page fits, or
-        what is to be weighed behind them has to wait.
+        the pass behind them has to wait.
 
         Args:
-            room: Tokens that may still be weighed in the step.
+            room: Slots that passes behind prompts may still write in the step.
         """
         start, size = sequence.planned_tokens, self.page_size
-        end = sequence.prefill_tokens
-        choices = sequence.unweighed
-        if end - start <= budget and choices is not None and not choices.is_known:
+        end, part, behind, final = sequence.prefill_tokens, sequence.passing, 0, True
+        if part is not None and end - start <= budget:
             before = (end - 1) // size * size
-            if len(choices.tries) - choices.planned > 1 and before > start:
-                # Of what comes again with each trie, no more than a page.
+            if part.passes > 1 and before > start:
+                # Of what comes again with each pass, no more than a page.
                 budget = before - start
-            elif not self._may_weigh(sequence, choices, room):
-                return None
+            else:
+                behind, final = part.next_behind, part.passes == 1
+                if behind is None or (behind > room and room != self.chunk_tokens):
+                    return None
         if end - start > budget:
             end = start + budget // size * size
             if end == start:
                 return None
+            final = False
         tokens = np.array(sequence.tokens(start, end), np.int64)
-        following = sequence.tokens(end, end + 1)
         page_before = sequence.pages[start // size - 1] if start else 0
-        if following or choices is None or choices.is_known:
-            known = None if following else choices
-            return Chunk(sequence.row, start, tokens, not following, page_before, known)
-        trie = choices.tries[choices.planned]
-        last = choices.planned == len(choices.tries) - 1
-        return Chunk(sequence.row, start, tokens, last, page_before, choices, trie)
-
-    def _may_weigh(self, sequence: Sequence, choices: WeighedChoices, room: int) -> bool:
-        """Whether a sequence has the next trie of its choices weighed: no other one does, and the
-        step's passes stay short."""
-        if choices.leader not in (None, sequence.request.id):
-            return False
-        nodes = len(choices.tries[choices.planned].tokens)
-        return nodes <= room or room == self.chunk_tokens
-
-    def _lead(self, sequence: Sequence, chunk: Chunk) -> None:
-        """Enter that a sequence has a trie weighed, for all with the same choices."""
-        assert chunk.choices is not None
-        chunk.choices.leader = sequence.request.id
-        chunk.choices.planned += 1
-        self._weighs.took(sequence.request.holder)
+        return Chunk(sequence.row, start, tokens, final, page_before, behind)
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
         """Pages for ``tokens`` and the reserve, taken from the sequence admitted last if need be.
@@ -425,9 +408,8 @@ class Scheduler:
         self._grants = [grant for grant in self._grants if grant[0] != sequence.row]
         if sequence.error is None and not sequence.untrusted:
             self._offer(sequence, sequence.committed_tokens)
-        if sequence.choices is not None and sequence.choices.leader == sequence.request.id:
-            # Nothing of it is under way: what was planned is known.
-            sequence.choices.leader = None
+        for extra in sequence.extras.values():
+            extra.leave()
         shared = {node.page for node in sequence.path}
         own = [page for page in sequence.pages if page not in shared]
         if sequence.untrusted:
@@ -441,17 +423,10 @@ class Scheduler:
         self.running.remove(sequence)
 
 
-def _end(chunk: Chunk) -> int:
-    """Where the keys end that a chunk writes, those of what is weighed behind it included."""
-    behind = 0 if chunk.trie is None else len(chunk.trie.tokens)
-    return chunk.start + len(chunk.tokens) + behind
-
-
 def _most_tokens(sequence: Sequence) -> int:
     """Keys that a sequence has after its prefill, before it goes on."""
-    choices = sequence.unweighed
-    behind = 0 if choices is None or choices.is_known else choices.widest
-    return sequence.total_tokens + behind
+    part = sequence.passing
+    return sequence.total_tokens + (0 if part is None else part.most_behind)
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:

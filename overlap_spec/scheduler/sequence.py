@@ -9,9 +9,12 @@ from typing import Any
 from overlap_spec.scheduler.prefix import Node
 from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.stats import RequestStats, Standing, State
-from overlap_spec.steps import Chunk, History, RowResult, TokenTrie, WeighedChoices
+from overlap_spec.steps import Chunk, GrammarMap, History, RowResult
 from overlap_spec.tiers import Tier
 from overlap_spec.types import FinishReason, Request, TokenLogprobs
+
+# Of an output under a grammar whose rests were not told, or not in time.
+UNTOLD = "the grammar is too large to tell how long its texts are: the output may be cut"
 
 
 @dataclass(eq=False)
@@ -22,11 +25,12 @@ class Sequence:
     known: the device may be one step ahead. ``prefill_tokens``: tokens known when it was admitted,
     the last of which is verified as a one-node tree; ``planned_tokens`` of them are computed or
     under way. ``path``: nodes of the prefix tree that it holds. ``row`` is -1 while the sequence
-    waits; ``last_step`` is the last that it is part of. ``choices``: what is to be weighed behind
-    its prompt; ``choice_logprobs``: the result. ``trie``: of the texts that its whole
-    output can be. ``states``: its grammar's table, where it has one. ``extras``: the optional parts
-    that it asks for, by name; `overlap_spec/worker/extras/base.py` has their contract.
-    ``untrusted``: its pages may hold what is no number.
+    waits; ``last_step`` is the last that it is part of. ``maps``: what drafts read of its
+    grammar, where it has such: its table of states, and the trie of the texts that its whole
+    output can be. ``extras``: the optional parts that it asks for, by name;
+    `overlap_spec/worker/extras/base.py` has their contract.
+    ``untrusted``: its pages may hold what is no number. ``warnings``: what is not kept of what was
+    asked for.
     """
 
     request: Request
@@ -47,12 +51,10 @@ class Sequence:
     stop_match: str | int | None = None
     error: Exception | None = None
     stats: RequestStats = field(default_factory=RequestStats)
-    trie: TokenTrie | None = None
-    states: Any = None
-    choices: WeighedChoices | None = None
-    choice_logprobs: tuple[float, ...] = ()
+    maps: tuple[GrammarMap | None, GrammarMap | None] = (None, None)
     extras: Mapping[str, Any] = field(default_factory=dict)
     untrusted: bool = False
+    warnings: tuple[str, ...] = ()
     last_token_ns: int = 0
 
     @property
@@ -80,12 +82,17 @@ class Sequence:
             return chunk
         end = chunk.start + len(chunk.tokens)
         asks = {name: extra.ask(chunk.start, end) for name, extra in self.extras.items()}
+        if chunk.behind:
+            asks[self.passing.name] = self.passing.ask_pass()
         return replace(chunk, asks={n: ask for n, ask in asks.items() if ask is not None})
 
     @property
-    def unweighed(self) -> WeighedChoices | None:
-        """Choices that are still to be weighed: behind the prompt, before any output."""
-        return None if self.output_ids else self.choices
+    def passing(self) -> Any:
+        """The optional part, if any, that has passes behind the prompt still to come, before any
+        output."""
+        if self.extras and not self.output_ids:
+            return next((extra for extra in self.extras.values() if extra.passes), None)
+        return None
 
     @property
     def key_tokens(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
+from collections.abc import Mapping
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +19,7 @@ from overlap_spec.errors import EngineUnavailable, InvalidRequest
 from overlap_spec.memory import rss_bytes
 from overlap_spec.server.errors import ApiError, Json
 from overlap_spec.server.metrics import FrontState
-from overlap_spec.server.middleware import IS_ADMIN
+from overlap_spec.server.middleware import IS_ADMIN, OWNER
 from overlap_spec.server.protocol.text import DetokenizeBody, TokenizeBody
 from overlap_spec.server.service import Service
 from overlap_spec.types import SamplingParams
@@ -34,6 +36,8 @@ PROBE_TIMEOUT_S = 20.0
 SILENCE_S = 10.0
 # What a scrape may wait for the engine, and its state as a whole.
 SCRAPE_TIMEOUT_S, STATE_TIMEOUT_S = 1.0, 10.0
+# Of a key's hash: tells clients apart, and is no key.
+TAG_CHARACTERS = 8
 # Of /tokenize, whose text may be longer than the context, in characters.
 LONGEST_TEXT = 2**20
 
@@ -128,7 +132,7 @@ async def prometheus(service: Service) -> Response:
     engine, metrics = service.engine, service.metrics
     state = await _snapshot(service, SCRAPE_TIMEOUT_S)
     if state is None and engine.health == "ready":
-        state = metrics.engine.snapshot
+        state = metrics.snapshot
     front = FrontState(
         engine_up=engine.health == "ready" and not is_silent(service),
         engine_restarts=engine.restarts,
@@ -215,6 +219,70 @@ async def flush_cache(service: Service, http: Request) -> Response:
         raise ApiError(403, message, code="not_admin")
     pages = await service.run_until_disconnect(http, service.engine.flush_cache())
     return Json({"flushed_pages": pages})
+
+
+async def requests_under_way(service: Service, http: Request) -> Response:
+    """The engine's totals, and where the client's own requests stand; the administrator's key shows
+    everybody's. Figures alone: no prompt, no output, no schema.
+
+    Raises:
+        EngineUnavailable: there is no engine, or it does not answer.
+    """
+    if is_silent(service):
+        raise EngineUnavailable("the engine does not answer: try again in some seconds")
+    state = await service.run_until_disconnect(http, service.engine.standings())
+    owner, is_admin = http.scope[OWNER], http.scope[IS_ADMIN]
+    known = {
+        handle.request.id: (of, label)
+        for (of, label), handles in service.by_label.items()
+        for handle in handles
+    }
+    shown = []
+    for standing in state["requests"]:
+        # Requests of the server itself have no label.
+        of, label = known.get(standing["id"], ("server", None))
+        if is_admin or of == owner:
+            row = standing | {"id": label, "client": _tag(of), "own": of == owner}
+            shown.append(row)
+    totals = _totals(service, state)
+    return Json(
+        {
+            "time_ms": time.monotonic_ns() / 1e6,
+            "totals": totals,
+            "requests": shown,
+            "not_shown": max(totals["open"] - len(shown), 0),
+            "is_admin": is_admin,
+        }
+    )
+
+
+def _totals(service: Service, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Of all clients together, as ``/server_info`` tells them too."""
+    speculation, config = state["speculation"], service.engine.config
+    active = speculation.get("active", {})
+    return {
+        "open": state["open"] + state["compiling"],
+        "running": state["running"],
+        "waiting": state["waiting"],
+        "compiling": state["compiling"],
+        "max_running_requests": config.max_running_requests,
+        "output_tokens": state["output_tokens"],
+        "pages_in_use": state["pages_in_use"],
+        "pages": state["pages"],
+        "page_tokens": config.page_size,
+        "steps": state["steps"],
+        "step_ms": speculation["observed_step_ms"],
+        "accept_length": speculation["observed_accept_length"],
+        "draft_steps": active.get("steps", config.num_steps),
+        "draft_nodes": active.get("nodes", config.num_draft_tokens),
+        "hidden_fraction": state["hidden_fraction"],
+    }
+
+
+def _tag(owner: str) -> str:
+    """A client as the administrator may call it: a key by the start of its hash."""
+    kind, _, name = owner.partition(" ")
+    return f"key {name[:TAG_CHARACTERS]}" if kind == "key" else owner
 
 
 async def timeline(service: Service, steps: Annotated[int, Query(ge=1, le=200)] = 20) -> Response:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from overlap_spec.async_engine import AsyncEngine
 from overlap_spec.grammar.spec import AdditionalProperties
@@ -17,7 +18,6 @@ from overlap_spec.server.body import BodyRoute
 from overlap_spec.server.chat import chat_completions
 from overlap_spec.server.completions import completions
 from overlap_spec.server.constraints import Constraints
-from overlap_spec.server.docs_page import docs_page
 from overlap_spec.server.errors import add_handlers
 from overlap_spec.server.keys import Keys
 from overlap_spec.server.messages import count_tokens, messages
@@ -25,10 +25,10 @@ from overlap_spec.server.metrics import Metrics
 from overlap_spec.server.middleware import GuardMiddleware
 from overlap_spec.server.openapi import describe
 from overlap_spec.server.protocol.base import OpenAIBody
+from overlap_spec.server.reference import markdown, page
 from overlap_spec.server.responses import no_response, responses
 from overlap_spec.server.service import ClientGone, Service
 from overlap_spec.server.settings import ServerSettings
-from overlap_spec.server.under_way import requests_under_way
 
 # Nginx's status for a closed connection; no client reads it, only logs and metrics.
 CLIENT_CLOSED_REQUEST = 499
@@ -61,9 +61,14 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
             include_in_schema=bool(summary),
         )
 
+    @functools.cache
+    def docs() -> str:
+        return page(app.openapi())
+
     @app.get("/docs", include_in_schema=False)
-    async def _docs() -> Response:
-        return docs_page(app.openapi())
+    def _docs() -> Response:
+        # In a thread, as the first time it takes some tenths of a second.
+        return HTMLResponse(docs())
 
     app.add_middleware(
         GuardMiddleware,
@@ -134,10 +139,19 @@ ROUTES: tuple[tuple[str, str, Callable[..., Any], str], ...] = (
     (
         "GET",
         "/requests",
-        requests_under_way,
+        admin.requests_under_way,
         "Where the requests under way stand; others' for admins alone.",
     ),
     ("GET", "/timeline", admin.timeline, "Spans of the engine's last steps."),
     ("GET", "/", admin.page, ""),
     ("GET", "/playground/{name}", admin.page_file, ""),
 )
+
+
+def document() -> dict[str, Any]:
+    """The server's OpenAPI document; needs no engine that runs."""
+    return create_app(AsyncEngine(), ServerSettings()).openapi()
+
+
+if __name__ == "__main__":
+    print(markdown(document()), end="")

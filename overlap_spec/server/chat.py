@@ -11,19 +11,17 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from overlap_spec.async_engine import AsyncRequestHandle
-from overlap_spec.server.chat_assembler import ChatAssembler
-from overlap_spec.server.conversation import Conversation
+from overlap_spec.server.conversation import ChatAssembler, Conversation
 from overlap_spec.server.logprobs import (
     chat_logprobs,
     cut_stop,
     prompt_logprobs,
     without_stop,
 )
-from overlap_spec.server.middleware import OWNER
 from overlap_spec.server.origins import TokenOrigins
 from overlap_spec.server.protocol.chat import ChatBody
 from overlap_spec.server.service import (
-    RequestGroup,
+    Format,
     Service,
     fan_out,
     findings,
@@ -38,30 +36,23 @@ from overlap_spec.types import FinishReason, Output, Request, TokenLogprobs
 
 async def chat_completions(service: Service, body: ChatBody, http: HttpRequest) -> Response:
     """Complete a chat, as one reply or as a stream."""
-    model = service.check_model(body.model)
+    model, count = service.check_model(body.model), body.n or 1
     label = body.own_id("chatcmpl-") or new_id("chatcmpl-")
-    service.check_choices(body.n or 1)
-    work = _prepare(service, body)
-    conversation = await service.run_until_disconnect(http, work)
-    request = conversation.request
-    chat = ChatFormatter(conversation, body, label, model)
-    made = fan_out([request], body.n or 1)
-    labels, field, owner = [label] * len(made), conversation.field, http.scope[OWNER]
-    group = RequestGroup(labels, made, field, owner, body.id_field)
-    with_usage = body.include_usage
-    if body.stream:
-        return await service.stream(http, group, lambda handles: chat.events(handles, with_usage))
-    outputs = await service.outputs(http, group)
-    return await service.reply(outputs, lambda: chat.whole(outputs, request))
-
-
-async def _prepare(service: Service, body: ChatBody) -> Conversation:
-    service.engine.check_length(body.count_characters())
-    return await Conversation.prepare(service, body.task())
+    service.check_choices(count)
+    chat = await service.run_until_disconnect(http, Conversation.prepare(service, body.task))
+    return await service.answer(
+        http,
+        ChatFormatter(chat, body, label, model),
+        fan_out([chat.request], count),
+        [label] * count,
+        chat.field,
+        stream=body.stream,
+        id_field=body.id_field,
+    )
 
 
 @dataclass
-class ChatFormatter:
+class ChatFormatter(Format):
     """Formats the outputs of one chat as chat completions."""
 
     conversation: Conversation
@@ -69,13 +60,12 @@ class ChatFormatter:
     id: str
     model: str
 
-    def whole(self, outputs: Sequence[Output], request: Request) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The reply as one object."""
-        choices = []
+        choices, request = [], self.conversation.request
         for index, output in enumerate(outputs):
             assembler = self.conversation.assembler()
-            assembler.push(output.text)
-            assembler.finish()
+            assembler.take(output)
             reason = self._reason(assembler, output.finish_reason)
             ids, logprobs = without_stop(output)
             message = self._named(assembler.message())
@@ -89,12 +79,10 @@ class ChatFormatter:
             head |= {"prompt_logprobs": shown}
         return head | {"choices": choices, "usage": usage(outputs, [request])}
 
-    async def events(
-        self, handles: Sequence[AsyncRequestHandle], with_usage: bool
-    ) -> AsyncIterator[Any]:
+    async def events(self, handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Any]:
         """The reply in chunks: for each choice its role, its deltas, and its finish reason."""
         head = self._head("chat.completion.chunk")
-        if with_usage:
+        if self.body.include_usage:
             head["usage"] = None
         assemblers = [self.conversation.assembler() for _ in handles]
         decoders = [TokenOrigins(self.tokenizer) for _ in handles]
@@ -104,8 +92,8 @@ class ChatFormatter:
             shown = self._prompt_ids(handle.request) if index == 0 else {}
             yield head | {"choices": [choice]} | shown
         async for index, delta in interleaved(handles):
-            assembler, ended = assemblers[index], delta.finish_reason is not None
-            pieces = assembler.push(delta.text) + (assembler.finish() if ended else [])
+            assembler = assemblers[index]
+            pieces = assembler.take(delta)
             ids, logprobs = cut_stop(handles[index].request, delta)
             extra, own = decoders[index].chunk_fields(delta), self._token_ids(delta.token_ids)
             if not pieces and (logprobs or extra or (own and delta.token_ids)):
@@ -120,7 +108,7 @@ class ChatFormatter:
                 reason = self._reason(assembler, delta.finish_reason)
                 choice = self._choice(index, {"delta": {}}, reason=reason) | findings(delta)
                 yield head | {"choices": [choice]}
-        if with_usage:
+        if self.body.include_usage:
             outputs = [handle.output for handle in handles if handle.output is not None]
             yield head | {"choices": [], "usage": usage(outputs, [handles[0].request])}
 

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from overlap_spec.server.errors import RETRY_AFTER_S, ApiError
 from overlap_spec.server.keys import network_of
-from overlap_spec.server.probes import ProbesOnly
+from overlap_spec.server.middleware import ProbesOnly
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.server.strict import StrictConnection
 from overlap_spec.shares import Shares

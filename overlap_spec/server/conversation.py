@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from overlap_spec.async_engine import count_characters
 from overlap_spec.chat_template import Rendering
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.reasoning.reply import (
@@ -16,14 +18,14 @@ from overlap_spec.grammar.reasoning.reply import (
     opened_by,
 )
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.grammar.tools.stream import CallStream
-from overlap_spec.server.chat_assembler import ChatAssembler
+from overlap_spec.grammar.tools.stream import CallArguments, CallStart, CallStream, ContentDelta
 from overlap_spec.server.protocol.task import ChatTask, Effort
 from overlap_spec.server.service import Service
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import Request
+from overlap_spec.types import Delta, FinishReason, Output, Request
 
-# The answer behind a limited thinking, where nothing else is asked of it.
+# The answer behind a thinking that is limited or drafted loosely, where nothing else is asked of
+# it.
 ANY_TEXT = Grammar.regex(r"[\s\S]*")
 # Switches of chat templates: how much to think, and whether to.
 EFFORT, THINKING = "reasoning_effort", "enable_thinking"
@@ -50,13 +52,18 @@ class Conversation:
     with_calls: bool
 
     @classmethod
-    async def prepare(cls, service: Service, task: ChatTask) -> Conversation:
-        """Check and tokenise a chat; the caller has checked the length of its messages.
+    async def prepare(cls, service: Service, read: Callable[[], ChatTask]) -> Conversation:
+        """Check and tokenise a chat.
+
+        Args:
+            read: Reads it from a body, in a turn of the loop that is not the body's own.
 
         Raises:
             InvalidRequest: an invalid field; names it.
         """
-        # Reading a body of many messages took a turn of the loop.
+        task = read()
+        service.engine.check_length(count_characters(task.messages))
+        # Reading many messages took this turn.
         await asyncio.sleep(0)
         rendering = rendering_of(service, task)
         constraint = await service.constraints.of(task.constraint, task.form, task.form_field)
@@ -74,7 +81,8 @@ class Conversation:
         form, opened = _reasoning(service), None
         if form is not None:
             opened = opened_by(form, service.engine.tokenizer.ending(request.prompt_ids))
-            request = _after_thinking(request, form, opened)
+            relaxed = service.engine.config.relaxed_topk > 0
+            request = _after_thinking(request, form, opened, relaxed)
         ask, parser = task.tools, service.settings.tool_call_parser
         with_calls = bool(ask.tools) and ask.choice != "none" and parser is not None
         # The task is not kept: a stream may go on for minutes, and does not need its body.
@@ -166,15 +174,114 @@ def _reasoning(service: Service) -> ReasoningFormat | None:
     return None if parser is None else load_reasoning(parser)
 
 
-def _after_thinking(request: Request, form: ReasoningFormat, opened: bool | None) -> Request:
-    """A request whose grammar and budget know of the thinking before the answer."""
+def _after_thinking(
+    request: Request, form: ReasoningFormat, opened: bool | None, relaxed: bool
+) -> Request:
+    """A request whose grammar and budget know of the thinking before the answer; ``relaxed``:
+    drafts are accepted in the relaxed way there, so that its end must be known."""
     grammar, asked = request.grammar, request.sampling
     if opened is False:
         # No thinking is left to limit.
         return replace(request, sampling=replace(asked, thinking_budget=None))
-    if grammar is None and asked.thinking_budget is not None:
+    if grammar is None and (relaxed or asked.thinking_budget is not None):
         grammar = ANY_TEXT
     if grammar is not None:
         begins_inside = opened or form.opens_inside
         grammar = grammar.after_thinking(form.end, None if begins_inside else form.begin)
     return replace(request, grammar=grammar)
+
+
+@dataclass
+class ToolCall:
+    """A tool call, complete up to the text so far."""
+
+    name: str
+    id: str
+    arguments: str = ""
+
+
+@dataclass
+class ChatAssembler:
+    """Takes the text of one choice in pieces; gives OpenAI's deltas, and the message at the end.
+
+    Args:
+        reasoning: Splits thinking from the answer; None if the model does not think.
+        calls: Finds tool calls; None if there are no tools.
+    """
+
+    reasoning: ReasoningStream | None = None
+    calls: CallStream | None = None
+    thinking: str = ""
+    content: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    def take(self, piece: Delta | Output) -> list[dict[str, Any]]:
+        """The deltas that a piece completes; of the last one, with what was held back."""
+        return self.push(piece.text) + ([] if piece.finish_reason is None else self.finish())
+
+    def push(self, text: str) -> list[dict[str, Any]]:
+        """The deltas that a piece of text completes."""
+        if self.reasoning is None:
+            return self._push_answer(text)
+        thinking, answer = self.reasoning.push(text)
+        return self._push_thinking(thinking) + self._push_answer(answer)
+
+    def finish(self) -> list[dict[str, Any]]:
+        """The deltas that were held back until the text's end."""
+        deltas = []
+        if self.reasoning is not None:
+            thinking, answer = self.reasoning.finish()
+            deltas += self._push_thinking(thinking) + self._push_answer(answer)
+        if self.calls is not None:
+            deltas += self._push_events(self.calls.finish())
+        return deltas
+
+    def finish_reason(self, reason: FinishReason) -> str:
+        """OpenAI's finish reason: ``tool_calls`` if the choice ended with complete calls."""
+        return "tool_calls" if self.tool_calls and reason == "stop" else reason
+
+    def message(self) -> dict[str, Any]:
+        """The message so far, in OpenAI's form."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.thinking or None
+        if self.tool_calls:
+            message["content"] = self.content or None
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        return message
+
+    def _push_thinking(self, text: str) -> list[dict[str, Any]]:
+        self.thinking += text
+        return [{"reasoning_content": text}] if text else []
+
+    def _push_answer(self, text: str) -> list[dict[str, Any]]:
+        if self.calls is not None:
+            return self._push_events(self.calls.push(text))
+        self.content += text
+        return [{"content": text}] if text else []
+
+    def _push_events(self, events: list[Any]) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = []
+        for event in events:
+            match event:
+                case ContentDelta(text):
+                    self.content += text
+                    deltas.append({"content": text})
+                case CallStart(index, name):
+                    call = ToolCall(name, f"call_{uuid.uuid4().hex[:24]}")
+                    self.tool_calls.append(call)
+                    function = {"name": name, "arguments": ""}
+                    head = {"index": index, "id": call.id, "type": "function"}
+                    deltas.append({"tool_calls": [head | {"function": function}]})
+                case CallArguments(index, text):
+                    self.tool_calls[index].arguments += text
+                    more = {"index": index, "function": {"arguments": text}}
+                    deltas.append({"tool_calls": [more]})
+        return deltas

@@ -136,10 +136,14 @@ def add_handlers(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = str(error.detail)
+        message, headers = str(error.detail), error.headers or {}
         if error.status_code == 404:
             message = "there is no such route"
-        return error_response(ApiError(error.status_code, message), request.url.path)
+        elif error.status_code == 405:
+            message = f"the route does not take {request.method}: send {headers.get('Allow')}"
+        response = error_response(ApiError(error.status_code, message), request.url.path)
+        response.headers.update(headers)
+        return response
 
     async def other(request: Request, error: Exception) -> Response:
         return error_response(as_api_error(error), request.url.path)

@@ -43,7 +43,6 @@ def plan(
     *,
     model: str | None,
     chat_template: str | None,
-    stall_timeout_s: float,
     mask_deadline_ms: float | None,
     served_model_name: str | None,
     tool_call_parser: str | None,
@@ -70,7 +69,7 @@ def plan(
         "model": model,
         "chat_template": chat_template,
         "max_queued_requests": settings.max_queued_requests,
-        "stall_timeout_s": stall_timeout_s,
+        "stall_timeout_s": settings.stall_timeout_s,
         "mask_deadline_ms": mask_deadline_ms or None,
         **{name: value for name, value in flags.items() if name in known},
     }

@@ -7,10 +7,11 @@ import errno
 import logging
 import selectors
 import time
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from overlap_spec.server.buckets import Buckets
+import numpy as np
 
 log = logging.getLogger("overlap_spec")
 
@@ -34,6 +35,35 @@ class Turnstile:
         """Wait for a turn; the caller then does its piece of work before it waits again."""
         async with self._lock:
             await asyncio.sleep(0)
+
+
+class Buckets:
+    """Counts values in buckets; many at once in a time that hardly depends on how many.
+
+    Args:
+        ends: Largest value of each bucket, ascending; one more bucket has what is beyond.
+
+    Attributes:
+        counts: Values in each bucket.
+        sum: Of all values.
+    """
+
+    def __init__(self, ends: Sequence[float]) -> None:
+        self.ends, self.counts = tuple(ends), [0] * (len(ends) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float, count: int = 1) -> None:
+        """Count one value, ``count`` times."""
+        self.counts[bisect_left(self.ends, value)] += count
+        self.sum += value * count
+
+    def add_all(self, values: Sequence[float]) -> None:
+        """Count many values."""
+        array = np.asarray(values, dtype=np.float64)
+        places = np.searchsorted(self.ends, array)
+        found = np.bincount(places, minlength=len(self.counts)).tolist()
+        self.counts = [old + new for old, new in zip(self.counts, found, strict=True)]
+        self.sum += float(array.sum())
 
 
 class TurnTimes:
@@ -88,16 +118,9 @@ class TimedSelector(selectors.DefaultSelector):
             self._turns.begin()
 
 
-class TimedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose turns are entered in ``turns``."""
-
-    def __init__(self, turns: TurnTimes) -> None:
-        super().__init__(TimedSelector(turns))
-
-
 def timed_loop(turns: TurnTimes) -> Callable[[], asyncio.AbstractEventLoop]:
-    """A factory of loops; see :class:`TimedLoop`."""
-    return lambda: TimedLoop(turns)
+    """A factory of event loops whose turns are entered in ``turns``."""
+    return lambda: asyncio.SelectorEventLoop(TimedSelector(turns))
 
 
 class FaultLog:

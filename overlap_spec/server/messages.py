@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,48 +11,40 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from overlap_spec.async_engine import AsyncRequestHandle
+from overlap_spec.async_engine import AsyncRequestHandle, count_characters
 from overlap_spec.server.constraints import ResolvedConstraint
 from overlap_spec.server.conversation import Conversation, rendering_of
 from overlap_spec.server.errors import ApiError, Json
 from overlap_spec.server.events import Wire
-from overlap_spec.server.message_blocks import BlockWriter, Event
-from overlap_spec.server.middleware import OWNER
 from overlap_spec.server.protocol.messages import CountBody, MessagesBody
-from overlap_spec.server.service import RequestGroup, Service, findings, interleaved, new_id
+from overlap_spec.server.service import Format, Service, findings, interleaved, new_id
 from overlap_spec.types import Output
 
-WIRE = Wire(ApiError.anthropic_body, b"", named=True)
+Event = dict[str, Any]
+# Type of a block → type and field of its deltas.
+DELTAS = {
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
 
 
 async def messages(service: Service, body: MessagesBody, http: HttpRequest) -> Response:
     """Answer a chat, as one reply or as a stream of events."""
     model, label = service.check_model(body.model), new_id("msg_")
-    conversation = await service.run_until_disconnect(http, _prepare(service, body))
-    request, is_cut = conversation.request, False
+    chat = await service.run_until_disconnect(http, Conversation.prepare(service, body.task))
     # Clients ask for more than a context may hold, which ends a message, and does not refuse it.
-    if body.max_tokens <= request.max_tokens:
-        request = replace(request, max_tokens=body.max_tokens)
-    else:
-        is_cut = True
-    formatter = MessageFormatter(conversation, label, model, is_cut)
-    group = RequestGroup([label], [request], conversation.field, http.scope[OWNER])
-    if body.stream:
-        return await service.stream(http, group, formatter.events, WIRE)
-    outputs = await service.outputs(http, group)
-    return await service.reply(outputs, lambda: formatter.whole(outputs[0]))
-
-
-async def _prepare(service: Service, body: CountBody) -> Conversation:
-    service.engine.check_length(body.count_characters())
-    return await Conversation.prepare(service, body.task())
+    is_cut = body.max_tokens > chat.request.max_tokens
+    request = replace(chat.request, max_tokens=min(body.max_tokens, chat.request.max_tokens))
+    shown = MessageFormatter(chat, label, model, is_cut)
+    return await service.answer(http, shown, [request], [label], chat.field, stream=body.stream)
 
 
 async def count_tokens(service: Service, body: CountBody, http: HttpRequest) -> Response:
     """Tokens that messages have as a prompt."""
     service.check_model(body.model)
-    service.engine.check_length(body.count_characters())
     task = body.task()
+    service.engine.check_length(count_characters(task.messages))
     await service.constraints.tools(task.tools, ResolvedConstraint())
     rendering, engine = rendering_of(service, task), service.engine
     work = partial(
@@ -64,12 +57,14 @@ async def count_tokens(service: Service, body: CountBody, http: HttpRequest) -> 
     return Json({"input_tokens": len(ids)})
 
 
-class MessageFormatter:
+class MessageFormatter(Format):
     """Formats one output as a message.
 
     Args:
         is_cut: Whether the context leaves less than was asked.
     """
+
+    wire = Wire(ApiError.anthropic_body, b"", named=True)
 
     def __init__(self, conversation: Conversation, label: str, model: str, is_cut: bool) -> None:
         self._conversation, self._is_cut = conversation, is_cut
@@ -77,10 +72,10 @@ class MessageFormatter:
         own = {"id": label, "type": "message", "role": "assistant", "model": model}
         self._head: dict[str, Any] = own
 
-    def whole(self, output: Output) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The message as one object."""
-        assembler = self._conversation.assembler()
-        for piece in [*assembler.push(output.text), *assembler.finish()]:
+        (output,) = outputs
+        for piece in self._conversation.assembler().take(output):
             self._writer.push(piece)
         self._writer.finish()
         ended = self._ended(output) | {"usage": _usage(output)}
@@ -94,10 +89,7 @@ class MessageFormatter:
         begun = self._head | nothing | {"usage": CACHE | tokens}
         yield {"type": "message_start", "message": begun}
         async for _, delta in interleaved(handles):
-            pieces = assembler.push(delta.text)
-            if delta.finish_reason is not None:
-                pieces += assembler.finish()
-            for piece in pieces:
+            for piece in assembler.take(delta):
                 for event in self._writer.push(piece):
                     yield event
         for event in self._writer.finish():
@@ -134,3 +126,71 @@ def _usage(output: Output) -> dict[str, Any]:
     read = min(stats.cached_tokens, stats.prompt_tokens)
     own = {"input_tokens": stats.prompt_tokens - read, "cache_read_input_tokens": read}
     return CACHE | own | {"output_tokens": stats.output_tokens}
+
+
+class BlockWriter:
+    """Takes the deltas of a chat's answer; gives the Messages API's events, and the blocks.
+
+    Attributes:
+        blocks: Of the message; the last one may be open.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[dict[str, Any]] = []
+        self._open = False
+        # Of the open block, whose fields are set when it ends.
+        self._text = ""
+
+    def push(self, delta: dict[str, Any]) -> list[Event]:
+        """The events of a delta in chat completions' form."""
+        events: list[Event] = []
+        if "reasoning_content" in delta:
+            events += self._begin("thinking", {"thinking": "", "signature": ""})
+            events += self._add(delta["reasoning_content"])
+        if "content" in delta:
+            events += self._begin("text", {"text": ""})
+            events += self._add(delta["content"])
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                events += self.finish()
+                own = {"id": call["id"], "name": call["function"]["name"], "input": {}}
+                events += self._begin("tool_use", own)
+            if text := call["function"]["arguments"]:
+                events += self._add(text)
+        return events
+
+    def finish(self) -> list[Event]:
+        """End the open block, if there is one."""
+        if not self._open:
+            return []
+        block, self._open = self.blocks[-1], False
+        if block["type"] == "tool_use":
+            block["input"] = _read(self._text)
+        else:
+            block[block["type"]] = self._text
+        return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
+
+    def _begin(self, kind: str, own: dict[str, Any]) -> list[Event]:
+        """Go on with the open block if it is of this kind, else end it and start one."""
+        if self._open and self.blocks[-1]["type"] == kind:
+            return []
+        events = self.finish()
+        self.blocks.append({"type": kind, **own})
+        self._open, self._text = True, ""
+        shown = {"index": len(self.blocks) - 1, "content_block": dict(self.blocks[-1])}
+        return [*events, {"type": "content_block_start", **shown}]
+
+    def _add(self, text: str) -> list[Event]:
+        self._text += text
+        kind, field = DELTAS[self.blocks[-1]["type"]]
+        delta = {"type": kind, field: text}
+        return [{"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}]
+
+
+def _read(text: str) -> dict[str, Any]:
+    """The object that a call's arguments are the text of; nothing of one that was cut short."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -17,8 +17,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from overlap_spec.async_engine import AsyncRequestHandle
-from overlap_spec.server.buckets import Buckets
-from overlap_spec.server.loop_turns import TurnTimes
+from overlap_spec.server.loop_turns import Buckets, TurnTimes
 
 PREFIX = "overlap_spec:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -36,17 +35,24 @@ class FrontState:
     resident_bytes: int = 0
 
 
-class Metrics:
-    """All metrics of one server."""
+class Metrics(Collector):
+    """All metrics of one server.
+
+    What has thousands of values a request is counted outside prometheus_client, which would take a
+    microsecond for each. The engine's own counters restart at zero with it, as Prometheus allows.
+
+    Attributes:
+        snapshot: The engine's state at the last scrape.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.turns = TurnTimes()
         self.itl, self.lengths = Buckets(SECONDS), Buckets(LENGTHS)
-        self.engine = EngineCollector()
+        self.snapshot: dict[str, Any] | None = None
+        self._front = FrontState()
         self._verified_tokens = self._verifies = 0
-        self.registry.register(self.engine)
-        self.registry.register(FrontCollector(self))
+        self.registry.register(self)
         self.ttft = self._histogram("time_to_first_token_seconds", "Until the first token.")
         self.tpot = self._histogram("time_per_output_token_seconds", "After the first token.")
         self.whole = self._histogram("e2e_request_latency_seconds", "Until the last token.")
@@ -112,8 +118,30 @@ class Metrics:
 
     def render(self, snapshot: dict[str, Any] | None, front: FrontState) -> bytes:
         """The text that Prometheus reads; ``snapshot`` is None while there is no engine."""
-        self.engine.snapshot, self.engine.front = snapshot, front
+        self.snapshot, self._front = snapshot, front
         return generate_latest(self.registry)
+
+    def collect(self) -> Iterable[Metric]:
+        """See prometheus_client."""
+        front, turns = self._front, self.turns
+        yield _buckets("inter_token_latency_seconds", "Between runs of tokens.", self.itl)
+        about = "Tokens that a verify emitted, bonus included."
+        yield _buckets("spec_accept_length", about, self.lengths)
+        about = "Processor time of the event loop's turns."
+        yield _buckets("front_turn_seconds", about, turns.took)
+        about = "Processor time of the longest turn of the event loop."
+        yield _gauge("front_turn_worst_seconds", about, turns.worst_s)
+        about = "Wall-clock time of the longest turn of the event loop."
+        yield _gauge("front_turn_worst_wall_seconds", about, turns.worst_wall_s)
+        yield _gauge("engine_up", "Whether the engine accepts requests.", float(front.engine_up))
+        yield _count("engine_restarts", "Restarts of the engine.", front.engine_restarts)
+        about = "Time since the engine's last message."
+        yield _gauge("engine_silence_seconds", about, front.engine_silence_s)
+        yield _gauge("open_requests", "Requests that the server has open.", front.open_requests)
+        about = "Resident memory of the HTTP process."
+        yield _gauge("front_resident_bytes", about, front.resident_bytes)
+        if self.snapshot is not None:
+            yield from _engine(self.snapshot)
 
     def _histogram(self, name: str, about: str, buckets: Iterable[float] = SECONDS) -> Histogram:
         return Histogram(PREFIX + name, about, registry=self.registry, buckets=tuple(buckets))
@@ -122,83 +150,41 @@ class Metrics:
         return Counter(PREFIX + name, about, labels, registry=self.registry)
 
 
-class EngineCollector(Collector):
-    """The engine's own figures at the last scrape. Its counters restart at zero with the engine,
-    as Prometheus allows."""
-
-    def __init__(self) -> None:
-        self.snapshot: dict[str, Any] | None = None
-        self.front = FrontState()
-
-    def collect(self) -> Iterable[Metric]:
-        """See prometheus_client."""
-        state = self.snapshot
-        front = self.front
-        yield _gauge("engine_up", "Whether the engine accepts requests.", float(front.engine_up))
-        yield _count("engine_restarts", "Restarts of the engine.", front.engine_restarts)
-        about = "Time since the engine's last message."
-        yield _gauge("engine_silence_seconds", about, front.engine_silence_s)
-        yield _gauge("open_requests", "Requests that the server has open.", front.open_requests)
-        about = "Resident memory of the HTTP process."
-        yield _gauge("front_resident_bytes", about, front.resident_bytes)
-        if state is None:
-            return
-        gauges = {
-            "num_requests_running": ("running", "Running requests."),
-            "num_requests_waiting": ("waiting", "Requests that wait for a batch slot or pages."),
-            "num_requests_compiling": ("compiling", "Requests whose grammar is being compiled."),
-            "kv_pages_in_use": ("pages_in_use", "Pages of the KV cache in use."),
-            "kv_pages": ("pages", "Pages of the KV cache."),
-            "kv_bytes": ("kv_bytes", "Memory of the KV cache."),
-            "kv_touched_bytes": (
-                "kv_touched_bytes",
-                "Memory of the pages that were in use so far: on a CPU, what the cache has taken.",
-            ),
-            "engine_resident_bytes": ("rss_bytes", "Resident memory of the engine's process."),
-        }
-        for name, (key, about) in gauges.items():
-            yield _gauge(name, about, float(state[key]))
-        usage = state["pages_in_use"] / state["pages"]
-        yield _gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", usage)
-        if state["hidden_fraction"] is not None:
-            about = "Share of grammar time hidden under verify, 0 to 1."
-            yield _gauge("grammar_hidden_fraction", about, state["hidden_fraction"])
-        yield _count("steps", "Steps of the engine.", state["steps"])
-        yield _count("preemptions", "Preempted requests.", state["preemptions"])
-        yield _count(
-            "grammar_seconds", "Time spent on masks and accepts.", state["grammar_ms"] / 1e3
-        )
-        yield _count(
-            "grammar_exposed_seconds", "Time compute waited for masks.", state["exposed_ms"] / 1e3
-        )
-        about = "Time compute stood idle between steps that follow each other, for any reason."
-        yield _count("compute_idle_seconds", about, state["idle_ms"] / 1e3)
-        drafter = state["drafter"]
-        yield _gauge("drafter_paused", "Whether drafts are off after a fault.", drafter["paused"])
-        yield _count("drafter_faults", "How often the drafter was paused.", drafter["faults"])
-        yield from _compiles(state["compiler"])
-        yield from _tiers(state["speculation"])
-
-
-class FrontCollector(Collector):
-    """Figures of this process that are counted outside prometheus_client, which would take a
-    microsecond for each of a request's thousands of values."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        """See prometheus_client."""
-        metrics, turns = self._metrics, self._metrics.turns
-        yield _buckets("inter_token_latency_seconds", "Between runs of tokens.", metrics.itl)
-        about = "Tokens that a verify emitted, bonus included."
-        yield _buckets("spec_accept_length", about, metrics.lengths)
-        about = "Processor time of the event loop's turns."
-        yield _buckets("front_turn_seconds", about, turns.took)
-        about = "Processor time of the longest turn of the event loop."
-        yield _gauge("front_turn_worst_seconds", about, turns.worst_s)
-        about = "Wall-clock time of the longest turn of the event loop."
-        yield _gauge("front_turn_worst_wall_seconds", about, turns.worst_wall_s)
+def _engine(state: dict[str, Any]) -> Iterable[Metric]:
+    """The engine's own figures."""
+    gauges = {
+        "num_requests_running": ("running", "Running requests."),
+        "num_requests_waiting": ("waiting", "Requests that wait for a batch slot or pages."),
+        "num_requests_compiling": ("compiling", "Requests whose grammar is being compiled."),
+        "kv_pages_in_use": ("pages_in_use", "Pages of the KV cache in use."),
+        "kv_pages": ("pages", "Pages of the KV cache."),
+        "kv_bytes": ("kv_bytes", "Memory of the KV cache."),
+        "kv_touched_bytes": (
+            "kv_touched_bytes",
+            "Memory of the pages that were in use so far: on a CPU, what the cache has taken.",
+        ),
+        "engine_resident_bytes": ("rss_bytes", "Resident memory of the engine's process."),
+    }
+    for name, (key, about) in gauges.items():
+        yield _gauge(name, about, float(state[key]))
+    usage = state["pages_in_use"] / state["pages"]
+    yield _gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", usage)
+    if state["hidden_fraction"] is not None:
+        about = "Share of grammar time hidden under verify, 0 to 1."
+        yield _gauge("grammar_hidden_fraction", about, state["hidden_fraction"])
+    yield _count("steps", "Steps of the engine.", state["steps"])
+    yield _count("preemptions", "Preempted requests.", state["preemptions"])
+    yield _count("grammar_seconds", "Time spent on masks and accepts.", state["grammar_ms"] / 1e3)
+    yield _count(
+        "grammar_exposed_seconds", "Time compute waited for masks.", state["exposed_ms"] / 1e3
+    )
+    about = "Time compute stood idle between steps that follow each other, for any reason."
+    yield _count("compute_idle_seconds", about, state["idle_ms"] / 1e3)
+    drafter = state["drafter"]
+    yield _gauge("drafter_paused", "Whether drafts are off after a fault.", drafter["paused"])
+    yield _count("drafter_faults", "How often the drafter was paused.", drafter["faults"])
+    yield from _compiles(state["compiler"])
+    yield from _tiers(state["speculation"])
 
 
 def _buckets(name: str, about: str, found: Buckets) -> Metric:

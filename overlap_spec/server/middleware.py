@@ -13,12 +13,12 @@ from overlap_spec.server.body import LARGE_BODY, MOST_VALUES, OWN_TURN, count_va
 from overlap_spec.server.errors import ApiError, error_response
 from overlap_spec.server.keys import Keys, holder_of
 from overlap_spec.server.loop_turns import Turnstile
-from overlap_spec.server.probes import PROBE_PATHS
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.shares import HOLDER, Shares
 
 # Keys of a request's scope: who asks, and whether as administrator.
 OWNER, IS_ADMIN = "overlap_spec.owner", "overlap_spec.is_admin"
+PROBE_PATHS = ("/health", "/ping")
 # Health probes carry no key, and the playground's page asks its user for it.
 OPEN_PATHS, OPEN_FOLDER = ("/", *PROBE_PATHS), "/playground/"
 
@@ -85,6 +85,9 @@ class GuardMiddleware:
             await error_response(error, path)(scope, receive, send)
             return
         if not _takes_body(path, method):
+            if method == "HEAD":
+                # As GET; uvicorn leaves out the answer's body.
+                scope = {**scope, "method": "GET"}
             await self.app(scope, _replay(b"", receive), send)
             return
         try:
@@ -235,3 +238,29 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return whole.pop() if whole else await receive()
 
     return replayed
+
+
+def is_probe(scope: Scope) -> bool:
+    """Whether a request asks for no more than the server's health."""
+    return scope["method"] in ("GET", "HEAD") and scope["path"] in PROBE_PATHS
+
+
+class ProbesOnly:
+    """An application that answers probes, and all else with an error, which it tells; each answer
+    is the last of its connection."""
+
+    def __init__(self, app: ASGIApp, otherwise: ApiError, refused: Callable[[], None]) -> None:
+        self._app, self._otherwise, self._refused = app, otherwise, refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message.get("headers", ()), (b"connection", b"close")]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        if is_probe(scope):
+            await self._app(scope, receive, last)
+        else:
+            self._refused()
+            await error_response(self._otherwise, scope["path"])(scope, receive, last)

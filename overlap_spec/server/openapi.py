@@ -9,34 +9,16 @@ from fastapi.openapi.utils import get_openapi
 
 from overlap_spec.server.errors import has_anthropic_errors
 
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-ANTHROPIC_ERROR = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-    },
-}
+TEXT = {"type": "string"}
+NULLABLE = {"type": ["string", "null"]}
+
+
+def _object(**fields: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(fields), "properties": fields}
+
+
+ERROR = _object(error=_object(message=TEXT, type=TEXT, param=NULLABLE, code=NULLABLE))
+ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=TEXT, message=TEXT))
 STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate")
 STATUSES = {
     "400": "The request is invalid; `param` names the field.",

@@ -15,12 +15,11 @@ from overlap_spec.server.conversation import Conversation
 from overlap_spec.server.errors import ApiError
 from overlap_spec.server.events import Wire
 from overlap_spec.server.logprobs import chat_logprobs, cut_stop, without_stop
-from overlap_spec.server.middleware import OWNER
 from overlap_spec.server.protocol.responses import ResponsesBody
-from overlap_spec.server.response_items import Event, ItemWriter
-from overlap_spec.server.service import RequestGroup, Service, findings, interleaved, new_id
+from overlap_spec.server.service import Format, Service, findings, interleaved, new_id
 from overlap_spec.types import FinishReason, Output, TokenLogprobs
 
+Event = dict[str, Any]
 # Engine's finish reason → the response's status; the reason of one that is incomplete.
 STATUS = {"length": "incomplete", "abort": "cancelled"}
 INCOMPLETE = {"reason": "max_output_tokens"}
@@ -29,14 +28,15 @@ INCOMPLETE = {"reason": "max_output_tokens"}
 async def responses(service: Service, body: ResponsesBody, http: HttpRequest) -> Response:
     """Answer, as one reply or as a stream of events."""
     model, label = service.check_model(body.model), new_id("resp_")
-    conversation = await service.run_until_disconnect(http, _prepare(service, body))
-    formatter = ResponseFormatter(conversation, body, label, model)
-    group = RequestGroup([label], [conversation.request], conversation.field, http.scope[OWNER])
-    if body.stream:
-        wire = Wire(formatter.failed, b"", named=True)
-        return await service.stream(http, group, formatter.events, wire)
-    outputs = await service.outputs(http, group)
-    return await service.reply(outputs, lambda: formatter.whole(outputs[0]))
+    if body.with_logprobs and service.settings.reasoning_parser is not None:
+        field = "include" if body.top_logprobs is None else "top_logprobs"
+        message = "log-probabilities go with a text alone, and this model's has thinking before it"
+        raise InvalidRequest(message, field)
+    chat = await service.run_until_disconnect(http, Conversation.prepare(service, body.task))
+    shown = ResponseFormatter(chat, body, label, model)
+    return await service.answer(
+        http, shown, [chat.request], [label], chat.field, stream=body.stream
+    )
 
 
 def no_response(_: Service, response_id: str) -> Response:
@@ -45,32 +45,24 @@ def no_response(_: Service, response_id: str) -> Response:
     raise ApiError(404, message, "response_id", code="response_not_found")
 
 
-async def _prepare(service: Service, body: ResponsesBody) -> Conversation:
-    service.engine.check_length(body.count_characters())
-    if body.with_logprobs and service.settings.reasoning_parser is not None:
-        field = "include" if body.top_logprobs is None else "top_logprobs"
-        message = "log-probabilities go with a text alone, and this model's has thinking before it"
-        raise InvalidRequest(message, field)
-    return await Conversation.prepare(service, body.task())
-
-
-class ResponseFormatter:
+class ResponseFormatter(Format):
     """Formats one output as a response."""
 
     def __init__(
         self, conversation: Conversation, body: ResponsesBody, label: str, model: str
     ) -> None:
         self._conversation, self._with_logprobs = conversation, body.with_logprobs
+        self.wire = Wire(self.failed, b"", named=True)
         self._writer = ItemWriter()
         self._thinking = conversation.thinking()
         self._sequence = 0
         self._head = self._fields(body, label, model)
 
-    def whole(self, output: Output) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The response as one object."""
+        (output,) = outputs
         self._thinking.push(output.token_ids)
-        assembler = self._conversation.assembler()
-        for piece in [*assembler.push(output.text), *assembler.finish()]:
+        for piece in self._conversation.assembler().take(output):
             self._writer.push(piece, [])
         status = STATUS.get(output.finish_reason, "completed")
         self._writer.finish(_item_status(output.finish_reason))
@@ -87,9 +79,7 @@ class ResponseFormatter:
         pending: list[Any] = []
         async for _, delta in interleaved(handles):
             self._thinking.push(delta.token_ids)
-            pieces = assembler.push(delta.text)
-            if delta.finish_reason is not None:
-                pieces += assembler.finish()
+            pieces = assembler.take(delta)
             if self._with_logprobs:
                 pending += self._logprobs(*cut_stop(handle.request, delta))
                 if pending and not pieces:
@@ -191,3 +181,100 @@ def _item_status(reason: FinishReason) -> str:
 
 def _default(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else value
+
+
+class ItemWriter:
+    """Takes the deltas of a chat's answer; gives the Responses API's events, and the items.
+
+    Thinking, text and each call are items of their own, in the order in which they are written.
+
+    Attributes:
+        items: Of the output; the last one may be open.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._open = False
+        # Of the open item, whose fields are set when it ends.
+        self._text = ""
+
+    def push(self, delta: dict[str, Any], logprobs: list[Any]) -> list[Event]:
+        """The events of a delta in chat completions' form; ``logprobs`` are those of its text."""
+        events: list[Event] = []
+        if "reasoning_content" in delta:
+            events += self._begin("reasoning")
+            events += self._add("response.reasoning_text.delta", delta["reasoning_content"])
+        if "content" in delta:
+            events += self._begin("message")
+            more = {"logprobs": logprobs}
+            events += self._add("response.output_text.delta", delta["content"], **more)
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                events += self._end()
+                own = {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
+                events += self._start("function_call", "fc_", own)
+            if text := call["function"]["arguments"]:
+                events += self._add("response.function_call_arguments.delta", text)
+        return events
+
+    def finish(self, status: str) -> list[Event]:
+        """The events of the output's end; ``status`` is that of the item that it ends in."""
+        events = [] if self.items else self._begin("message")
+        return events + self._end(status)
+
+    def _begin(self, kind: str) -> list[Event]:
+        """Go on with the open item if it is of this kind, else end it and start one."""
+        if self._open and self.items[-1]["type"] == kind:
+            return []
+        events = self._end()
+        if kind == "message":
+            events += self._start(kind, "msg_", {"role": "assistant", "content": []})
+        else:
+            events += self._start(kind, "rs_", {"summary": [], "content": []})
+        part = {"part": self._part()}
+        return [*events, self._event("response.content_part.added", content_index=0, **part)]
+
+    def _start(self, kind: str, prefix: str, own: dict[str, Any]) -> list[Event]:
+        item = {"id": new_id(prefix), "type": kind, "status": "in_progress", **own}
+        self.items.append(item)
+        self._open, self._text = True, ""
+        shown = {"output_index": len(self.items) - 1, "item": dict(item)}
+        return [{"type": "response.output_item.added", **shown}]
+
+    def _add(self, kind: str, text: str, **more: Any) -> list[Event]:
+        self._text += text
+        index = {} if self.items[-1]["type"] == "function_call" else {"content_index": 0}
+        return [self._event(kind, **index, delta=text, **more)]
+
+    def _end(self, status: str = "completed") -> list[Event]:
+        """End the open item, if there is one."""
+        if not self._open:
+            return []
+        item, text, self._open = self.items[-1], self._text, False
+        item["status"] = status
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            kind, own = "response.function_call_arguments.done", {"name": item["name"]}
+            events = [self._event(kind, arguments=text, **own)]
+        else:
+            item["content"] = [self._part()]
+            is_message = item["type"] == "message"
+            kind = "response.output_text.done" if is_message else "response.reasoning_text.done"
+            # What came with the deltas is not repeated.
+            more: dict[str, Any] = {"logprobs": []} if is_message else {}
+            part = {"part": self._part()}
+            events = [
+                self._event(kind, content_index=0, text=text, **more),
+                self._event("response.content_part.done", content_index=0, **part),
+            ]
+        shown = {"output_index": len(self.items) - 1, "item": dict(item)}
+        return [*events, {"type": "response.output_item.done", **shown}]
+
+    def _part(self) -> dict[str, Any]:
+        if self.items[-1]["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": self._text}
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
+
+    def _event(self, kind: str, **own: Any) -> Event:
+        index = len(self.items) - 1
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": index, **own}

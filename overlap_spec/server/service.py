@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import Receive
 
 from overlap_spec.async_engine import AsyncEngine, AsyncRequestHandle
 from overlap_spec.engine.arguments import copies
@@ -21,6 +22,7 @@ from overlap_spec.server.errors import GRAMMAR_ERRORS, ApiError, Json, as_api_er
 from overlap_spec.server.events import Events, Wire, written
 from overlap_spec.server.keys import holder_of
 from overlap_spec.server.metrics import Metrics
+from overlap_spec.server.middleware import OWNER
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Output, Request
 
@@ -47,6 +49,24 @@ class RequestGroup:
     def keys(self) -> list[tuple[str, str]]:
         """Each label once, as it is known among those of all clients."""
         return [(self.owner, label) for label in dict.fromkeys(self.labels)]
+
+
+class Format(ABC):
+    """How a route shows outputs, as plain data.
+
+    Attributes:
+        wire: How its streams look.
+    """
+
+    wire = Wire()
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[Output]) -> Any:
+        """The reply as one object."""
+
+    @abstractmethod
+    def events(self, handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Any]:
+        """The reply in pieces, as plain data or :class:`InParts`."""
 
 
 # What the requests of one stream may hold for a client that reads slowly.
@@ -136,14 +156,39 @@ class Service:
         """The requests of a group, whose labels are free from now on."""
         return [handle for key in group.keys for handle in self.by_label.pop(key)]
 
-    async def outputs(self, http: HttpRequest, group: RequestGroup) -> list[Output]:
-        """The outputs of a group; if the client disconnects, the requests are aborted.
+    async def answer(
+        self,
+        http: HttpRequest,
+        shown: Format,
+        requests: Sequence[Request],
+        labels: Sequence[str],
+        field: str | None,
+        *,
+        stream: bool | None,
+        id_field: str = "rid",
+    ) -> Response:
+        """The reply to one HTTP request, as a whole or as a stream; if the client disconnects, the
+        engine's requests are aborted.
+
+        Args:
+            requests, labels, field, id_field: See :class:`RequestGroup`.
 
         Raises:
             ApiError: a request failed.
         """
+        group = RequestGroup(labels, requests, field, http.scope[OWNER], id_field)
+        if stream:
+            return await self._stream(http, group, shown)
         outputs: list[Output] = await self.run_until_disconnect(http, self._outputs(group))
-        return outputs
+
+        def make() -> Json:
+            reply = Json(shown.whole(outputs))
+            # Freeing hundreds of thousands of objects takes long as well.
+            outputs.clear()
+            return reply
+
+        is_small = sum(map(_values, outputs)) <= LARGE_REPLY
+        return make() if is_small else await asyncio.to_thread(make)
 
     async def _outputs(self, group: RequestGroup) -> list[Output]:
         handles = await self.start(group)
@@ -155,21 +200,6 @@ class Service:
         finally:
             self.finish(group)
 
-    async def reply(self, outputs: list[Output], make: Callable[[], Any]) -> Response:
-        """A reply of plain data, made of ``outputs``, which are then dropped; in a thread where
-        that takes long."""
-        if sum(map(_values, outputs)) <= LARGE_REPLY:
-            return Json(make())
-
-        def work() -> Json:
-            reply = Json(make())
-            # Freeing hundreds of thousands of objects takes long as well.
-            while outputs:
-                outputs.pop()
-            return reply
-
-        return await asyncio.to_thread(work)
-
     async def run_until_disconnect(self, http: HttpRequest, work: Coroutine[Any, Any, Any]) -> Any:
         """The result of ``work``, which is cancelled if the client disconnects or time runs out.
 
@@ -177,35 +207,12 @@ class Service:
             ClientGone: the client has disconnected.
             TimeoutError: ``request_timeout_s`` is over.
         """
-        task = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(_disconnect(http))
-        limit = self.settings.request_timeout_s
-        try:
-            await asyncio.wait({task, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if gone.done():
-                raise ClientGone
-            raise TimeoutError
-        finally:
-            for each in (task, gone):
-                each.cancel()
-            await asyncio.gather(task, gone, return_exceptions=True)
+        return await until_disconnect(http.receive, work, self.settings.request_timeout_s)
 
-    async def stream(
-        self,
-        http: HttpRequest,
-        group: RequestGroup,
-        events: Callable[[Sequence[AsyncRequestHandle]], AsyncIterator[Any]],
-        wire: Wire = Wire(),  # noqa: B008, frozen
-    ) -> Response:
+    async def _stream(self, http: HttpRequest, group: RequestGroup, shown: Format) -> Response:
         """A group's outputs as server-sent events.
 
         Nothing is sent before all requests are queued, so that a rejection still sets the status.
-
-        Args:
-            events: Makes the events, as plain data or :class:`InParts`, from the handles.
-            wire: How the events look.
         """
         started = asyncio.get_running_loop().time()
         handles = await self.run_until_disconnect(http, self.start(group))
@@ -214,7 +221,7 @@ class Service:
         deadline = started + self.settings.request_timeout_s
 
         async def lines() -> AsyncIterator[bytes]:
-            pieces, more = events(handles), True
+            pieces, more, wire = shown.events(handles), True, shown.wire
             while more:
                 try:
                     async with asyncio.timeout_at(deadline):
@@ -305,7 +312,8 @@ async def interleaved(handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[tu
         finally:
             queue.put_nowait((index, None))
 
-    with pumping([asyncio.ensure_future(pump(i)) for i in range(len(handles))]) as pumps:
+    pumps = [asyncio.ensure_future(pump(index)) for index in range(len(handles))]
+    try:
         left = len(handles)
         while left:
             index, piece = await queue.get()
@@ -315,16 +323,9 @@ async def interleaved(handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[tu
             left -= 1
             await pumps[index]
             check_output(handles[index])
-
-
-@contextlib.contextmanager
-def pumping(tasks: list[asyncio.Task[None]]) -> Iterator[list[asyncio.Task[None]]]:
-    """Cancel tasks at the end of the block."""
-    try:
-        yield tasks
     finally:
-        for task in tasks:
-            task.cancel()
+        for each in pumps:
+            each.cancel()
 
 
 def stop_reason(output: Output, eos_ids: frozenset[int]) -> str | int | None:
@@ -354,18 +355,44 @@ def new_id(prefix: str) -> str:
 
 
 def usage(outputs: Sequence[Output], prompts: Sequence[Request]) -> dict[str, Any]:
-    """OpenAI's usage; a prompt with several outputs counts once."""
+    """OpenAI's usage; a prompt with several outputs counts once. ``narrowed_tokens`` is ours: what
+    was chosen so that outputs come to their end within their room, where any was."""
     prompt_tokens = sum(len(prompt.prompt_ids) for prompt in prompts)
     output_tokens = sum(output.stats.output_tokens for output in outputs)
     cached = sum(output.stats.cached_tokens for output in outputs)
+    narrowed = sum(output.stats.narrowed_tokens for output in outputs)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": min(cached, prompt_tokens)},
+        **({"completion_tokens_details": {"narrowed_tokens": narrowed}} if narrowed else {}),
     }
 
 
-async def _disconnect(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, Any], limit_s: float | None = None
+) -> Any:
+    """The result of ``work``, which is cancelled if the client disconnects or time runs out.
+
+    Raises:
+        ClientGone: the client has disconnected.
+        TimeoutError: ``limit_s`` is over.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if gone.done():
+            raise ClientGone
+        raise TimeoutError
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         continue

@@ -71,6 +71,10 @@ class ServerSettings:
     max_queued_requests: Annotated[
         int, Help("Most requests that wait; more are refused with status 429.")
     ] = 1024
+    stall_timeout_s: Annotated[
+        float,
+        Help("Restart an engine that owes an answer and sends nothing for so long, in seconds."),
+    ] = 120.0
     request_timeout_s: Annotated[float, Help("Time limit of one HTTP request, in seconds.")] = 600.0
     drain_timeout_s: Annotated[
         float, Help("Time that open requests have to end after SIGTERM, in seconds.")

@@ -19,14 +19,7 @@ from overlap_spec.server.events import InParts
 from overlap_spec.server.logprobs import SGLangLogprobs
 from overlap_spec.server.middleware import IS_ADMIN, OWNER
 from overlap_spec.server.protocol.text import AbortBody, GenerateBody, SGLangSampling
-from overlap_spec.server.service import (
-    RequestGroup,
-    Service,
-    fan_out,
-    findings,
-    interleaved,
-    new_id,
-)
+from overlap_spec.server.service import Format, Service, fan_out, findings, interleaved, new_id
 from overlap_spec.stats import RequestStats
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Delta, Output, Request
@@ -46,14 +39,10 @@ async def generate(service: Service, body: GenerateBody, http: HttpRequest) -> R
     service.check_choices(sum(counts))
     prepared = _prepare(service, body, prompts, samplings)
     requests, source = await service.run_until_disconnect(http, prepared)
-    single = single and len(requests) == 1
     labels = [label for label, each in zip(labels, counts, strict=True) for _ in range(each)]
-    group = RequestGroup(labels, requests, source, http.scope[OWNER])
-    formatter = SGLangFormatter(service.engine.tokenizer, body, labels)
-    if body.stream:
-        return await service.stream(http, group, lambda handles: formatter.events(handles, single))
-    outputs = await service.outputs(http, group)
-    return await service.reply(outputs, lambda: formatter.results(outputs, single))
+    is_single = single and len(requests) == 1
+    shown = SGLangFormatter(service.engine.tokenizer, body, labels, is_single)
+    return await service.answer(http, shown, requests, labels, source, stream=body.stream)
 
 
 def _labels(body: GenerateBody, count: int) -> list[str]:
@@ -118,22 +107,25 @@ class OutputSoFar:
         return True
 
 
-class SGLangFormatter:
+class SGLangFormatter(Format):
     """Formats outputs as SGLang does: each event of a stream holds the whole output so far.
 
     Args:
         labels: Of each output; the second that has one, and all after it, are numbered.
+        is_single: Whether there is one output, and no list of them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, body: GenerateBody, labels: Sequence[str]) -> None:
-        self.tokenizer, self.body = tokenizer, body
+    def __init__(
+        self, tokenizer: Tokenizer, body: GenerateBody, labels: Sequence[str], is_single: bool
+    ) -> None:
+        self.tokenizer, self.body, self._is_single = tokenizer, body, is_single
         self._ids: list[str] = []
         seen: Counter[str] = Counter()
         for label in labels:
             self._ids.append(f"{label}-{seen[label]}" if seen[label] else label)
             seen[label] += 1
 
-    def results(self, outputs: Sequence[Output], single: bool) -> Any:
+    def whole(self, outputs: Sequence[Output]) -> Any:
         """Finished outputs, or the one."""
         made = []
         for index, output in enumerate(outputs):
@@ -142,7 +134,7 @@ class SGLangFormatter:
                 logprobs.push(output.token_ids, output.logprobs)
                 result["meta_info"] |= logprobs.fields()
             made.append(result)
-        return made[0] if single else made
+        return made[0] if self._is_single else made
 
     def _result(self, output: Output, index: int) -> dict[str, Any]:
         reason: dict[str, Any] = {"type": output.finish_reason}
@@ -153,9 +145,7 @@ class SGLangFormatter:
         meta = self._meta(index, reason, output)
         return {"text": output.text, "output_ids": list(output.token_ids), "meta_info": meta}
 
-    async def events(
-        self, handles: Sequence[AsyncRequestHandle], single: bool
-    ) -> AsyncIterator[Any]:
+    async def events(self, handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Any]:
         """The whole output so far, after each piece while it is small; then after each piece that
         makes it larger by a part of itself, so that all events together stay in proportion."""
         seen = [OutputSoFar(logprobs=self._logprobs()) for _ in handles]
@@ -170,7 +160,8 @@ class SGLangFormatter:
                 event = self._so_far(so_far, index, handles[index].request)
             else:
                 continue
-            yield _in_parts(event if single else event | {"index": index}, so_far.logprobs)
+            event |= {} if self._is_single else {"index": index}
+            yield _in_parts(event, so_far.logprobs)
 
     def _so_far(self, so_far: OutputSoFar, index: int, request: Request) -> dict[str, Any]:
         meta = {

@@ -2,10 +2,10 @@
 
 Algorithm 1 grows the length while the estimated goodput grows: before a step it predicts whether to
 draft at all, and after each draft step it corrects: by what the drafter was sure of, does another
-one pay (:class:`overlap_spec.tiers.DraftStop`)? Where a step cannot be stopped, since the host
-plans it before the draft's confidences are there, it predicts the length alone. Algorithm 2 then
-removes the drafts of least acceptance from the whole batch while the goodput grows: here it finds
-how many stay, and the device keeps that many, by the scores that it has drafted by then.
+one pay (:class:`overlap_spec.tiers.DraftStop`)? Algorithm 2 then removes the drafts of least
+acceptance from the whole batch while the goodput grows. Where a step cannot be stopped, since the
+host plans it before the draft's confidences are there (on a GPU), it predicts the length, and how
+many drafts stay; the device keeps that many, by the scores that it has drafted by then.
 Algorithm 3 makes a plan that takes longer than a TPOT target worth -1. The bonus counts as in Eq. 6
 (Algorithm 3 as printed forgets it, and could never turn speculation off).
 """
@@ -13,6 +13,7 @@ Algorithm 3 makes a plan that takes longer than a TPOT target worth -1. The bonu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -28,6 +29,7 @@ from overlap_spec.speculation.cost import (
 )
 from overlap_spec.speculation.online_cost import OnlineCost
 from overlap_spec.speculation.policy import (
+    LAUNCH,
     LengthPolicy,
     StepOutcome,
     StepView,
@@ -154,10 +156,12 @@ class AdaSpecPolicy(LengthPolicy):
     Args:
         tiers: Chains, and off.
         cost: What is known of their time; None: nothing yet.
-        verifier: Whether drafts are removed before the verify (Algorithm 2).
+        verifier: Whether drafts are removed before the verify (Algorithm 2); without it, it is the
+            paper's AdaSpec− (Table 2).
     """
 
     weighs_cost = True
+    ignores = LAUNCH
 
     def __init__(
         self, tiers: Sequence[Tier], cost: OnlineCost | None = None, verifier: bool = True
@@ -181,23 +185,22 @@ class AdaSpecPolicy(LengthPolicy):
     def choose(self, view: StepView) -> Budget:
         if not view.batch:
             return self._budgets[self.tiers[0]]
-        confidences, target = self.confidences.of(view), view.tpot_slo_ms
+        confidences, target = self.confidences.of(view), self._target_ms(view)
         costs = {s: self._ms(view, s, view.batch * (s + 1)) for s in self._by_steps}
         steps = predicted_steps(confidences, costs, target)
         if not steps and self._off >= PROBE_EVERY and goodput(1, costs[self._least], target) > 0:
             # What is not drafted is not seen either.
             return self._kept(view, confidences, self._least, target)
-        budget = self._kept(view, confidences, steps, target)
-        if not self._corrects or not steps or budget.nodes is not None:
-            # Of fewer nodes than are drafted, the length that they were chosen for is the best.
-            return budget
+        if not self._corrects or not steps:
+            return self._kept(view, confidences, steps, target)
         return Budget(self.tiers[-1], stop=self._stop(view, confidences, costs))
 
     def _stop(
         self, view: StepView, confidences: Sequence[float], costs: Mapping[int, float]
     ) -> DraftStop:
-        """Where the step's drafts end; ``confidences`` and ``costs`` as :meth:`choose` has them."""
-        target = view.tpot_slo_ms
+        """Where the step's drafts end, and which are verified; ``confidences`` and ``costs`` as
+        :meth:`choose` has them."""
+        target = self._target_ms(view)
         in_time = [0.0] * (self.tiers[-1].steps + 1)
         for steps, ms in costs.items():
             in_time[steps] = ms if target is None or ms <= target else inf
@@ -211,7 +214,16 @@ class AdaSpecPolicy(LengthPolicy):
                 [curves[r.constrained] if r.speculate else [0.0] * BINS for r in view.requests],
                 np.float32,
             ),
+            self.cost.row_times() if self.verifier and view.batch > 1 else None,
         )
+
+    def _target_ms(self, view: StepView) -> float | None:
+        """What a step may take: its target, and what it prefills, which no draft can change."""
+        if view.tpot_slo_ms is None or not view.chunk_tokens:
+            return view.tpot_slo_ms
+        alone = replace(view, chunk_tokens=0)
+        prefill_ms = self._ms(view, 0, view.batch) - self._ms(alone, 0, view.batch)
+        return view.tpot_slo_ms + prefill_ms
 
     def _kept(
         self, view: StepView, confidences: Sequence[float], steps: int, target: float | None
@@ -253,7 +265,7 @@ class AdaSpecPolicy(LengthPolicy):
         slot = slot_snapshot(1, tier, list(self._by_steps)) | {"ema": ema} | figures
         reason = "greatest estimated goodput" if self.count else "nothing has run yet"
         return {
-            "policy": "adaspec",
+            "policy": "adaspec" if self.verifier else "adaspec_minus",
             **figures,
             "active": active_snapshot(tier, reason, accept_length, step_ms),
             "slots": [slot],

@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 
 from overlap_spec.speculation.cost import CostModel, StepShape, Vector
-from overlap_spec.tiers import Budget, Tier
+from overlap_spec.tiers import Budget, RowTimes, Tier
 
 # Steps of one kind whose median time is one observation.
 BLOCK_STEPS = 4
@@ -131,6 +131,11 @@ class OnlineCost:
                 self._load += SCATTER_ALPHA * (moved - self._load)
             self._wanders = True
             self._update(self._gradient(shape, budget)[1], seen)
+
+    def row_times(self) -> RowTimes:
+        """What a verified row takes, as it is known now."""
+        _, each, beyond = np.exp(self._log[:3]).tolist()
+        return RowTimes(each, self._knee, beyond if self._knee else 0.0)
 
     def model(self) -> CostModel:
         """The coefficients as they are known now."""

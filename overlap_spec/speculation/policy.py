@@ -16,6 +16,8 @@ from overlap_spec.speculation.cost import CostModel
 from overlap_spec.tiers import Budget, Tier
 
 OFF = Tier(0, 1, 1)
+# The settings that make the launch tier.
+LAUNCH = ("num_steps", "eagle_topk", "num_draft_tokens")
 
 
 class RequestView(NamedTuple):
@@ -113,10 +115,13 @@ class LengthPolicy(ABC):
     Attributes:
         tiers: Every tier that it may choose, distinct, by steps: what buffers and graphs are for.
         weighs_cost: Whether :meth:`calibrate` is to be called before the first step.
+        ignores: Settings that play no part in it (:data:`LAUNCH`, some of them): an engine
+            refuses them beside it.
     """
 
     tiers: tuple[Tier, ...]
     weighs_cost: bool = False
+    ignores: tuple[str, ...] = ()
 
     def calibrate(self, model: CostModel, spread: float) -> None:  # noqa: B027
         """Take in what was measured of the machine.

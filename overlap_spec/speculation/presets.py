@@ -24,7 +24,7 @@ from overlap_spec.tiers import Tier
 PRESETS: dict[str, dict[int, SlotSettings]] = {
     "default": {
         1: SlotSettings((1, 3, 7)),
-        8: SlotSettings((1, 3)),
+        8: SlotSettings((1, 3), down_hysteresis=0.0),
         32: SlotSettings((1,)),
     },
     "aggressive": {
@@ -40,7 +40,7 @@ PRESETS: dict[str, dict[int, SlotSettings]] = {
         64: SlotSettings((0,), down_hysteresis=0.0),
     },
 }
-POLICY_NAMES = ("auto", "adaspec", "static", "off", *PRESETS)
+POLICY_NAMES = ("auto", "adaspec", "adaspec_minus", "static", "off", *PRESETS)
 # Policies of ours that have a file of their own, as those of users are named.
 ADASPEC = "overlap_spec.speculation.adaspec:AdaSpecPolicy"
 AUTO = "overlap_spec.speculation.auto:AutoPolicy"
@@ -75,14 +75,20 @@ def load_policy(
         return StaticPolicy(launch)
     if name == "off":
         return StaticPolicy(OFF, name)
-    if name == "adaspec":
-        return _of_class(ADASPEC)([static_tier(depth, 1, None) for depth in CHAINS])
+    if name in ("adaspec", "adaspec_minus"):
+        chains = [static_tier(depth, 1, None) for depth in CHAINS]
+        return _of_class(ADASPEC)(chains, verifier=name == "adaspec")
     if name == "auto":
         chains = [static_tier(depth, 1, None) for depth in AUTO_CHAINS]
         tiers = dict.fromkeys((*chains, *(AUTO_TREES if trees else ()), launch))
         return _of_class(AUTO)(tuple(tiers), launch)
     if re.fullmatch(r"[\w.]+:\w+", name_or_path):
         return _of_class(name_or_path)(launch)
+    if top_k == 1 and nodes not in (None, steps + 1):
+        raise ConfigError(
+            f"num_draft_tokens: the chains of {name_or_path!r} verify all that they draft; leave "
+            f"it out: {nodes}"
+        )
     tier_of = partial(_tier_of, top_k=top_k, nodes=nodes)
     settings = PRESETS[name] if name in PRESETS else read_config(name_or_path)
     slots = {bound: EmaSlot(slot, steps) for bound, slot in settings.items()}
@@ -205,6 +211,13 @@ def policy_of(config: EngineConfig) -> LengthPolicy:
     # What a drafter of one's own can draft, only its launch tier tells.
     trees = ":" not in config.drafter
     policy = load_policy(config.adaptive, steps, top_k, config.num_draft_tokens, trees)
+    defaults = {f.name: f.default for f in fields(config)}
+    for name in policy.ignores:
+        if getattr(config, name) != defaults[name]:
+            raise ConfigError(
+                f"{name}: the length policy {config.adaptive!r} takes no account of it; leave it "
+                f"out: {getattr(config, name)!r}"
+            )
     if type(policy) is StaticPolicy:
         return policy
     nearest = nearest_tier(config, policy.tiers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from overlap_spec.speculation.policy import (
+    LAUNCH,
     OFF,
     LengthPolicy,
     StepOutcome,
@@ -40,7 +41,7 @@ class StaticPolicy(LengthPolicy):
     """
 
     def __init__(self, tier: Tier, name: str = "static", reason: str = "launch") -> None:
-        self.tiers = (tier,)
+        self.tiers, self.ignores = (tier,), LAUNCH if tier == OFF else ()
         self._name, self._reason = name, reason
         self._budget = Budget(tier)
         self._count = 0

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.models.decoder import Decoder
-from overlap_spec.models.eagle3 import Eagle3Head
-from overlap_spec.training.head import DraftPass, HeadRecipe
+from overlap_spec.training.head import DraftPass, Head, HeadRecipe
 
 # Prompt and greedy output of a target, in tokens.
 Run = tuple[Sequence[int], Sequence[int]]
@@ -49,15 +48,15 @@ class Acceptance:
         return [accepted / max(1, tried) for accepted, tried in pairs]
 
 
-def head_guesses(target: Decoder, head: Eagle3Head, steps: int) -> Guesses:
-    """The guesses of an EAGLE-3 head; both in one dtype, on one device."""
+def head_guesses(target: Decoder, head: Head, steps: int) -> Guesses:
+    """The guesses of a head; both in one dtype, on one device."""
     recipe = HeadRecipe(steps=steps, compile=False)
 
     def guesses(tokens: Tensor) -> Tensor:
         draft = DraftPass(head, target, 1, len(tokens), recipe)
         features, _ = draft.observe(tokens[None])
         chain = draft.chain(tokens[None], features)
-        best = torch.stack([draft.ids[head.logits(hidden).argmax(-1)] for hidden in chain])
+        best = torch.stack([draft.ids[draft.logits(hidden).argmax(-1)] for hidden in chain])
         # Row r - 1 of a pass has the root r; there is no draft below the first token.
         return torch.cat([best.new_full((steps, 1), -1), best], 1)
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from overlap_spec.models.config import ModelConfig
+from overlap_spec.models.eagle import EagleHead
 from overlap_spec.models.eagle3 import Eagle3Head
 from overlap_spec.models.weights import export_state
 
@@ -56,8 +57,12 @@ def write_checkpoint(
     (out / "model.safetensors").chmod(0o644)
 
 
-def export_head(head: Eagle3Head, out: Path) -> None:
-    """Write the draft head's checkpoint in the published EAGLE-3 layout."""
+def export_head(head: EagleHead | Eagle3Head, out: Path) -> None:
+    """Write the draft head's checkpoint in its published layout."""
+    if isinstance(head, EagleHead):
+        shape = head.config
+        write_checkpoint(out, head, "LlamaForCausalLMEagle", shape, tie_word_embeddings=False)
+        return
     config = head.config
     assert config.feature_layers is not None
     write_checkpoint(

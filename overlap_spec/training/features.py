@@ -14,35 +14,30 @@ from overlap_spec.training.attention import CausalRows
 from overlap_spec.training.batches import Batch
 
 
-def cache_bytes(tokens: int, target: Decoder) -> int:
-    """Size of the file for so many tokens: three features and the normed output, bfloat16."""
-    return 2 * tokens * 4 * target.config.hidden_size
-
-
 class FeatureCache:
     """Features and final hidden states of rows, bfloat16, in one memory-mapped file.
 
     Args:
         path: The file; one that is there must be of the same rows and the same target.
         lengths: Tokens of each row.
-        hidden_size: The target's.
+        width: Channels of a token: each feature's, and the target's.
     """
 
-    def __init__(self, path: Path, lengths: Sequence[int], hidden_size: int) -> None:
+    def __init__(self, path: Path, lengths: Sequence[int], width: int) -> None:
         self.starts = np.concatenate([[0], np.cumsum(lengths)])
-        size = int(self.starts[-1]) * 4 * hidden_size
+        size = int(self.starts[-1]) * width
         stored = torch.from_file(str(path), shared=True, size=size, dtype=torch.bfloat16)
-        self.stored = stored.view(-1, 4 * hidden_size)
+        self.stored = stored.view(-1, width)
 
     def __getitem__(self, number: int) -> Tensor:
-        """Row ``number``: ``(N, 4 · hidden)``, the last quarter after the target's final norm."""
+        """Row ``number``: ``(N, width)``, its last ``hidden`` after the target's final norm."""
         return self.stored[self.starts[number] : self.starts[number + 1]]
 
     def read(self, batch: Batch, target: Decoder, ids: Tensor) -> tuple[Tensor, Tensor]:
         """As :meth:`DraftPass._observe` for a batch of numbered rows.
 
         Returns:
-            Features ``(B, W, 3 · hidden)`` and logits over ``ids`` ``(B, W, len(ids))``; on
+            Features ``(B, W, features · hidden)`` and logits over ``ids`` ``(B, W, len(ids))``; on
             padding they mean nothing.
         """
         rows, width = batch.tokens.shape
@@ -53,7 +48,9 @@ class FeatureCache:
         both = both.to(ids.device)
         hidden = target.config.hidden_size
         logits = target.logits(both[..., -hidden:].to(target.lm_head.weight.dtype))
-        return both[..., :-hidden], logits[..., ids]
+        # An EAGLE head reads the normed output itself, which is kept once.
+        features = both if both.shape[-1] == hidden else both[..., :-hidden]
+        return features, logits[..., ids]
 
 
 @torch.no_grad()
@@ -65,19 +62,20 @@ def fill_cache(
     report: Callable[[float], None],
 ) -> FeatureCache:
     """The cache of ``rows``, made now unless a finished one is at ``path``."""
-    lengths, hidden = [len(row) for row in rows], target.config.hidden_size
+    kept = tuple(dict.fromkeys((*layers, NORMED_OUTPUT)))
+    lengths, width = [len(row) for row in rows], len(kept) * target.config.hidden_size
     if path.exists():
-        return FeatureCache(path, lengths, hidden)
+        return FeatureCache(path, lengths, width)
     partial = path.with_suffix(".partial")
     partial.unlink(missing_ok=True)
-    cache = FeatureCache(partial, lengths, hidden)
+    cache = FeatureCache(partial, lengths, width)
     device = target.embed_tokens.weight.device
     for number, row in enumerate(rows):
         tokens = torch.tensor(row, device=device)
         positions = torch.arange(len(row), device=device)
         with torch.autocast(device.type, torch.bfloat16):
             attend = CausalRows(1, len(row))
-            _, features = target(tokens, positions, attend, (*layers, NORMED_OUTPUT))
+            _, features = target(tokens, positions, attend, kept)
         assert features is not None
         cache[number].copy_(features)
         report((number + 1) / len(rows))

@@ -1,19 +1,26 @@
-"""Trainer of EAGLE-3 draft heads (arXiv 2503.01840) for any target that the decoder can run."""
+"""Trainer of EAGLE-3 (arXiv 2503.01840) and EAGLE heads for any target that the decoder can run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from overlap_spec.models.decoder import Decoder
+from overlap_spec.models.config import ModelConfig
+from overlap_spec.models.decoder import NORMED_OUTPUT, Decoder
+from overlap_spec.models.eagle import EagleHead
 from overlap_spec.models.eagle3 import Eagle3Config, Eagle3Head
 from overlap_spec.training.attention import CausalRows, ChainRows, FirstRows
 from overlap_spec.training.batches import Batch
 from overlap_spec.training.budget import Budget
 from overlap_spec.training.features import FeatureCache
 from overlap_spec.training.trainer import Batches, Recipe, Trainer, initialise
+
+Head = EagleHead | Eagle3Head
+Kind = TypeVar("Kind", bound=Head)
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,8 @@ class HeadRecipe(Recipe):
     Attributes:
         steps: Steps of training-time test.
         step_decay: Weight of step j is ``step_decay ** j``.
-        draft_vocab: Target ids that the head can draft, ascending; None for all of them.
+        draft_vocab: Target ids that the head can draft, ascending; None for all of them. An
+            EAGLE head drafts with the target's vocabulary.
     """
 
     steps: int = 5
@@ -45,11 +53,9 @@ def spread_layers(num_layers: int) -> tuple[int, int, int]:
     return (1, num_layers - 2, num_layers - 1)
 
 
-def new_head(target: Decoder, recipe: HeadRecipe) -> Eagle3Head:
-    """An untrained head for ``target``: its sizes, and its final norm and head to begin with."""
-    shape = target.config
-    ids = torch.tensor(recipe.draft_vocab or range(shape.vocab_size))
-    layer = replace(
+def plain_layer(shape: ModelConfig) -> ModelConfig:
+    """One layer of a target's sizes, as the published heads have it."""
+    return replace(
         shape,
         num_layers=1,
         tie_embeddings=False,
@@ -59,6 +65,29 @@ def new_head(target: Decoder, recipe: HeadRecipe) -> Eagle3Head:
         mlp_bias=False,
         sliding_windows=(),
     )
+
+
+def new_eagle(target: Decoder, recipe: HeadRecipe) -> EagleHead:
+    """An untrained EAGLE head for ``target``, which lends it embedding and vocabulary."""
+    head = EagleHead(plain_layer(target.config))
+    initialise(head, recipe.seed)
+    with torch.no_grad():
+        head.fc.bias.zero_()
+    return head
+
+
+def read_layers(head: Head) -> tuple[int, ...]:
+    """The target's layers whose inputs the head reads."""
+    if isinstance(head, EagleHead):
+        return (NORMED_OUTPUT,)
+    assert head.config.feature_layers is not None
+    return head.config.feature_layers
+
+
+def new_head(target: Decoder, recipe: HeadRecipe) -> Eagle3Head:
+    """An untrained head for ``target``: its sizes, and its final norm and head to begin with."""
+    shape, layer = target.config, plain_layer(target.config)
+    ids = torch.tensor(recipe.draft_vocab or range(shape.vocab_size))
     config = Eagle3Config(layer, len(ids), shape.hidden_size, spread_layers(shape.num_layers))
     head = Eagle3Head(config)
     initialise(head, recipe.seed)
@@ -82,15 +111,20 @@ class DraftPass:
     """
 
     def __init__(
-        self, head: Eagle3Head, target: Decoder, rows: int, width: int, recipe: HeadRecipe
+        self, head: Head, target: Decoder, rows: int, width: int, recipe: HeadRecipe
     ) -> None:
         self.head, self.target = head, target
         self.rows, self.width, self.steps = rows, width, recipe.steps
         device = target.embed_tokens.weight.device
         self.positions = torch.arange(width, device=device)
-        assert head.config.feature_layers is not None
-        self.layers = head.config.feature_layers
-        self.ids = torch.arange(head.config.draft_vocab_size, device=device) + head.d2t
+        self.layers = read_layers(head)
+        self.fuse: Callable[[Tensor], Tensor]
+        if isinstance(head, EagleHead):
+            self.ids = torch.arange(target.config.vocab_size, device=device)
+            self.fuse, self.logits = torch.nn.Identity(), target.logits
+        else:
+            self.ids = torch.arange(head.config.draft_vocab_size, device=device) + head.d2t
+            self.fuse, self.logits = head.fuse, head.logits
         self.observe = recipe.ready(self._observe, width)
         self.first, self.later = recipe.ready(self._first, width), recipe.ready(self._later, width)
         self.term = recipe.ready(self._term, width)
@@ -99,7 +133,8 @@ class DraftPass:
         """What the target makes of ``tokens (B, W)``.
 
         Returns:
-            Features ``(B, W, 3 · hidden)`` and logits over the draft vocabulary ``(B, W, Vd)``.
+            Features ``(B, W, len(layers) · hidden)`` and logits over the draft vocabulary
+            ``(B, W, Vd)``.
         """
         positions = self.positions.repeat(self.rows)
         attend = CausalRows(self.rows, self.width)
@@ -112,7 +147,7 @@ class DraftPass:
         self, embeds: Tensor, features: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         attend = FirstRows(self.rows, self.width - 1)
-        feature = self.head.fuse(features[:, :-1].flatten(0, 1))
+        feature = self.fuse(features[:, :-1].flatten(0, 1))
         return (self.head(embeds, feature, positions, attend), *attend.kept)
 
     def _later(
@@ -129,7 +164,7 @@ class DraftPass:
 
     def _term(self, hidden: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
         """Weighted mean cross-entropy of one step to the target's probabilities."""
-        drafted = self.head.logits(hidden).float().log_softmax(-1)
+        drafted = self.logits(hidden).float().log_softmax(-1)
         each = -(wanted.float().softmax(-1) * drafted).sum(-1)
         return (each * weight).sum() / weight.sum().clamp(min=1e-6)
 
@@ -140,7 +175,7 @@ class DraftPass:
         own last output, its token is token r+j and its position r+j.
 
         Returns:
-            ``steps`` tensors ``(B·(W−1), hidden)``, inputs of ``head.logits``: step j's row r−1
+            ``steps`` tensors ``(B·(W−1), hidden)``, inputs of :attr:`logits`: step j's row r−1
             predicts token r+j+1.
         """
         limit = self.head.rope.shape[0] - 1
@@ -184,7 +219,7 @@ class DraftPass:
         return shifted * inside
 
 
-class HeadTrainer(Trainer[Eagle3Head]):
+class HeadTrainer(Trainer[Kind]):
     """Trains a head on a target's features with training-time test, resumably.
 
     The loss is the cross-entropy to the target's own probabilities; gradients flow through the
@@ -192,7 +227,7 @@ class HeadTrainer(Trainer[Eagle3Head]):
 
     Args:
         target: The frozen target.
-        head: The head to begin with, such as :func:`new_head` makes.
+        head: The head to begin with, such as :func:`new_head` and :func:`new_eagle` make.
         batches, recipe, budget: As for :class:`Trainer`.
         cache: Features of all rows, kept from one pass; None: the target runs at every step.
     """
@@ -200,7 +235,7 @@ class HeadTrainer(Trainer[Eagle3Head]):
     def __init__(
         self,
         target: Decoder,
-        head: Eagle3Head,
+        head: Kind,
         batches: Batches,
         recipe: HeadRecipe,
         budget: Budget,
@@ -209,7 +244,8 @@ class HeadTrainer(Trainer[Eagle3Head]):
         self.cache = cache
         self.target = target.eval().requires_grad_(False)
         self.recipe, self.device = recipe, target.embed_tokens.weight.device
-        super().__init__(head.to(self.device), batches, recipe, budget)
+        head.to(self.device)
+        super().__init__(head, batches, recipe, budget)
         self._passes: dict[tuple[int, int], DraftPass] = {}
 
     def backward(self) -> float:

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head for a user's own target: `overlap-spec train` from the data file to the folder.
+"""A draft head for a user's own target: `overlap-spec train` from the data file to the folder.
 
 The folder gets the head (``config.json``, ``model.safetensors``), ``training.json`` with what the
 training was asked for, ``report.json`` with its figures, and ``work``, which holds what makes an
@@ -20,8 +20,8 @@ import torch
 
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.config import read_config
-from overlap_spec.models.decoder import Decoder
-from overlap_spec.models.weights import load_decoder, load_eagle3
+from overlap_spec.models.decoder import NORMED_OUTPUT, Decoder
+from overlap_spec.models.weights import load_decoder, load_eagle, load_eagle3
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.training.acceptance import Acceptance, Run, acceptance, head_guesses
 from overlap_spec.training.batches import WIDTHS, Row, RowStream, answer_row
@@ -29,7 +29,14 @@ from overlap_spec.training.budget import Budget
 from overlap_spec.training.export import export_head
 from overlap_spec.training.features import FeatureCache, fill_cache
 from overlap_spec.training.generate import answers
-from overlap_spec.training.head import HeadRecipe, HeadTrainer, new_head, spread_layers
+from overlap_spec.training.head import (
+    Head,
+    HeadRecipe,
+    HeadTrainer,
+    new_eagle,
+    new_head,
+    spread_layers,
+)
 from overlap_spec.training.progress import Bars
 from overlap_spec.training.samples import Sample, read_samples
 from overlap_spec.training.trainer import Report, save_atomically
@@ -46,11 +53,13 @@ class HeadSettings:
 
     Attributes:
         target, data, out: Folder of the target, file of chats or texts, folder of the result.
+        algorithm: Whose head it is: eagle3, or eagle (EAGLE-1 and EAGLE-2).
         epochs: Passes over the data; None where ``minutes`` limits the training.
         own_answers: Learn from the target's own greedy answers instead of the file's.
         max_length: Rows are cut there.
         batch_tokens: Tokens of a step, padding included.
-        draft_vocab_size: Most tokens that the head can draft: the most frequent ones of the data.
+        draft_vocab_size: Most tokens that the head can draft: the most frequent ones of the data;
+            eagle's drafts all.
         cache_features: Run the target once over the data and keep what it makes of it on disk.
         compile: Compile the passes, which needs a C++ compiler and minutes at the start.
     """
@@ -58,6 +67,7 @@ class HeadSettings:
     target: Path
     data: Path
     out: Path
+    algorithm: str = "eagle3"
     epochs: float | None = 1.0
     minutes: float | None = None
     own_answers: bool = False
@@ -69,8 +79,12 @@ class HeadSettings:
     seed: int = 1
 
 
+LOADERS: dict[str, Callable[[Path, Decoder, torch.dtype], Head]] = {
+    "eagle": load_eagle,
+    "eagle3": load_eagle3,
+}
 # Settings that a training cannot change on its way.
-FIXED = ("own_answers", "max_length", "batch_tokens", "draft_vocab_size", "seed")
+FIXED = ("algorithm", "own_answers", "max_length", "batch_tokens", "draft_vocab_size", "seed")
 
 
 def train_head(settings: HeadSettings, device: torch.device, bars: Bars) -> Acceptance:
@@ -105,7 +119,8 @@ def train_head(settings: HeadSettings, device: torch.device, bars: Bars) -> Acce
     run(trainer, work / "checkpoint.pt", bars.steps("head"))
     seconds = trainer.budget.seconds()
     export_head(trainer.averaged(), settings.out)
-    head = load_eagle3(settings.out, target, torch.bfloat16)
+    load = LOADERS[settings.algorithm]
+    head = load(settings.out, target, torch.bfloat16)
     runs = target_runs(target, checked, tokenizer, bars.share("check"))
     found = acceptance(runs, head_guesses(target, head, trainer.recipe.steps), device)
     write_report(settings, trainer, seconds, found, len(runs))
@@ -114,6 +129,8 @@ def train_head(settings: HeadSettings, device: torch.device, bars: Bars) -> Acce
 
 def check_settings(settings: HeadSettings) -> None:
     """ConfigError for what cannot be done."""
+    if settings.algorithm not in LOADERS:
+        raise ConfigError(f"algorithm must be eagle or eagle3: {settings.algorithm!r}")
     if (settings.epochs is None) == (settings.minutes is None):
         raise ConfigError("give epochs or minutes, one of them")
     for name in ("epochs", "minutes", "batch_tokens", "draft_vocab_size"):
@@ -130,8 +147,10 @@ def check_settings(settings: HeadSettings) -> None:
         )
 
 
-def feature_layers(settings: HeadSettings, target: Decoder) -> tuple[int, int, int]:
+def feature_layers(settings: HeadSettings, target: Decoder) -> tuple[int, ...]:
     """The target's layers whose inputs a head reads; ConfigError where it has too few."""
+    if settings.algorithm == "eagle":
+        return (NORMED_OUTPUT,)
     try:
         return spread_layers(target.config.num_layers)
     except ValueError as error:
@@ -237,10 +256,10 @@ def make_trainer(
     rows: Sequence[Row],
     tokenizer: Tokenizer,
     cache: FeatureCache | None,
-) -> HeadTrainer:
+) -> HeadTrainer[Any]:
     """The trainer of a new head over the rows."""
     vocabulary = None
-    if settings.draft_vocab_size < target.config.vocab_size:
+    if settings.algorithm == "eagle3" and settings.draft_vocab_size < target.config.vocab_size:
         ends = sorted(tokenizer.eos_ids)
         vocabulary = draft_vocabulary(rows, settings.draft_vocab_size, ends)
     recipe = HeadRecipe(
@@ -256,10 +275,12 @@ def make_trainer(
     else:
         assert settings.epochs is not None
         budget = Budget(tokens=round(settings.epochs * sum(len(ids) for ids, _ in rows)))
+    if settings.algorithm == "eagle":
+        return HeadTrainer(target, new_eagle(target, recipe), stream, recipe, budget, cache)
     return HeadTrainer(target, new_head(target, recipe), stream, recipe, budget, cache)
 
 
-def run(trainer: HeadTrainer, checkpoint: Path, report: Report) -> None:
+def run(trainer: HeadTrainer[Any], checkpoint: Path, report: Report) -> None:
     """Train to the end of the budget, from the checkpoint where there is one."""
     if checkpoint.exists():
         trainer.restore(torch.load(checkpoint, map_location=trainer.device, weights_only=True))
@@ -286,7 +307,11 @@ def target_runs(
 
 
 def write_report(
-    settings: HeadSettings, trainer: HeadTrainer, seconds: float, found: Acceptance, prompts: int
+    settings: HeadSettings,
+    trainer: HeadTrainer[Any],
+    seconds: float,
+    found: Acceptance,
+    prompts: int,
 ) -> None:
     """Write the figures of the training into the folder."""
     budget = trainer.budget

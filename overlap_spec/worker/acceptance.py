@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import exp, inf
 
 import torch
 from torch import Tensor
@@ -18,12 +18,17 @@ class AcceptanceRule:
     """The settings' rule, over all nodes of a step: it changes what is chosen after them.
 
     Thresholds are for sampled rows; relaxed acceptance is for all of them, inside the thinking.
+
+    Attributes:
+        asks_thinking: Whether it wants to know which requests think.
     """
 
     def __init__(self, config: EngineConfig, tables: RowTables) -> None:
         self.tables, self.by_threshold = tables, config.by_threshold
         self.single, self.total = config.threshold_single, config.threshold_acc
-        self.top_k, self.delta = config.relaxed_topk, config.relaxed_delta
+        # The furthest below the best: a difference of logarithms is a share.
+        self.top_k, self.share = config.relaxed_topk, exp(-config.relaxed_delta)
+        self.asks_thinking = self.top_k > 0
         if self.single >= 1:
             # A draft that is certain passes anyhow; rounding must not make others so.
             self.single = inf
@@ -91,12 +96,13 @@ class AcceptanceRule:
         return torch.where(left.amin(-1) < 0, token, choices)
 
     def _relaxed(self, probs: Tensor, places: _Places, masks: Masks, free: Tensor) -> Tensor:
-        """float32 ``(L,)``: the probability from which on relaxed acceptance takes a child."""
+        """float32 ``(L,)``: the probability from which on relaxed acceptance takes a child: one of
+        the ``top_k`` best, with log p₁ − log p at most ``relaxed_delta`` (TensorRT-LLM's rule)."""
         best = probs.topk(min(self.top_k, probs.shape[1])).values
         # Inside the thinking all mask rows are one; behind its end they are others.
         rows = masks.of(torch.arange(len(probs), device=probs.device))
         inside = free[places.tree] & (rows == rows[places.root]).all(-1)
-        return torch.where(inside, torch.maximum(best[:, 0] - self.delta, best[:, -1]), inf)
+        return torch.where(inside, torch.maximum(best[:, 0] * self.share, best[:, -1]), inf)
 
 
 class _Places:

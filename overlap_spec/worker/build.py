@@ -12,12 +12,12 @@ import torch
 
 from overlap_spec.config import AUTO_MODE, EngineConfig
 from overlap_spec.drafters.base import Drafter
-from overlap_spec.drafters.registry import load_drafter
+from overlap_spec.drafters.registry import make_drafter
 from overlap_spec.errors import ConfigError
 from overlap_spec.kernels import cpu
 from overlap_spec.models.config import ModelConfig, read_config, read_json
 from overlap_spec.models.packing import pack
-from overlap_spec.models.quantization import has_int8, quantize
+from overlap_spec.models.quantization import has_int4, has_int8, pack_grids, quantize
 from overlap_spec.models.shard import Shard
 from overlap_spec.models.tensors import parameter_count
 from overlap_spec.models.weights import load_decoder
@@ -152,7 +152,11 @@ def _load(
     if device.type == "cuda":
         # Float32 output must not depend on the device.
         torch.backends.cuda.matmul.allow_tf32 = False
-    target = load_decoder(config.target_path, dtype, device, config.context_length, group)
+    # A type that is asked for holds for all weights.
+    keep_int4 = device.type == "cpu" and group is None and config.dtype == "auto" and has_int4()
+    target = load_decoder(
+        config.target_path, dtype, device, config.context_length, group, keep_int4
+    )
     longest = target.config.max_position + reserve_tokens
     tables = RowTables(rows, -(-longest // config.page_size), target.config.vocab_size, device)
     pool = KVPool(target.config, config.page_size, dtype, device)
@@ -164,12 +168,13 @@ def _load(
 
     drafter: Drafter | None = None
     if config.drafter != "none":
-        drafter = load_drafter(config.drafter).build(config, target, tables, make_cache)
+        drafter = make_drafter(config, target, tables, make_cache)
     if device.type == "cpu":
         models = [model for model in (target, drafter) if model is not None]
         if config.quantization is not None:
-            quantize(models)
+            quantize(models, config.quantization)
         for model in models:
+            pack_grids(model)
             pack(model)
     features = len(drafter.feature_layers) if drafter is not None else 0
     page_bytes = sum(cache.page_bytes for cache in (pool, *draft_pools))
@@ -211,8 +216,10 @@ def overlap_mode(config: EngineConfig) -> str:
 def count_threads(config: EngineConfig, device: torch.device) -> int:
     """Threads of torch for each stream of the CPU."""
     stored = torch.int8 if config.quantization else pick_dtype(config, device)
-    ranks = config.tensor_parallel_size
-    return pick_threads(config.threads, weight_bytes(config, stored) // ranks, ranks)
+    size, ranks = weight_bytes(config, stored), config.tensor_parallel_size
+    if config.quantization == "int4":
+        size //= 2
+    return pick_threads(config.threads, size // ranks, ranks)
 
 
 def machine_key(config: EngineConfig) -> dict[str, Any]:
@@ -252,6 +259,11 @@ def check_quantization(name: str, device: torch.device) -> None:
     """Raise ConfigError where weights cannot be quantised."""
     if device.type != "cpu":
         raise ConfigError(f"quantization {name!r} is for the CPU alone: set device to cpu")
+    if name == "int4" and not has_int4():
+        raise ConfigError(
+            f"quantization {name!r} needs a processor with AVX512-VNNI and AVX512-BF16, and a C++ "
+            "compiler: take int8"
+        )
     if not has_int8():
         raise ConfigError(f"quantization {name!r} needs a processor with AVX512-VNNI")
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from overlap_spec.memory import control_groups
+
 # On 2 cores one thread is faster at 8 MB of weights, two are at 80 MB: a team of threads waits for
 # its slowest several times a layer, and a small pass is over sooner than that wait.
 THREAD_BYTES = 32 << 20
@@ -62,7 +64,32 @@ def pick_float(stored: torch.dtype, count: int) -> torch.dtype:
 
 
 def physical_cores(cpus: Path = CPUS) -> int:
-    """Cores that this process may use; hyperthreads of one core count once."""
+    """Cores that this process may use, by its affinity and by the quota of its control groups
+    (at least one); hyperthreads of one core count once."""
+    quota = cpu_quota()
+    cores = _own_cores(cpus)
+    return cores if quota is None else min(cores, max(1, int(quota)))
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """The processor time a second that the control groups of this process have, in seconds: the
+    least of all that hold it; None: no group has a limit."""
+    shares = []
+    for folder in control_groups("cpu", root):
+        try:
+            if (folder / "cpu.max").exists():
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota = (folder / "cpu.cfs_quota_us").read_text()
+                period = (folder / "cpu.cfs_period_us").read_text()
+            # Without a limit version 2 says "max", version 1 a negative number.
+            shares.append(int(quota) / int(period))
+        except (OSError, ValueError):
+            continue
+    return min((share for share in shares if share > 0), default=None)
+
+
+def _own_cores(cpus: Path) -> int:
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cores = set()

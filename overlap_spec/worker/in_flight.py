@@ -127,7 +127,6 @@ class InFlightStep:
         batch, prefilled, drafted, verified, decided: What the streams' work hands on.
         limits: Depth down to which each request's mask rows are good.
         results: The packed results of the trees and of the final chunks, on the host.
-        scores: Of choices that are weighed, on the host.
         extras: What the optional parts found, by name, on the host.
         dropped: Whether nothing of it is asked for any more.
     """
@@ -145,7 +144,6 @@ class InFlightStep:
     limits: tuple[int, ...] = ()
     results: list[Tensor] = field(default_factory=list)
     logprobs: list[tuple[Tensor, ...]] = field(default_factory=list)
-    scores: Tensor | None = None
     extras: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     dropped: bool = False
 
@@ -154,11 +152,13 @@ class InFlightStep:
         return self.buffers.events
 
     def settle(self) -> None:
-        """Enter into the plan what was drafted, where the drafts were stopped before its tier did;
+        """Enter into the plan what was drafted and is verified, where the drafts' stop chose it;
         once ``drafted`` is known to be there."""
         drafted = self.drafted.get()
-        if drafted is not None and drafted.tier != self.plan.tier:
-            self.plan = replace(self.plan, budget=self.plan.budget.stopped(drafted.tier))
+        if drafted is None or (drafted.tier == self.plan.tier and drafted.nodes is None):
+            return
+        budget = self.plan.budget.stopped(drafted.tier, drafted.nodes)
+        self.plan = replace(self.plan, budget=budget)
 
     def host_trees(self) -> HostTrees:
         """The drafted trees, then a node for each final chunk; once ``tree_on_host`` has passed."""

@@ -5,19 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overlap_spec.steps import GrammarTable, Int32s
+from overlap_spec.steps import Part
 from overlap_spec.tiers import Tier
 from overlap_spec.worker.worker import Worker
 
 
-def write_texts(worker: Worker, steps: Int32s) -> None:
-    """Tell what tokens are to grammars' tables, as :func:`token_steps` makes it."""
-    worker.runner.states.write_texts(steps)
-
-
-def write_table(worker: Worker, base: int, table: GrammarTable) -> None:
-    """Enter a grammar's table at number ``base``."""
-    worker.runner.states.write(base, table)
+def tell_drafts(worker: Worker, parts: dict[str, Part]) -> None:
+    """Enter what drafts read of grammars."""
+    worker.runner.told.write(parts)
 
 
 def prepare(worker: Worker, tier: Tier) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import EngineUnavailable
 from overlap_spec.parallel.group import Group
 from overlap_spec.parallel.processes import Processes
-from overlap_spec.steps import HostTrees, Int32s, Int64s, StepPlan, StepResult, TokenTrie
-from overlap_spec.types import Request
+from overlap_spec.steps import HostTrees, Int32s, Int64s, StepPlan, StepResult
 from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.messages import (
     Call,
@@ -22,11 +21,15 @@ from overlap_spec.worker.messages import (
     pack_decision,
 )
 from overlap_spec.worker.model_runner import ModelRunner
-from overlap_spec.worker.streams import HostEvent, RecordSpan, Streams, ThreadStream, Value
-from overlap_spec.worker.worker import Proposal, T, Ts, Worker
+from overlap_spec.worker.streams import HostEvent, RecordSpan, Streams, ThreadStream
+from overlap_spec.worker.worker import Worker
 
 # For the watcher to see that a rank has ended whose connection broke.
 SEEN_S = 5.0
+
+
+# Calls that wait for the next one; in a serial step, which waits for its draft, some do not.
+LATER, OF_A_SERIAL_STEP = ("assign", "upload"), ("grow", "prefill")
 
 
 class LeadWorker(Worker):
@@ -56,7 +59,7 @@ class LeadWorker(Worker):
         self.group, self.processes = group, processes
         if processes is not None:
             processes.on_loss, self.rank_pids = group.abort, processes.pids
-        # A serial step waits for its draft, in which ranks may take part, before it goes on.
+        # It waits for its draft, in which ranks may take part, before it goes on.
         self._serial = self.overlap == "none"
         self._calls: list[Call] = []
         self._verified = -1
@@ -70,7 +73,7 @@ class LeadWorker(Worker):
     def gather_spans(self) -> None:
         """As the worker's; lane ``compute`` of rank 1 is ``rank 1 compute``. The clocks are one on
         one machine alone."""
-        self._call("tell_spans")
+        self.tell("tell_spans")
         taken = [
             self._sender.run("spans", self._take_spans, rank)
             for rank in range(1, self.group.shard.size)
@@ -90,33 +93,22 @@ class LeadWorker(Worker):
         with self._blaming():
             super().rest()
 
-    def do(self, job: Callable[[Worker, Unpack[Ts]], T], *arguments: *Ts) -> Value[T]:
-        self._call("do", job, *arguments)
-        return super().do(job, *arguments)
-
-    def assign(
-        self, row: int, request: Request, output_ids: list[int], trie: TokenTrie | None = None
-    ) -> None:
-        bare = replace(request, grammar=None)
-        self._call("assign", row, bare, list(output_ids), trie, now=False)
-        super().assign(row, request, output_ids, trie)
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Now, with what they have not been told of yet; or with the next that is."""
+        self._calls.append((name, arguments))
+        if name in LATER or (name in OF_A_SERIAL_STEP and not self._serial):
+            return
+        calls, self._calls = self._calls, []
+        for tensor in encode_calls(calls, self.group.key):
+            self._sender.run("calls", self.group.send, tensor)
 
     def upload(self, plan: StepPlan) -> InFlightStep:
         self._sender.step = plan.index
-        self._call("upload", plan, now=False)
+        self.tell("upload", plan)
         with self._blaming():
             return super().upload(plan)
 
-    def grow(self, step: InFlightStep, proposal: Proposal | None) -> None:
-        self._call("grow", proposal, now=self._serial)
-        super().grow(step, proposal)
-
-    def prefill(self, step: InFlightStep) -> None:
-        self._call("prefill", now=self._serial)
-        super().prefill(step)
-
     def verify(self, step: InFlightStep) -> None:
-        self._call("verify")
         self._verified = step.plan.index
         super().verify(step)
 
@@ -132,7 +124,7 @@ class LeadWorker(Worker):
         if self._verified == step.plan.index:
             self._sender.run("decision", self._send_decision, step, False, ())
         else:
-            self._call("drop")
+            self.tell("drop")
         super().drop(step)
 
     def results(
@@ -155,17 +147,7 @@ class LeadWorker(Worker):
 
     def _bid_farewell(self) -> None:
         self._calls.clear()
-        self._call("close")
-
-    def _call(self, name: str, *arguments: Any, now: bool = True) -> None:
-        """Have the other ranks make a call, after those that they have not been told of yet; or
-        keep it for the next."""
-        self._calls.append((name, arguments))
-        if not now:
-            return
-        calls, self._calls = self._calls, []
-        for tensor in encode_calls(calls, self.group.key):
-            self._sender.run("calls", self.group.send, tensor)
+        self.tell("close")
 
     def _send_decision(self, step: InFlightStep, accepted: bool, free: Sequence[bool]) -> None:
         self.group.send(pack_decision(step, accepted, free))

@@ -6,22 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from overlap_spec.drafters.base import Draft, Drafter, Roots
-from overlap_spec.drafters.grafts import lengthen
 from overlap_spec.drafters.sound import sound
-from overlap_spec.drafters.states import GrammarStanding
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.kernels import KeySpan, Tree, accept_path, build_chain, build_tree
 from overlap_spec.models.decoder import Decoder
-from overlap_spec.steps import RUN_TOKENS, TOLD
+from overlap_spec.steps import STATES, TOLD
 from overlap_spec.tiers import Tier
 from overlap_spec.worker.batch import Chunks
-from overlap_spec.worker.grammar_states import STATES, GrammarStates
+from overlap_spec.worker.grammar_drafts import GrammarDrafts
 from overlap_spec.worker.graphs import Tensors, padded
 from overlap_spec.worker.kv_pool import KVPool, PagedAttend, lazy_zeros
 from overlap_spec.worker.packed_rows import pack_rows
 from overlap_spec.worker.passes import AcceptResult, CommittedTokens
 from overlap_spec.worker.tables import RowTables
-from overlap_spec.worker.tries import child, draft_known, follow
 
 
 class ModelRunner(nn.Module):
@@ -35,7 +32,7 @@ class ModelRunner(nn.Module):
         extends: Whether the drafter takes in what was committed.
         refused: int64 ``()``: drafted nodes that broke the contract; a built drafter has none.
         reads_states: Whether the drafter keeps to what grammars' tables allow.
-        states: These tables, and the rows' states.
+        told: What grammars tell drafts.
     """
 
     page_features: Tensor
@@ -61,7 +58,7 @@ class ModelRunner(nn.Module):
         self.reads_states = isinstance(drafter, TreeDrafter)
         room = STATES if self.reads_states else 0
         count = tables.padding_row + 1
-        self.states = GrammarStates(count, tables.vocab_size, room, self.device)
+        self.told = GrammarDrafts(count, tables.vocab_size, room, self.device)
         self.extends = drafter is not None and type(drafter).extend is not Drafter.extend
         built = drafter is None or type(drafter).__module__.startswith("overlap_spec.drafters.")
         self.checked = not built
@@ -112,7 +109,6 @@ class ModelRunner(nn.Module):
             told: Whether the drafter is told where its roots stand in their grammars.
             proposed: What a host drafter proposed for the first of the rows.
         """
-        tables = self.tables
         roots = self.draft_roots(self.known_roots(rows, pages), sampled, told)
         own = tier.own
         if self.drafter is None or own.steps == 0:
@@ -130,8 +126,7 @@ class ModelRunner(nn.Module):
         else:
             draft = self._sound(roots, self.drafter.draft(roots, own), own)
         if tier.base is not None:
-            draft = lengthen(draft, roots, tier)
-            draft = draft_known(draft, roots, tables.tries, tables.place, tier)
+            draft = self.told.complete(draft, roots, tier)
         known = roots.tokens, roots.positions, roots.forced
         return *known, *self.link(roots.tokens, draft, tier.steps)
 
@@ -145,15 +140,14 @@ class ModelRunner(nn.Module):
     def known_roots(self, rows: Tensor, pages: Tensor) -> Roots:
         """The rows' roots, as far as the tables tell of them."""
         tables = self.tables
-        known = tables.roots[rows], tables.committed[rows], tables.forced[rows]
+        known = tables.roots[rows], tables.committed[rows], self.told.forced[rows]
         return Roots(rows, pages, *known)
 
     def draft_roots(self, roots: Roots, sampled: bool, told: bool) -> Roots:
         """Roots as the drafter gets them; ``sampled`` and ``told`` as in :meth:`draft_trees`."""
         tables, rows = self.tables, roots.rows
         if told:
-            standing = GrammarStanding(self.states.tables, self.states.state[rows])
-            roots = roots._replace(standing=standing)
+            roots = roots._replace(standing=self.told.standing(rows))
         if sampled and self.coupled:
             roots = roots._replace(temperature=tables.temperature[rows], seeds=tables.seed[rows])
         return roots
@@ -255,46 +249,26 @@ class ModelRunner(nn.Module):
             self.pool.move(pages, base + path, base + self._count(width))
         tables.committed[rows] = roots + lengths + 1
         last = path.gather(1, lengths[:, None])
-        behind = runs[(self._count(rows.shape[0]) * nodes)[:, None] + last].squeeze(1)
-        forced = self._root(rows, accepted.bonus, behind)
-        if tier.base is not None:
-            before, reached = tables.place[rows], last[:, 0]
-            place = follow(tables.tries, rows, before, tier, reached, accepted.bonus)
-            tables.place[rows] = place
+        told = runs[(self._count(rows.shape[0]) * nodes)[:, None] + last].squeeze(1)
+        tables.roots[rows] = accepted.bonus.clamp(min=0)
+        behind = self.told.enter(rows, told, accepted.bonus, tier.base is not None)
         # Else the padding row would grow out of its pages, and follow what nobody wrote.
-        tables.committed[-1:], tables.forced[-1:] = 0, -1
+        tables.committed[-1:], self.told.forced[-1:] = 0, -1
         refused = torch.where(tree.parents == last, tree.scores, -torch.inf).amax(1, keepdim=True)
         scores = torch.cat([tree.scores.gather(1, path), refused], 1)
         living = (tree.scores > -torch.inf).sum(1) - 1
-        return lengths, tokens, path, pack_rows(lengths, living, tokens, scores, forced)
+        return lengths, tokens, path, pack_rows(lengths, living, tokens, scores, behind)
 
-    def commit_chunks(
-        self, rows: Tensor, tokens: Tensor, runs: Tensor, tries: bool
-    ) -> AcceptResult:
+    def commit_chunks(self, rows: Tensor, tokens: Tensor, runs: Tensor) -> AcceptResult:
         """Make what was chosen behind final chunks ``(F,)`` the rows' new roots: of each a tree of
-        its root alone; ``tries``: whether any of them has one."""
-        forced = self._root(rows, tokens, runs)
-        if tries:
-            tables = self.tables
-            tables.place[rows] = child(tables.tries, rows, tables.place[rows], tokens)
+        its root alone."""
+        self.tables.roots[rows] = tokens.clamp(min=0)
+        behind = self.told.enter(rows, runs, tokens, self.told.has_tries)
         none, tokens = torch.zeros_like(tokens), tokens[:, None]
         scores = torch.full((len(rows), 2), -torch.inf, device=self.device)
         scores[:, 0] = 0.0
-        packed = pack_rows(none, none, tokens, scores, forced)
+        packed = pack_rows(none, none, tokens, scores, behind)
         return AcceptResult(none, tokens, none[:, None], packed)
-
-    def _root(self, rows: Tensor, tokens: Tensor, runs: Tensor) -> Tensor:
-        """Enter ``tokens (R,)`` as the rows' new roots; what is forced behind each.
-
-        Args:
-            runs: int32 ``(R, TOLD)``: what the lane told of the nodes before them.
-        """
-        self.tables.roots[rows] = tokens.clamp(min=0)
-        forced = _after(runs, tokens)
-        self.tables.forced[rows] = forced
-        if self.reads_states:
-            self.states.state[rows] = self.states.after(runs[:, RUN_TOKENS], tokens)
-        return forced
 
     def extend_trees(
         self,
@@ -379,12 +353,6 @@ class ModelRunner(nn.Module):
 
     def _count(self, end: int) -> Tensor:
         return torch.arange(end, device=self.device)
-
-
-def _after(runs: Tensor, chosen: Tensor) -> Tensor:
-    """What is left of runs ``(S, TOLD)`` behind the tokens ``chosen (S,)``, int64; -1 of those that
-    do not begin with these."""
-    return torch.where(runs[:, :1] == chosen[:, None], runs[:, 1:RUN_TOKENS], -1).long()
 
 
 def _no_draft(roots: Roots, nodes: int) -> Draft:

@@ -22,7 +22,8 @@ class Drafted(NamedTuple):
     ``links`` int64 ``(3, S, N)``: the trees' tokens, first children and next siblings, for the
     host. ``pack`` int64 ``(T,)``: the flat numbers of the nodes that are verified; None: all.
     ``tier``: what was drafted: the plan's, or a shorter one where its budget's ``stop`` ended the
-    drafts.
+    drafts. ``nodes``: how many of the batch its ``stop`` left to be verified; None: what the plan
+    says.
     """
 
     roots: Roots
@@ -30,6 +31,7 @@ class Drafted(NamedTuple):
     links: Tensor
     pack: Tensor | None
     tier: Tier
+    nodes: int | None = None
 
 
 class Verified(NamedTuple):
@@ -47,13 +49,11 @@ class Prefilled(NamedTuple):
     """The target's answers to the chunks.
 
     ``logits (F, V)``: of the final chunks' last tokens, None where there are none; ``features``:
-    the drafter's, of all chunks' tokens; ``scores``: what :mod:`overlap_spec.worker.choices` reads,
-    None where no choice is weighed; ``extras``: what the optional parts read, by name.
+    the drafter's, of all chunks' tokens; ``extras``: what the optional parts read, by name.
     """
 
     logits: Tensor | None
     features: Tensor | None
-    scores: Tensor | None
     extras: Mapping[str, tuple[Tensor, ...]]
 
 

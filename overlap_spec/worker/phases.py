@@ -6,17 +6,19 @@ chunks run beside them.
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Draft, Roots
+from overlap_spec.errors import ConfigError
 from overlap_spec.kernels import Tree, apply_bitmask, select_nodes
 from overlap_spec.steps import StepPlan
-from overlap_spec.tiers import Tier
-from overlap_spec.worker.acceptance import AcceptanceRule
+from overlap_spec.tiers import DraftStop, Tier
 from overlap_spec.worker.batch import Batch
-from overlap_spec.worker.choices import ChoiceScorer
 from overlap_spec.worker.drafter_guard import DrafterGuard
 from overlap_spec.worker.extras import base as extras
 from overlap_spec.worker.graph_runner import GraphRunner
@@ -31,7 +33,27 @@ from overlap_spec.worker.passes import (
     Verified,
 )
 from overlap_spec.worker.sampler import Nodes, Sampler
-from overlap_spec.worker.tables import SamplingFeatures
+from overlap_spec.worker.stepwise import kept_nodes, reached
+from overlap_spec.worker.tables import RowTables, SamplingFeatures
+
+
+def acceptance_rule(config: EngineConfig, tables: RowTables) -> Any:
+    """The rule by which a draft may be accepted that is not the target's own choice; None: there is
+    none.
+
+    Raises:
+        ConfigError: its file is not there.
+    """
+    if not (config.by_threshold or config.relaxed_topk):
+        return None
+    try:
+        rules = importlib.import_module("overlap_spec.worker.acceptance")
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "threshold_single, threshold_acc and relaxed_topk need overlap_spec/worker/"
+            "acceptance.py, which is not there: leave them out, or install overlap-spec again"
+        ) from None
+    return rules.AcceptanceRule(config, tables)
 
 
 class Phases:
@@ -45,8 +67,7 @@ class Phases:
         self, runner: ModelRunner, graphs: GraphRunner, guard: DrafterGuard, config: EngineConfig
     ) -> None:
         self.runner, self.graphs, self.guard, self.tables = runner, graphs, guard, runner.tables
-        self.sampler, self.rule = Sampler(runner.tables), AcceptanceRule(config, runner.tables)
-        self.choices = ChoiceScorer(runner.target, runner.pool, runner.tables, runner.token_slots)
+        self.sampler, self.rule = Sampler(runner.tables), acceptance_rule(config, runner.tables)
 
     # Draft
 
@@ -71,13 +92,14 @@ class Phases:
         told = self.runner.reads_states and any(plan.grammar[: batch.trees])
         tier, stop = plan.tier, plan.budget.stop
         outputs: Tensors | None = None
+        stopped = False
         if stop is not None and self.guard.fault is None:
             with self.guard:
                 steps = self.graphs.find_steps(sampled, told)
                 if steps is not None:
                     outputs = steps(rows, pages, stop)
                     nodes = outputs[-1].shape[1]
-                    tier = Tier(nodes - 1, 1, nodes)
+                    tier, stopped = Tier(nodes - 1, 1, nodes), True
         recorded = None if outputs else self.graphs.find_draft(tier, len(rows), sampled, told)
         if proposed is None and recorded is not None and self.guard.fault is None:
             with self.guard:
@@ -88,7 +110,14 @@ class Phases:
         tokens, positions, forced, links, *tree = outputs
         roots = Roots(rows, pages, tokens, positions, forced)
         drafted = Drafted(roots, Tree(*tree), links, None, tier)
-        return drafted if plan.budget.nodes is None else self._select(batch, drafted)
+        wanted, worth = plan.budget.nodes, drafted.tree.scores
+        if stopped and stop is not None and stop.rows is not None:
+            chances = _chances(drafted.tree.scores, stop)
+            kept = kept_nodes(chances[: batch.trees, 1:], stop.costs_ms[tier.steps], stop.rows)
+            if kept is not None:
+                wanted, worth = kept if wanted is None else min(kept, wanted), chances.log()
+                drafted = drafted._replace(nodes=wanted)
+        return drafted if wanted is None else self._select(batch, drafted, wanted, worth)
 
     def draft_trees(
         self,
@@ -105,18 +134,19 @@ class Phases:
                 return self.runner.draft_trees(tier, sampled, told, rows, pages, proposed)
         return self.runner.dead_trees(tier, rows, pages)
 
-    def _select(self, batch: Batch, drafted: Drafted) -> Drafted:
-        """Keep the best nodes of the whole batch, as many as the budget says."""
+    def _select(self, batch: Batch, drafted: Drafted, wanted: int, worth: Tensor) -> Drafted:
+        """Keep the ``wanted`` nodes of the whole batch that are worth most: float32 ``(S, N)``, of
+        a child at most what its parent is."""
         roots, tree = drafted.roots, drafted.tree
         rows, nodes = tree.tokens.shape
-        assert batch.plan.budget.nodes is not None
         # Rows of padding bring their roots.
-        wanted = batch.plan.budget.nodes + rows - batch.trees
+        wanted += rows - batch.trees
         # A recording for every number of nodes would be too many.
         count = padded_size(wanted) if self.graphs.enabled else wanted
         count = min(count, rows * nodes)
-        selected = select_nodes(tree.scores, count, batch.least, batch.most)
-        scores = selected.scores
+        bounds = (None, None) if batch.plan.budget.nodes is None else (batch.least, batch.most)
+        selected = select_nodes(worth, count, *bounds)
+        scores = tree.scores.masked_fill(selected.scores == -torch.inf, -torch.inf)
         draft = Draft(tree.tokens[:, 1:], tree.parents[:, 1:], scores[:, 1:])
         links, *kept = self.runner.link(roots.tokens, draft, drafted.tier.steps)
         pack = selected.pack if count < rows * nodes else None
@@ -142,11 +172,10 @@ class Phases:
         chunks, runner = batch.chunks, self.runner
         assert chunks is not None
         hidden, features = runner.read_chunks(chunks)
-        told = extras.compute(runner.target, batch, hidden)
-        scores = self.choices(batch.plan, hidden)
+        told = extras.compute(runner, batch, hidden)
         if not len(chunks.last):
-            return Prefilled(None, features, scores, told)
-        return Prefilled(runner.target.logits(hidden[chunks.last]), features, scores, told)
+            return Prefilled(None, features, told)
+        return Prefilled(runner.target.logits(hidden[chunks.last]), features, told)
 
     # Accept
 
@@ -194,15 +223,15 @@ class Phases:
             allowed = masks.first(count) if pack is None else masks.packed(pack, count)
         if pack is None:
             logits = logits[:count]
-        ruled = self.rule.applies(features, free)
-        place = self._nodes(drafted, len(logits)) if features.by_node or ruled else None
+        rule = self.rule if self.rule is not None and self.rule.applies(features, free) else None
+        place = self._nodes(drafted, len(logits)) if features.by_node or rule else None
         logits = self.sampler.process(logits, place, features)
-        if ruled and allowed is not None:
+        if rule and allowed is not None:
             apply_bitmask(logits, allowed.of(self._count(len(logits))))
-        choices = self.sampler.choose(logits, place, features, None if ruled else allowed)
-        if ruled:
+        choices = self.sampler.choose(logits, place, features, None if rule else allowed)
+        if rule:
             assert place is not None
-            choices = self.rule(choices, logits, place, features, allowed, free)
+            choices = rule(choices, logits, place, features, allowed, free)
         every = choices.new_full((rows * nodes,), -1)
         every = every.index_copy_(0, self._count(count) if pack is None else pack, choices)
         commit = self.graphs.find(drafted.tier, rows).commit
@@ -245,7 +274,7 @@ class Phases:
         place = Nodes(rows, chunks.positions[chunks.last] + 1, None, None)
         logits = self.sampler.process(logits, place, features)
         tokens = self.sampler.choose(logits, place, features, allowed)
-        accepted = self.runner.commit_chunks(rows, tokens, runs, features.tries)
+        accepted = self.runner.commit_chunks(rows, tokens, runs)
         lengths, tokens, *_ = accepted
         self._note_output(rows, tokens, lengths, features)
         if features.top_logprobs is None:
@@ -306,3 +335,15 @@ class Phases:
 
     def _count(self, end: int) -> Tensor:
         return torch.arange(end, device=self.tables.device)
+
+
+def _chances(scores: Tensor, stop: DraftStop) -> Tensor:
+    """How likely each node of chains is to be accepted, by a stop's curves: float32 ``(S, N)``, of
+    ``scores`` as in :class:`Tree`; 0 of padding's drafts."""
+    found = torch.zeros_like(scores)
+    found[:, 0] = 1.0
+    trees = len(stop.expected)
+    # Behind a dead node no difference is a number.
+    own = scores[:trees].diff(dim=1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    found[:trees, 1:] = reached(own, torch.from_numpy(stop.curves))
+    return found

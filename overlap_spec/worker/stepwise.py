@@ -12,12 +12,46 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from overlap_spec.drafters.base import Draft, Roots
-from overlap_spec.drafters.states import GrammarStanding
 from overlap_spec.drafters.tree_drafter import ChainLink, TreeDrafter
 from overlap_spec.kernels.scripting import compiled, replay
-from overlap_spec.tiers import DraftStop
+from overlap_spec.tiers import DraftStop, RowTimes
 from overlap_spec.worker.graphs import Recorded, Tensors, TracedGraph
 from overlap_spec.worker.model_runner import ModelRunner
+
+# Without the drafts that are worth least a step must gain this much, being a recording of its own.
+RAGGED_GAIN = 0.02
+
+
+def reached(scores: Tensor, curves: Tensor) -> Tensor:
+    """How likely each draft of a chain is to be accepted, with all before it: float32
+    ``(trees, d)``, of the drafts' log-probabilities ``scores`` and the stop's curves."""
+    bins = curves.shape[1]
+    at = (scores.exp() * bins - 0.5).clamp(0.0, bins - 1.0)
+    low = at.floor().clamp(0.0, bins - 2.0).long()
+    left, right = curves.gather(1, low), curves.gather(1, low + 1)
+    return (left + (at - low) * (right - left)).cumprod(1)
+
+
+def kept_nodes(shares: Tensor, step_ms: float, rows: RowTimes) -> int | None:
+    """How many nodes are worth verifying, roots included (AdaSpec, Algorithm 2): drafts go by
+    their :func:`reached`, the least first, while the step's goodput grows.
+
+    Args:
+        step_ms: What a step takes that verifies all of them.
+
+    Returns:
+        None where the goodput grows too little for what a ragged step costs.
+    """
+    trees, steps = shares.shape
+    rates = sorted(shares.flatten().tolist())
+    nodes, tokens, took_ms = trees * (steps + 1), trees + sum(rates), step_ms
+    full = best = tokens / took_ms
+    for rate in rates:
+        tokens, took_ms = tokens - rate, took_ms - rows.saved_ms(nodes)
+        if tokens / took_ms <= best:
+            break
+        best, nodes = tokens / took_ms, nodes - 1
+    return nodes if best > full * (1 + RAGGED_GAIN) else None
 
 
 def stops(scores: Tensor, expected: Tensor, curves: Tensor, costs_ms: list[float]) -> bool:
@@ -34,11 +68,7 @@ def stops(scores: Tensor, expected: Tensor, curves: Tensor, costs_ms: list[float
         longer += 1
     if longer >= len(costs_ms):
         return True
-    bins = curves.shape[1]
-    at = (scores[:trees].exp() * bins - 0.5).clamp(0.0, bins - 1.0)
-    low = at.floor().clamp(0.0, bins - 2.0).long()
-    left, right = curves.gather(1, low), curves.gather(1, low + 1)
-    shares = (left + (at - low) * (right - left)).cumprod(1)
+    shares = reached(scores[:trees], curves)
     tokens = trees + float(shares.sum())
     further, share = 0.0, shares[:, -1]
     for _ in range(longer - steps):
@@ -154,7 +184,7 @@ def next_step(
     drafter = runner.drafter
     assert isinstance(drafter, TreeDrafter)
     roots = runner.draft_roots(Roots(rows, pages, token[:, 0], positions, forced), sampled, False)
-    standing = GrammarStanding(runner.states.tables, states[0]) if told else None
+    standing = runner.told.standing(rows)._replace(states=states[0]) if told else None
     link = drafter.next_link(roots, token, state, standing, 1)
     return (
         positions + 1,

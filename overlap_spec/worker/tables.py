@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from overlap_spec.steps import RUN_TOKENS, TRIE_NODES, Int64s, TokenTrie
 from overlap_spec.types import BANNED_TOKENS, MOST_BANNED, Request
 from overlap_spec.worker.extras.base import Extra, row_extras
-from overlap_spec.worker.tries import trie_table
 
 # More drafts than a run can have.
 DEEPEST = 2**31
@@ -28,7 +26,6 @@ class SamplingFeatures:
     banned: bool = False
     min_tokens: bool = False
     top_logprobs: int | None = None
-    tries: bool = False
     extras: frozenset[type[Extra]] = frozenset()
 
     @property
@@ -56,12 +53,9 @@ class RowTables(nn.Module):
     """Committed lengths, roots, page tables and sampling settings of ``max_rows`` rows.
 
     ``committed`` int64 ``(R,)``: tokens whose target keys are cached, which is the root's position.
-    ``roots`` int64 ``(R,)``: last committed tokens. ``forced`` int64 ``(R, L)``: tokens that the
-    grammar forces behind them, -1 behind their end. ``pages`` int64 ``(R, P)``. ``tries`` int64
-    ``(R, 4, TRIE_NODES)``: of the texts that a request's whole output can be, its trie as
-    :mod:`overlap_spec.worker.tries` has it; ``place`` int64 ``(R,)``: its node at the root, -1
-    where there is none. What only some requests need (counts, bias and stop masks over the whole
-    vocabulary, banned sequences) is allocated on first use.
+    ``roots`` int64 ``(R,)``: last committed tokens. ``pages`` int64 ``(R, P)``. What only some
+    requests need (counts, bias and stop masks over the whole vocabulary, banned sequences) is
+    allocated on first use.
 
     R is ``max_rows + 1``: the last, :attr:`padding_row`, belongs to no request, and its pages are
     page 0. It fills batches up to a size that is recorded.
@@ -69,10 +63,7 @@ class RowTables(nn.Module):
 
     committed: Tensor
     roots: Tensor
-    forced: Tensor
     pages: Tensor
-    tries: Tensor
-    place: Tensor
     depth_limit: Tensor
     temperature: Tensor
     seed: Tensor
@@ -85,9 +76,6 @@ class RowTables(nn.Module):
         self.device, self.vocab_size, self.padding_row = device, vocab_size, max_rows
         self.register_buffer("committed", table(torch.int64))
         self.register_buffer("roots", table(torch.int64))
-        self.register_buffer("forced", table(torch.int64, RUN_TOKENS - 1).fill_(-1))
-        self.register_buffer("tries", table(torch.int64, 4, TRIE_NODES))
-        self.register_buffer("place", table(torch.int64).fill_(-1))
         self.register_buffer("pages", table(torch.int64, max_pages))
         self.register_buffer("temperature", table(torch.float32))
         self.register_buffer("seed", table(torch.int64))
@@ -134,7 +122,7 @@ class RowTables(nn.Module):
             self._wide[name] = torch.full(shape, -1, dtype=torch.int64, device=self.device)
         return self._wide[name]
 
-    def assign(self, row: int, request: Request, trie: TokenTrie | None = None) -> None:
+    def assign(self, row: int, request: Request) -> None:
         """Note on the host what the row's new request asks for; :meth:`write` must follow."""
         s = request.sampling
         sampled = s.temperature != 0
@@ -149,7 +137,6 @@ class RowTables(nn.Module):
             banned=len(single) < len(request.banned),
             min_tokens=s.min_tokens > 0,
             top_logprobs=s.logprobs,
-            tries=trie is not None,
             extras=row_extras(s),
         )
         # Equal ones are one object, so that a step compares as many as differ.
@@ -169,7 +156,6 @@ class RowTables(nn.Module):
             banned=any(n.banned for n in each),
             min_tokens=any(n.min_tokens for n in each),
             top_logprobs=max(tops) if tops else None,
-            tries=any(n.tries for n in each),
             extras=frozenset().union(*(n.extras for n in each)),
         )
 
@@ -177,24 +163,13 @@ class RowTables(nn.Module):
         """What the row's request asks for."""
         return self._features[row]
 
-    def write(
-        self,
-        row: int,
-        request: Request,
-        output_ids: tuple[int, ...],
-        trie: TokenTrie | None = None,
-    ) -> None:
+    def write(self, row: int, request: Request, output_ids: tuple[int, ...]) -> None:
         """Give ``row`` on the device to a request whose output so far is ``output_ids``."""
         s = request.sampling
         # A number written to one index would make CUDA wait; to a slice it does not.
         here = slice(row, row + 1)
         top_p = 1.0 if s.top_p is None else s.top_p
         self.committed[here] = 0
-        place = None if trie is None else trie.follow(-1, output_ids)
-        self.place[here] = -1 if place is None else place + 1
-        if trie is not None:
-            numbers = self._ids(trie_table(trie).flatten())
-            self.tries[here] = numbers.view(1, 4, TRIE_NODES)
         self.temperature[here] = 1.0 if s.temperature is None else s.temperature
         self.min_p[here] = s.min_p
         # At 1.0 every token stays, however the running sum rounds.
@@ -240,7 +215,7 @@ class RowTables(nn.Module):
             stops = self.wide("stops", torch.bool)[row].zero_()
             stops.index_fill_(0, self._ids(sorted(request.stop_ids)), True)
 
-    def _ids(self, ids: Sequence[int] | Sequence[Sequence[int]] | Int64s) -> Tensor:
+    def _ids(self, ids: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         pinned = self.device.type == "cuda"
         found = torch.tensor(ids, dtype=torch.int64, pin_memory=pinned)
         return found.to(self.device, non_blocking=True)

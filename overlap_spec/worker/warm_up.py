@@ -15,7 +15,7 @@ import torch
 
 from overlap_spec.kernels import apply_bitmask, noise_keys
 from overlap_spec.kernels.sampling import PURPOSES
-from overlap_spec.steps import LOST, Chunk, StepPlan
+from overlap_spec.steps import Chunk, StepPlan
 from overlap_spec.tiers import Budget, Tier
 from overlap_spec.worker.batch import Staging
 from overlap_spec.worker.graphs import padded_size
@@ -115,7 +115,7 @@ def forget(worker: Worker) -> None:
     """Leave the padding row and page 0 as they were."""
     runner = worker.runner
     tables = runner.tables
-    tables.committed[-1:], tables.roots[-1:], tables.forced[-1:] = 0, 0, -1
-    runner.states.state[-1:] = LOST
+    tables.committed[-1:], tables.roots[-1:] = 0, 0
+    runner.told.forget()
     for cache in runner.caches:
         cache.clear((0,))

@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar, TypeVarTuple, Unpack
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Draft, host_draft
 from overlap_spec.drafters.grafts import graft
-from overlap_spec.steps import History, HostTrees, Int32s, Int64s, StepPlan, StepResult, TokenTrie
+from overlap_spec.steps import History, HostTrees, Int32s, Int64s, StepPlan, StepResult
 from overlap_spec.tiers import Floats, Tier
 from overlap_spec.types import Request
 from overlap_spec.worker.batch import Batch, PlanUpload, uploaded
@@ -50,6 +50,7 @@ class Traits:
         compiles: Whether kernels are compiled when they first run, which no request should wait
             for.
         drafts_on_host: Whether drafts need the tokens of the step before on the host.
+        asks_thinking: Whether acceptance depends on which requests think.
         reads_states: Whether the drafter keeps to what grammars' tables allow.
         stops_drafts: Whether a plan's drafts can be stopped after each step. Not on a GPU, whose
             host would have to wait for each: there a budget drafts all that its tier says.
@@ -65,12 +66,13 @@ class Traits:
     on_gpu: bool
     compiles: bool
     drafts_on_host: bool
+    asks_thinking: bool
     reads_states: bool
     stops_drafts: bool
     verifies_ahead: bool
 
 
-def traits_of(runner: ModelRunner) -> Traits:
+def traits_of(runner: ModelRunner, asks_thinking: bool) -> Traits:
     """Those of a worker that has all of the model."""
     on_gpu = runner.device.type == "cuda"
     return Traits(
@@ -81,6 +83,7 @@ def traits_of(runner: ModelRunner) -> Traits:
         on_gpu=on_gpu,
         compiles=on_gpu,
         drafts_on_host=runner.drafter is not None and runner.drafter.host,
+        asks_thinking=asks_thinking,
         reads_states=runner.reads_states,
         stops_drafts=runner.stops_drafts,
         verifies_ahead=on_gpu,
@@ -109,12 +112,14 @@ class Worker:
         self.runner, self.streams, self.overlap = runner, streams, config.overlap
         self.rows, self._record = config.max_running_requests, record
         self._tables, self._device = runner.tables, runner.device
-        self.traits, drafter = traits_of(runner), runner.drafter
+        drafter = runner.drafter
         # What drafts in all ranks must not fail in one.
         together = drafter is not None and not drafter.host and runner.target.config.shard.size > 1
         self.guard = DrafterGuard(config.drafter, fatal=together)
         self.graphs = GraphRunner(runner, self.guard, config.graphs)
         self.phases = Phases(runner, self.graphs, self.guard, config)
+        rule = self.phases.rule
+        self.traits = traits_of(runner, rule is not None and rule.asks_thinking)
         self._states: dict[Tier, TierState] = {}
         self._reader = ResultReader(runner.tables)
         self._accepted = [streams.event() for _ in range(ACCEPTS)]
@@ -135,6 +140,9 @@ class Worker:
     def gather_spans(self) -> None:
         """Record the spans that the other ranks have kept since the last call."""
 
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Have the other ranks make this call too, of those that copy what rank 0 does."""
+
     def rest(self) -> None:
         """Wait until compute has run all that is queued."""
         passed = self.streams.event()
@@ -145,22 +153,15 @@ class Worker:
     def do(self, job: Callable[[Worker, Unpack[Ts]], T], *arguments: *Ts) -> Value[T]:
         """Queue ``job(worker, *arguments)`` on compute, between two steps; in all ranks. It is a
         function of a module, such as are in :mod:`overlap_spec.worker.jobs`."""
+        self.tell("do", job, *arguments)
         return self.streams.compute.run(job.__name__, job, self, *arguments)
 
     @torch.inference_mode()
-    def assign(
-        self, row: int, request: Request, output_ids: list[int], trie: TokenTrie | None = None
-    ) -> None:
-        """Prepare ``row`` for a request that starts, or starts again, with its prefill.
-
-        Args:
-            trie: Of the texts that its whole output can be, where these are few.
-        """
-        self._tables.assign(row, request, trie)
-        self._reader.assign(row, request, output_ids, trie)
-        self.streams.compute.run(
-            "assign", self._tables.write, row, request, tuple(output_ids), trie
-        )
+    def assign(self, row: int, request: Request, output_ids: list[int]) -> None:
+        """Prepare ``row`` for a request that starts, or starts again, with its prefill."""
+        self.tell("assign", row, replace(request, grammar=None), list(output_ids))
+        self._tables.assign(row, request)
+        self.streams.compute.run("assign", self._tables.write, row, request, tuple(output_ids))
 
     @torch.inference_mode()
     def upload(self, plan: StepPlan) -> InFlightStep:
@@ -196,6 +197,7 @@ class Worker:
 
         After the drafts: where all share one stream, the trees are on their way to the host then.
         """
+        self.tell("prefill")
         prefill = self.streams.prefill
         if step.plan.chunks:
             prefill.wait(step.events.pages_entered)
@@ -214,6 +216,7 @@ class Worker:
     @torch.inference_mode()
     def grow(self, step: InFlightStep, proposal: Proposal | None) -> None:
         """:meth:`draft`, with what a drafter on the host proposed."""
+        self.tell("grow", proposal)
         compute, copy = self.streams.compute, self.streams.copy
         sampled = step.features.sampled
         step.drafted = compute.run("draft", self._drafted, step, step.batch, sampled, proposal)
@@ -263,6 +266,7 @@ class Worker:
     @torch.inference_mode()
     def verify(self, step: InFlightStep) -> None:
         """Queue the target's pass over the trees."""
+        self.tell("verify")
         compute = self.streams.compute
         step.verified = compute.run("verify", self.phases.verify, step.drafted)
         if step.plan.chunks:
@@ -297,8 +301,8 @@ class Worker:
         The mask rows that :meth:`trees` lent must have been written.
 
         Args:
-            free: Whether each request of ``plan.verified`` is inside its thinking, where relaxed
-                acceptance is on; empty: none is.
+            free: Whether each request of ``plan.verified`` is inside its thinking, where acceptance
+                asks for it; empty: none is.
         """
         compute, copy, planner = self.streams.compute, self.streams.copy, self.streams.plan
         events, masks = step.events, None
@@ -434,9 +438,6 @@ def _upload_masks(plan: StepPlan, batch: Batch, buffers: Buffers) -> GrammarRows
 
 def _copy_results(accepted: Accepted, prefilled: Prefilled | None, step: InFlightStep) -> None:
     room = step.buffers.results
-    scores = None if prefilled is None else prefilled.scores
-    if scores is not None:
-        step.scores = _to_host(scores)
     if prefilled is not None:
         told = prefilled.extras.items()
         step.extras = {name: tuple(map(_to_host, found)) for name, found in told}

@@ -155,3 +155,14 @@ def test_a_larger_target_is_drafted_for_by_the_embedded_one(
     assert made["eagle"] == "own"
     assert Path(made["draft_model"]).name == "151936"
     assert "draft_model" not in drafters.checkpoints(drafters.parse([]), {})
+
+
+def test_overlap_modes_are_rows_of_their_own() -> None:
+    rows = drafters.rows_of(None, ("none", "once-sync"))
+    assert set(rows) - set(drafters.ROWS) == {
+        f"greedy, {shape}, {mode}"
+        for shape in ("chain of 5", "tree of 16")
+        for mode in ("none", "once-sync")
+    }
+    assert rows["greedy, tree of 16, none"].engine == drafters.TREE | {"overlap": "none"}
+    assert drafters.rows_of(None) == drafters.ROWS

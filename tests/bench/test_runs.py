@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import adaptive, overlap, report, soak, traces
+from bench import adaptive, adaspec, overlap, report, soak, traces
 from bench.common import (
     Run,
     flags,
@@ -430,6 +430,10 @@ def test_policies_that_take_turns() -> None:
     assert policies.largest_batch(seven.tiers[0]) is None
     policies.take("one")
     assert not policies.steps
+    own = Turns({"adaspec": load_policy("adaspec", 5, 1, None)})
+    assert own.choose(view).stop is None
+    own.let_stop()
+    assert own.choose(view).stop is not None
 
 
 @pytest.mark.ci
@@ -461,9 +465,38 @@ def test_traces_end_in_their_record(
     assert policies["auto"]["speedup"] > policies["off"]["speedup"]
     found = traces.summary([seen])
     assert found["auto_over_adaspec"]["min"] == found["auto_over_adaspec"]["max"]
+    assert all(each["ours"][0] == each["ours"][1] for each in found["ranges"].values())
+    # As many drafts as in the paper, whose order of the methods holds too.
+    assert 5 <= policies["threshold"]["draft_tokens"] <= 8
+    assert policies["adaspec"]["draft_tokens"] < policies["static 5"]["draft_tokens"]
+    assert policies["adaspec"]["acceptance"] > policies["threshold"]["acceptance"]
+    assert policies["adaspec"]["speedup"] > policies["threshold"]["speedup"]
+    assert policies["threshold"]["speedup"] > policies["specinfer"]["speedup"]
+    (dear,) = traces.row_costs(20, 1, (0.2,))
+    assert dear["speedup"].keys() == traces.POLICIES.keys()
     with pytest.raises(SystemExit):
         traces.main(["--quick", "--mooncake", str(tmp_path / "none")])
     assert "no such file" in capsys.readouterr().err
+
+
+@pytest.mark.ci
+def test_adaspecs_figures_are_made(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has what the paper's shows: longer drafts pay less as the batch grows."""
+    adaspec.main(["--quick"])
+    record = json.loads(capsys.readouterr().out)
+    alone, crowd = (record["figure_3"][batch]["mathematics"] for batch in ("1", "128"))
+    assert alone.index(max(alone)) > crowd.index(max(crowd))
+    assert set(record["figure_4"]) == set(traces.MACHINES)
+    kept = [row["attainment"] for row in record["figure_5"]["bursty"]]
+    assert kept[-1] < kept[0]
+    for row in record["figure_8"]:
+        assert row["by_drafts"] == pytest.approx(row["actual"], rel=0.1)
+    assert record["figure_9"]["prompt"] == sorted(record["figure_9"]["prompt"])
+    series = record["figure_13"]["bursty"]
+    assert {drafts for _, _, drafts in series["static 3"]} == {3}
+    assert len({drafts for _, _, drafts in series["adaspec"]}) > 1
+    adaspec.main(["--quick", "--figure", "9"])
+    assert "figure_3" not in json.loads(capsys.readouterr().out)
 
 
 def test_flags_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:

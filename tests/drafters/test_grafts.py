@@ -10,7 +10,7 @@ import torch
 
 from overlap_spec.config import EMBEDDED
 from overlap_spec.drafters.base import HostDraft, Roots
-from overlap_spec.drafters.grafts import Grafts, graft
+from overlap_spec.drafters.grafts import forced_first, graft
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.drafting.forced import ForcedRuns
 from overlap_spec.grammar.drafting.guesses import Guesses
@@ -58,7 +58,9 @@ def test_grafts_shorten_the_way_to_the_same_text(
 def test_the_first_draft_has_the_run_behind_the_prompt(tiny: dict[str, Any]) -> None:
     settings = {**tiny, "algorithm": "grammar", "num_steps": 12, "adaptive": "static"}
     with Engine(**settings, context_length=256) as engine:
-        (output,) = engine.generate(PROMPTS[:1], PERSON, {**SAMPLING, "max_tokens": 14})
+        (output,) = engine.generate(
+            PROMPTS[:1], PERSON, {**SAMPLING, "max_tokens": 14, "complete": False}
+        )
     # A token of the prefill, then twelve forced ones and a bonus.
     assert (output.stats.verifies, output.stats.accepted_grafts) == (1, 12)
     assert output.text == '{"street_addre'
@@ -133,14 +135,14 @@ def roots_of(forced: list[list[int]]) -> Roots:
 
 
 def test_candidates_get_the_forced_token_first_and_stay_distinct() -> None:
-    grafts = Grafts(roots_of([[7], [2], [1], [3], []]), 4)
+    roots = roots_of([[7], [2], [1], [3], []])
     tokens = torch.tensor([[1, 2, 3]] * 5)
     scores = torch.tensor([[-0.1, -1.0, -2.0]] * 5)
-    scores, tokens = grafts.first(scores, tokens, 0)
+    scores, tokens = forced_first(roots, scores, tokens, 0)
     assert tokens.tolist() == [[7, 1, 2], [2, 1, 3], [1, 2, 3], [3, 1, 2], [1, 2, 3]]
     want = [[0, -0.1, -1], [0, -0.1, -2], [0, -1, -2], [0, -0.1, -1], [-0.1, -1, -2]]
     assert torch.allclose(scores, torch.tensor(want))
-    again, same = grafts.first(scores, tokens, 1)
+    again, same = forced_first(roots, scores, tokens, 1)
     assert torch.equal(again, scores)
     assert torch.equal(same, tokens)
 

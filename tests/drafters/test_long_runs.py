@@ -10,15 +10,18 @@ import pytest
 import torch
 
 from overlap_spec.drafters.base import Draft, Roots
-from overlap_spec.drafters.grafts import lengthen
 from overlap_spec.engine import Engine
-from overlap_spec.engine.wide import WIDE_NODES, WIDE_STEPS, GrammarTrees, wide_tier
+from overlap_spec.engine.grammar_drafts import WIDE_NODES, WIDE_STEPS, GrammarDrafts, wide_tier
 from overlap_spec.grammar.drafting.forced import ForcedRuns
 from overlap_spec.grammar.drafting.guesses import Guesses
+from overlap_spec.grammar.matching.pool import MatcherPool
+from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.steps import RUN_TOKENS, HostTrees
 from overlap_spec.tiers import Tier
 from overlap_spec.types import Output
+from overlap_spec.worker.grammar_drafts import lengthen
+from overlap_spec.worker.worker import Worker
 from tests.support import chaos
 from tests.support.grafts import PERSON, PROMPTS, key, lengths
 from tests.support.tiers import few
@@ -92,7 +95,8 @@ def test_a_run_beyond_the_depth_is_one_verify(
 def test_a_key_of_fifteen_tokens_is_one_verify(still: dict[str, Any]) -> None:
     settings = {**still, "algorithm": "grammar", "num_steps": 2, "adaptive": "static"}
     with Engine(**settings) as engine:
-        (output,) = engine.generate(PROMPTS[:1], PERSON, {"max_tokens": 17, "temperature": 0})
+        cut = {"max_tokens": 17, "temperature": 0, "complete": False}
+        (output,) = engine.generate(PROMPTS[:1], PERSON, cut)
     # A token of the prefill, then fifteen forced ones and a bonus.
     assert (output.stats.verifies, output.stats.accepted_grafts) == (1, 15)
     assert output.text == '{"street_address"'
@@ -207,10 +211,13 @@ def test_sizes_go_by_the_longest_run_of_a_tree() -> None:
         sampling = SimpleNamespace(speculate=speculate)
         request = SimpleNamespace(id=number, sampling=sampling)
         matcher = object() if constrained else None
-        found = SimpleNamespace(request=request, matcher=matcher, trie=None, output_ids=[])
+        found = SimpleNamespace(request=request, matcher=matcher)
         return cast(Sequence, found)
 
-    trees, tier = GrammarTrees(), Tier(2, 1, 3)
+    traits = SimpleNamespace(reads_states=False)
+    worker, pool = SimpleNamespace(rows=4, traits=traits), MatcherPool()
+    trees = GrammarDrafts(cast(Worker, worker), pool, Vocabulary((b"",), 1, (0,), frozenset()))
+    tier = Tier(2, 1, 3)
     everyone = [sequence(4, True), sequence(5, True), sequence(6, False), sequence(7, True, False)]
     assert trees.sizes(everyone, tier) == [0, 0, 0, 0]
     runs = np.full((7, RUN_TOKENS), -1, np.int32)

@@ -33,7 +33,8 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0, "presence_penalty": 1.0, "logit_bias": {65: 2.0}, "min_tokens": 3},
 ]
 # Every grammar with every way of sampling, in one batch.
-BATCH = [(g, {**s, "max_tokens": 32, "logprobs": 2}) for g in GRAMMARS for s in SAMPLING]
+CUT = {"max_tokens": 32, "complete": False, "logprobs": 2}
+BATCH = [(g, s | CUT) for g in GRAMMARS for s in SAMPLING]
 PROMPTS = [f"abcabc {n % 4} abcabc " * (1 + n % 3) for n in range(len(BATCH))]
 
 

@@ -15,12 +15,13 @@ from torch import Tensor
 from overlap_spec.drafters.states import GrammarStanding, StateTables, legal_candidates
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.engine import Engine
+from overlap_spec.engine.grammar_drafts import Parts
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.drafting import byte_states as unrolling
 from overlap_spec.grammar.drafting.byte_states import byte_states
 from overlap_spec.grammar.drafting.forced import ForcedRuns
-from overlap_spec.grammar.drafting.state_table import StateTable, TableStanding
+from overlap_spec.grammar.drafting.state_table import Standing, StateTable, token_steps
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.kernels import Noise, log_probs_among, noise_keys, top_candidates
@@ -33,9 +34,8 @@ from overlap_spec.steps import (
     LOST,
     STATE_WIDTH,
     TOKEN_STEPS,
-    GrammarTable,
 )
-from overlap_spec.worker.grammar_states import GrammarStates, StateRooms, token_steps
+from overlap_spec.worker.grammar_drafts import GrammarDrafts
 from tests.support.grafts import PERSON, PROMPTS, SAMPLING, SHAPES, key, lengths
 from tests.support.tiers import few
 
@@ -73,9 +73,9 @@ GRAMMARS = {
 }
 
 
-def follower(table: StateTable) -> TableStanding:
+def follower(table: StateTable) -> Standing:
     """A text's start in a table."""
-    standing = TableStanding()
+    standing = Standing()
     standing.enter(table, COMMON_STATES)
     return standing
 
@@ -211,10 +211,10 @@ def test_few_tokens_are_listed_and_too_many_are_cut() -> None:
     assert table.few[COMMON_STATES, -1] == 0
 
 
-def device_states(table: GrammarTable, base: int) -> GrammarStates:
-    states = GrammarStates(4, VOCABULARY.size, 2200, CPU)
-    states.write_texts(token_steps(VOCABULARY.text, VOCABULARY.stop_ids))
-    states.write(base, table)
+def device_states(table: StateTable, base: int) -> GrammarDrafts:
+    states = GrammarDrafts(4, VOCABULARY.size, 2200, CPU)
+    states.write({"texts": (0, token_steps(VOCABULARY.text, VOCABULARY.stop_ids))})
+    states.write(table.parts(base))
     return states
 
 
@@ -222,10 +222,10 @@ def device_states(table: GrammarTable, base: int) -> GrammarStates:
 def test_the_device_knows_what_the_host_does(name: str) -> None:
     table = byte_states(GRAMMARS[name], VOCABULARY)
     base = COMMON_STATES + 17
-    states, standing = device_states(table, base), TableStanding()
+    states, standing = device_states(table, base), Standing()
     standing.enter(table, base)
     for text in (b"(", b"["):
-        standing.read(text)
+        standing.read(-1, text)
     assert standing.state == follower(table).after(FIRST, b"([")
     for state in (LOST, DEAD, *range(FIRST, STATE_WIDTH * min(63, len(table.moves)), STATE_WIDTH)):
         told = torch.full((VOCABULARY.size,), standing.number(state), dtype=torch.int32)
@@ -246,11 +246,11 @@ def test_the_device_knows_what_the_host_does(name: str) -> None:
 
 
 def test_tables_share_the_room_and_give_way_when_nobody_reads_them() -> None:
-    def table(count: int) -> GrammarTable:
+    def table(count: int) -> StateTable:
         moves, few = np.zeros((count, 256), np.uint16), np.zeros((count, FEW_TOKENS + 1), np.int32)
         return StateTable.of(moves, np.zeros(count, bool), few)
 
-    rooms, a, b, c = StateRooms(10), table(4), table(4), table(6)
+    rooms, a, b, c = Parts(COMMON_STATES, 10), table(4), table(4), table(6)
     assert rooms.enter(1, a) == (COMMON_STATES, True)
     assert rooms.enter(2, a) == (COMMON_STATES, False)
     assert rooms.enter(3, b) == (COMMON_STATES + 4, True)
@@ -440,4 +440,4 @@ def test_wrong_tables_change_no_text(tiny: dict[str, Any], monkeypatch: pytest.M
     settings |= {**SHAPES["tree"], "grammar_isolated": True}
     with Engine(**settings) as engine:
         assert key(engine.generate(PROMPTS, PERSON, SAMPLING)) == key(plain)
-        assert engine.core.tables is not None
+        assert engine.core.worker.traits.reads_states

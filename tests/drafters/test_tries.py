@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from overlap_spec.drafters.base import Draft, Roots
-from overlap_spec.drafters.grafts import lengthen
 from overlap_spec.engine import Engine
-from overlap_spec.engine.wide import WIDE_NODES, WIDE_STEPS, wide_tier, widened
-from overlap_spec.grammar.drafting.choices import ChoiceTokens, make_tries
-from overlap_spec.grammar.drafting.few_texts import few_texts
+from overlap_spec.engine.grammar_drafts import WIDE_NODES, WIDE_STEPS, wide_tier, widened
+from overlap_spec.grammar.drafting.few_texts import OutputTries, few_texts
+from overlap_spec.grammar.drafting.state_table import Standing
+from overlap_spec.grammar.drafting.token_trie import TokenTrie, make_tries
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.steps import RUN_TOKENS, TRIE_NODES, TokenTrie
+from overlap_spec.steps import RUN_TOKENS, TOLD, TRIE_NODES
 from overlap_spec.tiers import Budget, Tier
 from overlap_spec.types import Output
-from overlap_spec.worker.tries import child, draft_known, follow, trie_table
+from overlap_spec.worker.grammar_drafts import GrammarDrafts
 from tests.support.tiers import few
 
 TEXTS = ["car", "carpet", "cat", "c", "dog", "über", "no, yes", "nothing"]
@@ -67,8 +67,8 @@ def answers(engine: Engine, sampling: dict[str, Any]) -> list[list[Output]]:
 
 # Greedy, and sampled.
 SAMPLINGS: list[dict[str, Any]] = [
-    {"max_tokens": 20, "temperature": 0},
-    {"max_tokens": 20, "seed": 3, "temperature": 1, "top_p": 0.95},
+    {"max_tokens": 20, "complete": False, "temperature": 0},
+    {"max_tokens": 20, "complete": False, "seed": 3, "temperature": 1, "top_p": 0.95},
 ]
 
 
@@ -139,7 +139,7 @@ def test_a_wrong_trie_costs_acceptance_alone(
     """Cuts that no grammar allows, and such as begin well."""
     cuts = [[99, 97, 114, 7, 8], [99, 97, 9], [34, 110, 111], [97, 98, 1, 2], [116], [200, 5]]
     (wrong,) = make_tries(cuts, TRIE_NODES)
-    monkeypatch.setattr(ChoiceTokens, "trie", lambda *_: wrong)
+    monkeypatch.setattr(OutputTries, "of", lambda *_: wrong)
     for overlap in OVERLAPS:
         settings = {**still, **DRAFTERS["tree"], "adaptive": "static", "overlap": overlap}
         with Engine(**settings, context_length=256) as engine:
@@ -169,6 +169,20 @@ def test_a_text_that_is_deeper_than_the_tree_takes_more(still: dict[str, Any]) -
         for output in engine.generate(PROMPTS, texts, SAMPLINGS[0]):
             assert output.stats.verifies == 2
             assert output.stats.accepted_drafts == len(output.token_ids) - 2
+
+
+@pytest.mark.parametrize("overlap", few(OVERLAPS, "once-sync"))
+def test_a_text_is_followed_through_what_the_drafter_drafted(
+    still: dict[str, Any], overlap: str
+) -> None:
+    """The trie is too large until the drafter's own draft, what is forced, has been accepted."""
+    texts = Grammar.choice([f"abcd{x}{y}" for x in "efghijkl" for y in "mnopqrst"])
+    settings = {**still, **DRAFTERS["grammar"], "adaptive": "static", "overlap": overlap}
+    with Engine(**settings, context_length=256) as engine:
+        stats = engine.generate("abc", texts, SAMPLINGS[0]).stats
+    assert stats.verifies == 2
+    # Three that were forced, and one of eight.
+    assert (stats.grafted_tokens, stats.accepted_grafts) == (11, 4)
 
 
 def test_who_takes_no_drafts_gets_none(still: dict[str, Any]) -> None:
@@ -218,13 +232,13 @@ def test_long_texts_are_not_unrolled(pattern: str) -> None:
 
 def test_a_language_that_is_too_large_has_no_trie(still: dict[str, Any]) -> None:
     with Engine(**still, adaptive="static", context_length=256) as engine:
-        tokens = engine.sequences.choice_tokens
+        tries = OutputTries(engine.tokenizer.vocabulary, engine.tokenizer.encode)
         small, large = ([f"{n:04}abcd" for n in range(count)] for count in (80, 400))
-        trie = tokens.trie(Grammar.choice(small))
+        trie = tries.of(Grammar.choice(small))
         assert trie is not None
-        assert tokens.trie(Grammar.choice(small)) is trie
-        assert tokens.trie(Grammar.choice(large)) is None
-        assert tokens.trie(SCHEMA) is None
+        assert tries.of(Grammar.choice(small)) is trie
+        assert tries.of(Grammar.choice(large)) is None
+        assert tries.of(SCHEMA) is None
         output = engine.generate(PROMPTS[0], Grammar.choice(large), SAMPLINGS[0])
         assert output.text in large
 
@@ -251,12 +265,20 @@ def random_trie(seed: int) -> tuple[list[list[int]], TokenTrie]:
     return [list(cut) for cut in cuts], trie
 
 
+def device_trie(trie: TokenTrie, base: int) -> GrammarDrafts:
+    drafts = GrammarDrafts(4, 9, 0, torch.device("cpu"))
+    # Whatever stood there before.
+    drafts.tries.copy_(torch.randint(0, 60, drafts.tries.shape))
+    drafts.write(trie.parts(base))
+    return drafts
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_rest_of_a_trie_is_the_draft(seed: int) -> None:
     """Every path of the draft is how a text goes on, and all texts that fit are there."""
     cuts, trie = random_trie(seed)
     tier = Tier(3, 2, 12, None, Tier(2, 1, 3))
-    tries = torch.from_numpy(trie_table(trie))[None].expand(3, -1, -1).clone()
+    drafts = device_trie(trie, 30)
     # Of rows 0 to 2 the first has no place, the others two random ones.
     rng = np.random.default_rng(seed)
     nodes = [-1, *rng.integers(0, len(trie.tokens) + 1, 2).tolist()]
@@ -265,7 +287,8 @@ def test_the_rest_of_a_trie_is_the_draft(seed: int) -> None:
     none = torch.zeros(3, dtype=torch.int64)
     roots = Roots(rows, none[:, None], none, none, forced)
     base = Draft(torch.tensor([[7, 8]] * 3), None, torch.tensor([[-0.5, -1.0]] * 3))
-    draft = draft_known(lengthen(base, roots, tier), roots, tries, torch.tensor(nodes), tier)
+    drafts.place[:3] = torch.tensor([-1 if node < 0 else node + 30 for node in nodes])
+    draft = drafts.complete(base, roots, tier)
     assert draft.parents is not None
     for row, place in enumerate(nodes):
         alive = [n for n in range(11) if draft.scores[row, n] > -torch.inf]
@@ -287,20 +310,21 @@ def test_the_rest_of_a_trie_is_the_draft(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_places_follow_what_was_accepted(seed: int) -> None:
+    """The lane tells of a node what the host follows, and the device goes on by the root."""
     _, trie = random_trie(seed)
-    tries, rows = torch.from_numpy(trie_table(trie))[None], torch.zeros(1, dtype=torch.int64)
-    tier = Tier(9, 2, 64, None, Tier(2, 1, 3))
+    drafts, row = device_trie(trie, 7), torch.tensor([1])
     for node in range(-1, len(trie.tokens)):
-        for token in range(6):
-            place = torch.tensor([node + 1])
+        for token in range(-1, 6):
+            standing = Standing()
+            standing.enter(trie, 7)
+            told = torch.full((1, TOLD), -1, dtype=torch.int32)
+            told[:, -1] = standing.place(node)
+            behind = drafts.enter(row, told, torch.tensor([token]), True)
             want = trie.follow(node, [token])
-            (got,) = child(tries, rows, place, torch.tensor([token])).tolist()
-            assert got == (-1 if want is None else want + 1)
-            # The whole trie fits: draft node i of the prompt's end is node i.
-            start = torch.tensor([0])
-            found = follow(tries, rows, start, tier, place, torch.tensor([token]))
-            assert found.tolist() == [got]
-            tight = Tier(2, 2, 2, None, Tier(1, 1, 2))
-            found = follow(tries, rows, start, tight, place, torch.tensor([token]))
-            assert found.tolist() == [got if node < 0 else -1]
-    assert child(tries, rows, torch.tensor([-1]), torch.tensor([-1])).tolist() == [-1]
+            assert drafts.place.tolist() == [-1, standing.place(want), -1, -1]
+            left = -1 if want is None else trie.sizes[want]
+            assert behind.tolist() == [[-1] * (RUN_TOKENS - 1) + [left]]
+    # Of a node that stands nowhere.
+    told[:, -1] = -1
+    drafts.enter(row, told, torch.tensor([int(trie.tokens[0])]), True)
+    assert drafts.place.tolist() == [-1] * 4

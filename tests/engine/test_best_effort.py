@@ -171,7 +171,7 @@ def test_outputs_tell_whether_they_are_valid(engine: Engine) -> None:
     assert [o.text for o in outputs[:3]] == [WRONG_TEXT, RIGHT_TEXT, '"ab"']
     assert [o.verdict for o in outputs] == [Verdict(False, WHY), Verdict(True), None, None]
     assert outputs[0].parsed == ["", ""]
-    cut = engine.generate("x", loose(WRONG), SamplingParams(max_tokens=1))
+    cut = engine.generate("x", loose(WRONG), SamplingParams(max_tokens=1, complete=False))
     assert (cut.finish_reason, cut.verdict) == ("length", None)
 
 
@@ -260,9 +260,9 @@ def test_over_http(path: str, stream: bool) -> None:
 
 
 def test_in_sglangs_shape() -> None:
-    formatter = SGLangFormatter(cast("Any", None), GenerateBody(text="x"), ["id"])
+    formatter = SGLangFormatter(cast("Any", None), GenerateBody(text="x"), ["id"], True)
     output = Output("", (), "stop", RequestStats(), verdict=Verdict(True))
-    meta = formatter.results([output], True)["meta_info"]
+    meta = formatter.whole([output])["meta_info"]
     assert meta["verdict"] == {"valid": True, "reason": None}
-    without = formatter.results([replace(output, verdict=None)], True)
+    without = formatter.whole([replace(output, verdict=None)])
     assert "verdict" not in without["meta_info"]

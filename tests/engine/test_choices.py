@@ -15,10 +15,10 @@ from scipy import stats
 from overlap_spec.config import EMBEDDED
 from overlap_spec.engine import Engine
 from overlap_spec.errors import GrammarError, InvalidRequest
-from overlap_spec.grammar.drafting import choices
-from overlap_spec.grammar.drafting.choices import make_tries
+from overlap_spec.grammar.drafting.token_trie import make_tries
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import ChoiceProbability, Output
+from overlap_spec.worker.extras import choices
 from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
@@ -104,6 +104,13 @@ def test_texts_of_several_tokens_equal_transformers() -> None:
             check(engine, model, prompt, output)
 
 
+def passes(engine: Engine) -> int:
+    """Those that the last request is to have."""
+    (waiting,) = engine.core.scheduler.waiting.line()
+    passes: int = waiting.extras["choices"].passes
+    return passes
+
+
 def test_several_passes_weigh_as_one_does(
     still: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,10 +119,11 @@ def test_several_passes_weigh_as_one_does(
     for nodes in (256, 14):
         monkeypatch.setattr(choices, "PASS_NODES", nodes)
         with Engine(**still, adaptive="static", context_length=256) as engine:
-            output = engine.generate(PROMPTS[0], grammar, GREEDY)
-            found.append(output.choices)
-            tries = engine.sequences.choice_tokens.weighed(grammar, 200).tries
-            assert len(tries) == (1 if nodes == 256 else 4)
+            handle = engine.submit(PROMPTS[0], grammar, GREEDY)
+            assert passes(engine) == (1 if nodes == 256 else 4)
+            while handle.output is None:
+                engine.step()
+            found.append(handle.output.choices)
     for one, other in zip(*found, strict=True):
         assert one.text == other.text
         assert abs(one.logprob - other.logprob) < 1e-4
@@ -129,7 +137,9 @@ def test_others_get_tokens_while_many_texts_are_weighed(
     grammar = Grammar.choice(texts, probabilities=True, faithful=True)
     settings = {**still, "adaptive": "static", "context_length": 256, "chunked_prefill_size": 16}
     with Engine(**settings) as engine:
-        tries = len(engine.sequences.choice_tokens.weighed(grammar, 200).tries)
+        waits = engine.submit(PROMPTS[0], grammar, GREEDY)
+        tries = passes(engine)
+        engine.release([waits])
         assert tries > 4
         alone = [engine.generate(PROMPTS[0], grammar, {"seed": seed}) for seed in range(3)]
         endless = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import typer.main
 
-from overlap_spec.cli import app
+from overlap_spec.cli import app, main
 from overlap_spec.cli.flags import ENGINE_FLAGS, SERVER_FLAGS, SERVING_ENGINE_FLAGS
 from overlap_spec.config import EngineConfig, helps
 from overlap_spec.server.settings import ServerSettings
@@ -37,6 +38,7 @@ def test_flags_are_fields_with_their_defaults() -> None:
     assert served["draft"][0] == ["--draft", "--speculative-draft-model-path"]
     assert served["model"][0] == ["--model", "--model-path"]
     assert served["max_total_tokens"][0] == ["--max-total-tokens"]
+    assert served["mem_fraction_static"][0] == ["--mem-fraction", "--mem-fraction-static"]
     assert flags("doctor").keys() == {"model", "draft", "algorithm"}
 
 
@@ -47,3 +49,13 @@ def test_every_flag_of_the_settings_has_a_panel_and_its_short_name_first(command
         if param.name in ENGINE_FLAGS:
             assert param.rich_help_panel == ENGINE_FLAGS[param.name]
         assert param.opts[0] == min(param.opts, key=len), param.opts
+
+
+def test_a_checkpoints_own_code_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["overlap-spec", "serve", "--trust-remote-code"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "--trust-remote-code: no code from a checkpoint is ever run" in capsys.readouterr().err

@@ -161,7 +161,7 @@ def test_faults_of_a_server_are_told(tmp_path: Path, other: tuple[type[Other], s
         (("--url", "http://a", "--mode", "x"), "mode must be one of closed, open, both"),
         (("--url", "http://a", "--workload", "x"), "workload must be one of"),
         (("--url", "http://a", "--clients", "0"), "clients must be over 0"),
-        (("--url", "http://a", "--requests", "0"), "requests and max_tokens must be over 0"),
+        (("--url", "http://a", "--requests", "0"), "requests must be over 0"),
         (("--url", "http://a", "--data", "none.jsonl"), "none.jsonl holds no schemas"),
     ],
 )

@@ -24,10 +24,10 @@ import pytest
 from rich.console import Console
 from starlette.types import Receive, Scope, Send
 
-from overlap_spec import Engine, __version__, cli
+from overlap_spec import Engine, SamplingParams, __version__, cli
 from overlap_spec.cli.batch import URLS, settled
 from overlap_spec.cli.chat import Chat
-from overlap_spec.cli.request import ConstraintFlags, SamplingFlags
+from overlap_spec.cli.request import ConstraintFlags
 from overlap_spec.cli.terminal import loading
 from overlap_spec.doctor import cpu_features, memory
 
@@ -303,7 +303,7 @@ def engine(tiny: dict[str, Any]) -> Iterator[Engine]:
 @pytest.fixture
 def chat(engine: Engine) -> Chat:
     console = Console(file=io.StringIO(), soft_wrap=True, highlight=False)
-    constraint, sampling = ConstraintFlags(), SamplingFlags(max_tokens=12, temperature=0.0)
+    constraint, sampling = ConstraintFlags(), SamplingParams(max_tokens=12, temperature=0.0)
     made = Chat(engine, "tiny", constraint, sampling, None, console)
     made.start()
     return made
@@ -348,7 +348,7 @@ def test_a_chats_constraints(chat: Chat) -> None:
 
 def test_a_chat_colours_tokens(engine: Engine) -> None:
     screen = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    constraint, sampling = ConstraintFlags(regex="abcdefgh[xy]{3}"), SamplingFlags(max_tokens=20)
+    constraint, sampling = ConstraintFlags(regex="abcdefgh[xy]{3}"), SamplingParams(max_tokens=20)
     chat = Chat(engine, "tiny", constraint, sampling, None, screen)
     chat.take("go")
     assert isinstance(screen.file, io.StringIO)
@@ -370,7 +370,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(
 
     monkeypatch.setattr(engine, "step", interrupted)
     chat.take("/regex [a-z]{200}")
-    chat.sampling = SamplingFlags()
+    chat.sampling = SamplingParams()
     chat.take("go")
     assert shown(chat).endswith(" (stopped)\n")
     assert chat.messages == []

@@ -11,6 +11,7 @@ import pytest
 
 from overlap_spec import Engine, Grammar
 from overlap_spec.errors import InvalidRequest
+from overlap_spec.scheduler.sequence import UNTOLD
 from overlap_spec.types import Output
 from tests.support.tiers import few
 
@@ -169,3 +170,86 @@ def test_several_requests_at_once_have_their_own_room(engine: Engine) -> None:
     for more, output in zip(MORE, outputs, strict=True):
         assert len(output.token_ids) <= least + more
         assert output.parsed is not None
+
+
+def test_outputs_are_whole_by_default(tiny: dict[str, Any]) -> None:
+    with Engine(**{name: tiny[name] for name in ("model", "draft", "grammar_isolated")}) as made:
+        least = needed(made, GRAMMAR)
+        output = made.generate("go", GRAMMAR, max_tokens=least + 2, temperature=1.0, seed=3)
+        assert (output.finish_reason, output.warnings) == ("stop", ())
+        assert output.parsed.keys() == SCHEMA["properties"].keys()
+
+
+def test_an_engine_may_cut_unless_a_request_says_otherwise(tiny: dict[str, Any]) -> None:
+    with Engine(**tiny | {"complete": False}) as made:
+        assert made.generate("go", GRAMMAR, max_tokens=3).finish_reason == "length"
+        with pytest.raises(InvalidRequest, match="shortest output"):
+            made.generate("go", GRAMMAR, max_tokens=3, complete=True)
+
+
+def test_a_grammar_too_large_to_tell_is_cut_with_a_warning(engine: Engine) -> None:
+
+    grammar = Grammar.regex("[ab]{70000}")
+    output = engine.generate("go", grammar, max_tokens=4, complete=None)
+    assert output.finish_reason == "length"
+    assert UNTOLD in output.warnings
+    with pytest.raises(InvalidRequest, match="how long the grammar's texts are") as refusal:
+        engine.generate("go", grammar, max_tokens=4, complete=True)
+    assert refusal.value.param == "complete"
+
+
+def test_a_text_with_room_begins_before_its_rests_are_told(engine: Engine) -> None:
+    grammar = Grammar.regex("[a-f]{5,700}")
+    asked = engine.input_processor.process("go", grammar, max_tokens=100, temperature=1.0, seed=2)
+    handle = engine.admit(asked, engine.compile(grammar))
+    room = engine.compile(grammar).room
+    assert room is not None
+    assert handle.output is None
+    while handle.output is None:
+        engine.step()
+    assert re.fullmatch("[a-f]{5,700}", handle.output.text)
+    assert not handle.output.warnings
+    engine.release([handle])
+
+
+def test_a_stop_string_ends_an_output_where_it_stands(engine: Engine) -> None:
+    most = needed(engine, GRAMMAR)
+    output = engine.generate("go", GRAMMAR, max_tokens=most, stop=['"tags"'])
+    assert output.finish_reason == "stop"
+    assert output.stop_match == '"tags"'
+    assert output.parsed is None
+
+
+def test_the_least_tokens_keep_stop_tokens_away_and_nothing_else(engine: Engine) -> None:
+    grammar = Grammar.regex("a{3}b{0,90}c")
+    for least in (1, 6, 9):
+        output = engine.generate("go", grammar, min_tokens=least, max_tokens=9, temperature=1.0)
+        assert re.fullmatch("a{3}b{0,90}c", output.text)
+
+
+def test_each_of_several_outputs_has_its_own_room(engine: Engine) -> None:
+    most = needed(engine, GRAMMAR) + 2
+    outputs = engine.generate("go", GRAMMAR, n=3, max_tokens=most, temperature=1.0, seed=5)
+    assert [output.finish_reason for output in outputs] == ["stop"] * 3
+    assert all(output.parsed for output in outputs)
+
+
+def test_a_bias_chooses_among_what_is_left(engine: Engine) -> None:
+    quote = engine.tokenizer.encode('"')
+    most = needed(engine, GRAMMAR) + 1
+    output = both(
+        engine, GRAMMAR, max_tokens=most, temperature=0.0, logit_bias=dict.fromkeys(quote, -100.0)
+    )
+    assert output.parsed.keys() == SCHEMA["properties"].keys()
+
+
+def test_tool_calls_that_begin_are_whole(engine: Engine) -> None:
+
+    tag = {"begin": "<call>", "content": {"type": "json_schema", "json_schema": SCHEMA}}
+    source = {"type": "structural_tag", "format": {"type": "tag", **tag, "end": "</call>"}}
+    grammar = Grammar.structural_tag(source)
+    most = needed(engine, grammar) + 3
+    output = both(engine, grammar, max_tokens=most, temperature=0.0)
+    assert output.text.startswith("<call>")
+    assert output.text.endswith("</call>")
+    assert json.loads(output.text[6:-7]).keys() == SCHEMA["properties"].keys()

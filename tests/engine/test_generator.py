@@ -84,7 +84,7 @@ def test_the_grammar_is_compiled_once_and_at_once(engine: Engine) -> None:
 
 def test_an_unfinished_value_is_an_error(engine: Engine) -> None:
     with pytest.raises(RequestFailed, match="raise max_tokens"):
-        Generator(engine, Point)("go", {"max_tokens": 2})
+        Generator(engine, Point)("go", {"max_tokens": 2, "complete": False})
 
 
 @pytest.mark.ci

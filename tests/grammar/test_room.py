@@ -61,9 +61,7 @@ BACKENDS = ("reference", "xgrammar", "llguidance", "auto")
 
 @cache
 def compiler(backend: str) -> GrammarCompiler:
-    made = GrammarCompiler(load(backend)(VOCABULARY), isolated=False)
-    made.makes_rooms = True
-    return made
+    return GrammarCompiler(load(backend)(VOCABULARY), isolated=False)
 
 
 def bits(row: np.ndarray) -> list[int]:
@@ -123,7 +121,7 @@ def test_random_grammars_end_in_any_room_that_a_text_fits(seed: int) -> None:
     for _ in range(40):
         source = random_ebnf(rng)
         try:
-            compiled = compiler("reference").compile(Grammar.ebnf(source))
+            compiled = compiler("reference").compile(Grammar.ebnf(source), 0)
         except GrammarError:
             continue
         enough, truth = least(compiled), fewest(compiled.matcher(), 3)
@@ -141,7 +139,7 @@ def test_random_grammars_end_in_any_room_that_a_text_fits(seed: int) -> None:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_outputs_of_schemas_are_whole_and_valid(backend: str, name: str) -> None:
     schema, rng = SCHEMAS[name], random.Random(name)
-    compiled = compiler(backend).compile(Grammar.json_schema(schema))
+    compiled = compiler(backend).compile(Grammar.json_schema(schema), 0)
     check = validators.validator_for(schema)(schema)
     for more in (0, 1, 2, 5, 20):
         most = least(compiled) + more
@@ -153,7 +151,7 @@ def test_outputs_of_schemas_are_whole_and_valid(backend: str, name: str) -> None
 
 
 def test_objects_do_not_repeat_a_key_at_the_end_of_the_room() -> None:
-    compiled = compiler("xgrammar").compile(Grammar.json_object())
+    compiled = compiler("xgrammar").compile(Grammar.json_object(), 0)
     rng = random.Random(0)
     for most in (2, 3, 6, 9, 14):
         for _ in range(30):
@@ -165,7 +163,7 @@ def test_objects_do_not_repeat_a_key_at_the_end_of_the_room() -> None:
 
 def test_thinking_ends_in_time_for_the_answer() -> None:
     grammar = Grammar.json_schema(SCHEMAS["members"]).after_thinking()
-    compiled = compiler("xgrammar").compile(grammar)
+    compiled = compiler("xgrammar").compile(grammar, 0)
     rng = random.Random(0)
     for more in (0, 1, 3, 12):
         most = least(compiled) + more
@@ -176,7 +174,7 @@ def test_thinking_ends_in_time_for_the_answer() -> None:
 
 
 def test_masks_with_room_to_spare_are_those_of_the_grammar() -> None:
-    compiled = compiler("xgrammar").compile(Grammar.json_schema(SCHEMAS["nested"]))
+    compiled = compiler("xgrammar").compile(Grammar.json_schema(SCHEMAS["nested"]), 0)
     rng, matcher, plain = random.Random(3), roomy(compiled, 4000), compiled.matcher()
     for _ in range(300):
         row = row_of(plain)
@@ -190,7 +188,7 @@ def test_masks_with_room_to_spare_are_those_of_the_grammar() -> None:
 
 
 def test_rows_of_a_tree_have_the_room_of_their_depth() -> None:
-    compiled = compiler("xgrammar").compile(Grammar.json_schema(SCHEMAS["members"]))
+    compiled = compiler("xgrammar").compile(Grammar.json_schema(SCHEMAS["members"]), 0)
     rng, most = random.Random(5), least(compiled) + 3
     for _ in range(20):
         matcher = roomy(compiled, most)
@@ -218,7 +216,7 @@ def test_rows_of_a_tree_have_the_room_of_their_depth() -> None:
 
 
 def test_narrowed_tokens_are_counted_and_rolled_back() -> None:
-    compiled = compiler("xgrammar").compile(Grammar.regex("a{2,9}"))
+    compiled = compiler("xgrammar").compile(Grammar.regex("a{2,9}"), 0)
     matcher = roomy(compiled, 3)
     for _ in range(2):
         assert matcher.accept(97) if bits(row_of(matcher)) else False
@@ -236,7 +234,50 @@ def test_a_vocabulary_without_single_bytes_tells_what_it_can_spell() -> None:
     pieces = (b"ab", b"abab", b"c", b"")
     vocabulary = Vocabulary(pieces, 4, (3,))
     made = GrammarCompiler(load("reference")(vocabulary), isolated=False)
-    made.makes_rooms = True
-    compiled = made.compile(Grammar.regex("(ab){6}c"))
+    compiled = made.compile(Grammar.regex("(ab){6}c"), 0)
     assert compiled.room is not None
     assert compiled.room.least(0) == 4
+
+
+def test_no_rest_is_longer_than_the_reach_says() -> None:
+    rng, told = random.Random(11), 0
+    sources = [Grammar.ebnf(random_ebnf(rng)) for _ in range(60)]
+    for grammar in [*sources, *map(Grammar.json_schema, SCHEMAS.values())]:
+        try:
+            compiled = compiler("reference").compile(grammar, 0)
+        except GrammarError:
+            continue
+        assert compiled.room is not None
+        chart = compiled.room.chart()
+        assert chart is not None
+        least, fixed, each = compiled.room.reach
+        assert chart.start.rest == least
+        for _ in range(20):
+            place, size = chart.start, 0
+            while place.rest <= fixed + each * (size + 1):
+                told += 1
+                low, high, _, _ = rng.choice(place.scans or [(0, -1, 0, place)])
+                after = chart.move(place, rng.randint(low, high)) if low <= high else None
+                if after is None or size > 60:
+                    break
+                place, size = after, size + 1
+            else:
+                pytest.fail(f"{grammar.source}: {place.rest} bytes are left after {size}")
+    assert told > 1000
+
+
+def test_a_text_begins_early_only_where_nothing_can_be_narrowed_soon() -> None:
+    compiled = compiler("xgrammar").compile(Grammar.json_schema(SCHEMAS["members"]))
+    room = compiled.room
+    assert room is not None
+    assert room.is_early(4000)
+    assert not room.is_early(room.reach.least + 1)
+
+
+def test_what_was_refused_is_not_made_again() -> None:
+    compiled = compiler("xgrammar").compile(Grammar.regex("[ab]{70000}"), 0)
+    room = compiled.room
+    assert room is not None
+    assert room.chart() is None
+    assert room.ask(again=True) is room.ask()
+    assert room.reach.least == 70000

@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from overlap_spec.engine import Engine
-from overlap_spec.engine.wide import wide_tier
+from overlap_spec.engine.grammar_drafts import wide_tier
 from overlap_spec.kernels.triton.launch import Launch
 from overlap_spec.tiers import Tier
 from overlap_spec.worker import build as build_module

@@ -140,4 +140,4 @@ def test_a_warm_start_leaves_no_trace(tiny: dict[str, str]) -> None:
         assert not runner.page_features[:-1].any()
         assert not runner.tables.committed.any()
         assert not runner.tables.roots.any()
-        assert (runner.tables.forced == -1).all()
+        assert (runner.told.forced == -1).all()

@@ -1,14 +1,27 @@
-"""The playground's page in a browser, for the files that drive it."""
+"""The server that most files share, and the playground's page in a browser."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import openai
 import pytest
 
 from tests.support.browser import Browser
 from tests.support.playground import wait_for_run
-from tests.support.serving import shared_server
+from tests.support.serving import Server, shared_server
+
+
+@pytest.fixture(scope="session")
+def server() -> Server:
+    """The one without flags, for files that have none of their own."""
+    return shared_server()
+
+
+@pytest.fixture(scope="session")
+def client(server: Server) -> openai.OpenAI:
+    """OpenAI's client of it."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")

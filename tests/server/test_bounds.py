@@ -28,20 +28,14 @@ from overlap_spec.server.protocol import chat, messages, responses, text
 from overlap_spec.server.protocol.base import Strict
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Request, SamplingParams, TokenLogprobs
-from tests.support.serving import Server, error_of, shared_server, wait_for
+from tests.support.serving import Server, error_of, wait_for
 from tests.support.skips import needs_weights
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-JSON = {"content-type": "application/json"}
 HI = [{"role": "user", "content": "hi"}]
 # Far over what a bounded reply needs on a machine with six other busy processes.
 SOON_S = 10.0
 pytestmark = needs_weights
-
-
-@pytest.fixture(scope="module")
-def server() -> Server:
-    return shared_server()
 
 
 class Probe:
@@ -79,15 +73,11 @@ def probed(server: Server) -> Iterator[Probe]:
     assert probe.worst_s < SOON_S
 
 
-def send(server: Server, path: str, content: str | bytes) -> httpx.Response:
-    return httpx.post(server.url + path, content=content, headers=JSON, timeout=60)
-
-
 def quick(server: Server, path: str, content: str | bytes, status: int = 400) -> dict[str, Any]:
     """The error of a body that must be refused soon."""
     with probed(server):
         start = time.monotonic()
-        error = error_of(send(server, path, content), status)
+        error = error_of(server.post(path, content), status)
         assert time.monotonic() - start < SOON_S
     return error
 
@@ -147,12 +137,10 @@ def test_texts_are_measured_before_they_are_tokenised(server: Server) -> None:
 def test_long_texts_are_tokenised_beside_the_loop(server: Server) -> None:
     long = json.dumps({"prompt": "hello world, this is " * 49_000})
     with probed(server):
-        reply = send(server, "/tokenize", long)
+        reply = server.post("/tokenize", long)
         assert reply.json()["count"] > 100_000
         tokens = reply.json()["tokens"]
-        assert (
-            send(server, "/detokenize", json.dumps({"tokens": tokens[: 2**17]})).status_code == 200
-        )
+        assert server.post("/detokenize", {"tokens": tokens[: 2**17]}).status_code == 200
 
 
 def slow_schema(length: int) -> dict[str, Any]:
@@ -171,19 +159,13 @@ def test_a_slow_schema_holds_up_no_other(server: Server) -> None:
     properties = {f"property_{i}": {"enum": [f"value_{i}"]} for i in range(120)}
     good = {"messages": HI, "max_tokens": 1} | response_format({"properties": properties})
     assert len(json.dumps(good)) > 4096
-    replies: list[httpx.Response] = []
-    threads = [
-        threading.Thread(target=lambda: replies.append(server.post(CHAT, slow))) for _ in range(4)
-    ]
     with probed(server):
-        for thread in threads:
-            thread.start()
+        asked = [server.later(CHAT, slow) for _ in range(4)]
         time.sleep(0.2)
         start = time.monotonic()
         assert server.post(CHAT, good).status_code == 200
         assert time.monotonic() - start < 2 * SOON_S
-        for thread in threads:
-            thread.join(60)
+        replies = [each.result(60) for each in asked]
     assert {reply.status_code for reply in replies} <= {400, 429}
     assert any("cannot be read" in reply.text for reply in replies)
 

@@ -18,9 +18,8 @@ from overlap_spec.grammar.reasoning.reply import ReasoningStream
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tools.stream import CallStream
 from overlap_spec.ipc.messages import EngineReady
-from overlap_spec.server.chat_assembler import ChatAssembler
 from overlap_spec.server.constraints import Constraints
-from overlap_spec.server.conversation import Conversation
+from overlap_spec.server.conversation import ChatAssembler, Conversation
 from overlap_spec.server.errors import as_api_error, place
 from overlap_spec.server.metrics import FrontState, Metrics
 from overlap_spec.server.protocol.chat import ChatBody
@@ -103,7 +102,7 @@ def test_a_template_may_open_or_close_the_thinking(
     body = ChatBody.model_validate(
         {"messages": [{"role": "user", "content": "<think>"}], "regex": "[ab]"}
     )
-    chat = asyncio.run(Conversation.prepare(service, body.task()))
+    chat = asyncio.run(Conversation.prepare(service, body.task))
     request = chat.request
     assert chat.opened is opened
     inside = parser == "deepseek_r1" if opened is None else opened

@@ -10,7 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.support.serving import FIXED, PAIR, Server, shared_server
+from overlap_spec.grammar.reasoning.reply import load_reasoning
+from overlap_spec.server.conversation import ANY_TEXT, _after_thinking
+from overlap_spec.types import Request, SamplingParams
+from tests.support.serving import FIXED, PAIR, Server
 from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
@@ -26,11 +29,6 @@ pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")
-def server() -> Server:
-    return shared_server()
-
-
-@pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     file = tmp_path_factory.mktemp("template") / "chat.jinja"
     file.write_text(TEMPLATE)
@@ -40,12 +38,9 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.kill()
 
 
-def ask(server: Server, body: dict[str, Any], path: str = CHAT) -> dict[str, Any]:
+def ask(server: Server, body: dict[str, Any], path: str = CHAT) -> Any:
     given = {"prompt": SAID} if path == TEXT else {"messages": ASKED}
-    reply = server.post(path, {"max_tokens": 24} | given | body)
-    assert reply.status_code == 200, reply.text
-    whole: dict[str, Any] = reply.json()
-    return whole
+    return server.ask(path, {"max_tokens": 24} | given | body)
 
 
 def prompt(server: Server, **more: Any) -> list[int]:
@@ -57,11 +52,7 @@ def prompt(server: Server, **more: Any) -> list[int]:
 
 def chunks(server: Server, body: dict[str, Any], path: str = CHAT) -> list[dict[str, Any]]:
     given = {"prompt": SAID} if path == TEXT else {"messages": ASKED}
-    reply = server.post(path, {"max_tokens": 24, "stream": True} | given | body)
-    assert reply.status_code == 200, reply.text
-    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
+    return server.events(path, {"max_tokens": 24} | given | body)
 
 
 def text_of(server: Server, ids: list[int]) -> str:
@@ -296,3 +287,19 @@ def test_a_budget_in_the_shape_of_messages(thinking: Server) -> None:
     for wrong in (message("disabled", 5), message("enabled", 5, thinking_budget=6)):
         assert wrong.status_code == 400
         assert "budget_tokens" in wrong.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("relaxed", [False, True])
+@pytest.mark.parametrize("opened", [None, True, False])
+def test_a_free_answer_knows_of_its_thinking_where_that_is_drafted_loosely(
+    relaxed: bool, opened: bool | None
+) -> None:
+    """Relaxed acceptance holds inside the thinking alone, so that its end must be told."""
+    free = Request(0, (1, 2), SamplingParams(), None, 9, frozenset({0}), 0, 0)
+    made = _after_thinking(free, load_reasoning("deepseek_r1"), opened, relaxed)
+    if not relaxed or opened is False:
+        assert made.grammar is None
+        return
+    assert made.grammar is not None
+    assert made.grammar.kind == "after_thinking"
+    assert made.grammar.inner == ANY_TEXT

@@ -9,17 +9,12 @@ import httpx
 import pytest
 
 from overlap_spec.server import admin
-from tests.support.serving import Server, error_of, shared_server
+from tests.support.serving import Server, error_of
 from tests.support.skips import needs_weights
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]
 pytestmark = needs_weights
-
-
-@pytest.fixture(scope="module")
-def server() -> Server:
-    return shared_server()
 
 
 def schema(text: Any, **more: Any) -> dict[str, Any]:
@@ -233,23 +228,21 @@ def test_wrong_requests_name_the_field(
 
 
 def test_bodies_that_are_no_json_objects(server: Server) -> None:
-    url = server.url + CHAT
-    kind = {"content-type": "application/json"}
     for content in (b"", b"{", b"[]", b"7", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000):
-        error_of(httpx.post(url, content=content, headers=kind))
-    error_of(httpx.post(url, content=b'{"messages":[]}'))
+        error_of(server.post(CHAT, content))
+    error_of(httpx.post(server.url + CHAT, content=b'{"messages":[]}'))
     deep = '{"messages":[{"role":"user","content":"x"}],"tools":' + "[" * 9000 + "]" * 9000 + "}"
-    error_of(httpx.post(url, content=deep, headers=kind))
+    error_of(server.post(CHAT, deep))
     lone = '{"messages":[{"role":"user","content":"\\ud800"}]}'
-    assert "not valid Unicode" in error_of(httpx.post(url, content=lone, headers=kind))["message"]
+    assert "not valid Unicode" in error_of(server.post(CHAT, lone))["message"]
     lone = (
         '{"messages":[{"role":"user","content":"x"}],"json_schema":"{\\"const\\":\\"\\\\ud800\\"}"}'
     )
-    error_of(httpx.post(url, content=lone, headers=kind))
+    error_of(server.post(CHAT, lone))
     number = '{"messages":[{"role":"user","content":"x"}],"seed":1' + "0" * 5000 + "}"
-    error_of(httpx.post(url, content=number, headers=kind))
+    error_of(server.post(CHAT, number))
     nan = '{"messages":[{"role":"user","content":"x"}],"temperature":NaN}'
-    assert error_of(httpx.post(url, content=nan, headers=kind))["param"] == "temperature"
+    assert error_of(server.post(CHAT, nan))["param"] == "temperature"
 
 
 def test_limits_of_size(server: Server) -> None:
@@ -262,10 +255,7 @@ def test_limits_of_size(server: Server) -> None:
     deep: dict[str, Any] = {}
     for _ in range(400):
         deep = {"properties": {"a": deep}}
-    text = json.dumps({"messages": HI, "max_tokens": 5} | schema(deep))
-    reply = httpx.post(
-        server.url + CHAT, content=text, headers={"content-type": "application/json"}, timeout=60
-    )
+    reply = server.post(CHAT, json.dumps({"messages": HI, "max_tokens": 5} | schema(deep)))
     assert reply.status_code in (200, 400)
 
 

@@ -17,8 +17,8 @@ import pytest
 from overlap_spec.errors import EngineUnavailable, GrammarError
 from overlap_spec.grammar import Grammar
 from overlap_spec.grammar.isolation.limits import CompileFailure, FailureKind
+from overlap_spec.server.constraints import GrammarReader
 from overlap_spec.server.errors import as_api_error
-from overlap_spec.server.grammar_reader import GrammarReader
 from tests.support.faulty_backend import eat_where_little_is_left, forge
 from tests.support.tiers import few
 

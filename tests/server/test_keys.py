@@ -6,8 +6,8 @@ import contextlib
 import json
 import os
 import re
-import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +44,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def under_way(server: Server, rid: str, who: dict[str, str]) -> Iterator[list[Any]]:
-    """A request that runs until somebody aborts it; its reply comes into the list."""
-    replies: list[Any] = []
-
-    def ask() -> None:
-        url = server.url + "/generate"
-        reply = httpx.post(url, json=ENDLESS | {"rid": rid}, headers=who, timeout=60)
-        replies.append(reply.json())
-
-    thread = threading.Thread(target=ask)
-    thread.start()
+def under_way(server: Server, rid: str, who: dict[str, str]) -> Iterator[Future[httpx.Response]]:
+    """A request that runs until somebody aborts it."""
+    asked = server.later("/generate", ENDLESS | {"rid": rid}, who)
     wait_for(lambda: server.state()["running"] == 1, 20)
-    yield replies
+    yield asked
     abort(server, {"abort_all": True}, ROOT)
-    thread.join(20)
+    assert asked.result(20).json()["meta_info"]["finish_reason"]["type"] == "abort"
     server.settle()
-    assert replies[0]["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 @needs_weights
@@ -69,25 +60,18 @@ def test_each_rid_of_a_list_is_aborted_by_itself(server: Server) -> None:
     short = {"max_new_tokens": 1}
     body: dict[str, Any] = {"text": ["a", "b", "c"], "rid": ["one", "two", "three"]}
     body |= {"sampling_params": [length | {"n": 2}, length, short]}
-    replies: list[Any] = []
-
-    def ask() -> None:
-        url = server.url + "/generate"
-        replies.extend(httpx.post(url, json=body, headers=ANNA, timeout=60).json())
-
-    thread = threading.Thread(target=ask)
-    thread.start()
+    asked = server.later("/generate", body, ANNA)
     wait_for(lambda: server.state()["running"] == 3, 20)
     for rid in ("one", "two"):
         again = {"text": "a", "rid": rid, "sampling_params": short}
-        refused = httpx.post(server.url + "/generate", json=again, headers=ANNA, timeout=20)
+        refused = server.post("/generate", again, ANNA)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "rid")
         assert abort(server, {"rid": rid}, BERT).json() == {"aborted": 0}
     assert abort(server, {"rid": "two"}, ANNA).json() == {"aborted": 1}
     wait_for(lambda: server.state()["running"] == 2, 20)
     assert abort(server, {"rid": "three"}, ANNA).json() == {"aborted": 0}
     assert abort(server, {"rid": "one"}, ANNA).json() == {"aborted": 2}
-    thread.join(20)
+    replies = asked.result(20).json()
     assert [each["meta_info"]["id"] for each in replies] == ["one", "one-1", "two", "three"]
     reasons = [each["meta_info"]["finish_reason"]["type"] for each in replies]
     assert reasons == ["abort", "abort", "abort", "length"]
@@ -98,12 +82,12 @@ def test_each_rid_of_a_list_is_aborted_by_itself(server: Server) -> None:
 @needs_weights
 def test_two_prompts_do_not_share_an_id(server: Server) -> None:
     body = {"text": ["a", "b"], "rid": ["same", "same"]}
-    reply = httpx.post(server.url + "/generate", json=body, headers=ANNA, timeout=20)
+    reply = server.post("/generate", body, ANNA)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "rid")
 
 
 def abort(server: Server, body: dict[str, Any], who: dict[str, str]) -> httpx.Response:
-    return httpx.post(server.url + "/abort_request", json=body, headers=who, timeout=20)
+    return server.post("/abort_request", body, who)
 
 
 @needs_weights
@@ -116,9 +100,9 @@ def test_every_key_of_the_files_is_accepted(server: Server) -> None:
 
 @needs_weights
 def test_only_ones_own_requests_are_aborted(server: Server) -> None:
-    with under_way(server, "mine", ANNA) as replies:
+    with under_way(server, "mine", ANNA) as asked:
         assert abort(server, {"rid": "mine"}, BERT).json() == {"aborted": 0}
-        assert not replies
+        assert not asked.done()
         assert abort(server, {"rid": "mine"}, ANNA).json() == {"aborted": 1}
 
 
@@ -126,23 +110,23 @@ def test_only_ones_own_requests_are_aborted(server: Server) -> None:
 def test_a_rid_in_use_is_not_taken_over(server: Server) -> None:
     with under_way(server, "same", ANNA):
         again = ENDLESS | {"rid": "same"}
-        reply = httpx.post(server.url + "/generate", json=again, headers=ANNA, timeout=20)
+        reply = server.post("/generate", again, ANNA)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "rid")
         # Another client's is another one.
         short = {"text": "a", "rid": "same", "sampling_params": {"max_new_tokens": 1}}
-        reply = httpx.post(server.url + "/generate", json=short, headers=BERT, timeout=20)
+        reply = server.post("/generate", short, BERT)
         assert reply.status_code == 200
         assert abort(server, {"rid": "same"}, ANNA).json() == {"aborted": 1}
-    reply = httpx.post(server.url + "/generate", json=short, headers=ANNA, timeout=20)
+    reply = server.post("/generate", short, ANNA)
     assert reply.status_code == 200
 
 
 @needs_weights
 def test_administration_has_a_key_of_its_own(server: Server) -> None:
-    with under_way(server, "long", ANNA) as replies:
+    with under_way(server, "long", ANNA) as asked:
         refused = abort(server, {"abort_all": True}, ANNA)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_admin")
-        assert not replies
+        assert not asked.done()
         assert abort(server, {"rid": "long"}, ROOT).json() == {"aborted": 1}
 
 
@@ -192,7 +176,7 @@ def test_a_key_is_taken_from_either_header(server: Server) -> None:
             ({"x-api-key": "Bearer anna"}, 401),
             ({"authorization": "Bearer no", "x-api-key": "anna"}, 401),
         ):
-            reply = httpx.post(server.url + path, json=body, headers=headers, timeout=60)
+            reply = server.post(path, body, headers)
             assert reply.status_code == status, (path, headers)
             if status == 401 and path == "/v1/messages":
                 assert reply.json()["error"]["type"] == "authentication_error"
@@ -225,7 +209,7 @@ def cached(server: Server, who: dict[str, str], **more: Any) -> int:
     """Tokens of a prompt that a request found computed."""
     text = "what one client asks, another one may not learn " * 8
     body = {"text": text, "sampling_params": {"max_new_tokens": 1}, **more}
-    reply = httpx.post(server.url + "/generate", json=body, headers=who, timeout=60)
+    reply = server.post("/generate", body, who)
     count: int = reply.json()["meta_info"]["cached_tokens"]
     return count
 

@@ -5,22 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import pytest
 
 from overlap_spec.server.body import MOST_VALUES, count_values
-from tests.support.serving import Server, shared_server
+from tests.support.serving import Server
 from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 RESPONSES, MESSAGES, CHAT = "/v1/responses", "/v1/messages", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 pytestmark = needs_weights
-
-
-@pytest.fixture(scope="module")
-def server() -> Server:
-    return shared_server()
 
 
 def response(given: Any, **more: Any) -> dict[str, Any]:
@@ -123,12 +117,8 @@ def send(server: Server, name: str) -> None:
     path, body = BODIES[name]
     content = json.dumps(body).encode()
     assert count_values(content) <= MOST_VALUES
-    headers = {"content-type": "application/json"}
-    reply = httpx.post(server.url + path, content=content, headers=headers, timeout=60)
+    reply = server.post(path, content)
     assert reply.status_code == (200 if name in FINE else 400), reply.text[:300]
     assert len(reply.content) < 3000
     if path == MESSAGES:
-        counted = httpx.post(
-            f"{server.url}{path}/count_tokens", content=content, headers=headers, timeout=60
-        )
-        assert counted.status_code in (200, 400)
+        assert server.post(f"{path}/count_tokens", content).status_code in (200, 400)

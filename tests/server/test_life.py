@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ from overlap_spec.cli import app
 from overlap_spec.cli.flags import config_values
 from overlap_spec.errors import ConfigError
 from overlap_spec.ipc.process import EngineProcess
-from tests.support.serving import FIXED, Server, shared_server, wait_for
+from tests.support.serving import FIXED, Server, error_of, shared_server, wait_for
 from tests.support.skips import needs_weights
 
 CHAT = "/v1/chat/completions"
@@ -179,15 +178,11 @@ def test_abort_request_ends_one_of_them(server: Server) -> None:
         "text": "go", "rid": "mine",
         "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True},
     }  # fmt: skip
-    replies: list[Any] = []
-    thread = threading.Thread(target=lambda: replies.append(server.post("/generate", body).json()))
-    thread.start()
+    asked = server.later("/generate", body)
     wait_for(lambda: server.state()["running"] == 1, 20)
     assert server.post("/abort_request", {"rid": "nobody"}).json() == {"aborted": 0}
     assert server.post("/abort_request", {"rid": "mine"}).json() == {"aborted": 1}
-    thread.join(20)
-    (reply,) = replies
-    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    assert asked.result(20).json()["meta_info"]["finish_reason"]["type"] == "abort"
     server.settle()
 
 
@@ -209,19 +204,16 @@ def test_two_servers_want_one_port(server: Server) -> None:
 @pytest.mark.ci
 def test_a_killed_engine_is_503_and_comes_back(server: Server) -> None:
     pid = server.state()["pid"]
-    replies: list[httpx.Response] = []
-    thread = threading.Thread(target=lambda: replies.append(server.post(CHAT, ENDLESS)))
-    thread.start()
+    asked = server.later(CHAT, ENDLESS)
     with streams(server, 1) as (lines,):
         wait_for(lambda: server.state()["running"] == 2, 20)
         os.kill(pid, signal.SIGKILL)
         rest = list(lines)
     assert "engine_unavailable" in rest[-2]
     assert rest[-1] == "data: [DONE]"
-    thread.join(20)
-    assert replies[0].status_code == 503
-    assert replies[0].json()["error"]["code"] == "engine_unavailable"
-    assert "send the request again" in replies[0].json()["error"]["message"]
+    error = error_of(asked.result(20), 503)
+    assert error["code"] == "engine_unavailable"
+    assert "send the request again" in error["message"]
     health = server.get("/health")
     assert (health.status_code, health.json()["status"]) == (503, "restarting")
     refused = server.post(CHAT, {"messages": HI})
@@ -261,8 +253,6 @@ def test_sigterm_lets_what_runs_end(server: Server) -> None:
 def test_sigterm_ends_long_streams_with_an_error() -> None:
     made = Server(*FIXED, "--drain-timeout-s", "1")
     body = ENDLESS | {"stream": True}
-    replies: list[httpx.Response] = []
-    thread = threading.Thread(target=lambda: replies.append(made.post(CHAT, ENDLESS)))
     with contextlib.ExitStack() as stack:
         stack.callback(made.kill)
         streamed = [
@@ -272,7 +262,7 @@ def test_sigterm_ends_long_streams_with_an_error() -> None:
         lines = [(line for line in reply.iter_lines() if line) for reply in streamed]
         for each in lines:
             next(each)
-        thread.start()
+        asked = made.later(CHAT, ENDLESS)
         wait_for(lambda: made.state()["running"] == 4, 20)
         made.process.send_signal(signal.SIGTERM)
         for each in lines:
@@ -280,8 +270,7 @@ def test_sigterm_ends_long_streams_with_an_error() -> None:
             assert "the server ends" in rest[-2]
             assert json.loads(rest[-2][6:])["error"]["code"] == "engine_unavailable"
             assert rest[-1] == "data: [DONE]"
-        thread.join(20)
-        assert replies[0].status_code == 503
+        assert asked.result(20).status_code == 503
         assert made.process.wait(20) == 0
 
 

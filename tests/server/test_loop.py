@@ -8,25 +8,22 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from overlap_spec.ipc import messages as m
 from overlap_spec.ipc.request_handle import AsyncRequestHandle
 from overlap_spec.ipc.server import MOST_VALUES, in_parts
-from overlap_spec.server.buckets import Buckets
 from overlap_spec.server.events import PART_BYTES, GrowingList, InParts, sse, written
-from overlap_spec.server.loop_turns import Turnstile, TurnTimes, timed_loop
+from overlap_spec.server.loop_turns import Buckets, Turnstile, TurnTimes, timed_loop
 from overlap_spec.server.protocol.text import GenerateBody
 from overlap_spec.server.sglang import SGLangFormatter
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Delta, Output, Request, SamplingParams, TokenLogprobs
-from tests.support.serving import MOST_TURN_S, Server, shared_server
+from tests.support.serving import MOST_TURN_S, Server
 from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 CHAT = "/v1/chat/completions"
-JSON = {"content-type": "application/json"}
 LONG = "hello world, this is " * 250_000
 
 
@@ -100,7 +97,7 @@ def test_long_streams_with_logprobs_hold_no_turn() -> None:
     handle = AsyncRequestHandle(request, lambda _: None)
     entry = TokenLogprobs(-1.25, ((1, -1.25),) * 20)
     body = GenerateBody(text="a", stream=True, return_logprob=True, top_logprobs_num=20)
-    formatter = SGLangFormatter(None, body, ["id"])  # type: ignore[arg-type]
+    formatter = SGLangFormatter(None, body, ["id"], True)  # type: ignore[arg-type]
     sizes: list[int] = []
 
     async def feed() -> None:
@@ -115,7 +112,7 @@ def test_long_streams_with_logprobs_hold_no_turn() -> None:
         feeding = asyncio.create_task(feed())
         turns.reset()
         parts: list[bytes] = []
-        async for event in formatter.events([handle], True):
+        async for event in formatter.events([handle]):
             parts = [part async for part in written(event)]
             sizes.append(sum(map(len, parts)))
         await feeding
@@ -165,11 +162,6 @@ def test_outputs_go_in_parts_and_in_order() -> None:
     assert list(in_parts(m.EngineOutputs())) == []
 
 
-@pytest.fixture(scope="module")
-def server() -> Server:
-    return shared_server()
-
-
 def _bodies() -> dict[str, tuple[str, Any, int]]:
     """By name: the path, the body, and how many at once."""
     user = [{"role": "user", "content": "hi"}]
@@ -197,12 +189,9 @@ def test_no_request_holds_the_loop(server: Server, name: str) -> None:
     path, body, at_once = _bodies()[name]
     content = json.dumps(body)
 
-    def send(_: int) -> int:
-        url = server.url + path
-        return httpx.post(url, content=content, headers=JSON, timeout=60).status_code
-
     before = server.long_turns()
     with ThreadPoolExecutor(at_once) as pool:
-        statuses = set(pool.map(send, range(at_once)))
+        replies = pool.map(lambda _: server.post(path, content), range(at_once))
+        statuses = {reply.status_code for reply in replies}
     assert statuses <= {200, 400, 413, 429}
     assert server.long_turns() == before

@@ -22,33 +22,21 @@ CHAT_TOOL = {
 pytestmark = needs_weights
 
 
-@pytest.fixture(scope="module")
-def server() -> Server:
-    return shared_server()
+def ask(server: Server, body: dict[str, Any]) -> Any:
+    return server.ask("/v1/messages", {"max_tokens": 24, "messages": ASKED} | body)
 
 
-def ask(server: Server, body: dict[str, Any]) -> dict[str, Any]:
-    reply = server.post("/v1/messages", {"max_tokens": 24, "messages": ASKED} | body)
-    assert reply.status_code == 200, reply.text
-    message: dict[str, Any] = reply.json()
-    return message
+def chat(server: Server, body: dict[str, Any]) -> Any:
+    whole = server.ask("/v1/chat/completions", {"max_tokens": 24, "messages": ASKED} | body)
+    return whole["choices"][0]["message"]["content"]
 
 
-def chat(server: Server, body: dict[str, Any]) -> str | None:
-    reply = server.post("/v1/chat/completions", {"max_tokens": 24, "messages": ASKED} | body)
-    assert reply.status_code == 200, reply.text
-    text: str | None = reply.json()["choices"][0]["message"]["content"]
-    return text
+def count(server: Server, **more: Any) -> Any:
+    return server.ask("/v1/messages/count_tokens", {"messages": ASKED} | more)["input_tokens"]
 
 
-def events_of(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
-    body = {"max_tokens": 24, "messages": ASKED, "stream": True} | body
-    reply = server.post("/v1/messages", body)
-    assert reply.status_code == 200, reply.text
-    blocks = [block.splitlines() for block in reply.text.strip().split("\n\n")]
-    events = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
-    assert [name.removeprefix("event: ") for name, _ in blocks] == [e["type"] for e in events]
-    return events
+def events_of(server: Server, body: dict[str, Any]) -> list[Any]:
+    return server.events("/v1/messages", {"max_tokens": 24, "messages": ASKED} | body)
 
 
 def error_of(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
@@ -66,8 +54,7 @@ def test_a_text_is_that_of_the_chat(server: Server) -> None:
     assert message["content"] == [{"type": "text", "text": chat(server, {})}]
     assert message["role"] == "assistant"
     usage = message["usage"]
-    tokens = server.post("/v1/messages/count_tokens", {"messages": ASKED}).json()["input_tokens"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == tokens
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count(server)
     block = {"type": "text", "text": "Answer in JSON.", "cache_control": {"type": "ephemeral"}}
     system = [{"role": "system", "content": "Answer in JSON."}, *ASKED]
     want = chat(server, {"messages": system})
@@ -94,13 +81,8 @@ def test_a_context_that_is_full_ends_the_message(server: Server) -> None:
     def said(words: int) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": "word " * words}]}
 
-    def count(words: int) -> int:
-        reply = server.post("/v1/messages/count_tokens", said(words)).json()
-        number: int = reply["input_tokens"]
-        return number
-
-    words = 4000 * 1000 // (count(1200) - count(200))
-    left = 4096 - count(words)
+    words = 4000 * 1000 // (count(server, **said(1200)) - count(server, **said(200)))
+    left = 4096 - count(server, **said(words))
     assert 0 < left < 200
     message = ask(server, {"max_tokens": 1000, "ignore_eos": True} | said(words))
     assert message["usage"]["output_tokens"] == left
@@ -181,16 +163,10 @@ def test_a_format_holds(server: Server) -> None:
 
 
 def test_tokens_are_counted_with_tools_and_system(server: Server) -> None:
-    def count(**more: Any) -> int:
-        reply = server.post("/v1/messages/count_tokens", {"messages": ASKED, **more})
-        assert reply.status_code == 200, reply.text
-        number: int = reply.json()["input_tokens"]
-        return number
-
-    alone = count()
-    assert alone < count(system="Answer in JSON.") < count(system="Answer in JSON.", tools=[TOOL])
+    system = {"system": "Answer in JSON."}
+    assert count(server) < count(server, **system) < count(server, **system, tools=[TOOL])
     usage = ask(server, {"tools": [TOOL], "tool_choice": {"type": "none"}})["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count(tools=[TOOL])
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count(server, tools=[TOOL])
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -229,10 +205,7 @@ def test_every_refusal_has_the_shape(server: Server) -> None:
     assert error_of(server.post("/v1/messages", large), 413)["type"] == "request_too_large"
     error_of(server.get("/v1/messages"), 405)
     error_of(server.post("/v1/messages/batches", {}), 404)
-    broken = httpx.post(
-        f"{server.url}/v1/messages", content=b"{", headers={"content-type": "application/json"}
-    )
-    assert "not JSON" in error_of(broken)["message"]
+    assert "not JSON" in error_of(server.post("/v1/messages", b"{"))["message"]
 
 
 @pytest.mark.ci

@@ -15,7 +15,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
-from tests.support.serving import Server, shared_server
+from tests.support.serving import Server
 from tests.support.skips import needs_weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -25,16 +25,6 @@ MARIA = [{"role": "user", "content": "Maria Lopez is 34 years old and lives in L
 WEATHER = [{"role": "user", "content": "What is the weather in Vienna in celsius?"}]
 TOOLS = json.loads((EXAMPLES / "tools.json").read_text())
 pytestmark = needs_weights
-
-
-@pytest.fixture(scope="module")
-def server() -> Server:
-    return shared_server()
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def schema_format(schema: Any) -> Any:
@@ -285,10 +275,7 @@ def test_generate_in_sglangs_shape(server: Server) -> None:
     assert logged["text"] == one["text"]
     pairs = logged["meta_info"]["output_token_logprobs"]
     assert [pair[1] for pair in pairs] == logged["output_ids"]
-    with httpx.stream("POST", server.url + "/generate", json=body | {"stream": True}) as stream:
-        lines = [line[6:] for line in stream.iter_lines() if line]
-    assert lines[-1] == "[DONE]"
-    events = [json.loads(line) for line in lines[:-1]]
+    events = server.events("/generate", body)
     assert events[-1]["text"] == one["text"]
     assert all(b["text"].startswith(a["text"]) for a, b in itertools.pairwise(events))
     assert events[-1]["meta_info"]["finish_reason"]["type"] == "stop"
@@ -345,8 +332,7 @@ def test_a_stream_tells_how_tokens_came(server: Server, path: str) -> None:
     prompt = "Which one?"
     chat = "chat" in path
     body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-    lines = server.post(path, body).text.splitlines()
-    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    chunks = server.events(path, body)
     told = [chunk["overlap_spec"] for chunk in chunks if "overlap_spec" in chunk]
     tokens = [token for step in told for token in step["tokens"]]
     assert "".join(token["text"] for token in tokens) in ("alphabet", "omega")
@@ -379,13 +365,7 @@ def test_a_choice_with_the_probability_of_each_text(server: Server, path: str) -
     assert sum(entry["probability"] for entry in found) == pytest.approx(1)
     best = max(found, key=lambda entry: entry["logprob"])["text"]
     assert (choice["message"]["content"] if chat else choice["text"]) == best
-    lines = server.post(path, body | {"stream": True}).text.splitlines()
-    pieces = [
-        piece
-        for line in lines
-        if line.startswith("data: {")
-        for piece in json.loads(line[6:])["choices"]
-    ]
+    pieces = [piece for event in server.events(path, body) for piece in event["choices"]]
     (streamed,) = [p["choice_probabilities"] for p in pieces if "choice_probabilities" in p]
     assert [p["finish_reason"] for p in pieces if "choice_probabilities" in p] == ["stop"]
     for one, other in zip(found, streamed, strict=True):

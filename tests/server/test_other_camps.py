@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.serving import Server, error_of, shared_server
+from tests.support.serving import Server, error_of
 from tests.support.skips import needs_weights
 
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -28,11 +28,6 @@ NEUTRAL: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def server() -> Server:
-    return shared_server()
-
-
 def ask(server: Server, path: str, **more: Any) -> Any:
     """The reply, as a whole."""
     fields = {"temperature": 0, "seed": 1} | more
@@ -45,9 +40,7 @@ def ask(server: Server, path: str, **more: Any) -> Any:
         asked = [{"role": "user", "content": SAID}]
         given = {"messages": asked} if path == CHAT else {"prompt": SAID}
         body = {"max_tokens": 24} | given | fields
-    reply = server.post(path, body)
-    assert reply.status_code == 200, reply.text
-    return reply.json()
+    return server.ask(path, body)
 
 
 def text(server: Server, path: str, **more: Any) -> str:

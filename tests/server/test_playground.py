@@ -28,15 +28,10 @@ from tests.support.playground import (
     text,
     write,
 )
-from tests.support.serving import Server, shared_server
+from tests.support.serving import Server
 from tests.support.skips import needs_weights
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def server() -> Server:
-    return shared_server()
 
 
 def test_page_asks_for_nothing_from_elsewhere() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.serving import Server, shared_server
+from tests.support.serving import Server
 from tests.support.skips import needs_weights
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -20,22 +20,9 @@ CLOSE = 0.02
 pytestmark = needs_weights
 
 
-@pytest.fixture(scope="module")
-def server() -> Server:
-    return shared_server()
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
-def ask(server: Server, path: str, **more: Any) -> dict[str, Any]:
+def ask(server: Server, path: str, **more: Any) -> Any:
     given = {"prompt": SAID} if path == TEXT else {"messages": ASKED}
-    reply = server.post(path, {"max_tokens": 8, "temperature": 0} | given | more)
-    assert reply.status_code == 200, reply.text
-    whole: dict[str, Any] = reply.json()
-    return whole
+    return server.ask(path, {"max_tokens": 8, "temperature": 0} | given | more)
 
 
 def test_echo_has_the_prompts_first(client: openai.OpenAI, server: Server) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from overlap_spec.server.print_reference import document
-from overlap_spec.server.reference import markdown, tables
+from overlap_spec.server.app import document
+from overlap_spec.server.reference import markdown
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 
@@ -15,18 +15,18 @@ def test_the_reference_is_the_servers_own() -> None:
     own, made, _ = PAGE.partition("## Routes\n")
     assert made
     want = markdown(document())
-    command = "python -m overlap_spec.server.print_reference"
+    command = "python -m overlap_spec.server.app"
     assert made + PAGE[len(own) + len(made) :] == want, f"{command} prints it as it is now"
 
 
 def test_the_pages_words_are_fields_routes_or_events() -> None:
-    routes, parts = tables(document())
-    own = PAGE.partition("## Routes\n")[0]
-    paths = {table.title.split()[1] for table in routes} | {"/docs", "/openapi.json", "/v1"}
+    own, whole = PAGE.partition("## Routes\n")[0], document()
+    paths = {*whole["paths"], "/docs", "/openapi.json", "/v1"}
     for path in re.findall(r"`(?:GET |POST )?(/[\w/{}]+)`", own):
         assert path in paths or path == "/v1/responses/{id}", path
-    fields = {row.name for table in (*routes, *parts) for row in table.rows}
-    fields |= {name for table in (*routes, *parts) for name in table.refused}
+    schemas = whole["components"]["schemas"].values()
+    fields = {name for each in schemas for name in each.get("properties", ())}
+    fields |= {name for each in schemas for name in each.get("x-refused", ())}
     # Fields of replies, and values.
     others = {"cache_read_input_tokens", "input_tokens", "prompt_token_ids", "token_ids"}
     others |= {"sequence_number", "message_start", "message_delta", "enable_thinking"}
@@ -37,8 +37,10 @@ def test_the_pages_words_are_fields_routes_or_events() -> None:
 
 
 def test_every_route_has_a_line_about_it() -> None:
-    routes, parts = tables(document())
+    whole = document()
+    routes = [one for operations in whole["paths"].values() for one in operations.values()]
     assert len(routes) > 20
-    assert len(parts) > 20
-    assert all(table.about.endswith(".") for table in routes)
-    assert len({table.title for table in (*routes, *parts)}) == len(routes) + len(parts)
+    assert len(whole["components"]["schemas"]) > 20
+    assert all(route["summary"].endswith(".") for route in routes)
+    titles = re.findall(r"(?m)^### (.+)$", markdown(whole))
+    assert len(set(titles)) == len(titles)

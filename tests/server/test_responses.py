@@ -20,28 +20,13 @@ TOOL: dict[str, Any] = {"type": "function", "name": "zyx_tool", "parameters": PA
 pytestmark = needs_weights
 
 
-@pytest.fixture(scope="module")
-def server() -> Server:
-    return shared_server()
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def chat_text(client: openai.OpenAI, messages: Any, **more: Any) -> str | None:
     reply = client.chat.completions.create(model=MODEL, messages=messages, **more)
     return reply.choices[0].message.content
 
 
 def events_of(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a stream, each of whose ``event`` lines is checked against its data."""
-    reply = server.post("/v1/responses", body | {"stream": True})
-    assert reply.status_code == 200, reply.text
-    blocks = [block.splitlines() for block in reply.text.strip().split("\n\n")]
-    events = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
-    assert [name.removeprefix("event: ") for name, _ in blocks] == [e["type"] for e in events]
+    events = server.events("/v1/responses", body)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 

@@ -33,6 +33,18 @@ def test_routes_under_the_names_of_other_servers() -> None:
     assert set(server.get("/get_server_info").json()) == set(server.get("/server_info").json())
 
 
+def test_a_head_is_a_get_without_its_body() -> None:
+    server = shared_server()
+    for path in ("/health", "/", "/v1/models", "/nonesuch"):
+        head, get = httpx.head(server.url + path), server.get(path)
+        assert (head.status_code, head.content) == (get.status_code, b"")
+        assert head.headers["content-length"] == str(len(get.content))
+    refused = httpx.head(server.url + "/generate")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    message = server.get("/generate").json()["error"]["message"]
+    assert message == "the route does not take GET: send POST"
+
+
 def test_the_reference_page_needs_nothing_from_elsewhere() -> None:
     page = shared_server().get("/docs")
     assert page.headers["content-type"].startswith("text/html")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.serving import FIXED, Server, wait_for
+from tests.support.serving import FIXED, Server, error_of, wait_for
 from tests.support.skips import needs_weights
 
 CHAT = "/v1/chat/completions"
@@ -36,19 +37,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     made.kill()
 
 
-def post(server: Server, path: str, body: Any, who: dict[str, str]) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, headers=who, timeout=60)
-
-
 @contextlib.contextmanager
 def asking(server: Server, path: str, bodies: list[Any], who: dict[str, str]) -> Iterator[Any]:
-    """Requests under way, each in a thread; the threads."""
-    threads = [threading.Thread(target=post, args=(server, path, b, who)) for b in bodies]
-    for thread in threads:
-        thread.start()
-    yield threads
-    for thread in threads:
-        thread.join(60)
+    """Requests under way."""
+    asked = [server.later(path, body, who) for body in bodies]
+    yield asked
+    wait(asked, 60)
 
 
 def test_a_queue_that_one_has_filled_takes_another_ones_request(server: Server) -> None:
@@ -56,7 +50,7 @@ def test_a_queue_that_one_has_filled_takes_another_ones_request(server: Server) 
     short = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
     with asking(server, "/generate", [many], ANNA):
         wait_for(lambda: server.state()["open"] == 8, 20)
-        refused = post(server, "/generate", short, ANNA)
+        refused = server.post("/generate", short, ANNA)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         # Its turn comes as soon as one of the two rows is free: not behind all six that wait.
         stream = {"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 1}}
@@ -64,7 +58,7 @@ def test_a_queue_that_one_has_filled_takes_another_ones_request(server: Server) 
             "POST", server.url + "/generate", json=stream, headers=BERT, timeout=60
         ) as reply:
             assert reply.status_code == 200
-        assert post(server, "/abort_request", {"rid": "many"}, ANNA).json() == {"aborted": 8}
+        assert server.post("/abort_request", {"rid": "many"}, ANNA).json() == {"aborted": 8}
     server.settle()
 
 
@@ -80,10 +74,10 @@ def test_a_reader_that_one_keeps_busy_reads_another_ones_schema(server: Server) 
     properties = {f"property_{i}": {"enum": [f"value_{i}"]} for i in range(60)}
     form = {"type": "json_schema", "json_schema": {"schema": {"properties": properties}}}
     good = {"messages": HI, "max_tokens": 1, "response_format": form}
-    with asking(server, CHAT, [slow_schema(i) for i in range(16)], ANNA) as threads:
+    with asking(server, CHAT, [slow_schema(i) for i in range(16)], ANNA) as asked:
         wait_for(lambda: len(server.readers()) >= 2, 20)
-        assert post(server, CHAT, good, BERT).status_code == 200
-        assert sum(thread.is_alive() for thread in threads) > 6
+        assert server.post(CHAT, good, BERT).status_code == 200
+        assert sum(not each.done() for each in asked) > 6
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
@@ -92,18 +86,11 @@ def test_a_reader_that_is_lost_blames_no_grammar(server: Server, kind: signal.Si
     for pid in server.readers():
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not server.readers(), 10)
-    replies: list[httpx.Response] = []
-    thread = threading.Thread(
-        target=lambda: replies.append(post(server, CHAT, slow_schema(100), BERT))
-    )
-    thread.start()
+    asked = server.later(CHAT, slow_schema(100))
     # The call is tried once more before it is given up.
-    while thread.is_alive():
+    while not asked.done():
         for pid in server.readers():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, kind)
-        thread.join(0.2)
-    assert (replies[0].status_code, replies[0].json()["error"]["code"]) == (
-        503,
-        "engine_unavailable",
-    )
+        time.sleep(0.2)
+    assert error_of(asked.result(), 503)["code"] == "engine_unavailable"

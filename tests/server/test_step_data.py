@@ -29,7 +29,6 @@ PROMPT = "Anna Weber, a 29-year-old nurse from Graz, works for Alpine Care."
 def told(server: Server, path: str, **options: bool) -> tuple[str, list[dict[str, Any]]]:
     """The output of a stream with these options, and its ``overlap_spec`` fields."""
     body: dict[str, Any] = {
-        "stream": True,
         "stream_options": options,
         "temperature": 0,
         "max_tokens": 60,
@@ -37,8 +36,7 @@ def told(server: Server, path: str, **options: bool) -> tuple[str, list[dict[str
     body |= {"structured_outputs": {"json": SCHEMA}}
     chat = "chat" in path
     body |= {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}
-    lines = server.post(path, body).text.splitlines()
-    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    chunks = server.events(path, body)
     pieces = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     texts = [piece["delta"].get("content") if chat else piece["text"] for piece in pieces]
     fields = [chunk["overlap_spec"] for chunk in chunks if "overlap_spec" in chunk]

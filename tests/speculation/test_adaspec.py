@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
+
+import numpy as np
 import pytest
 
 from bench.baselines import ThresholdPolicy
+from bench.simulated import stopped_steps, verified_lengths
 from overlap_spec.speculation.acceptance import (
     Calibration,
     DepthCounts,
@@ -32,7 +37,7 @@ from overlap_spec.speculation.policy import (
 )
 from overlap_spec.speculation.presets import CHAINS, load_policy
 from overlap_spec.speculation.static import static_tier
-from overlap_spec.tiers import Budget, Tier
+from overlap_spec.tiers import Budget, DraftStop, RowTimes, Tier
 from tests.support.policies import told, view
 
 TIERS = [static_tier(steps, 1, None) for steps in CHAINS]
@@ -248,14 +253,26 @@ def test_adaspec_stops_before_a_target_and_asks_only_who_takes_drafts() -> None:
     assert stop.curves[0].all()
 
 
-def test_adaspec_stops_no_step_whose_nodes_are_chosen_or_that_is_off() -> None:
+def test_adaspec_leaves_it_to_the_stop_what_is_verified_and_stops_no_step_that_is_off() -> None:
+    """By what a row takes; alone a chain has nothing that its stop would not end, and AdaSpec-
+    removes nothing."""
     policy = AdaSpecPolicy(TIERS, OnlineCost(FLAT, 0.01))
     policy.let_stop()
     for _ in range(60):
         mixed = (RequestOutcome(0, 3, 3, False, (0.9,) * 3), RequestOutcome(1, 0, 3, False, (0.1,)))
         policy.observe(StepOutcome(view(2), Budget(TIERS[3]), mixed))
-    assert policy.choose(view(2)).nodes is not None
-    assert policy.choose(view(2)).stop is None
+    budget = policy.choose(view(2))
+    assert budget.nodes is None
+    assert budget.stop is not None
+    assert budget.stop.rows == pytest.approx((1.0, 0, 0.0), rel=0.05)
+    alone = policy.choose(view(1)).stop
+    assert alone is not None
+    assert alone.rows is None
+    policy.verifier = False
+    minus = policy.choose(view(2)).stop
+    assert minus is not None
+    assert minus.rows is None
+    policy.verifier = True
     for _ in range(60):
         policy.observe(outcome(0, (0.02,)))
     assert policy.choose(view(1)) == Budget(OFF)
@@ -270,6 +287,25 @@ def test_adaspec_keeps_the_strictest_target() -> None:
     assert budget.tier.steps == 1
 
 
+def test_a_target_is_not_kept_by_drafting_less_beside_a_prompt() -> None:
+    """What a step prefills takes its time whatever is drafted: 20 ms of 500 tokens."""
+    model = replace(FLAT, prefill=1.0, prefill_token=0.04)
+    asked = StepView((RequestView(1, 10, tpot_slo_ms=16.5),))
+    for stopping in (False, True):
+        policy = AdaSpecPolicy(TIERS, OnlineCost(model, 0.01))
+        if stopping:
+            policy.let_stop()
+        found = [policy.choose(each) for each in (asked, replace(asked, chunk_tokens=500))]
+        if stopping:
+            stops = [budget.stop for budget in found]
+            assert all(stop is not None for stop in stops)
+            kept = [sum(ms < inf for ms in stop.costs_ms) for stop in stops if stop is not None]
+        else:
+            kept = [1 + budget.tier.steps for budget in found]
+        # 11 ms, and 2 for each draft and its row.
+        assert kept == [3, 3]
+
+
 def test_adaspec_is_off_where_drafts_fail_and_looks_again() -> None:
     policy = AdaSpecPolicy(TIERS, OnlineCost(FLAT, 0.01))
     for _ in range(60):
@@ -282,19 +318,52 @@ def test_adaspec_is_off_where_drafts_fail_and_looks_again() -> None:
     assert 1 <= sum(tier != OFF for tier in chosen) <= 4
 
 
+def threshold_steps(policy: ThresholdPolicy, rows: list[list[float]]) -> int:
+    """Drafts of a step in which the drafter says so of each request's tokens."""
+    stop = policy.choose(view(len(rows))).stop
+    assert stop is not None
+    return stopped_steps(stop, np.array(rows))
+
+
 def test_threshold_by_hand() -> None:
-    """What nobody has seen is 0.7: 0.7² = 0.49 and 0.7³ = 0.34, two steps at the threshold 0.4."""
+    """A chain ends behind its first token under 0.4; the step with the last chain, at 8."""
     policy = ThresholdPolicy(OFF)
-    assert policy.choose(view(3)).tier.steps == 2
-    assert ThresholdPolicy(OFF, threshold=0.2).choose(view(1)).tier.steps == 4
-    # The least that it drafts, whatever it costs.
+    assert policy.tiers[-1].steps == 8
+    policy.let_stop()
+    assert threshold_steps(policy, [[0.9, 0.41, 0.39, 0.9, 0.9, 0.9, 0.9, 0.9]]) == 3
+    assert threshold_steps(policy, [[0.1] * 8]) == 1
+    assert threshold_steps(policy, [[0.41] * 8]) == 8
+    # The other goes on alone, and who is done does not begin again.
+    assert threshold_steps(policy, [[0.1] + [0.9] * 7, [0.5, 0.5, 0.5, 0.2] + [0.9] * 4]) == 4
+    low = ThresholdPolicy(OFF, threshold=0.05)
+    low.let_stop()
+    assert threshold_steps(low, [[0.1] * 8]) == 8
+
+
+def test_threshold_where_no_step_can_be_stopped() -> None:
+    policy = ThresholdPolicy(OFF)
+    assert policy.choose(view(3)).tier.steps == 8
     for _ in range(40):
         policy.observe(outcome(0, (0.02,), policy.choose(view(1)).tier))
     assert policy.choose(StepView((RequestView(0, 1),))).tier.steps == 1
-    for _ in range(80):
-        tier = policy.choose(StepView((RequestView(0, 1),))).tier
-        policy.observe(outcome(tier.steps, (0.99,) * tier.steps, tier))
-    assert policy.choose(StepView((RequestView(0, 1),))).tier.steps == 7
+    assert policy.choose(view(1)).stop is None
+
+
+def test_what_is_verified_by_hand() -> None:
+    """The elimination by hand above, on what the drafter said of each draft."""
+    drafted = np.array([[0.9] * 3, [0.2] * 3])
+    stop = DraftStop(
+        (12.0, 14.0, 16.0, 18.0), np.ones(2, np.float32),
+        np.tile(((np.arange(1000) + 0.5) / 1000).astype(np.float32), (2, 1)),
+        RowTimes(1.0, 0, 0.0),
+    )  # fmt: skip
+    assert verified_lengths(stop, drafted) == [3, 0]
+    assert verified_lengths(replace(stop, rows=None), drafted) == [3, 3]
+    # Rows are free up to the seventh: two go, and no more.
+    assert verified_lengths(replace(stop, rows=RowTimes(0.0, 6, 1.0)), drafted) == [3, 1]
+    # The drafter of the second is right however unsure it is.
+    stop.curves[1] = 1.0
+    assert verified_lengths(stop, drafted) == [3, 3]
 
 
 def test_off_and_specinfer_never_change() -> None:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from overlap_spec.config import EngineConfig
 from overlap_spec.errors import ConfigError
 from overlap_spec.speculation.fallback import FallbackPolicy
 from overlap_spec.speculation.policy import LengthPolicy
-from overlap_spec.speculation.presets import POLICY_NAMES, PRESETS, load_policy, read_config
+from overlap_spec.speculation.presets import (
+    POLICY_NAMES,
+    PRESETS,
+    load_policy,
+    policy_of,
+    read_config,
+)
 from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.speculation.tiers import EmaSlot, SlotSettings
 from overlap_spec.tiers import Tier
@@ -271,14 +279,72 @@ def test_presets(name: str, ladders: dict[int, list[int]]) -> None:
     assert all(policy.choose(view(bound)).tier in policy.tiers for bound in ladders)
 
 
-def test_preset_parameters() -> None:
-    aggressive, off = PRESETS["aggressive"], PRESETS["with_off"]
-    assert [aggressive[bound].ceiling_coeff for bound in (1, 8, 64, 128)] == [0, 3.0, 1.67, 1.2]
-    assert [off[bound].down_hysteresis for bound in (1, 8, 32, 64)] == [-0.25, 0, 0, 0]
-    for slots in PRESETS.values():
-        for slot in slots.values():
-            assert (slot.ema_alpha, slot.update_interval, slot.warmup_batches) == (0.2, 5, 10)
-            assert slot.up_hysteresis == 0
+# Slot: candidate steps, and what is not SGLang's default of a slot.
+PUBLISHED: dict[str, dict[int, tuple[tuple[int, ...], dict[str, float]]]] = {
+    "default": {
+        1: ((1, 3, 7), {}),
+        8: ((1, 3), {"down_hysteresis": 0.0}),
+        32: ((1,), {}),
+    },
+    "aggressive": {
+        1: ((1, 3, 7), {}),
+        8: ((1, 3, 7), {"ceiling_coeff": 3.0}),
+        64: ((1, 3), {"ceiling_coeff": 1.67}),
+        128: ((1, 3), {"ceiling_coeff": 1.2}),
+    },
+    "with_off": {
+        1: ((1, 3, 5, 7), {}),
+        8: ((0, 1, 3), {"down_hysteresis": 0.0}),
+        32: ((0, 1), {"down_hysteresis": 0.0}),
+        64: ((0,), {"down_hysteresis": 0.0}),
+    },
+}
+EVERY = {
+    "ema_alpha": 0.2, "update_interval": 5, "warmup_batches": 10, "down_hysteresis": -0.25,
+    "up_hysteresis": 0.0, "ceiling_coeff": 0.0,
+}  # fmt: skip
+
+
+def test_every_parameter_of_every_preset() -> None:
+    found = {
+        name: {bound: asdict(slot) for bound, slot in slots.items()}
+        for name, slots in PRESETS.items()
+    }
+    assert found == {
+        name: {
+            bound: {"candidate_steps": steps, **EVERY, **own}
+            for bound, (steps, own) in slots.items()
+        }
+        for name, slots in PUBLISHED.items()
+    }
+
+
+def test_the_default_preset_leaves_three_steps_at_batch_8_as_published() -> None:
+    """0.375 accepted a verify: from 2.0 the mean is 0.43 at verify 15, below 1 - 0.5 + 0."""
+    policy = load_policy("default", 3, 1, None)
+    steps = []
+    for _ in range(16):
+        tier = policy.choose(view(8)).tier
+        steps.append(tier.steps)
+        policy.observe(told(8, tier, [1, 1, 1, 0, 0, 0, 0, 0]))
+    assert steps == [3] * 15 + [1]
+
+
+@pytest.mark.parametrize("setting", ["num_steps", "eagle_topk", "num_draft_tokens"])
+@pytest.mark.parametrize(
+    "policy", ["adaspec", "AdaSpec-Minus", "off", "bench.baselines:ThresholdPolicy"]
+)
+def test_a_setting_that_the_policy_ignores_is_refused(policy: str, setting: str) -> None:
+    policy_of(EngineConfig(adaptive=policy))
+    with pytest.raises(ConfigError, match=rf"^{setting}: the length policy '{policy}'"):
+        policy_of(EngineConfig(adaptive=policy, **{setting: 4}))
+
+
+def test_a_chain_that_is_adaptive_verifies_what_it_drafts_or_says_so() -> None:
+    """As many nodes as the launch chain has change nothing; others would be ignored."""
+    policy_of(EngineConfig(adaptive="default", num_steps=3, num_draft_tokens=4))
+    with pytest.raises(ConfigError, match=r"^num_draft_tokens: the chains of 'default'"):
+        policy_of(EngineConfig(adaptive="default", num_steps=3, num_draft_tokens=3))
 
 
 def test_tree_tiers_are_bounded_by_the_launch_nodes() -> None:

@@ -50,6 +50,7 @@ def random_asks(seed: int) -> list[Ask]:
     for _ in range(rng.randint(1, 6)):
         sampling = SamplingParams(
             max_tokens=rng.randint(1, 40),
+            complete=False,
             temperature=rng.choice([0.0, 0.0, 0.8]),
             seed=rng.randint(0, 10**9),
             stop=rng.choice([(), ("a",), ("\x05", "zz")]),

@@ -6,7 +6,7 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.load.asks import OWN_SCHEMAS, mixed_asks, read_samples
 from overlap_spec.types import SamplingParams
 
-GREEDY = SamplingParams(max_tokens=48, temperature=0.0)
+GREEDY = SamplingParams(max_tokens=48, temperature=0.0, complete=False)
 
 
 def work(count: int) -> list[tuple[str, Grammar | None]]:

@@ -26,7 +26,7 @@ def pids(engine: Engine) -> list[int]:
 
 def mixed() -> list[chaos.Ask]:
     """Long enough to pre-empt each other in a small cache; one is aborted."""
-    common: dict[str, Any] = {"max_tokens": 40, "seed": 3}
+    common: dict[str, Any] = {"max_tokens": 40, "seed": 3, "complete": False}
     greedy = SamplingParams(temperature=0.0, **common)
     warm = SamplingParams(temperature=0.8, top_p=0.9, **common)
     choosy = SamplingParams(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import json
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -121,9 +123,39 @@ class Server:
         """A GET of a route."""
         return httpx.get(self.url + path, timeout=60, headers=self.headers, **more)
 
-    def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
-        """A POST of plain data."""
-        return httpx.post(self.url + path, json=body, timeout=60, headers=self.headers, **more)
+    def post(
+        self, path: str, body: Any, headers: dict[str, str] | None = None, **more: Any
+    ) -> httpx.Response:
+        """A POST of plain data, or of text or bytes as they are."""
+        url, headers = self.url + path, self.headers if headers is None else headers
+        if isinstance(body, str | bytes):
+            headers = {"Content-Type": "application/json"} | headers
+            return httpx.post(url, content=body, timeout=60, headers=headers, **more)
+        return httpx.post(url, json=body, timeout=60, headers=headers, **more)
+
+    def later(
+        self, path: str, body: Any, headers: dict[str, str] | None = None
+    ) -> Future[httpx.Response]:
+        """A POST that is under way in a thread of its own."""
+        return ThreadPoolExecutor(1).submit(self.post, path, body, headers)
+
+    def ask(self, path: str, body: Any) -> Any:
+        """The answer to a POST that has one."""
+        reply = self.post(path, body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of a stream that has begun; where they have names, these are their types."""
+        reply = self.post(path, body | {"stream": True})
+        assert reply.status_code == 200, reply.text
+        blocks = [block.splitlines() for block in reply.text.strip().split("\n\n")]
+        if len(blocks[0]) == 1:
+            assert blocks.pop() == ["data: [DONE]"]
+        events = [json.loads(block[-1].removeprefix("data: ")) for block in blocks]
+        for event, (*named, _) in zip(events, blocks, strict=True):
+            assert not named or named == [f"event: {event['type']}"]
+        return events
 
     def state(self) -> dict[str, Any]:
         """The engine's state as of now."""

@@ -22,8 +22,10 @@ def generate(settings: dict[str, Any], sampling: dict[str, Any]) -> list[list[in
 
     assert overlap_spec.__file__.startswith(sys.argv[1])
     asked: Any = {"temperature": 0, "max_tokens": 12, **sampling}
+    # What a grammar asks for.
+    weighed = Grammar.choice(["a", "b"], faithful=True) if asked.pop("choices", False) else None
     with Engine(**settings, context_length=96, graphs=False) as engine:
-        outputs = engine.generate(["abc"] * 2, [Grammar.regex("[a-f]{4} [0-9]{3}"), None], asked)
+        outputs = engine.generate(["abc"] * 2, [Grammar.regex("[a-f]{4} [0-9]{3}"), weighed], asked)
     assert not any(output.error for output in outputs), outputs
     return [list(output.token_ids) for output in outputs]
 

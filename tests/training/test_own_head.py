@@ -24,7 +24,7 @@ from overlap_spec.training.acceptance import acceptance
 from overlap_spec.training.batches import Batch, RowStream
 from overlap_spec.training.export import export_head
 from overlap_spec.training.features import fill_cache
-from overlap_spec.training.head import DraftPass, HeadRecipe, new_head
+from overlap_spec.training.head import DraftPass, HeadRecipe, new_eagle, new_head, read_layers
 from overlap_spec.training.own_head import HeadSettings, draft_vocabulary, train_head
 from overlap_spec.training.progress import Bars
 from overlap_spec.training.samples import read_samples
@@ -85,6 +85,7 @@ def train(asked: HeadSettings, stop: int = -1) -> bytes:
             ({}, (1, 3)),
             ({"own_answers": True}, (1, 5)),  # in the answers, and in the steps
             ({"cache_features": True}, (5, 32)),  # in the features, and in the steps
+            ({"algorithm": "eagle"}, (1, 3)),
         ],
         ({}, (1, 3)),
     ),
@@ -106,12 +107,14 @@ def test_a_stopped_training_ends_with_the_weights_of_an_unbroken_one(
     assert report["steps"] > checkpoint["step"]
 
 
+@pytest.mark.parametrize("algorithm", ["eagle3", "eagle"])
 def test_the_command_makes_a_head_that_the_engine_drafts_with(
-    folder, tmp_path, capsys, monkeypatch
+    folder, tmp_path, capsys, monkeypatch, algorithm
 ):
     out = tmp_path / "head"
     words = f"overlap-spec train --target {folder} --data {folder}/chats.jsonl --out {out}"
     words += " --epochs 1 --max-length 96 --batch-tokens 256 --device cpu"
+    words += f" --algorithm {algorithm}"
     monkeypatch.setattr(sys, "argv", words.split())
     cli.main()
     assert "accept length" in capsys.readouterr().out
@@ -121,7 +124,7 @@ def test_the_command_makes_a_head_that_the_engine_drafts_with(
     assert 1 <= report["accept_length"] <= 6
     assert len(report["accepted_by_position"]) == len(report["tried_by_position"]) == 5
     texts = []
-    for draft in ({"draft": str(out)}, {"algorithm": "none"}):
+    for draft in ({"draft": str(out), "algorithm": algorithm}, {"algorithm": "none"}):
         with Engine(str(folder), **draft) as engine:
             output = engine.generate("Anna paid 3 euros.", None, SamplingParams(max_tokens=12))
             texts.append((output.text, output.stats.verifies > 0))
@@ -199,6 +202,7 @@ def test_every_answer_of_a_chat_is_learnt_and_only_answers(folder, tmp_path):
         ({"epochs": 0.0}, "epochs must be more than 0"),
         ({"max_length": 300}, "max_length must be from 16 to 256"),
         ({"draft_vocab_size": 0}, "draft_vocab_size must be"),
+        ({"algorithm": "medusa"}, "algorithm must be eagle or eagle3: 'medusa'"),
     ],
 )
 def test_wrong_settings_are_named(folder, tmp_path, changes, said):
@@ -217,12 +221,12 @@ def test_a_folder_belongs_to_one_training(folder, tmp_path):
         train(replace(asked, out=folder))
 
 
-def test_cached_features_are_those_of_the_target(folder, tmp_path):
+@pytest.mark.parametrize("make", [new_head, new_eagle])
+def test_cached_features_are_those_of_the_target(folder, tmp_path, make):
     target = load_decoder(folder, torch.bfloat16, CPU)
-    head = new_head(target, HeadRecipe(draft_vocab=tuple(range(3, 90))))
+    head = make(target, HeadRecipe(draft_vocab=tuple(range(3, 90))))
     rows = [[7, 8, 9, 30], [11, 12], [40, 41, 42]]
-    assert head.config.feature_layers is not None
-    arguments = (tmp_path / "f.bin", rows, target, head.config.feature_layers)
+    arguments = (tmp_path / "f.bin", rows, target, read_layers(head))
     fill_cache(*arguments, lambda _: None)
     cache = fill_cache(*arguments, lambda _: pytest.fail("made twice"))
     tokens = torch.zeros(2, 6, dtype=torch.int64)

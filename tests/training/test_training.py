@@ -10,14 +10,21 @@ import torch
 
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.models.decoder import Decoder
-from overlap_spec.models.weights import load_eagle3
+from overlap_spec.models.weights import load_eagle, load_eagle3
 from overlap_spec.training.acceptance import acceptance, head_guesses
 from overlap_spec.training.attention import CausalRows, FirstRows
 from overlap_spec.training.batches import Batch, RowStream
 from overlap_spec.training.budget import Budget
 from overlap_spec.training.export import export_head
 from overlap_spec.training.generate import answers, greedy
-from overlap_spec.training.head import DraftPass, HeadRecipe, HeadTrainer, new_head, spread_layers
+from overlap_spec.training.head import (
+    DraftPass,
+    HeadRecipe,
+    HeadTrainer,
+    new_eagle,
+    new_head,
+    spread_layers,
+)
 from overlap_spec.training.optim import orthogonalise, schedule
 from overlap_spec.training.trainer import initialise
 
@@ -99,6 +106,27 @@ def test_an_exported_head_loads_strictly(config, tmp_path):
     runs = [([2, 3, 4, 5], [6, 7, 8, 9, 10, 1])]
     guesses = head_guesses(trainer.target, head, 3)
     assert 1.0 <= acceptance(runs, guesses, "cpu").length <= 4.0
+
+
+def test_a_trained_eagle_head_drafts_what_its_training_saw(config, tmp_path):
+    """Its state is the target's normed output, or its own: exported and loaded it is the same."""
+    target = Decoder(config)
+    initialise(target, 1)
+    head = new_eagle(target, chain(3))
+    rows = [([7, 8, 9, 10] * 12, [1.0] * 48)] * 8
+    budget = Budget(steps=60)
+    stream = RowStream(rows, 4, 192, pad=0)
+    losses: list[float] = []
+    trainer = HeadTrainer(target, head, stream, chain(3), budget)
+    trainer.run(report=lambda _share, _step, loss: losses.append(loss))
+    # What the random target says is learnt, and its embedding and head are no part of it.
+    assert losses[-1] < losses[0]
+    assert {name.split(".")[0] for name, _ in head.named_parameters()} == {"fc", "layers"}
+    export_head(head, tmp_path)
+    loaded = load_eagle(tmp_path, target, torch.float32)
+    tokens = torch.randint(7, 512, (20,))
+    mine, its = (head_guesses(target, each, 3)(tokens) for each in (head, loaded))
+    assert (mine == its).float().mean() > 0.9
 
 
 def test_draft_chain_reads_nothing_after_its_own_token(config):

@@ -200,6 +200,7 @@ def test_the_kernel_by_an_example() -> None:
         ({"threshold_single": 1.5}, "threshold_single"),
         ({"relaxed_delta": 0.3}, "relaxed_delta needs relaxed_topk"),
         ({"relaxed_topk": -1}, "relaxed_topk"),
+        ({"relaxed_topk": 1, "relaxed_delta": -0.1}, "relaxed_delta"),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, Any], field: str) -> None:
@@ -240,12 +241,30 @@ def test_relaxed_acceptance_is_for_the_thinking_alone_and_is_told() -> None:
     assert json.loads(same.text) == json.loads(plain.text)
 
 
+@pytest.mark.parametrize(("delta", "taken"), [(0.0, 0), (0.5, 0), (0.7, 1), (1.7, 2), (9.0, 2)])
+def test_relaxed_acceptance_goes_by_log_probabilities(delta: float, taken: int) -> None:
+    """Of 0.6, 0.3, 0.06 and 0.04 the logarithms are 0.69, 2.3 and 2.7 below the best one's; a
+    chain of the second and then the third is accepted as far as ``relaxed_delta`` goes."""
+    probs = torch.tensor([[0.6, 0.3, 0.06, 0.04, 0, 0, 0], [0.3, 0.4, 0.1, 0.2, 0, 0, 0]])
+    tables, features = RowTables(1, 1, VOCAB, torch.device("cpu")), SamplingFeatures()
+    tables.assign(0, Request(0, PROMPT, SamplingParams(), None, 9, frozenset({0}), 0, 0))
+    token = torch.tensor([[1, 2]])
+    tree = build_tree(torch.tensor([3]), token, torch.tensor([[0, 1]]), torch.zeros(1, 2), 2)
+    place = Nodes(torch.zeros(3, dtype=torch.int64), torch.arange(3) + 3, tree, None)
+    logits = torch.cat([probs, probs[:1]]).log()
+    masks = Masks(packed(torch.ones(3, VOCAB, dtype=torch.bool)), None)
+    rule = AcceptanceRule(EngineConfig(relaxed_topk=4, relaxed_delta=delta), tables)
+    chosen = rule(logits.argmax(-1), logits, place, features, masks, torch.tensor([True]))
+    # At the second node the best is 0.4: 0.1 is 1.39 below it.
+    assert int(accept_path(chosen.view(1, 3), tree, 3).lengths) == taken
+
+
 @pytest.mark.parametrize("name", ["threshold", "relaxed"])
 def test_rules_over_packed_nodes_decide_as_over_all(name: str) -> None:
     """Where only living nodes were verified, as where the dead ones were too."""
     tables, features = rows_of(SETTINGS[1])
     relaxed = name == "relaxed"
-    loose = EngineConfig(relaxed_topk=3, relaxed_delta=0.4)
+    loose = EngineConfig(relaxed_topk=3, relaxed_delta=1.1)
     rule = AcceptanceRule(loose if relaxed else least_threshold(), tables)
     tree = drafted((3, 2))
     # Some later siblings die, and what is below them.

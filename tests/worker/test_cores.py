@@ -18,6 +18,7 @@ from overlap_spec.worker.build import build_streams, overlap_mode, pick_dtype, w
 from overlap_spec.worker.cores import (
     BFLOAT16_BYTES,
     THREAD_BYTES,
+    cpu_quota,
     has_bfloat16,
     physical_cores,
     pick_float,
@@ -48,6 +49,49 @@ def test_threads(
     assert pick_threads(5, weights) == 5
 
 
+@pytest.mark.parametrize(
+    ("lines", "files", "want"),
+    [
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/a\n", {"a/cpu.max": "max 100000\n"}, None),
+        # In a container the path is the host's.
+        ("0::/host/x\n", {"cpu.max": "50000 100000\n"}, 0.5),
+        (
+            "4:cpu,cpuacct:/a\n5:memory:/b\n",
+            {"cpu/a/cpu.cfs_quota_us": "400000\n", "cpu/a/cpu.cfs_period_us": "100000\n"},
+            4.0,
+        ),
+        (
+            "4:cpu:/\n",
+            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            None,
+        ),
+        ("", {}, None),
+    ],
+)
+def test_the_quota_of_control_groups(
+    tmp_path: Path, lines: str, files: dict[str, str], want: float | None
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(lines)
+    for name, text in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert cpu_quota(tmp_path) == want
+
+
+@pytest.mark.parametrize(("quota", "left"), [(None, 4), (0.5, 1), (1.0, 1), (2.9, 2), (64, 4)])
+def test_a_quota_bounds_the_cores(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, left: int
+) -> None:
+    monkeypatch.setattr(cores, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    assert physical_cores(Path("/nowhere")) == left
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert pick_threads(None, LARGE) == max(1, left - (left > 2))
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity here")
 def test_hyperthreads_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 9})
@@ -55,6 +99,7 @@ def test_hyperthreads_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.M
         folder = tmp_path / f"cpu{cpu}" / "topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(f"{siblings}\n")
+    monkeypatch.setattr(cores, "cpu_quota", lambda: None)
     # The last says nothing, and is taken for a core.
     assert physical_cores(tmp_path) == 3
 

@@ -92,7 +92,7 @@ def test_the_trees_agree_with_the_statistics(
     settings = {**tiny, **tree, "num_steps": 3, "context_length": 160, "overlap": overlap}
     with Engine(**settings, adaptive="static") as engine:
         for name, grammar in GRAMMARS.items():
-            asked = {"temperature": 0.0, "max_tokens": 30}
+            asked = {"temperature": 0.0, "max_tokens": 30, "complete": False}
             plain = engine.generate("abc", grammar, asked)
             handle = engine.submit("abc", grammar, asked, draft_trees=True)
             deltas = list(engine.pieces(handle))

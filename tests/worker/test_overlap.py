@@ -49,7 +49,9 @@ def test_nothing_is_verified_for_requests_that_have_ended(
     with chaos.build(tiny, overlap=mode, num_steps=3) as engine:
         grammar = Grammar.choice(["alpha", "alphabet"])
         for _ in range(2):
-            out = engine.generate("abc", grammar, SamplingParams(max_tokens=max_tokens))
+            out = engine.generate(
+                "abc", grammar, SamplingParams(max_tokens=max_tokens, complete=False)
+            )
         verified = [s for s in engine.timeline.spans() if s.name == "verify"]
     assert len(verified) == 2 * (1 + out.stats.verifies)
     assert engine.core.scheduler.idle

@@ -37,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "draft-model": {"algorithm": "draft_model", "draft": "target", **TREE},
     "adaptive": {"adaptive": "default", **TREE},
     "by-cost": {"adaptive": "auto", "num_steps": 3},
-    "packed": {"adaptive": "adaspec", **TREE},
+    "packed": {"adaptive": "adaspec"},
     "tries": {"tries": True, "num_steps": 3},
     "serial": {"overlap": "none", "num_steps": 3},
 }

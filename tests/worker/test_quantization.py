@@ -141,7 +141,7 @@ def test_speculation_changes_no_text(tiny: dict[str, Any], dtype: str) -> None:
 
 
 def test_errors_name_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="quantization must be one of int8: 'int7'"):
+    with pytest.raises(ConfigError, match="quantization must be one of int8, int4: 'int7'"):
         EngineConfig.build(quantization="int7")
     with pytest.raises(ConfigError, match="quantization 'int8' is for the CPU alone"):
         check_quantization("int8", torch.device("cuda"))

@@ -95,11 +95,11 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             tables.committed[:batch] = torch.arange(batch, device=device) + 7
             tables.roots[:batch] = rows + 30
             # The grammar forces no token, one, or more than the tier is deep.
-            tables.forced[:batch] = -1
-            tables.forced[1:batch:3, :1], tables.forced[2:batch:3, :7] = 40, 41
+            runner.told.forced[:batch] = -1
+            runner.told.forced[1:batch:3, :1], runner.told.forced[2:batch:3, :7] = 40, 41
             tables.temperature[:batch] = torch.arange(batch, device=device) % 3 * 0.6
             # Of every third one two tokens alone can come, again and again.
-            states, here = runner.states, 5 * STATE_WIDTH
+            states, here = runner.told, 5 * STATE_WIDTH
             states.state[:batch] = LOST
             states.state[:batch:3] = here
             states.texts[50:52, 0] = torch.tensor([7, 8], device=device)
@@ -189,7 +189,9 @@ def test_nothing_is_recorded_where_it_is_switched_off(tiny: dict[str, Any], over
     prompts, grammars = [str(n) for n in range(9)], [None, Grammar.regex("[a-f]{30}"), None] * 3
     for graphs in (True, False):
         with Engine(**tiny, overlap=overlap, graphs=graphs, adaptive="default") as engine:
-            outputs.append(engine.generate(prompts, grammars, {"max_tokens": 20}))
+            outputs.append(
+                engine.generate(prompts, grammars, {"max_tokens": 20, "complete": False})
+            )
             assert bool(engine.core.worker.graphs.count) == graphs
     assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
 

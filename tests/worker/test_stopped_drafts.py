@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
@@ -16,7 +16,7 @@ from overlap_spec.engine import Engine
 from overlap_spec.speculation.adaspec import predicted_steps
 from overlap_spec.speculation.policy import LengthPolicy, StepOutcome, StepView
 from overlap_spec.steps import StepResult
-from overlap_spec.tiers import Budget, DraftStop, Tier
+from overlap_spec.tiers import Budget, DraftStop, RowTimes, Tier
 from overlap_spec.types import Output
 from overlap_spec.worker.graphs import padded_size
 from overlap_spec.worker.jobs import prepare_next
@@ -35,8 +35,15 @@ def ends_at(steps: int, trees: int, longest: int) -> DraftStop:
     return DraftStop(costs, np.ones(trees, np.float32), np.ones((trees, 10), np.float32))
 
 
-def stop_at(monkeypatch: pytest.MonkeyPatch, engine: Engine, lengths: Iterator[int]) -> None:
-    """Stop the drafts of every step at the next of ``lengths``."""
+def stop_at(
+    monkeypatch: pytest.MonkeyPatch,
+    engine: Engine,
+    lengths: Iterator[int],
+    rows: RowTimes | None = None,
+    curve: Sequence[float] = (1.0,) * 10,
+) -> None:
+    """Stop the drafts of every step at the next of ``lengths``; ``rows`` and ``curve`` are the
+    stop's."""
     policy: LengthPolicy = engine.core.policy
     chosen = policy.choose
 
@@ -45,7 +52,9 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, engine: Engine, lengths: Iterator[i
         if not view.batch or not budget.tier.steps:
             return budget
         steps = budget.tier.steps
-        return replace(budget, stop=ends_at(next(lengths), view.batch, steps))
+        stop = ends_at(next(lengths), view.batch, steps)
+        stop.curves[:] = curve
+        return replace(budget, stop=replace(stop, rows=rows))
 
     monkeypatch.setattr(policy, "choose", choose)
 
@@ -155,7 +164,8 @@ def test_steps_draft_what_a_whole_draft_does(
 ) -> None:
     """Drafts, confidences and all: only the recordings differ."""
     prompts = ["some prompt", "another one", "abcabcabc"]
-    sampling = [{"max_tokens": 24}, {"temperature": 0.8, "seed": 3, "max_tokens": 24}] * 2
+    cut = {"max_tokens": 24, "complete": False}
+    sampling = [cut, {"temperature": 0.8, "seed": 3, **cut}] * 2
     grammars = [None, chaos.GRAMMARS[1], chaos.GRAMMARS[2]]
     seen = []
     for stopped in (False, True):
@@ -207,6 +217,31 @@ def test_shared_nodes_of_stopped_drafts(
         stop_at(monkeypatch, engine, cycle([1, 4, 6]))
         outputs = answer(engine)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+
+
+def test_a_stop_leaves_out_what_is_worth_least(
+    tiny: dict[str, Any],
+    plain: list[Output],
+    results: list[StepResult],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Algorithm 2 on what was drafted: no text changes, fewer rows are verified than drafted, and
+    the policy is told how many."""
+    told: list[StepOutcome] = []
+    with Engine(**tiny, **CHAIN) as engine:
+        stop_at(monkeypatch, engine, cycle([4, 6]), RowTimes(5e-3, 0, 0.0), [0.5] * 10)
+        observe = engine.core.policy.observe
+        monkeypatch.setattr(engine.core.policy, "observe", lambda o: (told.append(o), observe(o)))
+        outputs = answer(engine)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    shared = [o for o in told if o.budget.nodes is not None]
+    assert shared
+    for outcome in shared:
+        budget, trees = outcome.budget, outcome.view.batch
+        assert trees <= (budget.nodes or 0) < trees * budget.tier.nodes
+        assert budget.least == (1,) * trees
+    packed = [r for r in results if r.plan.budget.nodes is not None]
+    assert any(r.verified_rows < len(r.rows) * r.plan.tier.nodes for r in packed)
 
 
 def test_a_drafter_that_raises_between_steps_costs_its_drafts(

@@ -69,7 +69,10 @@ function clear() {
 function take(reply, event) {
   const told = event.overlap_spec;
   const choice = event.choices[0];
-  if (event.usage) reply.tokens = event.usage.completion_tokens;
+  if (event.usage) {
+    reply.tokens = event.usage.completion_tokens;
+    reply.narrowed = event.usage.completion_tokens_details?.narrowed_tokens;
+  }
   const pieces = choice ? readDelta(reply, choice.delta) : [];
   if (choice?.finish_reason) reply.reason = choice.finish_reason;
   const tokens = told ? told.tokens : pieces;
@@ -130,7 +133,8 @@ function showReply(reply) {
     $("accept-note").textContent = $("tier-note").textContent = "(this server does not tell)";
   }
   const [verdict, value] = judge(reply);
-  $("verdict").textContent = verdict;
+  const narrowed = reply.narrowed ? `; ${reply.narrowed} tokens chosen so that it ends within max tokens` : "";
+  $("verdict").textContent = verdict + narrowed;
   $("value").hidden = value === undefined;
   $("parsed").textContent = value === undefined ? "" : pretty(value);
 }

@@ -20,7 +20,7 @@ from pydantic_core import CoreSchema
 
 from overlap_spec.engine.input_processor import check_text
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.server.collector import collector_off
+from overlap_spec.server.body import collector_off
 from overlap_spec.types import SamplingParams
 
 Int = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
@@ -213,7 +213,8 @@ class Sampling(Strict):
     complete: bool | None = Field(
         None,
         description="Whether an output under a constraint comes to its end within max_tokens; one "
-        "whose shortest output does not fit is refused. By default as the server was started.",
+        "whose shortest output does not fit is refused. By default true, unless the server was "
+        "started with --no-complete.",
     )
     thinking_budget: Count | None = Field(
         None,
@@ -380,6 +381,8 @@ class OpenAIBody(GenerationBody):
 
     def check_shown(self) -> None:
         """Raise InvalidRequest where an answer should show what it cannot."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options goes with stream: true", "stream_options")
         if self.best_of not in (None, 1, self.n or 1):
             raise InvalidRequest("best_of is not supported: leave it out, or send n", "best_of")
         if self.prompt_logprobs is not None and self.stream:
@@ -393,10 +396,7 @@ class OpenAIBody(GenerationBody):
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends in a chunk with the usage."""
-        options = self.stream_options
-        if options is not None and not self.stream:
-            raise InvalidRequest("stream_options goes with stream: true", "stream_options")
-        return options is not None and options.include_usage is True
+        return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def with_origins(self) -> bool:

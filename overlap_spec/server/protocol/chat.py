@@ -10,7 +10,7 @@ from pydantic import Field
 from overlap_spec import chat_messages
 from overlap_spec.chat_messages import ROLES
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.server.collector import collector_off
+from overlap_spec.server.body import collector_off
 from overlap_spec.server.protocol.base import (
     MOST_ENTRIES,
     Few,
@@ -290,26 +290,9 @@ class ChatBody(OpenAIBody):
             warnings=self.warnings,
         )
 
-    def count_characters(self) -> int:
-        """Characters of all texts of the messages, arguments of tool calls included."""
-        return sum(map(_characters, self.messages))
-
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as chat templates expect them: content as text, arguments as objects."""
         return [_plain(message, index) for index, message in enumerate(self.messages)]
-
-
-def _characters(message: Any) -> int:
-    content, calls = message.content, getattr(message, "tool_calls", None)
-    call = getattr(message, "function_call", None)
-    parts = content if isinstance(content, list) else ()
-    return (
-        (len(content) if isinstance(content, str) else 0)
-        + sum(len(part.text) for part in parts)
-        + len(getattr(message, "reasoning_content", None) or "")
-        + sum(len(call.function.name) + len(call.function.arguments) for call in calls or ())
-        + (len(call.name) + len(call.arguments) if call else 0)
-    )
 
 
 def _plain(message: Any, index: int) -> dict[str, Any]:

@@ -212,15 +212,6 @@ class CountBody(GenerationBody):
         alone = given.disable_parallel_tool_use
         return ToolAsk(tools or None, choice, None if alone is None else not alone)
 
-    def count_characters(self) -> int:
-        """Characters of all texts of the messages, inputs of tools not included."""
-        return len(_text(self.system or "")) + sum(
-            len(turn.content)
-            if isinstance(turn.content, str)
-            else sum(len(_shown(block)) for block in turn.content)
-            for turn in self.messages
-        )
-
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as chat templates expect them: results of tools are messages of their own.
 
@@ -312,14 +303,3 @@ def _misplaced(block: Any, index: int, number: int, whose: str) -> InvalidReques
 
 def _text(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
-
-
-def _shown(block: Any) -> str:
-    match block:
-        case TextBlock():
-            return block.text
-        case ToolResultBlock():
-            return _text(block.content or "")
-        case ThinkingBlock():
-            return block.thinking
-    return ""

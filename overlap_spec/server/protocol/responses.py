@@ -284,12 +284,6 @@ class ResponsesBody(GenerationBody):
             cache_salt=self.cache_salt or "",
         )
 
-    def count_characters(self) -> int:
-        """Characters of all texts of the input."""
-        items = () if isinstance(self.input, str) else self.input
-        own = len(self.input) if isinstance(self.input, str) else 0
-        return own + len(self.instructions or "") + sum(map(_characters, items))
-
     def messages(self) -> list[dict[str, Any]]:
         """The input as chat templates expect it.
 
@@ -332,15 +326,3 @@ def _answer(said: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 def _text(content: Content) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-def _characters(item: Item) -> int:
-    match item:
-        case MessageItem():
-            return len(_text(item.content))
-        case CallItem():
-            return len(item.name) + len(item.arguments)
-        case CallOutputItem():
-            return len(_text(item.output))
-        case ReasoningItem():
-            return len(_text(item.content or item.summary or []))

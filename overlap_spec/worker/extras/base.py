@@ -1,7 +1,8 @@
 """Optional parts of a step: the contract, and which parts a request asks for.
 
 A part is one file of this folder with one subclass of :class:`Extra`. Its name is the file's, and
-that of the field of :class:`overlap_spec.SamplingParams` that asks for it. It says what the part
+that of the field of :class:`overlap_spec.SamplingParams` that asks for it, or one that the
+request's grammar asks for. It says what the part
 plans, computes, reads and attaches; a part that nobody asks for costs a step nothing, and without
 its file all else runs.
 """
@@ -9,19 +10,23 @@ its file all else runs.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.models.decoder import Decoder
-from overlap_spec.steps import Int32s, Int64s, StepPlan
+from overlap_spec.steps import Chunk, Int32s, Int64s, RowResult, StepPlan
 from overlap_spec.types import Delta, Output, Request, SamplingParams
 from overlap_spec.worker.batch import Batch
+from overlap_spec.worker.kv_pool import KVPool
 
 
 class Row(NamedTuple):
@@ -48,6 +53,50 @@ class Row(NamedTuple):
     masks: Int32s | None
 
 
+class Runner(Protocol):
+    """What a part computes with: the target, its cache, and the rows' page tables.
+
+    ``tables.pages`` int64 ``(R, P)``.
+    """
+
+    target: Decoder
+    pool: KVPool
+    tables: Any
+    device: torch.device
+
+    def token_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Physical slots of tokens at ``positions (T,)`` of ``rows (T,)``."""
+
+
+class Ask(NamedTuple):
+    """What a part asks of one chunk, whose first token is number ``first`` of the step's chunks."""
+
+    first: int
+    chunk: Chunk
+    what: Any
+
+
+@dataclass
+class Surroundings:
+    """What parts may know of the engine.
+
+    Attributes:
+        vocabulary: Of the grammars.
+        encode: Text → tokens, without special ones.
+        longest: Most tokens of a prompt and its output.
+    """
+
+    vocabulary: Any
+    encode: Callable[[str], Sequence[int]]
+    longest: int
+    _shared: dict[str, Any] = field(default_factory=dict)
+
+    def share(self, name: str, make: Callable[[Surroundings], Any]) -> Any:
+        """What all requests share of a part, which is made once."""
+        found = self._shared.get(name)
+        return found or self._shared.setdefault(name, make(self))
+
+
 class Extra:
     """A part, as one request has asked for it; it lives as long as the request.
 
@@ -58,17 +107,21 @@ class Extra:
         name: The part's, which is the file's.
         reads_rows: Whether :meth:`read_row` tells of each step's tokens.
         reads_tree: Whether it needs the drafted trees on the host for that.
+        passes: Passes that have still to be planned behind the prompt, before its output begins: of
+            :class:`PassesBehind` alone.
     """
 
     name: ClassVar[str]
     reads_rows: ClassVar[bool] = False
     reads_tree: ClassVar[bool] = False
+    passes = 0
 
     def __init_subclass__(cls) -> None:
-        """A part is called as its file is."""
-        cls.name = cls.__module__.rpartition(".")[2]
+        """A part is called as its file is; one's own ``package.module:Class``."""
+        package, _, file = cls.__module__.rpartition(".")
+        cls.name = file if package == __package__ else f"{cls.__module__}:{cls.__name__}"
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, engine: Surroundings) -> None:
         """Raises InvalidRequest where the part cannot do what is asked of it."""
 
     # Plan
@@ -81,17 +134,17 @@ class Extra:
         """What a chunk of the prompt's tokens ``start .. end - 1`` is asked, which is planned now;
         None: nothing. Ranks are sent it."""
 
+    def leave(self) -> None:
+        """The request has lost its place, for now or for good; none of its steps is under way."""
+
     # Compute, on the prefill stream
 
     @staticmethod
-    def compute(
-        target: Decoder, hidden: Tensor, asked: Sequence[tuple[int, Any]]
-    ) -> tuple[Tensor, ...]:
-        """What goes to the host of a step's chunks.
+    def compute(runner: Runner, hidden: Tensor, asked: Sequence[Ask]) -> tuple[Tensor, ...]:
+        """What goes to the host of a step's chunks, by one call for all requests.
 
         Args:
             hidden: ``(T, hidden_size)``: the target's last layer over all chunks' tokens.
-            asked: Of each chunk that is asked, its first token's index among the ``T``, and what.
         """
         raise NotImplementedError
 
@@ -112,6 +165,11 @@ class Extra:
     def hear(self, told: Any) -> None:
         """Take in what :meth:`read` told of a chunk; chunks come in their order."""
 
+    def begin(self, row: RowResult, step: int) -> RowResult:
+        """The first tokens of the output, or what it has instead of them."""
+        del step
+        return row
+
     def take(self, told: Any, kept: int) -> None:
         """Take in what :meth:`read_row` told of a step, ``kept`` tokens of which are output."""
 
@@ -124,32 +182,73 @@ class Extra:
         del first
         return delta
 
-    def complete(self, output: Output) -> Output:
-        """The whole output, with what it has to tell."""
-        return output
+    def complete(self, last: Delta, output: Output) -> tuple[Delta, Output]:
+        """The last piece and the whole output, with what it has to tell."""
+        return last, output
+
+
+class PassesBehind(Extra):
+    """A part with passes of its own behind the prompt, each with the prompt's last chunk."""
+
+    @property
+    @abstractmethod
+    def passes(self) -> int:  # type: ignore[override]
+        """Those that have still to be planned; one that waits for another request's has one; 0
+        where the output may begin."""
+
+    @property
+    @abstractmethod
+    def most_behind(self) -> int:
+        """Slots behind the prompt that they may write."""
+
+    @property
+    @abstractmethod
+    def next_behind(self) -> int | None:
+        """Slots that the next one writes; None: not now."""
+
+    @abstractmethod
+    def ask_pass(self) -> Any:
+        """What the next one is asked, which is planned now. Ranks are sent it."""
 
 
 @cache
 def load(name: str) -> type[Extra]:
-    """The part of a name.
+    """The part of a name, which is a file's of this folder or ``package.module:Class``.
 
     Raises:
-        InvalidRequest: it is not installed.
+        InvalidRequest: there is none.
     """
+    if ":" in name:
+        return _load_own(name)
     if not (Path(__file__).parent / f"{name}.py").is_file():
         raise InvalidRequest(
             f"{name}: this installation is without that part (overlap_spec/worker/extras/{name}.py)"
             ": leave it out, or install overlap-spec again",
             name,
         )
-    found = vars(importlib.import_module(f"{__package__}.{name}")).values()
-    (part,) = (v for v in found if isinstance(v, type) and issubclass(v, Extra) and v is not Extra)
+    module = importlib.import_module(f"{__package__}.{name}")
+    types = (v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Extra))
+    (part,) = (v for v in types if v.__module__ == module.__name__)
     return part
 
 
-def extras_of(request: Request) -> dict[str, Extra]:
+def _load_own(name: str) -> type[Extra]:
+    place, _, attribute = name.partition(":")
+    try:
+        part = getattr(importlib.import_module(place), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidRequest(f"parts: {name!r} cannot be imported: {error}", "parts") from None
+    if not (isinstance(part, type) and issubclass(part, Extra)):
+        raise InvalidRequest(f"parts: {name!r} is no subclass of {Extra.__name__}", "parts")
+    return part
+
+
+def extras_of(request: Request, engine: Surroundings) -> dict[str, Extra]:
     """The parts that a request asks for, by name; InvalidRequest names one that is not there."""
-    return {name: load(name)(request) for name in request.sampling.extras}
+    names = request.sampling.extras
+    if request.grammar is not None:
+        names += request.grammar.extras
+    return {name: load(name)(request, engine) for name in names}
 
 
 def row_extras(sampling: SamplingParams) -> frozenset[type[Extra]]:
@@ -157,16 +256,21 @@ def row_extras(sampling: SamplingParams) -> frozenset[type[Extra]]:
     return frozenset(part for part in map(load, sampling.extras) if part.reads_rows)
 
 
-def compute(target: Decoder, batch: Batch, hidden: Tensor) -> dict[str, tuple[Tensor, ...]]:
+def told_of(parts: Iterable[type[Extra]], row: Row) -> dict[str, Any]:
+    """What parts tell of a step's tokens, by name."""
+    return {part.name: part.read_row(row) for part in parts}
+
+
+def compute(runner: Runner, batch: Batch, hidden: Tensor) -> dict[str, tuple[Tensor, ...]]:
     """What the parts compute of a step's chunks, by name; ``hidden`` as in :class:`Extra`."""
-    chunks, asked = batch.plan.chunks, dict[str, list[tuple[int, Any]]]()
+    chunks, asked = batch.plan.chunks, dict[str, list[Ask]]()
     if not any(chunk.asks for chunk in chunks):
         return {}
     ends = np.cumsum([len(chunk.tokens) for chunk in chunks]).tolist()
     for chunk, end in zip(chunks, ends, strict=True):
         for name, ask in chunk.asks.items():
-            asked.setdefault(name, []).append((end - len(chunk.tokens), ask))
-    return {name: load(name).compute(target, hidden, each) for name, each in asked.items()}
+            asked.setdefault(name, []).append(Ask(end - len(chunk.tokens), chunk, ask))
+    return {name: load(name).compute(runner, hidden, each) for name, each in asked.items()}
 
 
 def read(plan: StepPlan, found: Mapping[str, Sequence[Tensor]]) -> dict[int, dict[str, Any]]:

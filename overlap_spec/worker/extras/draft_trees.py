@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from overlap_spec.steps import Int32s, Int64s
 from overlap_spec.types import MOST_TOLD_DRAFTS, Delta, DraftTree, Fate, Request
-from overlap_spec.worker.extras.base import Extra, Row
+from overlap_spec.worker.extras.base import Extra, Row, Surroundings
 
 
 class DraftTrees(Extra):
@@ -14,8 +14,8 @@ class DraftTrees(Extra):
 
     reads_rows = reads_tree = True
 
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
+    def __init__(self, request: Request, engine: Surroundings) -> None:
+        super().__init__(request, engine)
         self._tree: DraftTree | None = None
 
     @staticmethod

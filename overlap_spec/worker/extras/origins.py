@@ -8,7 +8,7 @@ import numpy as np
 
 from overlap_spec.steps import Int32s, Int64s
 from overlap_spec.types import Delta, Origin, Request
-from overlap_spec.worker.extras.base import Extra, Row
+from overlap_spec.worker.extras.base import Extra, Row, Surroundings
 
 
 class Origins(Extra):
@@ -16,8 +16,8 @@ class Origins(Extra):
 
     reads_rows = True
 
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
+    def __init__(self, request: Request, engine: Surroundings) -> None:
+        super().__init__(request, engine)
         self._origins: list[Origin] = []
 
     @staticmethod

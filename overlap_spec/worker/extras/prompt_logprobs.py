@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from overlap_spec.models.decoder import Decoder
 from overlap_spec.steps import Int64s
 from overlap_spec.types import Delta, Output, PromptLogprobs, Request
 from overlap_spec.worker.batch import uploaded
-from overlap_spec.worker.extras.base import Extra
+from overlap_spec.worker.extras.base import Ask, Extra, Runner, Surroundings
 from overlap_spec.worker.sampler import BLOCK_ENTRIES
 
 # Log-probabilities that one piece has at most.
@@ -40,8 +39,8 @@ class Asked(NamedTuple):
 class PromptScores(Extra):
     """Tells how probable each token of the prompt is."""
 
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
+    def __init__(self, request: Request, engine: Surroundings) -> None:
+        super().__init__(request, engine)
         self._prompt, self._top = request.prompt_ids, request.sampling.prompt_logprobs or 0
         # Nothing stands before a prompt's first token.
         self._told: list[PromptLogprobs | None] = [None]
@@ -58,16 +57,15 @@ class PromptScores(Extra):
         return Asked(first - start, np.array(behind, np.int64), self._top) if behind else None
 
     @staticmethod
-    def compute(
-        target: Decoder, hidden: Tensor, asked: Sequence[tuple[int, Asked]]
-    ) -> tuple[Tensor, ...]:
+    def compute(runner: Runner, hidden: Tensor, asked: Sequence[Ask]) -> tuple[Tensor, ...]:
         """Of each row asked, its token's log-probability float32 ``(P,)`` and rank int64 ``(P,)``;
         the best log-probabilities float32 ``(P, n)``, descending, and their ids int64 ``(P, n)``,
         for the largest n that a chunk asks for."""
-        rows = [start + ask.first + np.arange(len(ask.tokens)) for start, ask in asked]
-        numbers = np.concatenate([*rows, *(ask.tokens for _, ask in asked)])
+        rows = [ask.first + ask.what.first + np.arange(len(ask.what.tokens)) for ask in asked]
+        numbers = np.concatenate([*rows, *(ask.what.tokens for ask in asked)])
+        target = runner.target
         index, tokens = uploaded(torch.from_numpy(numbers), hidden.device).chunk(2)
-        top = min(max(ask.top for _, ask in asked), target.config.vocab_size)
+        top = min(max(ask.what.top for ask in asked), target.config.vocab_size)
         size = max(1, BLOCK_ENTRIES // target.config.vocab_size)
         blocks = [
             _score(target.logits(hidden[some]), theirs, top)
@@ -100,8 +98,8 @@ class PromptScores(Extra):
             yield Delta("", (), prompt_logprobs=tuple(self._told[start : start + entries]))
         self._pushed = len(self._told)
 
-    def complete(self, output: Output) -> Output:
-        return replace(output, prompt_logprobs=tuple(self._told))
+    def complete(self, last: Delta, output: Output) -> tuple[Delta, Output]:
+        return last, replace(output, prompt_logprobs=tuple(self._told))
 
 
 def _score(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,0 +1,159 @@
+"""What grammars tell drafts, as the host plans it: the maps of the requests that run, and room for
+the trees that the grammar tells, beside what the drafter guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from overlap_spec.grammar.drafting.state_table import token_steps
+from overlap_spec.grammar.matching.pool import MatcherPool
+from overlap_spec.grammar.vocabulary import Vocabulary
+from overlap_spec.scheduler.sequence import Sequence as SequenceState
+from overlap_spec.steps import (
+    COMMON_STATES,
+    RUN_TOKENS,
+    STATES,
+    TRIE_NODES,
+    GrammarMap,
+    HostTrees,
+    Int32s,
+)
+from overlap_spec.tiers import Budget, Tier
+from overlap_spec.worker import jobs
+from overlap_spec.worker.worker import Worker
+
+# Depth and nodes of a tree, root included, where the grammar knows what can come.
+WIDE_STEPS, WIDE_NODES = RUN_TOKENS - 1, 32
+
+
+class GrammarDrafts:
+    """Which requests read which maps, and how large each one's next tree can be that the grammar
+    tells.
+
+    The size is known before the next step is planned in every overlap mode, while which of a tree's
+    nodes are accepted comes later in some. So the plan goes by the longest run behind any of them,
+    and all modes draft alike.
+
+    Args:
+        pool: Follows the requests' texts in their maps.
+        vocabulary: What the device is told of tokens.
+    """
+
+    def __init__(self, worker: Worker, pool: MatcherPool, vocabulary: Vocabulary) -> None:
+        self._worker, self._pool = worker, pool
+        self._parts = Parts(COMMON_STATES, STATES), Parts(0, (worker.rows + 1) * TRIE_NODES)
+        self._ahead: dict[int, int] = {}
+        if worker.traits.reads_states:
+            steps = token_steps(vocabulary.text, vocabulary.stop_ids)
+            worker.do(jobs.tell_drafts, {"texts": (0, steps)})
+
+    def enter(self, sequence: SequenceState) -> None:
+        """Take a request's maps in before its first token; where there is no room it has none."""
+        if sequence.output_ids or sequence.matcher is None:
+            return
+        standing = self._pool.guesses(sequence.request.id).standing
+        for parts, known in zip(self._parts, sequence.maps, strict=True):
+            part = None if known is None else parts.enter(sequence.request.id, known)
+            if known is not None and part is not None:
+                base, new = part
+                if new:
+                    self._worker.do(jobs.tell_drafts, known.parts(base))
+                standing.enter(known, base)
+
+    def leave(self, request_id: int) -> None:
+        """A request has ended; steps under way may still read its maps."""
+        for parts in self._parts:
+            parts.leave(request_id)
+
+    def note(self, request_ids: Sequence[int], trees: HostTrees, told: Int32s) -> None:
+        """Take in what the lane told ``(nodes, TOLD)`` of the nodes of a step's trees."""
+        longest = np.maximum.reduceat((told[:, :RUN_TOKENS] >= 0).sum(1), trees.offsets[:-1])
+        self._ahead = dict(zip(request_ids, longest.tolist(), strict=True))
+
+    def sizes(self, sequences: Sequence[SequenceState], tier: Tier) -> list[int]:
+        """Nodes, root included, of the largest tree that the grammar can make of each request's
+        next one, where that is more than a draft of ``tier`` has of it; else 0."""
+        return [self._size(sequence, tier.own.steps) for sequence in sequences]
+
+    def _size(self, sequence: SequenceState, drafted: int) -> int:
+        request = sequence.request
+        if sequence.matcher is None or not request.sampling.speculate:
+            return 0
+        # A run's first token is the next root.
+        run = self._ahead.get(request.id, 0) - 1
+        left = self._pool.guesses(request.id).standing.left
+        return max(1 + run if run > drafted else 0, 1 + left)
+
+
+class Parts:
+    """Which part of a table on the device each map has.
+
+    Args:
+        first, size: The table's rows that maps may have.
+    """
+
+    def __init__(self, first: int, size: int) -> None:
+        self._first, self._end = first, first + size
+        # By a map's identity: its first row, who uses it, the map itself. The newest come last.
+        self._parts: dict[int, tuple[int, set[int], GrammarMap]] = {}
+
+    def enter(self, user: int, known: GrammarMap) -> tuple[int, bool] | None:
+        """The base of a map for a user, and whether it is new; None where there is no room."""
+        part = self._parts.pop(id(known), None)
+        new = part is None
+        if part is None:
+            base = self._take(known.size)
+            if base is None:
+                return None
+            part = base, set(), known
+        self._parts[id(known)] = part
+        part[1].add(user)
+        return part[0], new
+
+    def leave(self, user: int) -> None:
+        """A user reads its map no more."""
+        for _, users, _ in self._parts.values():
+            users.discard(user)
+
+    def _take(self, count: int) -> int | None:
+        """The first part that is free; unused maps give way, the oldest first."""
+        while True:
+            start = self._first
+            for base, _, known in sorted(self._parts.values(), key=lambda part: part[0]):
+                if base - start >= count:
+                    break
+                start = base + known.size
+            if self._end - start >= count:
+                return start
+            unused = next((key for key, part in self._parts.items() if not part[1]), None)
+            if unused is None:
+                return None
+            del self._parts[unused]
+
+
+def wide_tier(base: Tier) -> Tier:
+    """``base`` with room for the grammar's own trees, and for runs longer than its drafts."""
+    tail = max(0, WIDE_STEPS - base.steps)
+    nodes = max(WIDE_NODES, base.nodes + tail)
+    return Tier(base.steps + tail, max(2, base.top_k), nodes, None, base)
+
+
+def widened(budget: Budget, told: Sequence[int]) -> Budget:
+    """A budget with room for what the grammar tells of each request.
+
+    A tree of a fixed shape, and a tier that drafts nothing, stay as they are.
+
+    Args:
+        told: Nodes that each request's own tree may take, root included; 0: it has none.
+    """
+    tier = budget.tier
+    if not any(told) or tier.parents is not None or tier.steps == 0:
+        return budget
+    wide = wide_tier(tier)
+    before = budget.most or (tier.nodes,) * len(told)
+    most = tuple(max(most, min(own, wide.nodes)) for most, own in zip(before, told, strict=True))
+    nodes = sum(before) if budget.nodes is None else budget.nodes
+    nodes += sum(most) - sum(before)
+    return Budget(wide, nodes, budget.least or (1,) * len(told), most)
