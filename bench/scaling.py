@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -45,7 +46,7 @@ from typing import Any
 import torch
 
 from bench.common import Run, flags, mean, median, rounded
-from bench.soak import rss_mib
+from bench.served import rss_mib
 from bench.targets import add_model_flags, check_model_flags, model_settings
 from bench.workloads import CITIES, EVENTS, NAMES, QUESTIONS
 from overlap_spec.engine import Engine
@@ -302,7 +303,7 @@ def run_sweep(engine: Engine, sweep: str, size: Size, run: Run, step: Callable[[
 
 def _keep(run: Run, sweep: str, x: int, repetition: int, figures: dict[str, float]) -> None:
     if repetition == 0:
-        figures = figures | {"rss_mib": rss_mib()}
+        figures = figures | {"rss_mib": rss_mib(os.getpid())}
     run.sample(sweep=sweep, x=x, repetition=repetition, **figures)
 
 
