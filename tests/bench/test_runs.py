@@ -466,11 +466,10 @@ def test_traces_end_in_their_record(
     found = traces.summary([seen])
     assert found["auto_over_adaspec"]["min"] == found["auto_over_adaspec"]["max"]
     assert all(each["ours"][0] == each["ours"][1] for each in found["ranges"].values())
-    # As many drafts as in the paper, whose order of the methods holds too.
-    assert 5 <= policies["threshold"]["draft_tokens"] <= 8
-    assert policies["adaspec"]["draft_tokens"] < policies["static 5"]["draft_tokens"]
+    # The paper's order: what looks at no cost drafts most and has least of it accepted.
+    drafts = {name: figures["draft_tokens"] for name, figures in policies.items()}
+    assert drafts["adaspec"] < drafts["threshold"] < drafts["specinfer"] == 8
     assert policies["adaspec"]["acceptance"] > policies["threshold"]["acceptance"]
-    assert policies["adaspec"]["speedup"] > policies["threshold"]["speedup"]
     assert policies["threshold"]["speedup"] > policies["specinfer"]["speedup"]
     (dear,) = traces.row_costs(20, 1, (0.2,))
     assert dear["speedup"].keys() == traces.POLICIES.keys()
