@@ -111,10 +111,6 @@ class LeadWorker(Worker):
         self._call("grow", proposal, now=self._serial)
         super().grow(step, proposal)
 
-    def prefill(self, step: InFlightStep) -> None:
-        self._call("prefill", now=self._serial)
-        super().prefill(step)
-
     def verify(self, step: InFlightStep) -> None:
         self._call("verify")
         self._verified = step.plan.index

@@ -20,7 +20,7 @@ from overlap_spec.worker.choices import ChoiceScorer
 from overlap_spec.worker.drafter_guard import DrafterGuard
 from overlap_spec.worker.extras import base as extras
 from overlap_spec.worker.graph_runner import GraphRunner
-from overlap_spec.worker.graphs import Tensors, padded_size
+from overlap_spec.worker.graphs import Tensors
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.passes import (
     Accepted,
@@ -113,8 +113,7 @@ class Phases:
         # Rows of padding bring their roots.
         wanted = batch.plan.budget.nodes + rows - batch.trees
         # A recording for every number of nodes would be too many.
-        count = padded_size(wanted) if self.graphs.enabled else wanted
-        count = min(count, rows * nodes)
+        count = self.graphs.packed_size(drafted.tier, rows, wanted)
         selected = select_nodes(tree.scores, count, batch.least, batch.most)
         scores = selected.scores
         draft = Draft(tree.tokens[:, 1:], tree.parents[:, 1:], scores[:, 1:])
@@ -132,7 +131,7 @@ class Phases:
         inputs = (roots.pages, roots.positions, tree.tokens, tree.depths, tree.ancestors)
         tier = drafted.tier
         if pack is None:
-            logits, *rest = self.graphs.find(tier, len(roots.rows)).verify(*inputs)
+            logits, *rest = self.graphs.find_verify(tier, len(roots.rows))(*inputs)
         else:
             logits, *rest = self.graphs.find_packed(tier, len(roots.rows), len(pack))(pack, *inputs)
         return Verified(logits, rest[0] if rest else None)
@@ -205,7 +204,7 @@ class Phases:
             choices = self.rule(choices, logits, place, features, allowed, free)
         every = choices.new_full((rows * nodes,), -1)
         every = every.index_copy_(0, self._count(count) if pack is None else pack, choices)
-        commit = self.graphs.find(drafted.tier, rows).commit
+        commit = self.graphs.find_commit(drafted.tier, rows)
         lengths, tokens, path, packed = commit(
             roots.rows, roots.pages, roots.positions, *tree, every, limits, runs
         )
@@ -281,11 +280,11 @@ class Phases:
             return
         with self.guard:
             roots, (lengths, tokens, path, *_) = drafted.roots, accepted.trees
-            graphs = self.graphs.find(drafted.tier, len(roots.rows))
+            recorded = self.graphs.find_extend(drafted.tier, len(roots.rows))
             features = () if verified.features is None else (verified.features,)
             inputs = (roots.rows, roots.pages, roots.positions, tokens, path, lengths)
-            if graphs.extend is not None:
-                graphs.extend(*inputs, *features)
+            if recorded is not None:
+                recorded(*inputs, *features)
             else:
                 self.runner.extend_trees(*inputs, *features)
 
