@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 
 from overlap_spec.config import EngineConfig
@@ -18,12 +19,14 @@ from overlap_spec.grammar.matching.pool import MatcherPool
 from overlap_spec.memory import MemoryCeiling, machine_bytes, rss_bytes
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence
-from overlap_spec.speculation.policy import RequestView, StepView
+from overlap_spec.speculation.policy import LengthPolicy, RequestView, StepView
 from overlap_spec.speculation.presets import nearest_tier, policy_of
 from overlap_spec.steps import RUN_TOKENS
+from overlap_spec.tiers import Tier
 from overlap_spec.timeline import Timeline
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.worker.build import build_streams, build_worker, overlap_mode
+from overlap_spec.worker.build import Room, build_streams, build_worker, overlap_mode
+from overlap_spec.worker.graphs import padded_size
 from overlap_spec.worker.jobs import prepare
 from overlap_spec.worker.warm_up import warm_up
 
@@ -68,12 +71,12 @@ def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:
     tiers = policy.tiers
     # Of tiers with room for what the grammar tells, beside the policy's own.
     reserve = reserve_tokens(max(tier.window_tokens for tier in tiers))
-    wide = [wide_tier(tier).window_tokens for tier in tiers if tier.steps]
-    wider = max(reserve, reserve_tokens(max(wide, default=0)))
+    wider = reserve_tokens(max(tier.window_tokens for tier in with_wide(tiers)))
 
     start = time.perf_counter()
     streams = build_streams(config, timeline.record)
-    worker = build_worker(config, wider, streams, timeline.record)
+    verified = max(n * tier.nodes for tier, n in batches(config, policy, with_wide(tiers)).items())
+    worker = build_worker(config, Room(wider, verified), streams, timeline.record)
     load_s, traits, drafts = time.perf_counter() - start, worker.traits, config.drafter != "none"
     usual = GPU_CHUNK_TOKENS if traits.on_gpu else CPU_CHUNK_TOKENS
     chunk_tokens = config.chunked_prefill_size or max(usual, config.page_size)
@@ -110,19 +113,33 @@ def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:
 def _warm_up(core: EngineCore, chunk_tokens: int, load_s: float) -> None:
     """Compile, measure and record what the first steps want."""
     config, worker, policy, tiers = core.config, core.worker, core.policy, core.policy.tiers
+    taken = with_wide(tiers) if core.widens else tiers
     policy.tell_waits(worker.graphs.wait_ms)
     # A wide tier's drafts are the grammar's too: its budget has no stop.
     if worker.traits.stops_drafts and not core.widens:
         policy.let_stop()
     if worker.traits.compiles:
-        limits = {tier: policy.largest_batch(tier) for tier in tiers}
-        wide = [tier for tier in tiers if core.widens and tier.steps and not tier.parents]
-        limits |= {wide_tier(tier): limits[tier] for tier in wide}
-        worker.do(warm_up, limits, chunk_tokens)
+        worker.buffers.reserve(taken)
+        worker.do(warm_up, batches(config, policy, taken), chunk_tokens)
         worker.rest()
     if policy.weighs_cost:
         policy.calibrate(*cost_model(config, worker, nearest_tier(config, tiers), load_s))
     worker.do(prepare, policy.choose(StepView((RequestView(0, 1),))).tier)
+
+
+def with_wide(tiers: Iterable[Tier]) -> tuple[Tier, ...]:
+    """These tiers, and those with room for what the grammar tells that steps may take instead."""
+    own = tuple(tiers)
+    return own + tuple(wide_tier(tier) for tier in own if tier.steps and not tier.parents)
+
+
+def batches(config: EngineConfig, policy: LengthPolicy, tiers: Iterable[Tier]) -> dict[Tier, int]:
+    """The most trees of each tier that a step has, padding included."""
+    rows, found = config.max_running_requests, {}
+    for tier in tiers:
+        most = policy.largest_batch(tier.own) or rows
+        found[tier] = padded_size(min(most, rows))
+    return found
 
 
 def _ceiling(most_bytes: int | None, core: EngineCore) -> MemoryCeiling:

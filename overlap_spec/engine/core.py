@@ -141,7 +141,6 @@ class EngineCore:
             # At once: its drafts may not have begun.
             self.worker.drop(step)
         else:
-            self.worker.prefill(step)
             self.worker.verify(step)
         self._accept(self._results(last) if kept is None else kept)
         late = not ended and not plan.chunks and self.scheduler.ended_all(plan)

@@ -24,7 +24,7 @@ from overlap_spec.speculation.presets import load_policy
 from overlap_spec.speculation.profiles import load_profile, save_profile
 from overlap_spec.tiers import Tier
 from overlap_spec.timeline import Timeline
-from overlap_spec.worker.build import build_streams, build_worker, machine_key
+from overlap_spec.worker.build import Room, build_streams, build_worker, machine_key
 from overlap_spec.worker.pass_times import PassTimes, Point, measure
 from overlap_spec.worker.worker import Worker
 
@@ -161,9 +161,10 @@ def profile(
     record = Timeline().record
     tiers = load_policy("auto", config.num_steps, config.eagle_topk, config.num_draft_tokens).tiers
     reserve = 2 * max(tier.window_tokens for tier in tiers) + 1
-    worker = build_worker(config, reserve, build_streams(config, record), record)
+    rows = config.max_running_requests
+    room = Room(reserve, rows * max(tier.nodes for tier in tiers))
+    worker = build_worker(config, room, build_streams(config, record), record)
     try:
-        rows = config.max_running_requests
         points = list(profile_points(tiers, rows, worker.traits.context_length))
         times: list[PassTimes] = []
         for number, point in enumerate(points, 1):

@@ -6,7 +6,7 @@ import gc
 import os
 import platform
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,13 +43,23 @@ CPU_CACHE_BYTES = 1 << 30
 RANK_MODULE = "overlap_spec.worker.rank"
 
 
-def build_worker(
-    config: EngineConfig, reserve_tokens: int, streams: Streams, record: RecordSpan
-) -> Worker:
+class Room(NamedTuple):
+    """What a worker's steps need beside what its requests know.
+
+    Attributes:
+        tokens: Slots after its committed length that a sequence owns.
+        nodes: The most that one pass of the target verifies.
+    """
+
+    tokens: int
+    nodes: int
+
+
+def build_worker(config: EngineConfig, room: Room, streams: Streams, record: RecordSpan) -> Worker:
     """Load the models and allocate every table, cache and buffer.
 
     Args:
-        reserve_tokens: Slots after its committed length that a sequence owns.
+        room: What the caches leave free.
         record: Takes spans for the timeline.
 
     Raises:
@@ -61,8 +71,8 @@ def build_worker(
         check_quantization(config.quantization, device)
     try:
         if config.tensor_parallel_size > 1:
-            return _build_lead(config, device, dtype, reserve_tokens, streams, record)
-        runner = _build_runner(config, device, dtype, reserve_tokens, streams, None)
+            return _build_lead(config, device, dtype, room, streams, record)
+        runner = _build_runner(config, device, dtype, room, streams, None)
         return Worker(runner, streams, config, record)
     except BaseException:
         streams.close()
@@ -73,7 +83,7 @@ def _build_lead(
     config: EngineConfig,
     device: torch.device,
     dtype: torch.dtype,
-    reserve_tokens: int,
+    room: Room,
     streams: Streams,
     record: RecordSpan,
 ) -> Worker:
@@ -92,9 +102,9 @@ def _build_lead(
         threads = count_threads(config, device) if device.type == "cpu" else None
         name = str(dtype).removeprefix("torch.")
         same = replace(config, device=device.type, dtype=name, threads=threads)
-        group = Group(launched, device, (asdict(same), reserve_tokens))
+        group = Group(launched, device, (asdict(same), room))
         streams.prefill = streams.compute
-        runner = _build_runner(config, device, dtype, reserve_tokens, streams, group)
+        runner = _build_runner(config, device, dtype, room, streams, group)
         return LeadWorker(runner, streams, config, record, group, processes)
     except BaseException:
         if processes is not None:
@@ -105,8 +115,8 @@ def _build_lead(
 
 def run_follower(launched: Launch) -> None:
     """Build the worker of a rank other than 0 as rank 0 says, and follow it to its end."""
-    settings, reserve_tokens = told(launched.store)
-    config = EngineConfig(**settings)
+    settings, room = told(launched.store)
+    config, room = EngineConfig(**settings), Room(*room)
     if config.device == "cuda":
         index = int(os.environ.get("LOCAL_RANK", launched.shard.rank))
         torch.cuda.set_device(index)
@@ -117,7 +127,7 @@ def run_follower(launched: Launch) -> None:
     streams = build_streams(config, spans.record)
     streams.prefill = streams.compute
     group = Group(launched, device)
-    runner = _build_runner(config, device, dtype, reserve_tokens, streams, group)
+    runner = _build_runner(config, device, dtype, room, streams, group)
     follow(Worker(runner, streams, config, spans.record), group, spans)
 
 
@@ -125,7 +135,7 @@ def _build_runner(
     config: EngineConfig,
     device: torch.device,
     dtype: torch.dtype,
-    reserve_tokens: int,
+    room: Room,
     streams: Streams,
     group: Group | None,
 ) -> ModelRunner:
@@ -134,7 +144,7 @@ def _build_runner(
     By compute, in whose thread all torch's work in parallel is done: see :func:`host_zeros`.
     """
     built = streams.event()
-    runner = streams.compute.run("load", _load, config, device, dtype, reserve_tokens, group)
+    runner = streams.compute.run("load", _load, config, device, dtype, room, group)
     streams.compute.record(built)
     built.synchronize()
     return runner.get()
@@ -145,7 +155,7 @@ def _load(
     config: EngineConfig,
     device: torch.device,
     dtype: torch.dtype,
-    reserve_tokens: int,
+    room: Room,
     group: Group | None,
 ) -> ModelRunner:
     rows = config.max_running_requests
@@ -157,7 +167,7 @@ def _load(
     target = load_decoder(
         config.target_path, dtype, device, config.context_length, group, keep_int4
     )
-    longest = target.config.max_position + reserve_tokens
+    longest = target.config.max_position + room.tokens
     tables = RowTables(rows, -(-longest // config.page_size), target.config.vocab_size, device)
     pool = KVPool(target.config, config.page_size, dtype, device)
     draft_pools: list[KVPool] = []
@@ -180,7 +190,10 @@ def _load(
     page_bytes = sum(cache.page_bytes for cache in (pool, *draft_pools))
     # The feature that each page keeps for the drafter.
     page_bytes += features * target.config.hidden_size * dtype.itemsize
-    pages = count_pages(config, page_bytes, rows * tables.pages.shape[1], device)
+    taken = 0
+    if config.graphs and device.type == "cuda":
+        taken = graph_bytes(target.config, features, room.nodes, dtype)
+    pages = count_pages(config, page_bytes, rows * tables.pages.shape[1], device, taken)
     if group is not None:
         pages = group.least("pages", pages)
     for cache in (pool, *draft_pools):
@@ -296,7 +309,21 @@ def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return stored
 
 
-def count_pages(config: EngineConfig, page_bytes: int, wanted: int, device: torch.device) -> int:
+def graph_bytes(target: ModelConfig, features: int, nodes: int, dtype: torch.dtype) -> int:
+    """What the CUDA graphs take of the GPU, but for what the driver keeps of each.
+
+    They write to one place, of the size of the largest pass: ``nodes`` logits and features. In the
+    pool that they share are these once more, as the pass itself has them, and its activations.
+    """
+    outputs = target.vocab_size + features * target.hidden_size
+    # Of a layer: its residual, norms, queries, keys, values, attention; and the MLP's parts.
+    activations = 8 * target.hidden_size + 3 * target.intermediate_size
+    return nodes * (2 * outputs + activations) * dtype.itemsize
+
+
+def count_pages(
+    config: EngineConfig, page_bytes: int, wanted: int, device: torch.device, taken: int = 0
+) -> int:
     """Pages that all caches get: at most ``wanted``, as memory allows.
 
     On a GPU ``mem_fraction_static`` (default 0.85) of its memory holds weights and caches; on the
@@ -304,6 +331,7 @@ def count_pages(config: EngineConfig, page_bytes: int, wanted: int, device: torc
 
     Args:
         page_bytes: What a page takes in all caches together.
+        taken: Bytes of a GPU that others will take, out of the same share.
 
     Raises:
         ConfigError: memory does not hold even one sequence's pages.
@@ -314,7 +342,7 @@ def count_pages(config: EngineConfig, page_bytes: int, wanted: int, device: torc
         gc.collect()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        budget = int(free - total * (1 - (fraction or 0.85)))
+        budget = int(free - total * (1 - (fraction or 0.85))) - taken
     elif fraction is not None:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         budget = int(physical * fraction)

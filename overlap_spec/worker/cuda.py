@@ -161,13 +161,14 @@ class CudaStream(Stream):
 
 
 class CudaStreams(Streams):
-    """The streams of a GPU: what ``plan`` and ``copy`` do is short, and others wait for it."""
+    """The streams of a GPU: what ``plan`` and ``copy`` do is short, and others wait for it; prompts
+    take what the trees leave."""
 
     def __init__(self, device: torch.device, record: RecordSpan) -> None:
         self._clock = CudaClock(device)
         self._all = [
             CudaStream(name, device, self._clock, record, priority)
-            for name, priority in (("compute", 0), ("prefill", 0), ("plan", -1), ("copy", -1))
+            for name, priority in (("compute", -1), ("prefill", 0), ("plan", -2), ("copy", -2))
         ]
         self.compute, self.prefill, self.plan, self.copy = self._all
 

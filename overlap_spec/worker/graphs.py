@@ -12,7 +12,7 @@ the caches and tables in place, and depends on nothing else but its inputs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -66,9 +66,13 @@ class CudaGraph(Recorded):
         inputs: Kept: a call copies into them what is not there already, so that one graph's
             outputs can be another one's inputs.
         pool: Memory that graphs replayed one after the other share.
+        into: Where the outputs are written to, of which graphs may share some; None: to the pool,
+            where nothing else may be then.
     """
 
-    def __init__(self, work: Callable[..., Tensors], inputs: Tensors, pool: Any) -> None:
+    def __init__(
+        self, work: Callable[..., Tensors], inputs: Tensors, pool: Any, into: Tensors | None = None
+    ) -> None:
         # Kernels are compiled and libraries set up by a run that is not captured.
         work(*inputs)
         self._inputs, self._graph = inputs, torch.cuda.CUDAGraph()
@@ -79,7 +83,10 @@ class CudaGraph(Recorded):
             # Other threads may allocate meanwhile.
             capture_error_mode="thread_local",
         ):
-            self._outputs = work(*inputs)
+            outputs = work(*inputs)
+            for own, new in zip(into or (), outputs, strict=into is not None):
+                own.copy_(new)
+            self._outputs = outputs if into is None else into
 
     def __call__(self, *inputs: Tensor) -> Tensors:
         for own, given in zip(self._inputs, inputs, strict=True):
@@ -100,6 +107,34 @@ def padded_size(batch: int) -> int:
     """
     step = 1 << max(0, (batch - 1).bit_length() - 3)
     return -(-batch // step) * step
+
+
+# Least number by which those of verified nodes differ: fewer take a GPU as long. And most numbers
+# of nodes of one number of rows.
+GRAIN_NODES, PACKED_SIZES = 32, 8
+
+
+def packed_size(rows: int, nodes: int, wanted: int) -> int:
+    """Nodes of ``rows`` trees of ``nodes`` that a CUDA graph verifies, of those that there are one
+    for the least that holds ``wanted``."""
+    every = rows * nodes
+    step = max(GRAIN_NODES, -(-every // PACKED_SIZES))
+    return min(-(-wanted // step) * step, every)
+
+
+def packed_sizes(rows: int, nodes: int) -> list[int]:
+    """All that are less than whole trees, which the graph of these verifies."""
+    every = rows * nodes
+    return sorted({packed_size(rows, nodes, n) for n in range(rows, every)} - {every})
+
+
+def powers_of_two(most: int) -> Iterator[int]:
+    """1, 2, 4 and so on, and ``most``."""
+    power = 1
+    while power < most:
+        yield power
+        power *= 2
+    yield most
 
 
 def padded(x: Tensor, rows: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -68,10 +69,12 @@ class Buffers:
         keep: The step's tensors, which streams other than their own read until then.
     """
 
-    def __init__(self, tier: Tier, rows: int, words: int, streams: Streams, device: torch.device):
+    def __init__(
+        self, room: Tier, rows: int, words: int, streams: Streams, device: torch.device
+    ) -> None:
         pinned = device.type == "cuda"
         most = padded_size(rows)
-        nodes = most * tier.nodes
+        nodes = most * room.nodes
         self.links = host_zeros((3 * nodes,), torch.int64, pinned)
         self.masks = host_zeros((nodes, words), torch.int32, pinned)
         self.limits = host_zeros((most,), torch.int64, pinned)
@@ -82,7 +85,7 @@ class Buffers:
             self.device_masks = torch.zeros(nodes, words, dtype=torch.int32, device=device)
             self.device_limits = torch.zeros(most, dtype=torch.int64, device=device)
             self.device_runs = torch.zeros_like(self.runs, device=device)
-        columns = row_width(tier.steps) + row_width(0)
+        columns = row_width(room.steps) + row_width(0)
         self.results = host_zeros((most * columns,), torch.int64, pinned)
         self.staging = Staging()
         self.events = Events(streams)
@@ -95,16 +98,32 @@ class Buffers:
         return rows
 
 
-class TierState:
-    """What a tier owns: its buffers, allocated once and rotated over the steps in flight."""
+class Rotation:
+    """The buffers of the steps in flight, taken in turn: allocated before serving, for the largest
+    tier."""
 
-    def __init__(
-        self, tier: Tier, rows: int, words: int, streams: Streams, device: torch.device
-    ) -> None:
-        self._buffers = [Buffers(tier, rows, words, streams, device) for _ in range(2)]
+    def __init__(self, rows: int, words: int, streams: Streams, device: torch.device) -> None:
+        self._of = rows, words, streams, device
+        self._room = Tier(0, 1, 0)
+        self._buffers: list[Buffers] = []
+        # What steps under way may still read, of which no tier is taken any more.
+        self._outgrown: list[Buffers] = []
 
-    def rotate(self) -> Buffers:
+    def reserve(self, tiers: Iterable[Tier]) -> None:
+        """Have room for steps of any of these tiers."""
+        every = (self._room, *tiers)
+        room = Tier(max(t.steps for t in every), 1, max(t.nodes for t in every))
+        if room != self._room:
+            self._room, self._outgrown = room, [*self._outgrown, *self._buffers]
+            self._buffers = [Buffers(room, *self._of) for _ in range(2)]
+
+    def clear(self) -> None:
+        """Let go of all memory."""
+        self._buffers, self._outgrown, self._room = [], [], Tier(0, 1, 0)
+
+    def take(self, tier: Tier) -> Buffers:
         """The buffers used longest ago, when all that used them has passed."""
+        self.reserve((tier,))
         buffers = self._buffers.pop(0)
         self._buffers.append(buffers)
         if buffers.in_use:

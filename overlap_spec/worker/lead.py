@@ -29,7 +29,7 @@ SEEN_S = 5.0
 
 
 # Calls that wait for the next one; in a serial step, which waits for its draft, some do not.
-LATER, OF_A_SERIAL_STEP = ("assign", "upload"), ("grow", "prefill")
+LATER, OF_A_SERIAL_STEP = ("assign", "upload"), ("grow",)
 
 
 class LeadWorker(Worker):

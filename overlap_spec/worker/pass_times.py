@@ -82,8 +82,9 @@ def measure_point(worker: Worker, point: Point) -> PassTimes:
 
 
 def _times(worker: Worker, tier: Tier, rows: Tensor, pages: Tensor) -> tuple[float, float]:
-    runner, graphs = worker.runner, worker.graphs.find(tier, len(rows))
-    recorded = worker.graphs.find_draft(tier, len(rows), False, False)
+    runner, graphs = worker.runner, worker.graphs
+    verify_trees, extend = graphs.find_verify(tier, len(rows)), graphs.find_extend(tier, len(rows))
+    recorded = graphs.find_draft(tier, len(rows), False, False)
     drafted = recorded is not None and tier.steps > 0
     together = runner.target.config.shard.size > 1
 
@@ -96,10 +97,9 @@ def _times(worker: Worker, tier: Tier, rows: Tensor, pages: Tensor) -> tuple[flo
     tree = Tree(*rest[: len(Tree._fields)])
     inputs = pages, positions, tree.tokens, tree.depths, tree.ancestors
     path = rows.new_zeros(len(rows), tier.steps + 1)
-    extend = graphs.extend
 
     def verify() -> tuple[Tensor, ...]:
-        logits, *features = graphs.verify(*inputs)
+        logits, *features = verify_trees(*inputs)
         if extend is not None:
             extend(rows, pages, positions, path, path, torch.zeros_like(rows), *features)
         return (logits,)

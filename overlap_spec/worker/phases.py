@@ -22,7 +22,7 @@ from overlap_spec.worker.batch import Batch
 from overlap_spec.worker.drafter_guard import DrafterGuard
 from overlap_spec.worker.extras import base as extras
 from overlap_spec.worker.graph_runner import GraphRunner
-from overlap_spec.worker.graphs import Tensors, padded_size
+from overlap_spec.worker.graphs import Tensors
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.passes import (
     Accepted,
@@ -142,8 +142,7 @@ class Phases:
         # Rows of padding bring their roots.
         wanted += rows - batch.trees
         # A recording for every number of nodes would be too many.
-        count = padded_size(wanted) if self.graphs.enabled else wanted
-        count = min(count, rows * nodes)
+        count = self.graphs.packed_size(drafted.tier, rows, wanted)
         bounds = (None, None) if batch.plan.budget.nodes is None else (batch.least, batch.most)
         selected = select_nodes(worth, count, *bounds)
         scores = tree.scores.masked_fill(selected.scores == -torch.inf, -torch.inf)
@@ -162,7 +161,7 @@ class Phases:
         inputs = (roots.pages, roots.positions, tree.tokens, tree.depths, tree.ancestors)
         tier = drafted.tier
         if pack is None:
-            logits, *rest = self.graphs.find(tier, len(roots.rows)).verify(*inputs)
+            logits, *rest = self.graphs.find_verify(tier, len(roots.rows))(*inputs)
         else:
             logits, *rest = self.graphs.find_packed(tier, len(roots.rows), len(pack))(pack, *inputs)
         return Verified(logits, rest[0] if rest else None)
@@ -234,7 +233,7 @@ class Phases:
             choices = rule(choices, logits, place, features, allowed, free)
         every = choices.new_full((rows * nodes,), -1)
         every = every.index_copy_(0, self._count(count) if pack is None else pack, choices)
-        commit = self.graphs.find(drafted.tier, rows).commit
+        commit = self.graphs.find_commit(drafted.tier, rows)
         lengths, tokens, path, packed = commit(
             roots.rows, roots.pages, roots.positions, *tree, every, limits, runs
         )
@@ -310,11 +309,11 @@ class Phases:
             return
         with self.guard:
             roots, (lengths, tokens, path, *_) = drafted.roots, accepted.trees
-            graphs = self.graphs.find(drafted.tier, len(roots.rows))
+            recorded = self.graphs.find_extend(drafted.tier, len(roots.rows))
             features = () if verified.features is None else (verified.features,)
             inputs = (roots.rows, roots.pages, roots.positions, tokens, path, lengths)
-            if graphs.extend is not None:
-                graphs.extend(*inputs, *features)
+            if recorded is not None:
+                recorded(*inputs, *features)
             else:
                 self.runner.extend_trees(*inputs, *features)
 

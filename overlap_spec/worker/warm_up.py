@@ -7,7 +7,7 @@ the sampler, and by the type of its logits. What is run is the padding row's, an
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from overlap_spec.kernels.sampling import PURPOSES
 from overlap_spec.steps import Chunk, StepPlan
 from overlap_spec.tiers import Budget, Tier
 from overlap_spec.worker.batch import Staging
-from overlap_spec.worker.graphs import padded_size
+from overlap_spec.worker.graphs import powers_of_two
 from overlap_spec.worker.sampler import Masks, Nodes
 from overlap_spec.worker.tables import SamplingFeatures
 from overlap_spec.worker.worker import Worker
@@ -26,38 +26,23 @@ from overlap_spec.worker.worker import Worker
 PLAIN = SamplingFeatures()
 
 
-def warm_up(worker: Worker, tiers: Mapping[Tier, int | None], chunk_tokens: int) -> None:
+def warm_up(worker: Worker, tiers: Mapping[Tier, int], chunk_tokens: int) -> None:
     """Run everything once; no request may be running.
 
     Args:
-        tiers: All that a step may take, and the most trees that it may have then; None: as many as
-            there are rows.
+        tiers: All that a step may take, and the most trees that it may have then, padding included.
         chunk_tokens: Most prompt tokens of a step.
     """
     try:
+        worker.graphs.record_all(tiers)
         for tier, most in tiers.items():
-            for size in warm_sizes(min(most or worker.rows, worker.rows)):
-                worker.graphs.find(tier, size)
+            for size in worker.graphs.sizes(most):
                 warm_packed(worker, tier, size)
         warm_sampler(worker)
         for tokens in powers_of_two(chunk_tokens):
             warm_chunk(worker, next(iter(tiers)), tokens)
     finally:
         forget(worker)
-
-
-def powers_of_two(most: int) -> Iterator[int]:
-    """1, 2, 4 and so on, and ``most``."""
-    power = 1
-    while power < most:
-        yield power
-        power *= 2
-    yield most
-
-
-def warm_sizes(rows: int) -> list[int]:
-    """Batches between which no kernel differs: by powers of two, as shares of keys do."""
-    return sorted({padded_size(size) for size in powers_of_two(rows)})
 
 
 def warm_sampler(worker: Worker) -> None:
@@ -88,7 +73,8 @@ def warm_packed(worker: Worker, tier: Tier, size: int) -> None:
     nodes, row = size * tier.nodes, runner.tables.padding_row
     if tier.nodes == 1:
         return
-    for count in (n for n in powers_of_two(nodes - 1) if n >= size):
+    wanted = (n for n in powers_of_two(nodes - 1) if n >= size)
+    for count in sorted({worker.graphs.packed_size(tier, size, n) for n in wanted}):
         budget = Budget(tier, count, (1,) * size, (tier.nodes,) * size)
         plan = StepPlan(0, budget, (row,) * size, (), (0,) * size, (False,) * size, 0, ())
         drafted = worker.phases.draft(worker.plan_upload(plan, Staging()))

@@ -15,13 +15,13 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Draft, host_draft
 from overlap_spec.drafters.grafts import graft
 from overlap_spec.steps import History, HostTrees, Int32s, Int64s, StepPlan, StepResult
-from overlap_spec.tiers import Floats, Tier
+from overlap_spec.tiers import Floats
 from overlap_spec.types import Request
 from overlap_spec.worker.batch import Batch, PlanUpload, uploaded
 from overlap_spec.worker.drafter_guard import DrafterGuard
 from overlap_spec.worker.extras import base as extras
 from overlap_spec.worker.graph_runner import GraphRunner
-from overlap_spec.worker.in_flight import Buffers, InFlightStep, TierState
+from overlap_spec.worker.in_flight import Buffers, InFlightStep, Rotation
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.passes import Accepted, Drafted, GrammarRows, Prefilled
 from overlap_spec.worker.phases import Phases
@@ -92,8 +92,8 @@ def traits_of(runner: ModelRunner) -> Traits:
 class Worker:
     """Runs steps over rows; what decides the next token stays on the device.
 
-    A step is ``upload``, ``draft``, ``prefill``, ``verify``, ``accept``, ``extend``, in this order;
-    each queues work and returns. ``results`` waits. Between steps ``do`` queues jobs.
+    A step is ``upload``, ``draft``, ``verify``, ``accept``, ``extend``, in this order; each queues
+    work and returns. ``results`` waits. Between steps ``do`` queues jobs.
 
     Args:
         config: With ``overlap`` ``none``, ``double-sync`` or ``once-sync``.
@@ -120,7 +120,8 @@ class Worker:
         rule = self.phases.rule
         asks = rule is not None and rule.asks_thinking
         self.traits = replace(traits_of(runner), asks_thinking=asks)
-        self._states: dict[Tier, TierState] = {}
+        words = -(-self._tables.vocab_size // 32)
+        self.buffers = Rotation(self.rows, words, streams, self._device)
         self._reader = ResultReader(runner.tables)
         self._accepted = [streams.event() for _ in range(ACCEPTS)]
         columns = self._tables.pages.shape[1]
@@ -166,16 +167,11 @@ class Worker:
     @torch.inference_mode()
     def upload(self, plan: StepPlan) -> InFlightStep:
         """Queue the plan's way to the device."""
-        if plan.tier not in self._states:
-            words = -(-self._tables.vocab_size // 32)
-            self._states[plan.tier] = TierState(
-                plan.tier, self.rows, words, self.streams, self._device
-            )
         accepted = self._accepted[plan.index % ACCEPTS]
         accepted.reset()
         step = InFlightStep(
             plan=plan,
-            buffers=self._states[plan.tier].rotate(),
+            buffers=self.buffers.take(plan.tier),
             accepted=accepted,
             constrained=any(grammar for _, _, grammar in plan.verified),
             features=self._tables.features([row for _, row, _ in plan.verified]),
@@ -190,19 +186,6 @@ class Worker:
         if plan.chunks:
             self.streams.compute.record(step.events.pages_entered)
         return step
-
-    @torch.inference_mode()
-    def prefill(self, step: InFlightStep) -> None:
-        """Queue the target's pass over the prompts' chunks, beside the trees' draft and verify.
-
-        After the drafts: where all share one stream, the trees are on their way to the host then.
-        """
-        self.tell("prefill")
-        prefill = self.streams.prefill
-        if step.plan.chunks:
-            prefill.wait(step.events.pages_entered)
-            step.prefilled = prefill.run("prefill", self.phases.prefill, step.batch)
-            prefill.record(step.events.prefilled)
 
     @torch.inference_mode()
     def draft(self, step: InFlightStep, histories: Sequence[History] | None = None) -> None:
@@ -265,11 +248,15 @@ class Worker:
 
     @torch.inference_mode()
     def verify(self, step: InFlightStep) -> None:
-        """Queue the target's pass over the trees."""
+        """Queue the target's passes over the trees and, beside them, over the prompts' chunks: in
+        this order, since a GPU's host launches a prompt's kernels one by one meanwhile."""
         self.tell("verify")
-        compute = self.streams.compute
+        compute, prefill = self.streams.compute, self.streams.prefill
         step.verified = compute.run("verify", self.phases.verify, step.drafted)
         if step.plan.chunks:
+            prefill.wait(step.events.pages_entered)
+            step.prefilled = prefill.run("prefill", self.phases.prefill, step.batch)
+            prefill.record(step.events.prefilled)
             compute.wait(step.events.prefilled)
         compute.record(step.events.verified)
         if step.constrained and self.overlap == "none":
@@ -407,7 +394,7 @@ class Worker:
     def close(self) -> None:
         """End the streams' threads, and free all memory; nothing can be run any more."""
         self.streams.close()
-        self._states.clear()
+        self.buffers.clear()
         self.graphs.clear()
         self.runner.release()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -118,17 +119,17 @@ def tiers_of(engine: Engine) -> tuple[Tier, ...]:
 
 def record(graphs: GraphRunner, tiers: tuple[Tier, ...], sizes: tuple[int, ...] = SIZES) -> int:
     """Everything that steps may ask for; how many passes that is."""
-    count = 0
     for tier in tiers:
         for size in sizes:
-            found = graphs.find_draft(tier, size, False, False), *graphs.find(tier, size)
-            count += sum(part is not None for part in found)
+            for sampled, told in product((False, True), repeat=2):
+                graphs.find_draft(tier, size, sampled, told)
+            for find in (graphs.find_verify, graphs.find_commit, graphs.find_extend):
+                find(tier, size)
             if tier.nodes > 1:
                 # A node more than the roots, and all but one.
                 for nodes in {size + 1, size * tier.nodes - 1}:
                     graphs.find_packed(tier, size, nodes)
-                    count += 1
-    return count
+    return graphs.count
 
 
 def captured(

@@ -104,13 +104,13 @@ def test_tiers_are_warm_at_the_sizes_that_take_them(
     if largest is not None:
         monkeypatch.setattr(SlotPolicy, "largest_batch", lambda *_: largest)
     warmed: set[tuple[int, int]] = set()
-    find = HeldGraphs.find
+    find = HeldGraphs.find_verify
 
     def noted(graphs: Any, tier: Any, size: int) -> Any:
         warmed.add((tier.steps, size))
         return find(graphs, tier, size)
 
-    monkeypatch.setattr(HeldGraphs, "find", noted)
+    monkeypatch.setattr(HeldGraphs, "find_verify", noted)
     after = late(tiny, "several", range(0), serve_many, max_running_requests=12, num_steps=steps)
     assert bool(after) is (largest is not None)
     sizes = {size for taken, size in warmed if taken == 7}

@@ -124,6 +124,21 @@ class Capture(TorchDispatchMode):
             self.refuse(f"{name} comes up from the host")
 
 
+class Kernels(TorchDispatchMode):
+    """Counts the operations that launch a kernel: all but views and new memory. Those of Triton are
+    counted by their launches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aliases = [r.alias_info for r in func._schema.returns]
+        is_view = bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+        self.count += not is_view and "empty" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
 class Exchange:
     """Gives modules tensors that are on the device and hold nothing; and theirs back."""
 

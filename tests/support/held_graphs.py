@@ -19,10 +19,10 @@ class Held(Recorded):
         copied: Which of its inputs it has copied, by number.
     """
 
-    def __init__(self, work: Any, inputs: Tensors) -> None:
+    def __init__(self, work: Any, inputs: Tensors, into: Tensors | None = None) -> None:
         self._work, self._inputs = work, inputs
         self.copied: set[int] = set()
-        self._outputs = tuple(x.clone() for x in work(*inputs))
+        self._outputs = into or tuple(x.clone() for x in work(*inputs))
 
     def __call__(self, *inputs: Tensor) -> Tensors:
         for number, (own, given) in enumerate(zip(self._inputs, inputs, strict=True)):
@@ -43,8 +43,9 @@ class HeldGraphs(GraphRunner):
         super().__init__(runner, guard, enabled)
         self._cuda = True
 
-    def _make(self, work: Any, *inputs: Tensor) -> Recorded:
-        return Held(work, inputs)
+    def _make(self, work: Any, *inputs: Tensor, into: Tensors | None = None) -> Recorded:
+        self.count += 1
+        return Held(work, inputs, into)
 
     def _reserved(self) -> int:
         return 0

@@ -109,14 +109,15 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             size = padded_size(batch)
             rows = torch.cat([rows, rows.new_full((size - batch,), tables.padding_row)])
             pages = tables.pages[rows, :columns]
-            graphs = worker.graphs.find(own, size)
+            verify, commit = (
+                find(own, size) for find in (worker.graphs.find_verify, worker.graphs.find_commit)
+            )
+            extend = worker.graphs.find_extend(own, size)
             # Recording wrote to the row of padding, and to page 0.
             tables.committed[:batch] = torch.arange(batch, device=device) + 7
-            for sampled, known in product((True, False), repeat=2):
-                # A kernel sees for itself which rows have these: one recording does for all.
-                told = (True, True) if device == "cuda" else (sampled, known)
+            for told in product((True, False), repeat=2):
                 want = tuple(x.clone() for x in runner.draft_trees(own, *told, rows, pages))
-                recorded = worker.graphs.find_draft(own, size, sampled, known)
+                recorded = worker.graphs.find_draft(own, size, *told)
                 assert recorded is not None
                 got = recorded(rows, pages)
                 drafted = set(got[4][0, 1:].tolist())
@@ -129,7 +130,7 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             inputs = pages, positions, tree.tokens, tree.depths, tree.ancestors
             want = tuple(x.clone() for x in runner.verify_trees(own, *inputs))
             after = [x.clone() for x in state(runner)]
-            got = graphs.verify(*inputs)
+            got = verify(*inputs)
             real = batch * own.nodes
             close([x[:real] for x in got], [x[:real] for x in want])
             close(state(runner), after)
@@ -145,10 +146,10 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             after = [x.clone() for x in state(runner)]
             for buffer, content in zip(state(runner), before, strict=True):
                 buffer.copy_(content)
-            close([x[:batch] for x in graphs.commit(*given)], [x[:batch] for x in done])
+            close([x[:batch] for x in commit(*given)], [x[:batch] for x in done])
             close(state(runner), after)
 
-            assert graphs.extend is not None
+            assert extend is not None
             chosen = torch.randint(200, (batch, own.steps + 1), generator=generator)
             path = torch.arange(own.steps + 1).expand(batch, -1) % own.nodes
             lengths = torch.arange(batch) % (own.steps + 1)
@@ -156,7 +157,7 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             runner.extend_trees(rows, pages, positions, *more, want[1])
             after = [x[:batch].clone() for x in (runner.drafter.root_state,)]
             runner.drafter.root_state.zero_()
-            graphs.extend(rows, pages, positions, *more, want[1])
+            extend(rows, pages, positions, *more, want[1])
             close([runner.drafter.root_state[:batch]], after)
 
 
@@ -205,7 +206,7 @@ def test_chains_of_all_lengths_have_the_same_recordings(tiny: dict[str, Any]) ->
         engine.generate("a", None, {"max_tokens": 2})
         assert graphs.count == 9
         engine.generate(list("abcdefghi"), None, {"max_tokens": 90})
-        assert len({tier for tier, _ in graphs._tiers}) > 1
+        assert len(graphs._tiers) > 1
         assert graphs.count == 9
 
 
@@ -265,7 +266,8 @@ def test_chaos_with_fixed_inputs_and_outputs(
             got = chaos.run(engine, asks)
             want = chaos.run(oracle, asks)
             assert [o.token_ids for o in got] == [o.token_ids for o in want], seed
-        assert {size for _, size in engine.core.worker.graphs._tiers} == {1, 2, 3, 4}
+        sizes = {key[-1] for key in engine.core.worker.graphs._known if key[0] == "verify"}
+        assert sizes == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("tier", ["chain", "tree"])
@@ -281,14 +283,13 @@ def test_a_pass_takes_what_another_one_has_where_it_is(
         monkeypatch.setattr(phases, "_visible", lambda _: phases.tables.pages.shape[1])
         engine.generate(list("abc"), None, {"max_tokens": 12, "temperature": 0})
         held: Any = worker.graphs
-        draft = held.find_draft(tier_of(engine), 3, True, True)
-        passes = held.find(tier_of(engine), 3)
-        for recorded in (draft, *passes):
+        draft = held.find_draft(tier_of(engine), 3, False, False)
+        finders = held.find_verify, held.find_commit, held.find_extend
+        passes = [draft, *(find(tier_of(engine), 3) for find in finders)]
+        for recorded in passes:
             recorded.copied.clear()
         engine.generate(list("abc"), None, {"max_tokens": 12, "temperature": 0})
     fields = len(Tree._fields)
-    assert draft.copied == {0, 1}
-    assert passes.verify.copied == set()
-    assert passes.commit.copied == {3 + fields, 4 + fields, 5 + fields}
-    # Tokens, path and lengths, which commit gives.
-    assert passes.extend.copied == {3, 4, 5}
+    # Tokens, path and lengths of extend, which commit gives.
+    after = {3 + fields, 4 + fields, 5 + fields}
+    assert [recorded.copied for recorded in passes] == [{0, 1}, set(), after, {3, 4, 5}]

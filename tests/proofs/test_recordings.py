@@ -1,0 +1,317 @@
+"""What a GPU records is finite, made before the first request, and of known size; its passes have
+few kernels. A mutant of each is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from bench.device_model import TOLD_KERNELS, WIDE_KERNELS
+from overlap_spec.engine import Engine
+from overlap_spec.engine.build import batches, with_wide
+from overlap_spec.engine.wide import wide_tier
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.kernels import Tree
+from overlap_spec.kernels.triton.launch import Launch
+from overlap_spec.models.config import ModelConfig
+from overlap_spec.worker import graph_runner as graph_module
+from overlap_spec.worker import worker as worker_module
+from overlap_spec.worker.build import graph_bytes
+from overlap_spec.worker.graph_runner import GraphRunner
+from overlap_spec.worker.graphs import packed_size, packed_sizes, padded_size, powers_of_two
+from overlap_spec.worker.in_flight import Buffers, Rotation
+from overlap_spec.worker.model_runner import ModelRunner
+from overlap_spec.worker.phases import Phases
+from tests.proofs.test_capture import engine_of
+from tests.support.capture import Kernels, as_on_a_gpu
+from tests.support.tiers import few
+from tests.worker import test_overlap, test_replay
+
+CHAIN: dict[str, Any] = {"num_steps": 5, "tries": True}
+CODE = Grammar.regex(r"[a-f]{3}-\d{1,9}")
+WORDS = Grammar.choice(["alpha", "beta", "alphabet", "gamma rays"])
+
+
+@pytest.fixture
+def as_served_by_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings of one size each, over all columns of the page tables; and a warm start."""
+    monkeypatch.setattr(worker_module, "GraphRunner", test_replay.HeldGraphs)
+    monkeypatch.setattr(Phases, "_visible", lambda self, _: self.tables.pages.shape[1])
+    traits = worker_module.traits_of
+    monkeypatch.setattr(
+        worker_module, "traits_of", lambda runner: replace(traits(runner), compiles=True)
+    )
+
+
+def made_while_serving(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> tuple[int, int]:
+    """Recordings and buffers that random requests wait for, after a start that made both."""
+    made: list[Buffers] = []
+    make = Buffers.__init__
+
+    def noted(self: Buffers, *args: Any) -> None:
+        made.append(self)
+        make(self, *args)
+
+    monkeypatch.setattr(Buffers, "__init__", noted)
+    fixed = {"overlap": "none", "max_running_requests": 6, "mask_deadline_ms": None, **settings}
+    with test_overlap.build(tiny, **fixed) as engine:
+        graphs = engine.core.worker.graphs
+        ready, buffers = graphs.count, len(made)
+        assert ready > 20
+        assert buffers == 2
+        for seed in range(400, 404):
+            test_overlap.run(engine, test_overlap.random_asks(seed))
+        for count in (6, 5, 3, 2):
+            # One after the other ends; some take no drafts, some draw their tokens.
+            kinds = [{"seed": 1}, {"speculate": False}, {}, {}, {"temperature": 0.7, "seed": 4}, {}]
+            asked = [
+                {"temperature": 0.0, "max_tokens": 9 + 2 * n, **kind}
+                for n, kind in enumerate(kinds[:count])
+            ]
+            grammars = [CODE, None, WORDS, CODE, None, WORDS][:count]
+            engine.generate(["abc" * 5] * count, grammars, asked)
+        assert len({key[1] for key in graphs._known if key[0] == "packed"}) > 1
+        return graphs.count - ready, len(made) - buffers
+
+
+SERVED: dict[str, dict[str, Any]] = {
+    "chain": {"adaptive": "static", **CHAIN},
+    "tree": {"adaptive": "static", "num_steps": 3, "eagle_topk": 2, "tries": True},
+    "several": {"adaptive": "default", "tries": True},
+    "auto": {"adaptive": "auto", "tries": True},
+}
+
+
+@pytest.mark.usefixtures("as_served_by_a_gpu")
+@pytest.mark.parametrize("name", few(SERVED, "chain"))
+def test_no_request_waits_for_a_recording_or_for_memory(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    assert made_while_serving(tiny, monkeypatch, **SERVED[name]) == (0, 0)
+
+
+def every_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged verifies of any number of nodes."""
+    monkeypatch.setattr(graph_module, "packed_size", lambda _, __, wanted: padded_size(wanted))
+
+
+def powers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of powers of two, as kernels differ."""
+    sizes = lambda _, most: [padded_size(n) for n in powers_of_two(most)]  # noqa: E731
+    monkeypatch.setattr(test_replay.HeldGraphs, "sizes", sizes)
+
+
+def one_kind_of_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    variants = test_replay.HeldGraphs._variants
+    monkeypatch.setattr(test_replay.HeldGraphs, "_variants", lambda *of: variants(*of)[:1])
+
+
+def no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None but of the tier that each step takes."""
+    reserve = Rotation.reserve
+    monkeypatch.setattr(Rotation, "reserve", lambda self, t: reserve(self, tuple(t)[:1]))
+
+
+@pytest.mark.usefixtures("as_served_by_a_gpu")
+@pytest.mark.parametrize(
+    ("mutant", "late"),
+    few(
+        [(every_count, "recordings"), (powers_alone, "recordings"),
+         (one_kind_of_draft, "recordings"), (no_buffers, "buffers")],
+        (every_count, "recordings"), (no_buffers, "buffers"),
+    ),
+)  # fmt: skip
+def test_what_is_made_too_late_is_seen(
+    tiny: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    mutant: Callable[[pytest.MonkeyPatch], None],
+    late: str,
+) -> None:
+    mutant(monkeypatch)
+    recordings, buffers = made_while_serving(tiny, monkeypatch, **SERVED["chain"])
+    assert (recordings if late == "recordings" else buffers) > 0
+
+
+def test_verified_nodes_have_few_sizes_and_waste_little() -> None:
+    for rows in (1, 2, 3, 8, 12, 32, 64):
+        for nodes in (2, 6, 16, 32):
+            sizes = [*packed_sizes(rows, nodes), rows * nodes]
+            assert len(sizes) <= 8
+            for wanted in range(rows, rows * nodes + 1):
+                size = packed_size(rows, nodes, wanted)
+                assert size in sizes
+                assert wanted <= size < wanted + max(32, rows * nodes / 8 + 1)
+
+
+@pytest.fixture(scope="module")
+def chain_engine(tiny: dict[str, Any]) -> Iterator[Engine]:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        engine_of(tiny, patch, algorithm="eagle3", max_running_requests=8, **CHAIN) as engine,
+    ):
+        yield engine
+
+
+def outputs_of(engine: Engine) -> tuple[int, int, int]:
+    """Bytes of what the graphs of the target's pass have as outputs, and all others; and how many
+    nodes the largest verifies."""
+    core = engine.core
+    limits = batches(engine.config, core.policy, with_wide(core.policy.tiers))
+    with as_on_a_gpu(core.worker) as (_, graphs, _):
+        graphs.record_all(limits)
+        seen: dict[int, int] = {}
+        sums = {True: 0, False: 0}
+        for key, recorded in sorted(graphs._known.items(), key=lambda of: of[0][0] != "verify"):
+            for x in getattr(recorded, "_outputs", ()):
+                storage = x.untyped_storage()
+                if storage._cdata not in seen:
+                    seen[storage._cdata] = storage.nbytes()
+                    sums[key[0] in ("verify", "packed")] += storage.nbytes()
+    return sums[True], sums[False], max(n * tier.nodes for tier, n in limits.items())
+
+
+def test_outputs_of_all_graphs_fit_into_what_is_set_aside(chain_engine: Engine) -> None:
+    """Half of it is for what a pass has beside them. What other graphs give does not grow with the
+    vocabulary, nor with the model: it is little beside a real one's."""
+    runner = chain_engine.core.worker.runner
+    own, rest, nodes = outputs_of(chain_engine)
+    config: ModelConfig = runner.target.config
+    layers = len(runner.feature_layers)
+    assert layers
+    assert own <= graph_bytes(config, layers, nodes, runner.pool.k.dtype) / 2
+    real = replace(config, vocab_size=128_256, hidden_size=4096, intermediate_size=14_336)
+    assert rest < 0.1 * graph_bytes(real, 3, nodes, torch.bfloat16)
+
+
+def test_outputs_that_do_not_share_their_memory_are_seen(
+    chain_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = GraphRunner._make_target
+
+    def apart(self: GraphRunner, *of: Any) -> Any:
+        self._outputs = ()
+        return make(self, *of)
+
+    monkeypatch.setattr(GraphRunner, "_make_target", apart)
+    runner = chain_engine.core.worker.runner
+    own, _, nodes = outputs_of(chain_engine)
+    layers = len(runner.feature_layers)
+    assert own > graph_bytes(runner.target.config, layers, nodes, runner.pool.k.dtype)
+
+
+BUDGETS = {
+    # Of a chain of 5, by what any of its rows has: noise, a grammar.
+    "draft": {(False, False): 145, (True, False): 170, (False, True): 350, (True, True): 520},
+    "wide draft": {(False, True): 440, (True, True): 610},
+    "commit": 75,
+    "extend": 40,
+    # A layer of the target, and what comes before and behind the layers.
+    "verify": 12,
+}
+
+
+def kernels(launches: Sequence[Launch], work: Callable[[], Any]) -> int:
+    """How many kernels a GPU runs for it."""
+    before = len(launches)
+    with Kernels() as counter:
+        work()
+    return counter.count + len(launches) - before
+
+
+def kernels_of_drafts(engine: Engine, wide: bool) -> dict[tuple[bool, bool], int]:
+    """Of the draft's recordings, by ``sampled`` and ``told``."""
+    (own,) = engine.core.policy.tiers
+    tier = wide_tier(own) if wide else own
+    with as_on_a_gpu(engine.core.worker) as (_, graphs, launches):
+        given = graphs._padding(2)
+        return {
+            kind: kernels(launches, partial(graphs._runner.draft_trees, tier, *kind, *given))
+            for kind in graphs._variants(tier)
+        }
+
+
+def test_drafts_have_few_kernels(chain_engine: Engine) -> None:
+    own, wide = (kernels_of_drafts(chain_engine, wide) for wide in (False, True))
+    for found, budget in ((own, BUDGETS["draft"]), (wide, BUDGETS["wide draft"])):
+        assert found.keys() == budget.keys()
+        assert all(found[kind] <= most for kind, most in budget.items()), found
+    # What the simulated device adds for them.
+    assert own[False, True] - own[False, False] == TOLD_KERNELS
+    assert wide[False, True] - own[False, True] == WIDE_KERNELS
+
+
+def test_a_kernel_too_many_is_seen(chain_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    within = ModelRunner.draft_roots
+
+    def wasteful(runner: ModelRunner, *of: Any) -> Any:
+        roots = within(runner, *of)
+        return roots._replace(tokens=sum([roots.tokens.clone() for _ in range(20)], roots.tokens))
+
+    monkeypatch.setattr(ModelRunner, "draft_roots", wasteful)
+    found, budget = kernels_of_drafts(chain_engine, False), BUDGETS["draft"]
+    assert all(found[kind] > budget[kind] for kind in ((False, False), (True, False)))
+
+
+def test_a_step_replays_the_draft_that_it_wants(
+    chain_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and without a grammar neither noise nor states are computed."""
+    (tier,), noted = chain_engine.core.policy.tiers, list[tuple[bool, bool]]()
+    draft_trees = ModelRunner.draft_trees
+
+    def spied(runner: ModelRunner, tier: Any, sampled: bool, told: bool, *of: Any) -> Any:
+        noted.append((sampled, told))
+        return draft_trees(runner, tier, sampled, told, *of)
+
+    monkeypatch.setattr(ModelRunner, "draft_trees", spied)
+    with as_on_a_gpu(chain_engine.core.worker) as (_, graphs, _):
+        for tier_, kinds in ((tier, 4), (wide_tier(tier), 2)):
+            variants = graphs._variants(tier_)
+            assert len(variants) == kinds
+            graphs._behind(tier_, 2)
+            first, *others = [graphs.find_draft(tier_, 2, *kind) for kind in variants]
+            # What comes behind takes any one's outputs where they are.
+            for other in others:
+                assert other is not first
+                assert other._outputs is first._outputs  # type: ignore[union-attr]
+            for kind in variants[1:]:
+                noted.clear()
+                graphs._known.pop(("draft", tier_, *kind, 2))
+                graphs.find_draft(tier_, 2, *kind)
+                assert set(noted) == {kind}
+
+
+def test_other_passes_have_few_kernels(chain_engine: Engine) -> None:
+    runner = chain_engine.core.worker.runner
+    (tier,) = chain_engine.core.policy.tiers
+    layers = runner.target.config.num_layers
+
+    def passes(graphs: GraphRunner) -> Iterator[tuple[str, Callable[[], Any]]]:
+        own, rows = graphs._runner, 2
+        given = graphs._padding(rows)
+        _, roots, _, _, *tensors = own.dead_trees(tier, *given)
+        tree = Tree(*tensors)
+        inputs = given[1], roots, tree.tokens, tree.depths, tree.ancestors
+        yield "verify", lambda: own.verify_trees(tier, *inputs)
+        every = roots.new_zeros(rows * tier.nodes)
+        chosen = *tree, every, roots, own.no_run.repeat(len(every), 1)
+        yield "commit", lambda: own.commit_trees(tier, *given, roots, *chosen)
+        path = roots.new_zeros(rows, tier.steps + 1)
+        width = own.page_features.shape[1]
+        features = own.page_features.new_zeros(rows * tier.nodes, width)
+        yield "extend", lambda: own.extend_trees(*given, roots, path, path, roots, features)
+
+    with as_on_a_gpu(chain_engine.core.worker) as (_, graphs, launches):
+        found = {name: kernels(launches, work) for name, work in passes(graphs)}
+    assert found["verify"] <= BUDGETS["verify"] * (layers + 1), found
+    assert found["commit"] <= BUDGETS["commit"], found
+    assert found["extend"] <= BUDGETS["extend"], found
