@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from overlap_spec.steps import RUN_TOKENS, TokenTrie
+from overlap_spec.steps import RUN_TOKENS
 from overlap_spec.types import Request
 from overlap_spec.worker.batch import Batch
 from overlap_spec.worker.graphs import packed_size
@@ -251,9 +251,7 @@ class TablePhases:
         self._place: dict[int, int] = {}
         self._forced: dict[int, list[int]] = {}
 
-    def write(
-        self, row: int, request: Request, output_ids: Sequence[int], _: TokenTrie | None = None
-    ) -> None:
+    def write(self, row: int, request: Request, output_ids: Sequence[int]) -> None:
         """In the place of :meth:`overlap_spec.worker.tables.RowTables.write`."""
         self._said[row] = self.oracle.of(request)
         self._place[row], self._forced[row] = len(output_ids), []
@@ -304,7 +302,7 @@ class TablePhases:
         """Of the chunks' tokens."""
         assert batch.chunks is not None
         self.took_us = at(self._streams.device.prefill_us, len(batch.chunks.tokens))
-        return Prefilled(None, None, None, {})
+        return Prefilled(None, None, {})
 
     def accept(
         self,

@@ -143,7 +143,7 @@ def simulated(
         worker, (own,) = engine.core.worker, made
         phases = own.passes = TablePhases(own, oracle)
         worker.phases = phases  # type: ignore[assignment]
-        worker.runner.tables.write = phases.write  # type: ignore[assignment,method-assign]
+        worker.runner.tables.write = phases.write  # type: ignore[method-assign]
         worker.traits = replace(worker.traits, on_gpu=True, verifies_ahead=True, stops_drafts=False)
         side = Simulated(engine, own, [0], lanes)
         pool = engine.core.grammar.pool

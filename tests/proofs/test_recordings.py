@@ -30,9 +30,10 @@ from overlap_spec.worker.in_flight import Buffers, Rotation
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.phases import Phases
 from tests.proofs.test_capture import engine_of
+from tests.support import chaos
 from tests.support.capture import Kernels, as_on_a_gpu
+from tests.support.held_graphs import HeldGraphs
 from tests.support.tiers import few
-from tests.worker import test_overlap, test_replay
 
 CHAIN: dict[str, Any] = {"num_steps": 5, "tries": True}
 CODE = Grammar.regex(r"[a-f]{3}-\d{1,9}")
@@ -42,7 +43,7 @@ WORDS = Grammar.choice(["alpha", "beta", "alphabet", "gamma rays"])
 @pytest.fixture
 def as_served_by_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings of one size each, over all columns of the page tables; and a warm start."""
-    monkeypatch.setattr(worker_module, "GraphRunner", test_replay.HeldGraphs)
+    monkeypatch.setattr(worker_module, "GraphRunner", HeldGraphs)
     monkeypatch.setattr(Phases, "_visible", lambda self, _: self.tables.pages.shape[1])
     traits = worker_module.traits_of
     monkeypatch.setattr(
@@ -63,13 +64,13 @@ def made_while_serving(
 
     monkeypatch.setattr(Buffers, "__init__", noted)
     fixed = {"overlap": "none", "max_running_requests": 6, "mask_deadline_ms": None, **settings}
-    with test_overlap.build(tiny, **fixed) as engine:
+    with chaos.build(tiny, **fixed) as engine:
         graphs = engine.core.worker.graphs
         ready, buffers = graphs.count, len(made)
         assert ready > 20
         assert buffers == 2
         for seed in range(400, 404):
-            test_overlap.run(engine, test_overlap.random_asks(seed))
+            chaos.run(engine, chaos.random_asks(seed))
         for count in (6, 5, 3, 2):
             # One after the other ends; some take no drafts, some draw their tokens.
             kinds = [{"seed": 1}, {"speculate": False}, {}, {}, {"temperature": 0.7, "seed": 4}, {}]
@@ -107,12 +108,12 @@ def every_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def powers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of powers of two, as kernels differ."""
     sizes = lambda _, most: [padded_size(n) for n in powers_of_two(most)]  # noqa: E731
-    monkeypatch.setattr(test_replay.HeldGraphs, "sizes", sizes)
+    monkeypatch.setattr(HeldGraphs, "sizes", sizes)
 
 
 def one_kind_of_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    variants = test_replay.HeldGraphs._variants
-    monkeypatch.setattr(test_replay.HeldGraphs, "_variants", lambda *of: variants(*of)[:1])
+    variants = HeldGraphs._variants
+    monkeypatch.setattr(HeldGraphs, "_variants", lambda *of: variants(*of)[:1])
 
 
 def no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
