@@ -224,12 +224,12 @@ def test_greedy_requests_know_no_rule_and_lossy_ones_are_marked() -> None:
 
 def test_relaxed_acceptance_is_for_the_thinking_alone_and_is_told() -> None:
     answer = Grammar.regex(r"\{\"age\":\d{2}\}")
-    asks = {"temperature": 0, "max_tokens": 60}
+    asks = {"temperature": 0, "max_tokens": 60, "complete": False}
     prompts = ["Tom has 3 boxes with 12 pencils each. How many pencils?"] * 2
     grammars = [answer.after_thinking(end="}"), answer]
     runs = []
     for top_k in (0, 20):
-        relaxed = {"relaxed_topk": top_k, "relaxed_delta": 1.0} if top_k else {}
+        relaxed = {"relaxed_topk": top_k, "relaxed_delta": 4.0} if top_k else {}
         with Engine(**ENGINE, eagle_topk=2, **relaxed) as engine:
             runs.append(engine.generate(prompts, grammars, asks))
     (thought, plain), (loose, same) = runs

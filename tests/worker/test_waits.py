@@ -13,7 +13,7 @@ from overlap_spec.types import SamplingParams
 from overlap_spec.worker import worker as worker_module
 
 WAIT_S = 0.02
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, complete=False)
 
 
 @pytest.mark.clock
