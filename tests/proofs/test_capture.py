@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,11 @@ from overlap_spec.engine import Engine
 from overlap_spec.engine.grammar_drafts import wide_tier
 from overlap_spec.kernels.triton.launch import Launch
 from overlap_spec.tiers import Tier
-from overlap_spec.worker import build as build_module
 from overlap_spec.worker.grammar_drafts import GrammarDrafts
 from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.model_runner import ModelRunner
-from tests.support import chaos, checkpoints
-from tests.support.capture import Capture, CaptureError, as_on_a_gpu
+from tests.support import checkpoints
+from tests.support.capture import Capture, CaptureError, as_on_a_gpu, engine_of
 from tests.support.checkpoints import renumber
 from tests.support.layouts import LAYOUTS, write
 from tests.support.mtp import write_module
@@ -96,18 +94,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
         "tree": folder / "tree.json",
     }
     return {name: str(path) for name, path in found.items()}
-
-
-@contextmanager
-def engine_of(
-    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **settings: Any
-) -> Iterator[Engine]:
-    """An engine that records nothing by itself."""
-    # Weights that are packed for the CPU are no tensors.
-    monkeypatch.setattr(build_module, "pack", lambda _: None)
-    fixed = {"graphs": False, "overlap": "none", "lane_threads": 0, "adaptive": "static"}
-    with chaos.build(tiny, **{**fixed, **settings}) as engine:
-        yield engine
 
 
 def tiers_of(engine: Engine) -> tuple[Tier, ...]:

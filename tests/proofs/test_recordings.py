@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from bench.device_model import TOLD_KERNELS, WIDE_KERNELS
 from overlap_spec.engine import Engine
 from overlap_spec.engine.build import batches, with_wide
-from overlap_spec.engine.wide import wide_tier
+from overlap_spec.engine.grammar_drafts import wide_tier
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import Tree
 from overlap_spec.kernels.triton.launch import Launch
@@ -29,9 +29,8 @@ from overlap_spec.worker.graphs import packed_size, packed_sizes, padded_size, p
 from overlap_spec.worker.in_flight import Buffers, Rotation
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.phases import Phases
-from tests.proofs.test_capture import engine_of
 from tests.support import chaos
-from tests.support.capture import Kernels, as_on_a_gpu
+from tests.support.capture import Kernels, as_on_a_gpu, engine_of
 from tests.support.held_graphs import HeldGraphs
 from tests.support.tiers import few
 

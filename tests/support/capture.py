@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -26,10 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from overlap_spec.drafters.fixed_tree import shape_of
+from overlap_spec.engine import Engine
 from overlap_spec.kernels.dispatch import use
 from overlap_spec.kernels.triton.launch import Launch, recorded
+from overlap_spec.worker import build as build_module
 from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.worker import Worker
+from tests.support import chaos
 
 DEVICE = torch.device("meta")
 # What waits for the host or the device, and is no operation on tensors.
@@ -245,3 +249,15 @@ def as_on_a_gpu(worker: Worker) -> Iterator[tuple[Capture, GraphRunner, list[Lau
         finally:
             exchange.undo()
             shape_of.cache_clear()
+
+
+@contextmanager
+def engine_of(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> Iterator[Engine]:
+    """An engine that records nothing by itself."""
+    # Weights that are packed for the CPU are no tensors.
+    monkeypatch.setattr(build_module, "pack", lambda _: None)
+    fixed = {"graphs": False, "overlap": "none", "lane_threads": 0, "adaptive": "static"}
+    with chaos.build(tiny, **{**fixed, **settings}) as engine:
+        yield engine
