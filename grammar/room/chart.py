@@ -31,6 +31,8 @@ EXACT_PLACES, EXACT_NODES = 400, 100_000
 # Bytes of what tokens can do at places that are kept, by chart.
 STEP_BYTES = 16 * 2**20
 UNKNOWN, NOWHERE = -2, -1
+# Tokens of a step that are kept in the order of what they need.
+NEAR_TOKENS = 2048
 # How often the rules that wait at a place are looked at, to see how long their rests are at most.
 MOST_ROUNDS = 8
 
@@ -86,6 +88,29 @@ class Step:
     def __init__(self, places: list[Place], after: npt.NDArray[np.int32]) -> None:
         self.places, self.after = places, after
         self.longest = max((place.rest for place in places), default=0)
+        self._near: npt.NDArray[np.int64] | None = None
+
+    def nearest(
+        self, row: npt.NDArray[np.int32], needs: npt.NDArray[np.int64], count: int
+    ) -> list[int]:
+        """The tokens of a mask row behind which fewest are needed, of equal ones the first.
+
+        Args:
+            row: int32 `(words,)`, of tokens that lead to a place.
+            needs: int64 `(places,)`: tokens that are enough behind each.
+        """
+        if self._near is None:
+            away = np.append(needs, ENDLESS)[self.after]
+            self._near = np.argsort(away, kind="stable")[:NEAR_TOKENS]
+        for tokens in (self._near, None):
+            if tokens is None:
+                tokens = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+                tokens = tokens[np.argsort(needs[self.after[tokens]], kind="stable")]
+            there = tokens[(row[tokens >> 5] >> (tokens & 31)) & 1 == 1][:count]
+            if len(there) == count:
+                break
+        found: list[int] = there.tolist()
+        return found
 
 
 class _Rows(dict[int, list[tuple[int, ...]]]):

@@ -20,9 +20,9 @@ from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.room.chart import Chart, Place, Step
 from overlap_spec.grammar.room.room import AHEAD_BYTES, AHEAD_TOKENS, APART_TOKENS, Room
 
-# Where items or keys must differ: how many tokens are tried, how many steps one of them may take,
-# and how many ways go on from each; and by how many tokens more than the rules tell the shortest
-# text is looked for.
+# Where items or keys must differ: how many tokens are tried, how many steps they may take together,
+# since each asks for a mask of its own, and how many ways go on from each; and by how many tokens
+# more than the rules tell the shortest text is looked for.
 TRIED, TRIED_STEPS, TRIED_WAYS, MOST_MORE = 48, 96, 4, 64
 
 
@@ -219,14 +219,13 @@ class RoomMatcher(Matcher):
     def _try(self, chart: Chart, row: Row, kept: Row, step: Step, room: int) -> None:
         """Add to a row the tokens with little to spare behind which the inner matcher takes a rest
         that fits."""
-        needs = [chart.tokens(place) for place in step.places]
-        fits = np.array([need <= room for need in needs], np.bool_)
-        asked = _ids(_row_of(step, fits, row) & ~kept)
-        asked.sort(key=lambda token: (needs[step.after[token]], token))
-        for token in asked[:TRIED]:
-            if self._inner.accept(token):
+        needs = np.array([chart.tokens(place) for place in step.places])
+        asked = _row_of(step, needs <= room, row) & ~kept
+        left = [TRIED_STEPS]
+        for token in step.nearest(asked, needs, TRIED):
+            if left[0] > 0 and self._inner.accept(token):
                 place = step.places[step.after[token]]
-                if self._ends(chart, place, room, [TRIED_STEPS]):
+                if self._ends(chart, place, room, left):
                     kept[token >> 5] |= np.array(1 << (token & 31), np.uint32).astype(np.int32)
                 self._inner.rollback(1)
 
@@ -240,11 +239,9 @@ class RoomMatcher(Matcher):
         step = chart.step(place)
         row = np.zeros(self.vocabulary.words, np.int32)
         self._inner.fill(row)
-        needs = [chart.tokens(after) for after in step.places]
-        fits = np.array([need < room for need in needs], np.bool_)
-        ways = _ids(_row_of(step, fits, row))
-        ways.sort(key=lambda token: (needs[step.after[token]], token))
-        for token in ways[:TRIED_WAYS]:
+        needs = np.array([chart.tokens(after) for after in step.places])
+        ways = _row_of(step, needs < room, row)
+        for token in step.nearest(ways, needs, TRIED_WAYS):
             if self._inner.accept(token):
                 ends = self._ends(chart, step.places[step.after[token]], room - 1, left)
                 self._inner.rollback(1)
@@ -259,9 +256,3 @@ def _row_of(step: Step, fits: npt.NDArray[np.bool_], row: Row) -> Row:
     # The last is that of tokens that lead nowhere.
     flags[: len(step.after)] = np.append(fits, False)[step.after]
     return row & np.packbits(flags, bitorder="little").view(np.int32)
-
-
-def _ids(row: Row) -> list[int]:
-    """The tokens of a row."""
-    found: list[int] = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
-    return found

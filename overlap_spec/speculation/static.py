@@ -41,7 +41,7 @@ class StaticPolicy(LengthPolicy):
     """
 
     def __init__(self, tier: Tier, name: str = "static", reason: str = "launch") -> None:
-        self.tiers, self.ignores = (tier,), LAUNCH if tier == OFF else ()
+        self.tiers, self.ignores = (tier,), LAUNCH if name == "off" else ()
         self._name, self._reason = name, reason
         self._budget = Budget(tier)
         self._count = 0

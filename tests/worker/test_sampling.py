@@ -260,7 +260,7 @@ def test_tree_verification_has_plain_samplings_distribution(
     tables.write(0, request, tuple(OUTPUT))
     features = tables.features([0])
     wide = [tables.output_counts, tables.in_prompt, tables.wide("bias", torch.float32)]
-    wide += [tables.wide("stops", torch.bool), tables.banned]
+    wide += [tables.wide("stops", torch.bool), tables.banned, tables.recent]
     for value in [*vars(tables).values(), *tables.buffers(), *wide]:
         if isinstance(value, torch.Tensor):
             value[:] = value[0].clone()
