@@ -266,7 +266,7 @@ class StreamOptions(Strict):
     include_token_origins: bool | None = Field(
         None,
         description="How each token came, in `overlap_spec`: drafted, grafted (a draft that the "
-        "grammar forces), bonus (the target's own behind these), forced (the mask allows no other).",
+        "grammar forces), bonus (the target's own behind these), forced (the mask's only token).",
     )
     include_draft_trees: bool | None = Field(
         None,
