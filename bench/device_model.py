@@ -316,7 +316,7 @@ class TablePhases:
     ) -> Accepted:
         """Drafts that are what the oracle says, and its next token."""
         plan, trees, chunks = batch.plan, None, None
-        runs = None if grammar is None else grammar.behind(slice(None)).numpy()
+        runs = None if grammar is None else grammar.runs.numpy()[grammar.places.numpy() + 1]
         if drafted is not None:
             rows = plan.decode_rows
             found = [self._accept(row, n, drafted.tier.nodes, runs) for n, row in enumerate(rows)]

@@ -201,27 +201,30 @@ class InFlightStep:
         ends = [
             c.tokens[-1] for c, has in zip(plan.final_chunks, grammar[trees:], strict=True) if has
         ]
-        links = self.buffers.links.numpy()[: 3 * every].reshape(3, every)
-        first, bounds = _firsts(rows, nodes)
-        below = links[1:]
-        linked = below >= 0
-        living = np.zeros(every, bool)
-        living[::nodes] = True
-        living[(below + first)[linked]] = True
-        if not all(grammar) or rows > trees:
-            living &= np.array(grammar[:trees] + [False] * (rows - trees), bool).repeat(nodes)
-        (index,) = living.nonzero()
+        real = trees * nodes
+        packed = links = self.buffers.links.numpy()[: 3 * every].reshape(3, every)[:, :real]
+        first, offsets = _firsts(trees, nodes)
+        linked = links[1:] >= 0
         places = self.buffers.places.numpy()[: every + len(plan.final_chunks)]
         places.fill(-1)
-        count = len(index)
-        places[index] = np.arange(count)
-        own, packed = first[index], links.take(index, 1)
-        packed[1:] = np.where(packed[1:] >= 0, places[packed[1:] + own] - places[own], -1)
-        offsets = index.searchsorted(bounds[: trees + 1])
+        if all(grammar) and np.count_nonzero(linked) == real - trees:
+            # All nodes but the roots are linked: none is dead.
+            places[:real] = np.arange(real)
+        else:
+            living = np.zeros(real, bool)
+            living[::nodes] = True
+            living[(links[1:] + first)[linked]] = True
+            living &= np.array(grammar[:trees], bool).repeat(nodes)
+            (index,) = living.nonzero()
+            places[index] = np.arange(len(index))
+            own, packed = first[index], links.take(index, 1)
+            packed[1:] = np.where(packed[1:] >= 0, places[packed[1:] + own] - places[own], -1)
+            offsets = index.searchsorted(offsets)
         if plan.final_chunks:
             # They are linked to nothing.
+            count, alone = int(offsets[-1]), np.full((3, len(ends)), -1)
+            alone[0] = ends
             places[every:][grammar[trees:]] = np.arange(count, count + len(ends))
-            alone = np.array([ends, [-1] * len(ends), [-1] * len(ends)], np.int64)
             packed = np.concatenate([packed, alone], 1)
             offsets = np.concatenate([offsets, count + np.cumsum(grammar[trees:])])
         self.trees = HostTrees(*packed, offsets)

@@ -6,11 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.worker import worker as worker_module
+from overlap_spec.worker.batch import Batch
 from overlap_spec.worker.in_flight import InFlightStep
+from overlap_spec.worker.passes import GrammarRows
+from overlap_spec.worker.phases import Phases
 from tests.support import chaos
 
 GRAMMARS = [
@@ -38,19 +39,21 @@ def reached(links: Any) -> int:
 def uploaded(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Bytes of mask rows of each step; those that its living nodes need; those of all nodes."""
     steps: list[tuple[int, int, int]] = []
-    upload = worker_module._upload_masks
+    accept = Phases.accept
 
-    def noted(step: InFlightStep, batch: Any) -> Any:
-        found, plan = upload(step, batch), step.plan
-        trees = len(plan.decode_rows)
-        told = [grammar for _, _, grammar in plan.verified]
-        need = sum(reached(step.links[:, n]) for n in range(trees) if told[n]) + sum(told[trees:])
-        rows: Tensor = found.masks.rows
-        every = trees * plan.tier.nodes + len(plan.final_chunks)
-        steps.append((rows.nbytes, need * rows[0].nbytes, every * rows[0].nbytes))
-        return found
+    def noted(phases: Phases, batch: Batch, drafted: Any, *rest: Any) -> Any:
+        plan, trees = batch.plan, batch.trees
+        grammar: GrammarRows | None = rest[3]
+        if grammar is not None:
+            told = [has_one for _, _, has_one in plan.verified]
+            need = sum(reached(drafted.links[:, n]) for n in range(trees) if told[n])
+            need += sum(told[trees:])
+            rows = grammar.masks.rows
+            every = trees * plan.tier.nodes + len(plan.final_chunks)
+            steps.append((rows.nbytes, need * rows[0].nbytes, every * rows[0].nbytes))
+        return accept(phases, batch, drafted, *rest)
 
-    monkeypatch.setattr(worker_module, "_upload_masks", noted)
+    monkeypatch.setattr(Phases, "accept", noted)
     fixed = {"adaptive": "static", "num_steps": 5, "tries": True, "max_running_requests": 5}
     asked = {"temperature": 0.0, "max_tokens": 40}
     with chaos.build(tiny, **fixed, graphs=False, mask_deadline_ms=None) as engine:

@@ -225,8 +225,7 @@ def at_start(worker: Worker, limits: Mapping[Tier, int]) -> int:
         graphs._known[key] = key
         return key
 
-    graphs = GraphRunner(worker.runner, worker.guard, True)
-    graphs._cuda = True
+    graphs = HeldGraphs(worker.runner, worker.guard, True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GraphRunner, "_new", entered)
         graphs.record_all(limits)
