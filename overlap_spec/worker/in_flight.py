@@ -227,7 +227,8 @@ class InFlightStep:
             places[every:][grammar[trees:]] = np.arange(count, count + len(ends))
             packed = np.concatenate([packed, alone], 1)
             offsets = np.concatenate([offsets, count + np.cumsum(grammar[trees:])])
-        self.trees = HostTrees(*packed, offsets)
+        tokens, child, sibling = packed
+        self.trees = HostTrees(tokens, child, sibling, offsets)
         return self.trees
 
     @property
@@ -242,7 +243,7 @@ class InFlightStep:
         rows = len(self.batch.get().rows)
         first = index * nodes if index < trees else rows * nodes + index - trees
         places = self.buffers.places[first : first + (nodes if index < trees else 1)].numpy()
-        found = self.buffers.masks.numpy()[places]
+        found: NDArray[np.int32] = self.buffers.masks.numpy()[places]
         found[places < 0] = 0
         return found
 

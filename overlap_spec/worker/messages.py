@@ -157,7 +157,7 @@ def _head_sizes(step: InFlightStep) -> list[int]:
 def _mark(step: InFlightStep) -> int:
     """A number that trees have in common which are the same."""
     assert step.trees is not None
-    return zlib.crc32(step.trees.tokens, zlib.crc32(step.trees.offsets)) >> 1
+    return zlib.crc32(step.trees.tokens.data, zlib.crc32(step.trees.offsets.data)) >> 1
 
 
 def _body(step: InFlightStep) -> tuple[Tensor, Tensor]:
