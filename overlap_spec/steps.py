@@ -152,10 +152,11 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class HostTrees:
-    """The drafted trees of a step on the host, ragged: request r owns ``offsets[r]:offsets[r+1]``.
+    """The drafted trees of a step on the host, ragged: request r owns ``offsets[r]:offsets[r+1]``,
+    the living nodes of its tree, and nothing where it has no grammar.
 
-    All arrays int64; links and parents count from the request's own node 0, -1 is none. Node 0 is
-    the last committed token.
+    All arrays int64; links count from the request's own node 0, -1 is none. Node 0 is the last
+    committed token.
     """
 
     tokens: Int64s

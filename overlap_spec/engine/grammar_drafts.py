@@ -69,8 +69,10 @@ class GrammarDrafts:
 
     def note(self, request_ids: Sequence[int], trees: HostTrees, told: Int32s) -> None:
         """Take in what the lane told ``(nodes, TOLD)`` of the nodes of a step's trees."""
-        longest = np.maximum.reduceat((told[:, :RUN_TOKENS] >= 0).sum(1), trees.offsets[:-1])
-        self._ahead = dict(zip(request_ids, longest.tolist(), strict=True))
+        (full,) = np.diff(trees.offsets).nonzero()
+        longest = np.maximum.reduceat((told[:, :RUN_TOKENS] >= 0).sum(1), trees.offsets[full])
+        ids = [request_ids[n] for n in full.tolist()]
+        self._ahead = dict(zip(ids, longest.tolist(), strict=True))
 
     def sizes(self, sequences: Sequence[SequenceState], tier: Tier) -> list[int]:
         """Nodes, root included, of the largest tree that the grammar can make of each request's

@@ -198,8 +198,7 @@ class Phases:
         if drafted is not None and verified is not None:
             trees = self._accept_trees(batch, drafted, verified, features, grammar, free)
         if prefilled is not None:
-            nodes = 0 if drafted is None else drafted.tree.tokens.shape[1]
-            chunks = self._accept_chunks(batch, prefilled, features, grammar, batch.trees * nodes)
+            chunks = self._accept_chunks(batch, prefilled, features, grammar)
         return Accepted(trees, chunks)
 
     def _accept_trees(
@@ -217,7 +216,7 @@ class Phases:
         limits = self.tables.depth_limit[roots.rows]
         allowed, runs = None, self.runner.no_run.expand(rows * nodes, -1)
         if grammar is not None:
-            masks, runs = grammar.masks, grammar.runs[: rows * nodes]
+            masks, runs = grammar.masks, grammar.behind(slice(rows * nodes))
             limits = torch.minimum(limits, grammar.limits)
             allowed = masks.first(count) if pack is None else masks.packed(pack, count)
         if pack is None:
@@ -226,7 +225,7 @@ class Phases:
         place = self._nodes(drafted, len(logits)) if features.by_node or rule else None
         logits = self.sampler.process(logits, place, features)
         if rule and allowed is not None:
-            apply_bitmask(logits, allowed.of(self._count(len(logits))))
+            apply_bitmask(logits, *allowed)
         choices = self.sampler.choose(logits, place, features, None if rule else allowed)
         if rule:
             assert place is not None
@@ -259,7 +258,6 @@ class Phases:
         prefilled: Prefilled,
         features: SamplingFeatures,
         grammar: GrammarRows | None,
-        first: int,
     ) -> AcceptResult | None:
         chunks, logits = batch.chunks, prefilled.logits
         assert chunks is not None
@@ -269,7 +267,7 @@ class Phases:
         rows, count = chunks.final_rows, len(chunks.final_rows)
         allowed, runs = None, self.runner.no_run.expand(count, -1)
         if grammar is not None:
-            allowed, runs = grammar.masks.last(count), grammar.runs[first : first + count]
+            allowed, runs = grammar.masks.last(count), grammar.behind(slice(-count, None))
         place = Nodes(rows, chunks.positions[chunks.last] + 1, None, None)
         logits = self.sampler.process(logits, place, features)
         tokens = self.sampler.choose(logits, place, features, allowed)

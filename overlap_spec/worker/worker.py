@@ -126,7 +126,7 @@ class Worker:
         self._accepted = [streams.event() for _ in range(ACCEPTS)]
         columns = self._tables.pages.shape[1]
         self.plan_upload = PlanUpload(
-            columns, self._tables.padding_row, self.graphs.enabled, self._device
+            columns, self._tables.padding_row, self.graphs.padded, self._device
         )
         if self.traits.on_gpu:
             # Weights, caches and tables were written on a stream that ours do not wait for.
@@ -268,17 +268,16 @@ class Worker:
         Blocks until the trees are there: the step's one wait.
 
         Returns:
-            The trees in the order of ``plan.verified``; int32 ``(nodes, words)``, a mask row for
-            each node; int64 ``(requests,)``, to be lowered to the depth down to which a request's
+            The trees in the order of ``plan.verified``, their living nodes alone, and none of a
+            request without a grammar; int32 ``(nodes, words)``, a mask row for each of these
+            nodes; int64 ``(requests,)``, to be lowered to the depth down to which a request's
             rows are good; int32 ``(nodes, TOLD)``, the run behind each node, and its state.
         """
-        step.events.tree_on_host.synchronize()
-        step.settle()
-        trees = step.host_trees()
-        limits = step.buffers.limits.numpy()
+        trees, buffers = step.read_trees(), step.buffers
+        limits = buffers.limits.numpy()
         limits.fill(step.plan.tier.steps)
         nodes = int(trees.offsets[-1])
-        rows, runs = step.buffers.mask_rows(nodes), step.buffers.runs[:nodes].numpy()
+        rows, runs = buffers.masks[:nodes].numpy(), buffers.runs[1 : 1 + nodes].numpy()
         return trees, rows, limits[: len(step.plan.verified)], runs
 
     @torch.inference_mode()
@@ -295,7 +294,7 @@ class Worker:
         events, masks = step.events, None
         if step.constrained:
             step.limits = tuple(step.buffers.limits[: len(step.plan.verified)].tolist())
-            masks = planner.run("masks", _upload_masks, step.plan, step.batch, step.buffers)
+            masks = planner.run("masks", _upload_masks, step, step.batch)
             planner.record(events.masks_ready)
             if self.overlap == "double-sync":
                 events.masks_ready.synchronize()
@@ -405,22 +404,21 @@ def _copy_tree(drafted: Drafted | None, buffers: Buffers) -> None:
         buffers.links[: len(links)].copy_(links, non_blocking=True)
 
 
-def _upload_masks(plan: StepPlan, batch: Batch, buffers: Buffers) -> GrammarRows:
-    """What the lane wrote, on the device; the plan is settled."""
-    nodes, trees, final = plan.tier.nodes, batch.trees, len(plan.final_chunks)
-    count, requests = trees * nodes + final, len(batch.rows)
+def _upload_masks(step: InFlightStep, batch: Batch) -> GrammarRows:
+    """What the lane wrote, on the device: no more rows than nodes have one."""
+    plan, buffers, requests = step.plan, step.buffers, len(batch.rows)
+    assert step.trees is not None
+    count = int(step.trees.offsets[-1])
+    places = buffers.device_places[: requests * plan.tier.nodes + len(plan.final_chunks)]
     rows, limits = buffers.device_masks[:count], buffers.device_limits[:requests]
-    runs = buffers.device_runs[: max(count, requests * nodes)]
+    runs = buffers.device_runs
     if buffers.device_masks is not buffers.masks:
         rows.copy_(buffers.masks[:count], non_blocking=True)
         limits.copy_(buffers.limits[:requests], non_blocking=True)
-        runs.copy_(buffers.runs[: len(runs)], non_blocking=True)
-    if all(grammar for _, _, grammar in plan.verified):
-        return GrammarRows(Masks(rows, None), limits, runs)
-    flags = batch.constrained > 0
-    own = flags[:trees, None].expand(trees, nodes).flatten()
-    masks = Masks(rows, torch.cat([own, flags[trees:]]) if final else own)
-    return GrammarRows(masks, limits, runs)
+        runs[1 : 1 + count].copy_(buffers.runs[1 : 1 + count], non_blocking=True)
+        places.copy_(buffers.places[: len(places)], non_blocking=True)
+    every = count == len(plan.decode_rows) * plan.tier.nodes + len(plan.final_chunks)
+    return GrammarRows(Masks(rows, None if every else places), limits, runs, places)
 
 
 def _copy_results(accepted: Accepted, prefilled: Prefilled | None, step: InFlightStep) -> None:
