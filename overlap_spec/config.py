@@ -83,7 +83,7 @@ class EngineConfig:
     algorithm: Annotated[
         str | None,
         Help(
-            "Drafter: eagle, eagle3, draft_model, mtp, ngram, suffix, grammar, none, or "
+            "Drafter: eagle, eagle3, draft_model, mtp, ngram, suffix, slots, grammar, none, or "
             "package.module:Class of your own; by default eagle3 if there is a draft head.",
             ("--algorithm", "--speculative-algorithm"),
         ),
@@ -188,6 +188,13 @@ class EngineConfig:
             "at once has an equal share, after half of it for the public pool."
         ),
     ] = 256 * 2**20
+    slots_earlier: Annotated[
+        bool,
+        Help(
+            "slots: also draft values that earlier answers of the same grammar and cache salt had "
+            "in the same place; by default only what the request itself has."
+        ),
+    ] = False
     overlap: Annotated[
         str,
         Help(
@@ -409,7 +416,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}: the tree's file says it; leave it out")
         if self.adaptive.lower() != "static":
             raise ConfigError(f"tree: adaptive must be 'static' beside it, not {self.adaptive!r}")
-        if self.drafter in ("ngram", "suffix"):
+        if self.drafter in ("ngram", "suffix", "slots"):
             raise ConfigError(
                 f"tree: the trees of {self.drafter!r} have the shape of what it finds"
             )

@@ -152,11 +152,13 @@ class Drafter(nn.Module, ABC):
         recorded: Whether both methods may be recorded. What a recorded drafter takes in of prompts
             may run beside what it takes in of trees, which are other rows.
         host: Whether it drafts on the host, by :meth:`propose` in place of :meth:`draft`.
+        guided: Whether it reads the :attr:`History.guide` of requests there.
     """
 
     feature_layers: tuple[int, ...] = ()
     recorded: ClassVar[bool] = True
     host: ClassVar[bool] = False
+    guided: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

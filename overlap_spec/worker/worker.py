@@ -50,6 +50,7 @@ class Traits:
         compiles: Whether kernels are compiled when they first run, which no request should wait
             for.
         drafts_on_host: Whether drafts need the tokens of the step before on the host.
+        guided: Whether drafts on the host need grammars' tables.
         reads_states: Whether the drafter keeps to what grammars' tables allow.
         stops_drafts: Whether a plan's drafts can be stopped after each step. Not on a GPU, whose
             host would have to wait for each: there a budget drafts all that its tier says.
@@ -66,6 +67,7 @@ class Traits:
     on_gpu: bool
     compiles: bool
     drafts_on_host: bool
+    guided: bool
     reads_states: bool
     stops_drafts: bool
     verifies_ahead: bool
@@ -83,6 +85,7 @@ def traits_of(runner: ModelRunner) -> Traits:
         on_gpu=on_gpu,
         compiles=on_gpu,
         drafts_on_host=runner.drafter is not None and runner.drafter.host,
+        guided=runner.drafter is not None and runner.drafter.guided,
         reads_states=runner.reads_states,
         stops_drafts=runner.stops_drafts,
         verifies_ahead=on_gpu,

@@ -62,6 +62,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
         "grammar": tiny["draft"],
         "ngram": tiny["draft"],
         "suffix": tiny["draft"],
+        "slots": tiny["draft"],
         "tree": str(folder / "tree.json"),
     }
 
@@ -76,9 +77,10 @@ KINDS = (
     "mtp",
     "ngram",
     "suffix",
+    "slots",
     "grammar",
 )
-ON_HOST = ("ngram", "suffix")
+ON_HOST = ("ngram", "suffix", "slots")
 ACCEPTED = ("draft_model of the target", "draft_model of another vocabulary", *ON_HOST, "grammar")
 
 
