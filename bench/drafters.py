@@ -1,10 +1,10 @@
 """Every drafter on the same requests, beside plain decoding: what is accepted, and what it costs.
 
 ``python -m bench.drafters [--model DIR --draft DIR | --model NAME] [--gsm8k FILE] [--spec-bench
-FILE] [--checkpoint DRAFTER=DIR …] [--only DRAFTER …] [--threshold P] [--modes MODE …] [--batch N]
-[--threads N] [--quick] [--json PATH] [--seed S]`` runs each drafter that has a file
-(``overlap_spec.config.drafter_names``) at the embedded size and, without ``--quick``, at that of
-``0.75b``; ``--model`` is one size of your own.
+FILE] [--checkpoint DRAFTER=DIR …] [--only DRAFTER …] [--rows A,B …] [--threshold P] [--modes MODE
+…] [--batch N] [--threads N] [--quick] [--json PATH] [--seed S]`` runs each drafter that has a file
+(``overlap_spec.config.drafter_names``), and those in a row that are named, at the embedded size
+and, without ``--quick``, at that of ``0.75b``; ``--model`` is one size of your own.
 
 Requests: JSON extraction, each under its own schema; extraction under one schema, where values come
 again; GSM8K questions and the first turns of Spec-Bench, from the files given (without one they are
@@ -257,6 +257,7 @@ def run_model(
     target = {key: value for key, value in weights.items() if key != "draft"}
     folders, skipped = checkpoints(options, weights, run.console), dict[str, str]()
     names = [drafter for drafter in drafter_names() if drafter in (options.only or drafter_names())]
+    names += options.rows
     rows = rows_of(options.threshold, options.modes)
     with (
         run.progress() as progress,
@@ -264,12 +265,13 @@ def run_model(
     ):
         bar = progress.add_task(name, total=len(names) * len(rows) * len(work) * repetitions)
         for drafter in names:
-            draft = {"draft": folders[drafter]} if drafter in folders else {}
+            own = [folders[member] for member in drafter.split(",") if member in folders]
+            draft = {"draft": own[0]} if own else {}
             for row, how in rows.items():
                 progress.update(bar, description=f"{name}, {drafter}, {row}")
                 try:
-                    own = {**draft, **how.engine, **LEARNING.get(drafter, {})}
-                    engine = Engine(**target, **common, **own, algorithm=drafter)
+                    settings = {**draft, **how.engine, **LEARNING.get(drafter, {})}
+                    engine = Engine(**target, **common, **settings, algorithm=drafter)
                 except (ConfigError, CheckpointError) as error:
                     # A record that is kept tells no folders of the machine that made it.
                     skipped[drafter] = str(error).replace(f"{ROOT}/", "")
@@ -358,6 +360,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--spec-bench", type=Path, help="Spec-Bench questions, .jsonl")
     parser.add_argument("--checkpoint", action="append", metavar="DRAFTER=DIR", help="a drafter's")
     parser.add_argument("--only", nargs="+", choices=drafter_names(), help="these drafters alone")
+    parser.add_argument(
+        "--rows", nargs="+", default=(), metavar="A,B", help="drafters in a row too"
+    )
     parser.add_argument("--threshold", type=float, help="also accept by this threshold (lossy)")
     parser.add_argument(
         "--modes", nargs="+", choices=OVERLAP_MODES, default=(), help="also in these"

@@ -158,7 +158,17 @@ class Drafter(nn.Module, ABC):
     feature_layers: tuple[int, ...] = ()
     recorded: ClassVar[bool] = True
     host: ClassVar[bool] = False
-    guided: ClassVar[bool] = False
+    guided: bool = False
+
+    @property
+    def behind(self) -> Drafter | None:
+        """Of a drafter that is ``host``: what drafts on the device where it proposes nothing."""
+        return None
+
+    @property
+    def built_in(self) -> bool:
+        """Whether it is of this project, so that its drafts need no checks."""
+        return type(self).__module__.startswith("overlap_spec.drafters.")
 
     @classmethod
     @abstractmethod

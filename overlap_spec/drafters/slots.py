@@ -47,9 +47,10 @@ GRAMMARS, SLOTS, VALUES = 64, 256, 16
 # For a tree and for a chain: texts that are finished, and that are cut into tokens. Options of a
 # choice, texts whose tokens are kept.
 FINISHED, TEXTS, OPTIONS, ENCODED = (5, 2), (10, 12), 4, 512
-# Weights: of values that a slot had, beside all spans' 1; of a choice of few, where it goes on and
-# else; that it is none of these.
+# Weights: of values that a slot had, beside all spans' 1; of a choice of few, for bytes with which
+# a value or `true` begins, and for others; that it is none of these.
 EARLIER, OWN, OPENS, FEW, DOUBT = 1.0, 0.5, 1.0, 0.3, 0.1
+LIKELY = b'"{[t'
 # Weights of a span's start: behind the key's words; used already, in free text and else; a key
 # itself; inside a word; in small letters; where a sentence begins.
 NEAR, USED, USED_FEW, NAMED, INSIDE, LOWER, SENTENCE = 5.0, 0.1, 0.5, 0.1, 0.2, 0.25, 0.4
@@ -316,10 +317,10 @@ class Filling:
         had_here = state if slot < 0 else slot
         for values, trust in ((self.earlier, EARLIER), (self.own, OWN)):
             had: Mapping[bytes, int] = values.get(had_here, {})
-            total = sum(had.values())
+            often = sum(had.values())
             for text, count in had.items():
                 if text.startswith(value) and text != value:
-                    add(text[len(value) :], trust * count / total)
+                    add(text[len(value) :], trust * count / often)
         spans = self._spans(place, said[: len(said) - len(value)])
         total = sum(weight for _, weight in spans)
         for text, weight in spans:
@@ -328,7 +329,7 @@ class Filling:
         if len(ways) <= FEW_WAYS:
             for byte in ways:
                 if not any(text[0] == byte for text in weights):
-                    add(bytes((byte,)), OPENS if byte in b'"{[t' else FEW)
+                    add(bytes((byte,)), OPENS if byte in LIKELY else FEW)
         total = sum(weights.values()) + DOUBT
         best = heapq.nlargest(OPTIONS, weights.items(), key=lambda option: option[1])
         self._options[place] = found = [(text, weight / total) for text, weight in best]
@@ -429,17 +430,21 @@ class Filling:
 
 
 class SlotDrafter(Drafter):
-    """Proposes what fills the next slots of each request's grammar."""
+    """Proposes what fills the next slots of each request's grammar.
+
+    Attributes:
+        fillings: By request id; those that drafted last come last.
+        grammars: By a salt and a grammar's identity: its states, and what its slots had.
+    """
 
     host: ClassVar[bool] = True
-    guided: ClassVar[bool] = True
+    guided = True
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()
         self._shares, self._most = config.slots_earlier, config.max_running_requests
-        self._fillings: OrderedDict[int, Filling] = OrderedDict()
-        # By a salt and a grammar's identity: its states, and what its slots had.
-        self._grammars: OrderedDict[tuple[str, int], tuple[Table, Values]] = OrderedDict()
+        self.fillings: OrderedDict[int, Filling] = OrderedDict()
+        self.grammars: OrderedDict[tuple[str, int], tuple[Table, Values]] = OrderedDict()
 
     @classmethod
     def build(
@@ -459,7 +464,7 @@ class SlotDrafter(Drafter):
         return drafts
 
     def forget(self, history: History) -> None:
-        filling = self._fillings.pop(history.request_id, None)
+        filling = self.fillings.pop(history.request_id, None)
         if filling is not None and self._shares:
             filling.follow(history)
             filling.finish()
@@ -472,23 +477,23 @@ class SlotDrafter(Drafter):
         guide = history.guide
         if guide is None:
             return None
-        filling = self._fillings.pop(history.request_id, None)
+        filling = self.fillings.pop(history.request_id, None)
         if filling is None:
             table, earlier = self._grammar(guide)
             filling = Filling(guide, table, history, earlier)
         # Requests that wait for their turn again must not add up.
-        while len(self._fillings) >= self._most:
-            self._fillings.popitem(last=False)
-        self._fillings[history.request_id] = filling
+        while len(self.fillings) >= self._most:
+            self.fillings.popitem(last=False)
+        self.fillings[history.request_id] = filling
         filling.follow(history)
         return filling
 
     def _grammar(self, guide: Guide) -> tuple[Table, Values]:
         key = guide.salt, id(guide.states)
-        known = self._grammars.pop(key, None)
+        known = self.grammars.pop(key, None)
         if known is None:
             known = Table(guide), Values()
-        self._grammars[key] = known
-        while len(self._grammars) > GRAMMARS:
-            self._grammars.popitem(last=False)
+        self.grammars[key] = known
+        while len(self.grammars) > GRAMMARS:
+            self.grammars.popitem(last=False)
         return known

@@ -203,12 +203,12 @@ def test_nothing_is_left_of_a_request_and_values_are_bounded() -> None:
         known = history(states, f'{{"name":"n{number}","age":{number},"state":"paid"}}')
         of.propose([known], CHAIN)
         of.forget(known)
-    assert not of._fillings
-    ((_, values),) = of._grammars.values()
+    assert not of.fillings
+    ((_, values),) = of.grammars.values()
     assert max(len(had) for had in values.values()) == VALUES
     for _ in range(5):
         of.propose([history(states, "{")], CHAIN)
-    assert len(of._fillings) == 2
+    assert len(of.fillings) == 2
 
 
 def test_a_step_costs_no_more_in_a_long_prompt() -> None:
