@@ -12,6 +12,9 @@ from overlap_spec.hub import find_folder
 
 EMBEDDED = Path(__file__).parent / "embedded"
 DRAFTERS = Path(__file__).parent / "drafters"
+# What drafts for a target without a head where nobody says, and the files that this takes.
+HEADLESS = "slots,suffix"
+HEADLESS_FILES = ("row", "slots", "suffix")
 OVERLAP_MODES = ("once-sync", "double-sync", "none")
 # The mode that fits the processor: see `overlap_spec.worker.build.overlap_mode`.
 AUTO_MODE = "auto"
@@ -85,7 +88,8 @@ class EngineConfig:
         Help(
             "Drafter: eagle, eagle3, draft_model, mtp, ngram, suffix, slots, grammar, none, or "
             "package.module:Class of your own; or several in a row (suffix,eagle3), of which each "
-            "step has the one that is worth most; by default eagle3 if there is a draft head.",
+            "step has the one that is worth most; by default eagle3 if there is a draft head, else "
+            "slots,suffix.",
             ("--algorithm", "--speculative-algorithm"),
         ),
     ] = None
@@ -461,7 +465,11 @@ class EngineConfig:
     def drafter(self) -> str:
         """Name of the drafter, ``none`` where nothing is drafted; of an object its class's."""
         if self.algorithm is None:
-            return "eagle3" if self.draft is not None or self.model is None else "none"
+            if self.draft is not None or self.model is None:
+                return "eagle3"
+            return (
+                HEADLESS if all((DRAFTERS / f"{n}.py").exists() for n in HEADLESS_FILES) else "none"
+            )
         if self.own_drafter is not None:
             kind = self.own_drafter
             kind = kind if isinstance(kind, type) else type(kind)

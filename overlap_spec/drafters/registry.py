@@ -28,9 +28,7 @@ def load_drafter(name: str) -> type[Drafter]:
     Raises:
         ConfigError: there is no such drafter, or what the name leads to is none.
     """
-    if "," in name:
-        name = ROW
-    module, _, wanted = name.partition(":")
+    module, _, wanted = (ROW if "," in name else name).partition(":")
     if not wanted and module not in drafter_names():
         raise ConfigError(f"no drafter is called {name!r}; built: {', '.join(drafter_names())}")
     path = module if wanted else f"overlap_spec.drafters.{module}"

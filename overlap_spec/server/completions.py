@@ -108,8 +108,8 @@ class CompletionFormatter(Format):
             told = outputs[index - index % self._count].prompt_logprobs
             request = self.requests[index // self._count]
             choices.append(self._choice(index, output, request, told))
-        told = {"usage": usage(outputs, self.requests)} | speculation(outputs)
-        return self.head | {"choices": choices} | told
+        usages = {"usage": usage(outputs, self.requests)} | speculation(outputs)
+        return self.head | {"choices": choices} | usages
 
     def _choice(self, index: int, output: Output, request: Request, told: Any) -> dict[str, Any]:
         shown, eos_ids = None, self.tokenizer.eos_ids

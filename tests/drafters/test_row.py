@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Drafter, HostDraft
 from overlap_spec.drafters.row import RowDrafter, judge
 from overlap_spec.engine import Engine
@@ -141,3 +142,15 @@ def test_both_draft_in_an_engine(tiny: dict[str, Any], monkeypatch: pytest.Monke
         assert engine.snapshot()["drafter"]["faults"] == 0
     assert [o.token_ids for o in got] == [o.token_ids for o in want]
     assert overlaid
+
+
+def test_a_target_without_a_head_has_a_row(tiny: dict[str, Any]) -> None:
+    headless = {name: value for name, value in tiny.items() if name != "draft"}
+    assert EngineConfig.build(**tiny).drafter == "eagle3"
+    assert EngineConfig.build().drafter == "eagle3"
+    assert EngineConfig.build(**headless, algorithm="none").drafter == "none"
+    with Engine(**headless, adaptive="static") as engine:
+        assert engine.snapshot()["drafter"]["name"] == "slots,suffix"
+        output = engine.generate("x", Grammar.regex("(abcdefghij){6}"), {"temperature": 0})
+    assert output.text == "abcdefghij" * 6
+    assert output.stats.accept_length > 3
