@@ -28,6 +28,8 @@ from overlap_spec.tiers import Tier
 NOTHING = HostDraft(np.empty(0, np.int64), None, np.empty(0, np.float32))
 # Weight of what was seen before at each new step, and of what all requests saw in a new one's.
 KEPT, BEFORE = 0.9, 4.0
+# So much more a later member's draft must be worth than an earlier one's.
+MARGIN = 1.5
 # What a step with a model's drafts takes of one without, while that is not measured, or where
 # nothing may depend on a clock; steps of which the median counts.
 MODEL_COST, STEPS = 1.5, 15
@@ -131,7 +133,8 @@ class RowDrafter(Drafter):
                 float(np.exp(draft.scores).sum()) * tally.share
                 for draft, tally in zip(request.drafts, request.tallies, strict=False)
             ]
-            best = max(range(len(worths)), key=worths.__getitem__)
+            most = max(worths)
+            best = next(at for at, worth in enumerate(worths) if worth * MARGIN >= most)
             chosen.append(request.drafts[best])
             hosts.append(worths[best])
             models.append(max(request.tallies[-1].share, len(forced)))
