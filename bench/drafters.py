@@ -103,8 +103,8 @@ VISIT: dict[str, Any] = {
     "required": ["name", "city", "job", "country"],
     "additionalProperties": False,
 }
-# Of drafters that learn of earlier answers: each pass has a salt of its own, lest it know them all.
-LEARNING: dict[str, dict[str, Any]] = {"slots": {"slots_earlier": True}}
+# Drafters may learn of earlier answers: each pass has a salt of its own, lest they know them all.
+LEARNING: dict[str, Any] = {"slots_earlier": True}
 CHAIN: dict[str, Any] = {"num_steps": 5}
 TREE: dict[str, Any] = {"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 16}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 0}
@@ -270,7 +270,7 @@ def run_model(
             for row, how in rows.items():
                 progress.update(bar, description=f"{name}, {drafter}, {row}")
                 try:
-                    settings = {**draft, **how.engine, **LEARNING.get(drafter, {})}
+                    settings = {**draft, **how.engine, **LEARNING}
                     engine = Engine(**target, **common, **settings, algorithm=drafter)
                 except (ConfigError, CheckpointError) as error:
                     # A record that is kept tells no folders of the machine that made it.
