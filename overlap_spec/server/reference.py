@@ -7,16 +7,79 @@ reach, and which would read what its users write.
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from overlap_spec.server.protocol.base import Constraint, Sampling
+from overlap_spec.server.protocol.base import Constraint, GenerationBody, OpenAIBody, Sampling
 
-# Fields that most bodies have, which are shown once.
-COMMON = {*Sampling.model_fields, *Constraint.model_fields}
-COMMON_TITLE, COMMON_PLACE = "Sampling and constraints", "sampling-and-constraints"
-COMMON_ABOUT = f"And all fields of [{COMMON_TITLE.lower()}](#{COMMON_PLACE})."
+# Fields that several bodies have, which are shown once: title, whose they are, and their names.
+COMMON = (*Sampling.model_fields, *Constraint.model_fields)
+SHARED = (
+    ("Sampling and constraints", "Every route that generates takes these.", frozenset(COMMON)),
+    (
+        "Under v1",
+        "Every route under `/v1` that generates takes these.",
+        frozenset(GenerationBody.model_fields) - set(COMMON),
+    ),
+    (
+        "Of chats and texts",
+        "`/v1/chat/completions` and `/v1/completions` take these.",
+        frozenset(OpenAIBody.model_fields) - set(GenerationBody.model_fields),
+    ),
+)
+# What holds where a field is not sent. A switch is off and all else is not there, unless it stands
+# here; the model's is that of its generation_config.json.
+DEFAULTS = {
+    "temperature": "the model's, else 1",
+    "top_p": "the model's, else 1",
+    "top_k": "the model's, else -1 (all)",
+    "repetition_penalty": "the model's, else 1",
+    "min_p": "0",
+    "presence_penalty": "0",
+    "frequency_penalty": "0",
+    "min_tokens": "0",
+    "min_new_tokens": "0",
+    "top_logprobs": "0",
+    "top_logprobs_num": "0",
+    "priority": "0",
+    "n": "1",
+    "best_of": "1",
+    "seed": "drawn",
+    "sampling_seed": "drawn",
+    "model": "the served one",
+    "max_tokens": "what the context leaves",
+    "max_completion_tokens": "what the context leaves",
+    "max_output_tokens": "what the context leaves",
+    "max_new_tokens": "what the context leaves",
+    "complete": "true, unless `--no-complete`",
+    "speculate": "true",
+    "thinking_budget": "no limit",
+    "tpot_slo_ms": "`--tpot-slo-ms`",
+    "cache_salt": "the API key",
+    "tool_choice": "auto, with tools",
+    "parallel_tool_calls": "true",
+    "NamedSchema.strict": "true, unless `--best-effort`",
+    "SchemaFormat.strict": "true, unless `--best-effort`",
+    "disable_any_whitespace": "`--whitespace`",
+    "additional_properties": "`--additional-properties`",
+    "key_order": "schema",
+    "formats": "assertion",
+    "effort": "the template's",
+    "reasoning_effort": "the template's",
+    "thinking": "the template's",
+    "rid": "drawn",
+    "request_id": "drawn",
+    "skip_special_tokens": "true",
+    "separate_reasoning": "true",
+    "add_generation_prompt": "true",
+}
 REF = "#/components/schemas/"
+URL = "http://127.0.0.1:30000"
+# A value for each variable of a path; the model is the embedded one.
+IN_PATHS = {"model": "overlap-spec", "response_id": "resp_1"}
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem }
 table { border-collapse: collapse; width: 100% }
@@ -33,7 +96,8 @@ def page(document: dict[str, Any]) -> str:
 
     title = escape(f"{document['info']['title']}: HTTP API")
     body = MarkdownIt("js-default").render(markdown(document))
-    body = body.replace(f"<h2>{COMMON_TITLE}", f'<h2 id="{COMMON_PLACE}">{COMMON_TITLE}')
+    for name, *_ in SHARED:
+        body = body.replace(f"<h2>{name}", f'<h2 id="{_place(name)}">{name}')
     head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
     head += '<meta name="viewport" content="width=device-width">'
     top = f'<h1>{title}</h1><p><a href="openapi.json">openapi.json</a></p>'
@@ -49,10 +113,12 @@ def markdown(document: dict[str, Any]) -> str:
             name = _body(operation)
             bodies.add(name)
             given = schemas[name] if name else _parameters(operation)
-            lines += _section(f"{method.upper()} {path}", operation["summary"], given)
-    lines += [f"## {COMMON_TITLE}", ""]
-    every = next(each["properties"] for each in schemas.values() if _is_common(each))
-    lines += _rows({"properties": {name: every[name] for name in every if name in COMMON}})
+            shown = _examples(method, path, given.get("examples", [None])[0])
+            lines += _section(f"{method.upper()} {path}", operation["summary"], given, shown)
+    for title, about, names in SHARED:
+        lines += [f"## {title}", "", about, ""]
+        every = next(each["properties"] for each in schemas.values() if _has(each, names))
+        lines += _rows({"properties": {name: every[name] for name in every if name in names}})
     lines += ["## Objects", ""]
     for name, schema in sorted(schemas.items()):
         if name not in bodies and not name.endswith("Error"):
@@ -71,29 +137,56 @@ def _parameters(operation: dict[str, Any]) -> dict[str, Any]:
     """The parameters of a path or query as an object's fields."""
     given = operation.get("parameters", ())
     return {
+        "required": [each["name"] for each in given if each.get("required")],
         "properties": {
             each["name"]: each["schema"] | {"description": f"In the {each['in']}."}
             for each in given
-        }
+        },
     }
 
 
-def _section(title: str, about: str, schema: dict[str, Any]) -> list[str]:
+def _examples(method: str, path: str, body: Mapping[str, Any] | None) -> list[str]:
+    """A call of a route by curl, and the same in Python."""
+    for name, value in IN_PATHS.items():
+        path = path.replace(f"{{{name}}}", value)
+    curl, given = f"curl -s {URL}{path}", [f'"{URL}{path}"']
+    if body is not None:
+        curl += f" \\\n  -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+        fields = [f"        {json.dumps(name)}: {json.dumps(body[name])},\n" for name in body]
+        given.append(f"json={{\n{''.join(fields)}    }}")
+    elif method == "post":
+        curl += " -X POST"
+    python = f"httpx.{method}({given[0]})"
+    if body is not None:
+        python = f"httpx.{method}(\n    {given[0]},\n    {given[1]},\n)"
+    return ["```bash", curl, "```", "", "```python", "import httpx", "", python, "```", ""]
+
+
+def _section(
+    title: str, about: str, schema: dict[str, Any], shown: Sequence[str] = ()
+) -> list[str]:
     """A route, or an object inside bodies, with its fields and those that it refuses."""
-    lines = [f"### {title}", "", *([about, ""] if about else [])]
-    if _is_common(schema):
-        own = {name: one for name, one in schema["properties"].items() if name not in COMMON}
-        lines += [*_rows(schema | {"properties": own}), COMMON_ABOUT, ""]
-    else:
-        lines += _rows(schema)
+    lines = [f"### {title}", "", *([about, ""] if about else []), *shown]
+    own = schema.get("properties", {})
+    held = [(title, names) for title, _, names in SHARED if _has(schema, names)]
+    for _, names in held:
+        own = {name: one for name, one in own.items() if name not in names}
+    lines += _rows(schema | {"properties": own})
+    if held:
+        places = [f"[{title.lower()}](#{_place(title)})" for title, _ in held]
+        lines += [f"And all fields of: {', '.join(places)}.", ""]
     if refused := schema.get("x-refused"):
         told = [f"`{name}` ({why})" for name, why in refused.items()]
         lines += [f"Refused by name: {'; '.join(told)}.", ""]
     return lines
 
 
-def _is_common(schema: dict[str, Any]) -> bool:
-    return set(schema.get("properties", {})) >= COMMON
+def _has(schema: dict[str, Any], names: frozenset[str]) -> bool:
+    return bool(names <= schema.get("properties", {}).keys())
+
+
+def _place(title: str) -> str:
+    return title.lower().replace(" ", "-")
 
 
 def _rows(schema: dict[str, Any]) -> list[str]:
@@ -101,13 +194,22 @@ def _rows(schema: dict[str, Any]) -> list[str]:
     required, properties = schema.get("required", ()), schema.get("properties", {})
     if not properties:
         return []
-    lines = ["| field | type | |", "|---|---|---|"]
+    lines = ["| field | type | default | |", "|---|---|---|---|"]
     for name in sorted(properties, key=lambda name: name not in required):
-        told = ["Required." if name in required else "", _line(properties[name])]
-        cells = (_type(properties[name]), " ".join(filter(None, told)))
-        kind, said = (cell.replace("|", "\\|") for cell in cells)
-        lines.append(f"| `{name}` | {kind} | {said} |")
+        default = _default(schema.get("title", ""), name, properties[name])
+        default = "required" if name in required else default
+        cells = (f"`{name}`", _type(properties[name]), default, _line(properties[name]))
+        row = " | ".join(cell.replace("|", "\\|") for cell in cells)
+        lines.append(f"| {row} |")
     return [*lines, ""]
+
+
+def _default(whose: str, name: str, schema: dict[str, Any]) -> str:
+    """What holds where a field is not sent; empty where that is nothing."""
+    if schema.get("default") is not None:
+        return _value(schema["default"])
+    otherwise = "false" if _type(schema) == "boolean" else ""
+    return DEFAULTS.get(f"{whose}.{name}", DEFAULTS.get(name, otherwise))
 
 
 def _line(schema: dict[str, Any]) -> str:

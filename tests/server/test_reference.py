@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
 
 from overlap_spec.server.app import document
-from overlap_spec.server.reference import markdown
+from overlap_spec.server.protocol.base import Sampling
+from overlap_spec.server.reference import DEFAULTS, URL, markdown
+from overlap_spec.types import SamplingParams
+from tests.support.serving import Server
+from tests.support.skips import needs_weights
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 
@@ -44,3 +54,47 @@ def test_every_route_has_a_line_about_it() -> None:
     assert all(route["summary"].endswith(".") for route in routes)
     titles = re.findall(r"(?m)^### (.+)$", markdown(whole))
     assert len(set(titles)) == len(titles)
+
+
+def test_the_defaults_are_those_of_sampling_params() -> None:
+    own = SamplingParams()
+    named = {name: getattr(own, name, None) for name in Sampling.model_fields}
+    told = {name: value for name, value in named.items() if value not in (None, False, (), {})}
+    assert {name: json.loads(DEFAULTS[name]) for name in told} == told
+    zeros = {name for name, value in named.items() if value == 0 and value is not False}
+    assert {DEFAULTS[name] for name in zeros} == {"0"}
+    rows = dict(re.findall(r"(?m)^\| `(\w+)` \| [^|]+ \| ([^|]*) \|", PAGE))
+    assert all(rows[name] == DEFAULTS[name] for name in (*told, *zeros))
+
+
+MADE = PAGE.partition("## Routes\n")[2]
+EXAMPLES = re.findall(
+    r"(?ms)^### (?:GET|POST) (\S+)$.*?```bash\n(.+?)```\n\n```python\n(.+?)```", MADE
+)
+# What a server without an administrator's key and without that model answers otherwise.
+STATUSES = {"/v1/responses/{response_id}": 404, "/flush_cache": 403}
+
+
+def test_every_route_has_an_example() -> None:
+    paths = [path for path, operations in document()["paths"].items() for _ in operations]
+    assert [path for path, *_ in EXAMPLES] == paths
+
+
+@needs_weights
+def test_the_examples_are_answered(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    for method in ("get", "post"):
+        send = getattr(httpx, method)
+        monkeypatch.setattr(
+            httpx, method, lambda url, send=send, **more: found.append(send(url, **more))
+        )
+    for path, curl, python in EXAMPLES:
+        exec(python.replace(URL, server.url), {})
+        assert found[-1].status_code == STATUSES.get(path, 200), (path, found[-1].text)
+        command = curl.replace(URL, server.url).replace("curl -s", "curl -s -w '\\n%{http_code}'")
+        *body, status = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        assert int(status) == found[-1].status_code, path
+        assert body or path == "/metrics"
+    assert len(found) == len(EXAMPLES)

@@ -67,6 +67,8 @@ class Strict(BaseModel):
     refused: ClassVar[Mapping[str, str]] = {}
     # Of these, values that ask for nothing.
     neutral: ClassVar[Mapping[str, Any]] = {}
+    # A body as the reference shows it.
+    example: ClassVar[Mapping[str, Any]] = {}
     known: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
@@ -78,11 +80,13 @@ class Strict(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """Add what is refused to the description."""
+        """Add what is refused, and an example, to the description."""
         made = handler(core)
         if cls.refused:
             told = {name: cls._why(name) for name in cls.refused}
             handler.resolve_ref_schema(made)["x-refused"] = told
+        if cls.example:
+            handler.resolve_ref_schema(made)["examples"] = [dict(cls.example)]
         return made
 
     @classmethod
@@ -158,15 +162,14 @@ class StructuredOutputs(Strict):
     structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool | None = None
     key_order: Literal["schema", "any"] | None = Field(
-        None, description="With json: the order of an object's members; `schema` by default."
+        None, description="With json: the order of an object's members."
     )
     formats: Literal["assertion", "annotation"] | None = Field(
-        None, description="With json: whether `format` is held; `assertion`, it is, by default."
+        None, description="With json: whether `format` is held (`assertion`)."
     )
     additional_properties: Literal["closed", "schema"] | None = Field(
         None,
-        description="With json or structural_tag: members that a schema does not name; by default "
-        "the server's `--additional-properties`.",
+        description="With json or structural_tag: members that a schema does not name.",
     )
     probabilities: bool | None = Field(
         None, description="With choice: the probability of each text, in `choice_probabilities`."
@@ -213,8 +216,7 @@ class Sampling(Strict):
     complete: bool | None = Field(
         None,
         description="Whether an output under a constraint comes to its end within max_tokens; one "
-        "whose shortest output does not fit is refused. By default true, unless the server was "
-        "started with --no-complete.",
+        "whose shortest output does not fit is refused.",
     )
     thinking_budget: Count | None = Field(
         None,
@@ -263,12 +265,14 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
     include_token_origins: bool | None = Field(
         None,
-        description="Origin of each token (drafted, grafted, bonus, forced), in `overlap_spec`.",
+        description="How each token came, in `overlap_spec`: drafted, grafted (a draft that the "
+        "grammar forces), bonus (the target's own behind these), forced (the mask's only token).",
     )
     include_draft_trees: bool | None = Field(
         None,
-        description="The same, and of each step its drafts, with what became of each (accepted, "
-        "masked, rejected, late, cut).",
+        description="The same, and of each step its drafts, with what became of each: accepted, "
+        "rejected (by the target), masked (by the grammar), late (its mask came too late), cut "
+        "(behind the end).",
     )
 
 

@@ -164,6 +164,11 @@ ResponseFormat = Annotated[
 class ChatBody(OpenAIBody):
     """A request for chat completions."""
 
+    example: ClassVar[Mapping[str, Any]] = {
+        "messages": [{"role": "user", "content": "Is the flight delayed? It is on time."}],
+        "structured_outputs": {"choice": ["yes", "no"]},
+    }
+
     messages: Annotated[Items[Message], Field(min_length=1, max_length=MOST_ENTRIES)]
     max_completion_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None

@@ -133,6 +133,8 @@ class OutputConfig(Strict):
 class CountBody(GenerationBody):
     """Messages whose tokens are counted."""
 
+    example: ClassVar[Mapping[str, Any]] = {"messages": [{"role": "user", "content": "Hello"}]}
+
     messages: Annotated[Items[Turn], Field(min_length=1, max_length=MOST_ENTRIES)]
     system: str | Items[TextBlock] | None = None
     tools: Annotated[Items[Tool], Field(max_length=1024)] | None = None
@@ -235,6 +237,8 @@ class CountBody(GenerationBody):
 
 class MessagesBody(CountBody):
     """A request for a message."""
+
+    example: ClassVar[Mapping[str, Any]] = {**CountBody.example, "max_tokens": 32}
 
     max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] = Field(
         description="What the context leaves is the most, whatever is asked."

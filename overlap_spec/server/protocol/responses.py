@@ -189,6 +189,12 @@ class ResponseStreamOptions(Strict):
 class ResponsesBody(GenerationBody):
     """A request for a response."""
 
+    example: ClassVar[Mapping[str, Any]] = {
+        "input": "Extract name and age: Anna is 30.",
+        "max_output_tokens": 64,
+        "text": {"format": {"type": "json_object"}},
+    }
+
     input: str | Annotated[Items[Item], Field(min_length=1, max_length=MOST_ENTRIES)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None

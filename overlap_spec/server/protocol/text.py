@@ -38,6 +38,8 @@ def each_prompt(prompts: Any) -> list[str | list[int]]:
 class CompletionBody(OpenAIBody):
     """A request for text completions."""
 
+    example: ClassVar[Mapping[str, Any]] = {"prompt": "The order AB-1234", "max_tokens": 8}
+
     prompt: Prompts
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     echo: bool | None = None
@@ -103,6 +105,11 @@ Samplings = Annotated[Items[SGLangSampling], Field(min_length=1, max_length=MOST
 class GenerateBody(Body):
     """A request in SGLang's format: ``text`` or ``input_ids``, one or a list."""
 
+    example: ClassVar[Mapping[str, Any]] = {
+        "text": "The date is ",
+        "sampling_params": {"regex": r"\d{4}-\d\d-\d\d", "temperature": 0},
+    }
+
     text: str | Texts | None = None
     input_ids: TokenIds | ManyTokenIds | None = None
     sampling_params: SGLangSampling | Samplings | None = None
@@ -138,12 +145,16 @@ class AbortBody(Body):
     """Which request to abort: its ``rid``, one of its ``rid``s, or its reply's first ``id``; or
     all."""
 
+    example: ClassVar[Mapping[str, Any]] = {"rid": "my-request"}
+
     rid: Label | None = None
     abort_all: bool | None = None
 
 
 class TokenizeBody(Body):
     """A text or a chat to tokenise."""
+
+    example: ClassVar[Mapping[str, Any]] = {"prompt": "Hello"}
 
     model: Label | None = None
     prompt: str | None = None
@@ -153,6 +164,8 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     """Token ids to decode."""
+
+    example: ClassVar[Mapping[str, Any]] = {"tokens": [72, 101]}
 
     model: Label | None = None
     tokens: Annotated[Items[Count], Field(max_length=2**18)]
