@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -29,12 +29,22 @@ class ServerSystem:
         base_url: With or without ``/v1``.
         model: Its name there; None takes the first of ``/v1/models``.
         api_key: Bearer token, if it wants one.
+        encode: Prompt tokens of a task, which go to ``/v1/completions``; None sends texts.
 
     Raises:
         ConfigError: nothing usable answers there.
     """
 
-    def __init__(self, base_url: str, model: str | None = None, api_key: str | None = None) -> None:
+    client = Client
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str | None = None,
+        api_key: str | None = None,
+        encode: Callable[[Task], list[int]] | None = None,
+    ) -> None:
+        self.encode = encode
         self.url = base_url.rstrip("/").removesuffix("/v1")
         self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.model = model or self._first_model()
@@ -65,28 +75,29 @@ class ServerSystem:
         except httpx.HTTPError as error:
             raise ConfigError(f"{self.url}/v1/models lists no model: {error}") from None
 
+    def _ask(self, task: Task) -> Ask:
+        grammar = None if task.schema is None else Grammar.json_schema(task.schema)
+        if self.encode is None:
+            return Ask(task.prompt, grammar, task.max_tokens, task.raw, task.stop)
+        return Ask(self.encode(task), grammar, task.max_tokens, True, task.stop)
+
     async def _run(self, tasks: Sequence[Task], parallel: int) -> Batch:
         gate = asyncio.Semaphore(parallel)
         limits = httpx.Limits(max_connections=parallel, max_keepalive_connections=parallel)
         async with httpx.AsyncClient(
             headers=self.headers, timeout=TIMEOUT_S, limits=limits
         ) as http:
-            client = Client(http, self.url, self.model, 0.0)
+            client = self.client(http, self.url, self.model, 0.0)
 
             async def one(task: Task) -> Reply:
                 async with gate:
                     start = time.perf_counter()
-                    answer = await client.send(_ask(task), start)
+                    answer = await client.send(self._ask(task), start)
                     return _reply(answer, time.perf_counter())
 
             start = time.perf_counter()
             replies = await asyncio.gather(*map(one, tasks))
             return Batch(time.perf_counter() - start, list(replies))
-
-
-def _ask(task: Task) -> Ask:
-    grammar = None if task.schema is None else Grammar.json_schema(task.schema)
-    return Ask(task.prompt, grammar, task.max_tokens, task.raw, task.stop)
 
 
 def _reply(answer: Answer, end: float) -> Reply:

@@ -29,6 +29,10 @@ def grids(name: str) -> tuple[Grid, ...]:
             "num_stages": (2, 3, 4),
         }
         return blocks, {"waves": (1, 2, 4), "split_keys": (128, 256, 512)}
+    if name.startswith("experts"):
+        rows = (32, 64, 128) if name.endswith("/many") else (16, 32)
+        blocks = {"rows": rows, "columns": (32, 64, 128), "depth": (32, 64, 128)}
+        return blocks, {"num_warps": (2, 4, 8), "num_stages": (2, 3, 4)}
     if name in ("rms_norm", "rope", "move_kv"):
         return ({"elements": (1024, 2048, 4096, 8192), "num_warps": (1, 2, 4, 8)},)
     return ({"block": (1024, 2048, 4096, 8192), "num_warps": (4, 8, 16)},)

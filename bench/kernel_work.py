@@ -20,6 +20,8 @@ from overlap_spec.kernels import KeySpan
 HIDDEN, INTERMEDIATE, LAYERS = 4096, 14336, 32
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 VOCAB, DRAFT_VOCAB = 128256, 32000
+# Qwen3-30B-A3B's mixture.
+EXPERTS, PER_TOKEN, EXPERT_HIDDEN, EXPERT_INNER = 128, 8, 2048, 768
 PAGE, NODES, TOP_K, STEPS, CONTEXT = 16, 16, 8, 5, 4096
 LONG = torch.int64
 
@@ -78,6 +80,8 @@ def works(draw: Draw, batches: tuple[int, ...] = (1, 32)) -> Iterator[Work]:
         yield attention(draw, batch, TOP_K, CONTEXT, tree=True, first=1)
         counts = tuple(1 + 5 * request % NODES for request in range(batch + 1))
         yield ragged(draw, counts, CONTEXT, NODES)
+        yield experts(draw, batch * NODES)
+    yield experts(draw, 2048)
     yield ragged(draw, (1536, 300, 212), 1024)
     yield attention(draw, 1, 4 * NODES, 8 * CONTEXT, tree=True)
     yield attention(draw, 1, 2048, 0)
@@ -270,6 +274,28 @@ def _tree(d: Draw, batch: int) -> Iterator[Work]:
     yield Work(f"accept_path/{batch}", kernels.accept_path, accept, 40 * batch * NODES)
     yield Work(f"after_tokens/{batch}", kernels.after_tokens, states, 144 * batch * TOP_K**2)
     yield Work(f"pack_mask/{batch}", kernels.pack_mask, mask, square + 8 * batch * NODES)
+
+
+def experts(d: Draw, rows: int) -> Work:
+    """A layer's mixture of experts."""
+    picks = rows * PER_TOKEN
+    matrices = 3 * EXPERT_HIDDEN * EXPERT_INNER
+
+    def draw() -> tuple[Any, ...]:
+        ids = d.uniform(rows, EXPERTS).argsort(1)[:, :PER_TOKEN].contiguous()
+        up = d.normal(EXPERTS, 2 * EXPERT_INNER, EXPERT_HIDDEN)
+        down = d.normal(EXPERTS, EXPERT_HIDDEN, EXPERT_INNER)
+        shares = d.uniform(rows, PER_TOKEN).to(d.dtype)
+        return d.normal(rows, EXPERT_HIDDEN), ids, shares, up, down, None, None, None
+
+    return Work(
+        f"mix_experts/{rows}",
+        kernels.mix_experts,
+        draw,
+        min(picks, EXPERTS) * matrices * d.dtype.itemsize,
+        2 * picks * matrices,
+        config="experts/many" if picks > 32 * EXPERTS else "experts",
+    )
 
 
 def attention(

@@ -1,27 +1,28 @@
 """The same work through this engine and through what a user would take instead, in one run.
 
 ``python -m bench.peers [--model DIR --draft DIR | --model NAME] [--threads N] [--batches 1,16]
-[--by-hand SETTINGS …] [--server NAME=URL …] [--without NAME …] [--repetitions N] [--cases N]
-[--max-tokens N] [--quick] [--json PATH] [--seed S]`` gives every system the same checkpoint,
-prompts (as tokens), JSON schemas, limits and threads: extraction cases with held-out fillers, whose
-answers differ in length. A workload is a number of requests at once: by default the cases one at a
-time (batch 1), and 16 at once (batch 16). ``--model 0.75b`` and other names are of models at real
-cost (``bench.targets``).
+[--by-hand SETTINGS …] [--peer KIND=PROGRAM …] [--server NAME=URL …] [--without NAME …]
+[--repetitions N] [--cases N] [--max-tokens N] [--quick] [--json PATH] [--seed S]`` gives every
+system the same checkpoint, prompts (as tokens), JSON schemas, limits and threads: extraction cases
+with held-out fillers, whose answers differ in length. A workload is a number of requests at once:
+by default the cases one at a time (batch 1), and 16 at once (batch 16). ``--model 0.75b`` and other
+names are of models at real cost (``bench.targets``).
 
 Systems take turns within each repetition, and the one that begins changes with every repetition.
 Grammars are compiled before. Then each system answers its first three requests, which are kept
 apart; one pass over everything is not counted, nor are four tokens at the start of a turn; and
 prompts are not cached. All are greedy, and compute in the type that the engine takes for the
-checkpoint on this machine; ``--threads`` (default 1) are those of a pass, in torch and in
-llama.cpp. The engine's streams and its grammar lane are threads beside them, as always.
+checkpoint on this machine; ``--threads`` (default 1) are those of a pass, everywhere. The engine's
+streams and its grammar lane are threads beside them, as always.
 
 - ``overlap-spec``: the engine at its defaults; ``overlap-spec plain``: without drafts;
   ``by hand: …``: with the settings of ``--by-hand NAME=VALUE,…``, given once or more.
 - ``transformers + xgrammar``, ``transformers assisted``, ``outlines``: see ``how`` in the record.
-- ``llama.cpp``: in this process, with the checkpoint as a GGUF file in the same type, where
-  ``llama-cpp-python`` and ``gguf`` are installed (the extra ``peers``).
-- vLLM and SGLang are measured through their servers, which must serve the same checkpoint:
-  ``--server vllm=http://…``. What is not there is missing, not zero.
+- ``vllm …``, ``llama-server …``: their own servers, which the run starts and ends, plain and with
+  an EAGLE-3 chain of 5 (llama.cpp's also in Q8_0 and Q4_K_M): see ``bench.backends.launched``. They
+  are looked for on PATH; ``--peer vllm=PYTHON`` and ``--peer llama-server=PROGRAM`` say where.
+- Others are measured through a server that is there, of the same checkpoint:
+  ``--server sglang=http://…``. Nothing is installed; what is not there is missing, not zero.
 
 Fields of the last line, beside those of every record (``bench.common``):
     workloads: ``batch 1`` and so on → system → the figures of ``bench.backends.base.figures``,
@@ -45,14 +46,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
-import importlib.util
 import json
 import os
+import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import torch
@@ -60,8 +60,7 @@ import torch
 from bench.backends import transformers as hf
 from bench.backends.base import System, Task, figures, percentiles, rate
 from bench.backends.engine import EngineSystem
-from bench.backends.gguf_file import write_gguf
-from bench.backends.llamacpp import LlamaCppSystem
+from bench.backends.launched import PEERS, Work, open_peers, temporary_folder
 from bench.client import ServerSystem
 from bench.common import Run, fail, flags, median, paired, rounded
 from bench.json_schema import is_valid
@@ -69,12 +68,11 @@ from bench.targets import add_model_flags, check_model_flags, model_settings
 from examples.embedded_model.data import held_out_cases
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
-from overlap_spec.errors import CheckpointError, ConfigError, OverlapSpecError
+from overlap_spec.errors import ConfigError, OverlapSpecError
 from overlap_spec.worker.build import pick_device, pick_dtype
 
 OURS = "overlap-spec"
 PLAIN = f"{OURS} plain"
-LLAMA = "llama.cpp"
 # What was best on a 2-core machine at a small size, and at one of 0.75 billion parameters.
 SMALL_BY_HAND = "overlap=none,adaptive=static"
 LARGE_BY_HAND = "adaptive=static,eagle_topk=4,num_draft_tokens=16"
@@ -88,9 +86,9 @@ LOCAL: dict[str, Callable[[hf.Checkpoint], hf.TransformersSystem]] = {
 }
 # Whose steps are compiled, which pays on a GPU alone.
 STATIC = "transformers + xgrammar, static cache"
-SERVERS = ("vllm", "sglang")
+SERVERS = ("sglang",)
 PACKAGES = (
-    "transformers", "outlines", "outlines-core", "vllm", "sglang", "llama-cpp-python", "gguf",
+    "transformers", "outlines", "outlines-core", "sglang", "gguf",
 )  # fmt: skip
 
 
@@ -143,41 +141,29 @@ def open_systems(
     given = dict(named_server(text) for text in options.server or ())
     for name, url in given.items():
         systems[name] = ServerSystem(url, None, os.environ.get("OPENAI_API_KEY"))
-    if LLAMA in options.without:
-        missing[LLAMA] = "left out by --without"
-    elif LLAMA not in given:
-        try:
-            systems[LLAMA] = open_llama(stack, options, ours.engine, encode, tasks, dtype)
-        except ImportError as error:
-            missing[LLAMA] = f"not installed: {error}: pip install -e '.[peers]'"
-        except CheckpointError as error:
-            missing[LLAMA] = str(error)
+    context_tokens = max(len(encode(task)) + task.max_tokens for task in tasks)
+
+    @cache
+    def work() -> Work:
+        assert config.draft_path is not None
+        return Work(
+            target=config.target_path,
+            head=config.draft_path,
+            dtype=dtype,
+            encode=encode,
+            parallel=max(options.batches),
+            context_tokens=context_tokens,
+            threads=options.threads,
+            folder=temporary_folder(stack),
+        )
+
+    peers, absent = open_peers(stack, options.peer, options.without, work)
+    systems |= peers
+    missing |= absent
     for name in SERVERS:
         if name not in given:
             missing[name] = f"no server given: start one, and pass --server {name}=URL"
     return systems, missing, dtype
-
-
-def open_llama(
-    stack: ExitStack,
-    options: argparse.Namespace,
-    engine: Engine,
-    encode: Callable[[Task], list[int]],
-    tasks: Sequence[Task],
-    dtype: torch.dtype,
-) -> LlamaCppSystem:
-    """llama.cpp on the engine's checkpoint, which is converted for the time of the run."""
-    for module in ("llama_cpp", "gguf"):
-        if importlib.util.find_spec(module) is None:
-            raise ImportError(f"No module named {module!r}")
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="overlap-spec-gguf-"))
-    path = Path(folder) / "checkpoint.gguf"
-    write_gguf(engine.config.target_path, path, dtype)
-    longest = max(len(encode(task)) + task.max_tokens for task in tasks)
-    decode, most = engine.tokenizer.decode, max(options.batches)
-    system = LlamaCppSystem(path, encode, decode, most, longest, options.threads)
-    stack.callback(system.close)
-    return system
 
 
 def by_hand(text: str) -> dict[str, Any]:
@@ -205,10 +191,18 @@ def named_server(text: str) -> tuple[str, str]:
     return name, url
 
 
+def named_peer(text: str) -> tuple[str, str]:
+    name, _, program = text.partition("=")
+    if name not in PEERS or shutil.which(program) is None:
+        kinds = " or ".join(PEERS)
+        raise ConfigError(f"--peer must be KIND=PROGRAM, of {kinds}, and one that runs: {text!r}")
+    return name, program
+
+
 def compile_all(systems: dict[str, System], tasks: Sequence[Task], run: Run) -> None:
     """Compile every schema where a system compiles by itself."""
     for name, system in systems.items():
-        if isinstance(system, EngineSystem | hf.TransformersSystem | LlamaCppSystem):
+        if isinstance(system, EngineSystem | hf.TransformersSystem):
             told = run.kept(kind="compile", system=name)
             for task in tasks:
                 assert task.schema is not None
@@ -227,10 +221,8 @@ def ask_all(systems: dict[str, System], tasks: Sequence[Task], run: Run) -> None
         bar = progress.add_task("first requests and warm-up", total=total)
         for name in names:
             first = systems[name].run(tasks[:FIRST], 1).raw()
-            # A server was started by others; what was kept of a resumed run stands.
-            if not isinstance(systems[name], ServerSystem) and not run.kept(
-                kind="first", system=name
-            ):
+            # A server of others was started before; what was kept of a resumed run stands.
+            if type(systems[name]) is not ServerSystem and not run.kept(kind="first", system=name):
                 run.sample(kind="first", system=name, **first)
             for batch in batches:
                 systems[name].run(tasks[:batch], batch)
@@ -362,6 +354,9 @@ def faults(record: dict[str, Any], exact: bool = True) -> list[str]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = flags("peers", "The same work through other systems, in one run.", resumable=True)
+    parser.add_argument(
+        "--peer", action="append", metavar="KIND=PROGRAM", help=f"its program: {', '.join(PEERS)}"
+    )
     parser.add_argument("--server", action="append", metavar="NAME=URL", help="a server to measure")
     add_model_flags(parser)
     parser.add_argument("--threads", type=int, default=1, help="of a pass (default 1)")
@@ -378,8 +373,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME",
-        choices=(*LOCAL, LLAMA),
-        help=f"leave one out: {', '.join((*LOCAL, LLAMA))}; may be given again",
+        help=f"leave one out: {', '.join((*LOCAL, *PEERS))}, or one of a peer's rows; "
+        "may be given again",
     )
     parser.add_argument("--repetitions", type=int, help="9, or 3 with --quick")
     parser.add_argument("--cases", type=int, help="requests; those of the largest batch if absent")
@@ -400,6 +395,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             "--repetitions, --cases, --max-tokens, --threads and --batches must be at least 1"
         )
+    try:
+        options.peer = dict(named_peer(text) for text in options.peer or ())
+    except ConfigError as error:
+        parser.error(str(error))
     if options.by_hand is None:
         options.by_hand = [SMALL_BY_HAND if options.model is None else LARGE_BY_HAND]
     options.singles = min(options.cases, 4 if options.quick else 16)

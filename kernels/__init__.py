@@ -20,6 +20,7 @@ from overlap_spec.kernels.elementwise import (
     rms_norm,
     silu_and_mul,
 )
+from overlap_spec.kernels.experts import mix_experts
 from overlap_spec.kernels.sampling import (
     Noise,
     apply_bitmask,
@@ -71,6 +72,7 @@ __all__ = [
     "grow",
     "log_probs_among",
     "masked_choose",
+    "mix_experts",
     "move_kv",
     "noise_keys",
     "pack_mask",

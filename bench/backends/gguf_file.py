@@ -1,4 +1,4 @@
-"""A Llama checkpoint with a byte-level BPE as one GGUF file, which llama.cpp reads.
+"""A Llama checkpoint with a byte-level BPE, and its EAGLE-3 head, as GGUF files for llama.cpp.
 
 Weights keep their values: matrices in the type that is asked for, vectors in float32. llama.cpp
 turns neighbouring channels of a head where this layout turns halves, so that the rows of query and
@@ -18,8 +18,11 @@ import torch
 from bench.padding.tensors import Source
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.config import ModelConfig, read_config, read_json
+from overlap_spec.models.eagle3 import feature_layers, read_eagle3_config
 from overlap_spec.tokenizer import Tokenizer
 
+HEAD = "eagle3"
+LARGEST = 1e6
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 # GGUF's name of each weight of a layer → ours.
 LAYER = {
@@ -53,8 +56,35 @@ def write_gguf(source: Path, out: Path, dtype: torch.dtype) -> None:
     writer = gguf.GGUFWriter(out, "llama")
     _write_shape(writer, config)
     _write_tokenizer(gguf, writer, source, config.vocab_size)
+    _write_tensors(gguf, writer, _tensors(Source(source), config), dtype)
+
+
+def write_gguf_head(source: Path, target: Path, out: Path, dtype: torch.dtype) -> None:
+    """Write the EAGLE-3 head in ``source``, of the checkpoint in ``target``, to the file ``out``.
+
+    Raises:
+        ImportError: ``gguf`` is not installed.
+    """
+    head, of = read_eagle3_config(source), read_config(target)
+    config = head.layer
+    gguf: Any = import_module("gguf")
+    writer = gguf.GGUFWriter(out, HEAD)
+    _write_shape(writer, config)
+    writer.add_array(f"{HEAD}.target_layers", list(feature_layers(head, of)))
+    writer.add_uint32(f"{HEAD}.target_hidden_size", of.hidden_size)
+    _write_tokenizer(gguf, writer, target, config.vocab_size)
+    weights = Source(source)
+    offsets = weights.get("d2t").long()
+    tokens = (offsets + torch.arange(len(offsets))).numpy()
+    writer.add_tensor("d2t", tokens, raw_dtype=gguf.GGMLQuantizationType.I64)
+    _write_tensors(gguf, writer, _head_tensors(weights, config), dtype)
+
+
+def _write_tensors(
+    gguf: Any, writer: Any, tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype
+) -> None:
     kind = getattr(gguf.GGMLQuantizationType, DTYPES[dtype])
-    for name, tensor in _tensors(Source(source), config):
+    for name, tensor in tensors:
         if tensor.ndim == 1 or dtype is torch.float32:
             writer.add_tensor(name, tensor.float().numpy())
         else:
@@ -127,14 +157,34 @@ def _write_tokenizer(gguf: Any, writer: Any, source: Path, size: int) -> None:
 def _tensors(weights: Source, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """GGUF's names and the weights, one at a time."""
     yield "token_embd.weight", weights.get("model.embed_tokens.weight")
-    yield "output_norm.weight", weights.get("model.norm.weight")
+    norm = weights.get("model.norm.weight")
     if not config.tie_embeddings:
-        yield "output.weight", weights.get("lm_head.weight")
-    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+        head = weights.get("lm_head.weight")
+        # Half of what bars a padded vocabulary goes into the norm, by a power of two: llama.cpp's
+        # 8-bit blocks have scales of 16 bits, which hold no such number.
+        moved = torch.where(head.abs().amax(0) > LARGEST, 2.0**20, 1.0)
+        norm = norm * moved.to(norm.dtype)
+        yield "output.weight", head / moved.to(head.dtype)
+    yield "output_norm.weight", norm
     for layer in range(config.num_layers):
-        for name, ours in LAYER.items():
-            tensor = weights.get(f"model.layers.{layer}.{ours}.weight")
-            if name in heads:
-                halves = tensor.view(heads[name], 2, config.head_dim // 2, -1)
-                tensor = halves.transpose(1, 2).reshape(tensor.shape)
-            yield f"blk.{layer}.{name}.weight", tensor
+        yield from _layer(weights, config, f"blk.{layer}", f"model.layers.{layer}")
+
+
+def _head_tensors(weights: Source, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    yield "fc.weight", weights.get("fc.weight")
+    yield "output_norm.weight", weights.get("norm.weight")
+    yield "output.weight", weights.get("lm_head.weight")
+    yield "blk.0.attn_norm_2.weight", weights.get("midlayer.hidden_norm.weight")
+    yield from _layer(weights, config, "blk.0", "midlayer")
+
+
+def _layer(
+    weights: Source, config: ModelConfig, to: str, of: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+    for name, ours in LAYER.items():
+        tensor = weights.get(f"{of}.{ours}.weight")
+        if name in heads:
+            halves = tensor.view(heads[name], 2, config.head_dim // 2, -1)
+            tensor = halves.transpose(1, 2).reshape(tensor.shape)
+        yield f"{to}.{name}.weight", tensor

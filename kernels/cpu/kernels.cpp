@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "drafts.h"
+#include "experts.h"
 #include "layers.h"
 #include "products.h"
 
@@ -24,6 +25,8 @@ TORCH_LIBRARY(overlap_spec, m) {
   m.def("int8_product(Tensor x, Tensor weight, Tensor scale, Tensor shift, Tensor? bias) -> Tensor");
   m.def("int4_product(Tensor x, Tensor codes, Tensor scales, Tensor zeros, Tensor? bias, int n) "
         "-> Tensor");
+  m.def("mix_experts(Tensor x, Tensor ids, Tensor shares, Tensor up, Tensor down, Tensor? up_bias, "
+        "Tensor? down_bias, float? limit) -> Tensor");
 #endif
 }
 
@@ -41,5 +44,6 @@ TORCH_LIBRARY_IMPL(overlap_spec, CPU, m) {
   m.impl("product", &products::product);
   m.impl("int8_product", &products::int8_product);
   m.impl("int4_product", &products::int4_product);
+  m.impl("mix_experts", &experts::mix);
 #endif
 }

@@ -11,6 +11,8 @@ TABLE: dict[str, dict[str, int]] = {
     "choose": {"block": 4096, "num_warps": 8},
     "choose/filtered": {"block": 4096, "num_warps": 16},
     "top_candidates": {"block": 4096, "num_warps": 8},
+    "experts": {"rows": 16, "columns": 64, "depth": 64, "num_warps": 4, "num_stages": 3},
+    "experts/many": {"rows": 64, "columns": 64, "depth": 32, "num_warps": 4, "num_stages": 3},
 }
 
 

@@ -1,15 +1,11 @@
 """A layer's MLP that sends each token to some of many experts."""
 
-# mypy: disable-error-code="no-any-return"
-# TorchScript reads the annotations of a function as they are, and knows no newer spelling.
-
-from typing import List, Optional  # noqa: UP035
+from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from overlap_spec.kernels.scripting import traceable
+from overlap_spec.kernels import mix_experts
 from overlap_spec.models.config import ExpertsConfig
 from overlap_spec.models.shard import WHOLE, Shard
 
@@ -35,13 +31,18 @@ class ExpertWeights(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(up))
         self.down_proj = nn.Parameter(torch.empty(down))
 
+    def mix(self, x: Tensor, ids: Tensor, shares: Tensor, limit: float | None) -> Tensor:
+        """See :func:`overlap_spec.kernels.mix_experts`."""
+        up: Tensor = self.gate_up_proj
+        down: Tensor = self.down_proj
+        if limit is not None:
+            up, down = up.transpose(1, 2), down.transpose(1, 2)
+        biases = self.gate_up_proj_bias, self.down_proj_bias
+        return mix_experts(x, ids, shares, up, down, *biases, limit)
+
 
 class Experts(nn.Module):
-    """A mixture of experts (arXiv 1701.06538): shares by a softmax of the router's scores.
-
-    On the CPU each expert computes the tokens that were sent to it. On CUDA every expert computes
-    all tokens, as a graph cannot wait for their numbers: the others' results count zero times.
-    """
+    """A mixture of experts (arXiv 1701.06538): shares by a softmax of the router's scores."""
 
     def __init__(self, hidden: int, config: ExpertsConfig, shard: Shard = WHOLE) -> None:
         super().__init__()
@@ -67,78 +68,5 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(T, H)`` → ``(T, H)``."""
-        ids, shares = self.route(x)
-        own, limit = self.experts, self.config.limit
-        up: Tensor = own.gate_up_proj
-        down: Tensor = own.down_proj
-        if limit is not None:
-            up, down = up.transpose(1, 2), down.transpose(1, 2)
-        work = _by_all if x.is_cuda else _by_chosen
-        return work(x, ids, shares, up, down, own.gate_up_proj_bias, own.down_proj_bias, limit)
-
-
-def _expert(
-    x: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Optional[Tensor],  # noqa: UP045
-    down_bias: Optional[Tensor],  # noqa: UP045
-    limit: Optional[float],  # noqa: UP045
-) -> Tensor:
-    """One expert's MLP of ``x (n, H)``; ``up (2 * I, H)``, ``down (H, I)``."""
-    both = F.linear(x, up, up_bias)
-    if limit is None:
-        gate, other = both.chunk(2, -1)
-        return F.linear(F.silu(gate) * other, down, down_bias)
-    gate = both[:, ::2].clamp(max=limit)
-    other = both[:, 1::2].clamp(min=-limit, max=limit)
-    # SiLU with a steeper slope, as published.
-    return F.linear((other + 1) * (gate * torch.sigmoid(gate * 1.702)), down, down_bias)
-
-
-@traceable
-def _by_chosen(
-    x: Tensor,
-    ids: Tensor,
-    shares: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Optional[Tensor],  # noqa: UP045
-    down_bias: Optional[Tensor],  # noqa: UP045
-    limit: Optional[float],  # noqa: UP045
-) -> Tensor:
-    """The sum of each token's experts by their shares: ``ids, shares (T, k)``."""
-    out, flat, share = torch.zeros_like(x), ids.flatten(), shares.flatten()
-    order = flat.sort(stable=True)[1]
-    counts: List[int] = torch.bincount(flat, minlength=up.size(0)).tolist()  # noqa: UP006
-    start = 0
-    for e in range(up.size(0)):
-        if counts[e] > 0:
-            picks = order[start : start + counts[e]]
-            start += counts[e]
-            tokens = picks // ids.size(1)
-            first = None if up_bias is None else up_bias[e]
-            last = None if down_bias is None else down_bias[e]
-            one = _expert(x.index_select(0, tokens), up[e], down[e], first, last, limit)
-            out.index_add_(0, tokens, one * share.index_select(0, picks)[:, None])
-    return out
-
-
-def _by_all(
-    x: Tensor,
-    ids: Tensor,
-    shares: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Optional[Tensor],  # noqa: UP045
-    down_bias: Optional[Tensor],  # noqa: UP045
-    limit: Optional[float],  # noqa: UP045
-) -> Tensor:
-    """As :func:`_by_chosen`, by sizes alone that do not depend on the choice."""
-    out = torch.zeros_like(x)
-    every = x.new_zeros(x.size(0), up.size(0)).scatter_(1, ids, shares)
-    for e in range(up.size(0)):
-        first = None if up_bias is None else up_bias[e]
-        last = None if down_bias is None else down_bias[e]
-        out += _expert(x, up[e], down[e], first, last, limit) * every[:, e, None]
-    return out
+        mixed: Tensor = self.experts.mix(x, *self.route(x), self.config.limit)
+        return mixed

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from overlap_spec.kernels import cpu
 from overlap_spec.kernels.dispatch import wants_references
 from overlap_spec.kernels.scripting import is_tracing, traceable
+from overlap_spec.models.config import ExpertsConfig
+from overlap_spec.models.experts import Experts, ExpertWeights
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -62,6 +64,33 @@ class NativeLinear(nn.Module):
         return torch.ops.overlap_spec.product(x, self.packed, self.bias, self.out_features)
 
 
+class NativeExperts(nn.Module):
+    """All experts of a layer, each computed natively for the tokens that were sent to it."""
+
+    up: Tensor
+    down: Tensor
+
+    def __init__(self, experts: ExpertWeights, takes_turns: bool) -> None:
+        super().__init__()
+        up, down = experts.gate_up_proj.data, experts.down_proj.data
+        self.up_bias, self.down_bias = experts.gate_up_proj_bias, experts.down_proj_bias
+        if takes_turns:
+            # As published, transposed, gates and ups in turn: gates go first.
+            up, down = _gates_first(up.transpose(1, 2)), down.transpose(1, 2)
+            assert self.up_bias is not None
+            self.up_bias = nn.Parameter(_gates_first(self.up_bias.data), requires_grad=False)
+        for name, weights in (("up", up), ("down", down)):
+            self.register_buffer(name, torch.stack([*map(cpu.pack, weights)]), persistent=False)
+
+    def mix(self, x: Tensor, ids: Tensor, shares: Tensor, limit: float | None) -> Tensor:
+        """See :func:`overlap_spec.kernels.mix_experts`."""
+        biases = self.up_bias, self.down_bias
+        mixed: Tensor = torch.ops.overlap_spec.mix_experts(
+            x, ids, shares, self.up, self.down, *biases, limit
+        )
+        return mixed
+
+
 @traceable
 def packed_linear(x: Tensor, packed: Tensor, bias: Optional[Tensor]) -> Tensor:  # noqa: UP045
     """oneDNN's product, whose list of optional numbers cannot be traced."""
@@ -90,6 +119,23 @@ def pack(module: nn.Module) -> None:
         for name, child in part.named_children():
             if isinstance(child, nn.Linear):
                 setattr(part, name, packed(child))
+            elif isinstance(part, Experts) and isinstance(child, ExpertWeights):
+                part.add_module(name, packed_experts(child, part.config))
+
+
+def packed_experts(experts: ExpertWeights, config: ExpertsConfig) -> nn.Module:
+    """The experts with their weights in the native products' order, where there are such."""
+    takes_turns = config.limit is not None
+    read = 1 if takes_turns else 2
+    matrices = experts.gate_up_proj, experts.down_proj
+    fits = all(each.shape[read] % 4 == 0 and each.dtype in PACKED_DTYPES for each in matrices)
+    if fits and cpu.multiplies() and not wants_references():
+        return NativeExperts(experts, takes_turns)
+    return experts
+
+
+def _gates_first(both: Tensor) -> Tensor:
+    return torch.cat([both[:, ::2], both[:, 1::2]], 1)
 
 
 def packed(linear: nn.Linear) -> nn.Module:

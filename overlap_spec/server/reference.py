@@ -182,7 +182,7 @@ def _section(
 
 
 def _has(schema: dict[str, Any], names: frozenset[str]) -> bool:
-    return names <= set(schema.get("properties", {}))
+    return bool(names <= schema.get("properties", {}).keys())
 
 
 def _place(title: str) -> str:

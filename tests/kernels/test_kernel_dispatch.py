@@ -94,9 +94,11 @@ def test_every_kernel_has_its_references_signature() -> None:
             continue
         module = function.__module__.replace(".kernels.", ".kernels.triton.")
         fast = getattr(importlib.import_module(module), name)
-        assert inspect.signature(fast) == inspect.signature(function), name
+        # A reference that TorchScript reads spells its types another way.
+        theirs, ours = (inspect.signature(each, eval_str=True) for each in (fast, function))
+        assert theirs == ours, name
         found += 1
-    assert found == 21
+    assert found == 22
 
 
 def test_kernel_add_rms_norm_is_the_norm_of_the_sum() -> None:

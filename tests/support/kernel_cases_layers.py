@@ -53,6 +53,26 @@ def gelu_and_mul(draw: Draw, device: torch.device) -> None:
 
 
 @case
+def mix_experts(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    tokens, experts, hidden, inner = i.size(0, 40), i.size(1, 9), i.size(1, 70), i.size(1, 70)
+    ids = torch.rand(tokens, experts, generator=i.generator).argsort(1)[:, : i.size(1, 3)]
+    shares, limit = i.normal(*ids.shape).sigmoid(), None
+    up, down = i.normal(experts, 2 * inner, hidden), i.normal(experts, hidden, inner)
+    biases: tuple[Tensor | None, ...] = (None, None)
+    if draw(st.booleans()):
+        # GPT-OSS's: transposed, with biases.
+        limit, biases = 7.0, (i.normal(experts, 2 * inner), i.normal(experts, hidden))
+        up, down = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (up, down))
+    args = i.normal(tokens, hidden), ids.to(device), shares, up, down, *biases, limit
+    small = {"rows": 16, "columns": 16, "depth": 16, "num_warps": 1, "num_stages": 1}
+    with trial(experts=small, experts__many=small | {"rows": 32}):
+        got, want = triton(kernels.mix_experts, *args), reference(kernels.mix_experts, *args)
+    # Of gates and ups, of what is made of them, and of what comes out.
+    close(got, want, roundings=3)
+
+
+@case
 def apply_rope(draw: Draw, device: torch.device) -> None:
     i = Inputs(draw, device)
     tokens, heads, dim = i.size(1, 7), i.size(1, 7), 2 * i.size(8, 128)

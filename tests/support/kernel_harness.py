@@ -88,12 +88,13 @@ def reference(operation: Callable[..., Any], *args: Any) -> Any:
         return operation(*args)
 
 
-def close(got: Tensor, want: Tensor) -> None:
-    """Equal but for rounding; ``want`` may be wider than ``got``."""
+def close(got: Tensor, want: Tensor, roundings: int = 1) -> None:
+    """Equal but for ``roundings`` one after another; ``want`` may be wider than ``got``."""
     assert got.shape == want.shape
     assert got.isfinite().all()
     error = (got.double() - want.double()).norm()
-    assert error <= CLOSE[got.dtype] * want.double().norm() + 1e-30, float(error)
+    allowed = roundings * CLOSE[got.dtype] * want.double().norm() + 1e-30
+    assert error <= allowed, float(error)
 
 
 def equal(got: Tensor, want: Tensor) -> None:

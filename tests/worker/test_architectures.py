@@ -10,12 +10,16 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
 
 from overlap_spec.engine import Engine
 from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.kernels import cpu
 from overlap_spec.models.config import ExpertsConfig, architectures, read_config
 from overlap_spec.models.dequantize import read_scheme
-from overlap_spec.models.experts import Experts, _by_all, _by_chosen
+from overlap_spec.models.experts import Experts
+from overlap_spec.models.packing import NativeExperts, pack
 from overlap_spec.models.quantization import quantize
 from overlap_spec.models.rope import channel_order, inverse_frequencies
 from overlap_spec.models.weights import export_state, load_decoder
@@ -236,26 +240,64 @@ def experts(limit: float | None) -> Experts:
     return made
 
 
+def one_by_one(layer: Experts, x: Tensor) -> Tensor:
+    """Each token's experts by their shares, written out."""
+    own, limit = layer.experts, layer.config.limit
+    out = torch.zeros_like(x)
+    for token, chosen, shares in zip(range(len(x)), *layer.route(x), strict=True):
+        for e, share in zip(chosen.tolist(), shares, strict=True):
+            if limit is None:
+                gate, up = (own.gate_up_proj[e] @ x[token]).chunk(2)
+                out[token] += share * (own.down_proj[e] @ (F.silu(gate) * up))
+            else:
+                both = x[token] @ own.gate_up_proj[e] + own.gate_up_proj_bias[e]
+                gate, up = both[::2].clamp(max=limit), both[1::2].clamp(-limit, limit)
+                inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+                out[token] += share * (inner @ own.down_proj[e] + own.down_proj_bias[e])
+    return out
+
+
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("limit", [None, 1.5])
-def test_all_experts_are_those_that_were_chosen(limit: float | None) -> None:
-    """What CUDA computes, against the loop over the chosen ones and one token after the other."""
+def test_experts_compute_the_tokens_that_chose_them(limit: float | None, packs: bool) -> None:
     layer, x = experts(limit), torch.randn(11, 16)
-    ids, shares = layer.route(x)
-    own = layer.experts
-    up, down = own.gate_up_proj, own.down_proj
-    if limit is not None:
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
-    rest = up, down, own.gate_up_proj_bias, own.down_proj_bias, limit
-    chosen = _by_chosen(x, ids, shares, *rest)
-    torch.testing.assert_close(_by_all(x, ids, shares, *rest), chosen)
-    torch.testing.assert_close(layer(x), chosen)
+    wanted = one_by_one(layer, x)
+    if packs:
+        pack(layer)
+        assert isinstance(layer.experts, NativeExperts) == cpu.multiplies()
+    torch.testing.assert_close(layer(x), wanted)
     each = torch.cat([layer(x[i : i + 1]) for i in range(11)])
-    torch.testing.assert_close(each, chosen)
+    torch.testing.assert_close(each, wanted)
+    # All to one expert, and no token at all.
+    same = x[:1].repeat(5, 1)
+    torch.testing.assert_close(layer(same), wanted[:1].repeat(5, 1))
+    assert layer(x[:0]).shape == (0, 16)
 
 
+@pytest.mark.skipif(not cpu.multiplies(), reason="no native products on this machine")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("limit", [None, 1.5])
-def test_a_recording_of_experts_sends_other_tokens_elsewhere(limit: float | None) -> None:
+def test_native_experts_give_a_token_the_same_bits_beside_any(
+    limit: float | None, dtype: torch.dtype
+) -> None:
+    layer, x = experts(limit).to(dtype), torch.randn(40, 16).to(dtype)
+    plain = layer(x)
+    pack(layer)
+    together = layer(x)
+    for rows in (1, 3, 17):
+        assert torch.equal(layer(x[:rows]), together[:rows])
+    off = (together.double() - plain.double()).norm() / plain.double().norm()
+    assert off < (1e-6 if dtype is torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("limit", [None, 1.5])
+def test_a_recording_of_experts_sends_other_tokens_elsewhere(
+    limit: float | None, packs: bool
+) -> None:
     layer = experts(limit)
+    if packs:
+        pack(layer)
     recorded = TracedGraph(layer, lambda x: (layer(x),), (torch.randn(3, 16),))
     for tokens in (1, 3, 20):
         x = torch.randn(tokens, 16)
