@@ -4,7 +4,7 @@ import { $, element, parseLines, pretty, swatch } from "./dom.js";
 import { body, fail } from "./form.js";
 import { showReplay } from "./replay.js";
 import { call, events, server, showServer } from "./server.js";
-import { acceptLength, shown, stepsBack } from "./steps.js";
+import { acceptLength, msBetween, shown, stepsBack } from "./steps.js";
 import { showTimeline } from "./timeline.js";
 import { ORIGINS, WORDS } from "./words.js";
 
@@ -41,7 +41,9 @@ export async function run(quiet = false) {
 export async function finish(reply) {
   showReply(reply);
   const [spans] = await Promise.all([showTimeline(stepsBack(reply.steps)), showServer()]);
-  if (reply === newest) showReplay(reply.steps, spans);
+  if (reply !== newest) return;
+  showFigures(reply, spans);
+  showReplay(reply.steps, spans);
 }
 
 async function answer(signal, quiet) {
@@ -151,18 +153,24 @@ function showToken(reply, token) {
   if (follows) output.scrollTop = output.scrollHeight;
 }
 
-function showReply(reply) {
+// `spans` have the server's own clock: on its way here what was written apart may come at once.
+function showFigures(reply, spans = []) {
   const { steps } = reply;
   const total = reply.tokens ?? steps.reduce((sum, step) => sum + step.tokens.length, 0);
-  showProgress(reply);
   // Tokens that came with the first one took no time of their own.
   const later = total - reply.atFirst;
+  const took = msBetween(steps, spans) ?? reply.end - reply.first;
   const figures = { Tokens: total, "First token": `${(reply.first - reply.start).toFixed(0)} ms`,
-    "Each token": later > 0 ? `${((reply.end - reply.first) / later).toFixed(1)} ms` : undefined,
-    "Accept length": acceptLength(steps)?.toFixed(2) };
+    "Each token": later > 0 ? `${(took / later).toFixed(1)} ms` : undefined, "Accept length": acceptLength(steps)?.toFixed(2) };
   $("figures").replaceChildren(...Object.entries(figures)
     .filter(([, value]) => value !== undefined && !/NaN|Infinity/.test(value))
     .map(([name, value]) => element("div", {}, element("dt", {}, named(name)), element("dd", {}, String(value)))));
+}
+
+function showReply(reply) {
+  const { steps } = reply;
+  showProgress(reply);
+  showFigures(reply);
   if (!steps.length && !server.token_origins) {
     $("accept-note").textContent = $("tier-note").textContent = "(this server does not tell)";
   }
