@@ -59,7 +59,8 @@ def build(config: EngineConfig, tokenizer: Tokenizer) -> tuple[EngineCore, Gramm
     except BaseException:
         compiler.close()
         raise
-    compiler.makes_states = core.worker.traits.reads_states
+    traits = core.worker.traits
+    compiler.makes_states = traits.reads_states or traits.guided
     return core, compiler
 
 

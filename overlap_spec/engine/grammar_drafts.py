@@ -43,7 +43,8 @@ class GrammarDrafts:
 
     def __init__(self, worker: Worker, pool: MatcherPool, vocabulary: Vocabulary) -> None:
         self._worker, self._pool = worker, pool
-        self._parts = Parts(COMMON_STATES, STATES), Parts(0, (worker.rows + 1) * TRIE_NODES)
+        states = STATES if worker.traits.reads_states else 0
+        self._parts = Parts(COMMON_STATES, states), Parts(0, (worker.rows + 1) * TRIE_NODES)
         self._ahead: dict[int, int] = {}
         if worker.traits.reads_states:
             steps = token_steps(vocabulary.text, vocabulary.stop_ids)

@@ -76,13 +76,18 @@ class Phases:
         self.tables.pages.view(-1)[batch.page_index] = batch.page_values
 
     def draft(
-        self, batch: Batch, sampled: bool = False, proposed: Draft | None = None
+        self,
+        batch: Batch,
+        sampled: bool = False,
+        proposed: Draft | None = None,
+        whole: bool = True,
     ) -> Drafted | None:
         """Grow the trees; None where a step only prefills.
 
         Args:
             sampled: Whether any row draws its tokens: drafts share its noise.
             proposed: What a host drafter proposed for the first rows of the batch.
+            whole: Whether it did for all of them; else the drafter behind it drafts as well.
         """
         plan, tables, rows = batch.plan, self.tables, batch.rows
         if not batch.trees:
@@ -93,7 +98,10 @@ class Phases:
         tier, stop = plan.tier, plan.budget.stop
         outputs: Tensors | None = None
         stopped = False
-        if stop is not None and self.guard.fault is None:
+        given = None if proposed is None or whole else proposed
+        if given is not None:
+            proposed = None
+        if stop is not None and proposed is None and self.guard.fault is None:
             with self.guard:
                 steps = self.graphs.find_steps(sampled, told)
                 if steps is not None:
@@ -107,6 +115,8 @@ class Phases:
                 rows, pages = recorded.kept(rows, pages)
         if outputs is None:
             outputs = self.draft_trees(tier, sampled, told, rows, pages, proposed)
+        if given is not None:
+            outputs = self.runner.overlay(outputs, rows, given, tier)
         tokens, positions, forced, links, *tree = outputs
         roots = Roots(rows, pages, tokens, positions, forced)
         drafted = Drafted(roots, Tree(*tree), links, None, tier)

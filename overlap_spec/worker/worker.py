@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,6 +51,7 @@ class Traits:
         compiles: Whether kernels are compiled when they first run, which no request should wait
             for.
         drafts_on_host: Whether drafts need the tokens of the step before on the host.
+        guided: Whether drafts on the host need grammars' tables.
         reads_states: Whether the drafter keeps to what grammars' tables allow.
         stops_drafts: Whether a plan's drafts can be stopped after each step. Not on a GPU, whose
             host would have to wait for each: there a budget drafts all that its tier says.
@@ -66,6 +68,7 @@ class Traits:
     on_gpu: bool
     compiles: bool
     drafts_on_host: bool
+    guided: bool
     reads_states: bool
     stops_drafts: bool
     verifies_ahead: bool
@@ -82,7 +85,8 @@ def traits_of(runner: ModelRunner) -> Traits:
         page_bytes=sum(cache.page_bytes for cache in runner.caches),
         on_gpu=on_gpu,
         compiles=on_gpu,
-        drafts_on_host=runner.drafter is not None and runner.drafter.host,
+        drafts_on_host=runner.proposer is not None,
+        guided=runner.proposer is not None and runner.proposer.guided,
         reads_states=runner.reads_states,
         stops_drafts=runner.stops_drafts,
         verifies_ahead=on_gpu,
@@ -216,22 +220,25 @@ class Worker:
     ) -> Drafted | None:
         if step.dropped:
             return None
-        proposed = None
+        proposed, whole = None, True
         if proposal is not None:
             tokens, parents, scores = (
                 uploaded(torch.from_numpy(part), self._device) for part in proposal
             )
             proposed = Draft(tokens, parents, scores)
-        return self.phases.draft(batch, sampled, proposed)
+            # Where nobody drafts behind, a row without a proposal has none.
+            behind = self.runner.drafter is not self.runner.proposer
+            whole = not behind or bool((proposal[2][:, 0] > -np.inf).all())
+        return self.phases.draft(batch, sampled, proposed, whole)
 
     def forget(self, history: History) -> None:
         """Tell a drafter on the host that a request has ended."""
-        if self.runner.drafter is not None and self.traits.drafts_on_host:
+        if self.runner.proposer is not None:
             with self.guard:
-                self.runner.drafter.forget(history)
+                self.runner.proposer.forget(history)
 
     def _propose(self, step: InFlightStep, histories: Sequence[History]) -> Proposal | None:
-        drafter, tier = self.runner.drafter, step.plan.tier.own
+        drafter, tier = self.runner.proposer, step.plan.tier.own
         if drafter is None or tier.steps == 0 or not histories or self.guard.fault is not None:
             return None
         start = time.perf_counter_ns()
@@ -241,8 +248,12 @@ class Worker:
                 replace(history, forced=self._reader.run_behind(row))
                 for history, row in zip(histories, step.plan.decode_rows, strict=True)
             ]
-            drafts = zip(drafter.propose(known, tier), known, strict=True)
-            arrays = host_draft([graft(d, h.forced, tier) for d, h in drafts], tier)
+            drafts = drafter.propose(known, tier)
+            if drafter.behind is None:
+                pairs = zip(drafts, known, strict=True)
+                drafts = [graft(draft, history.forced, tier) for draft, history in pairs]
+            if drafter.behind is None or any(len(draft.tokens) for draft in drafts):
+                arrays = host_draft(drafts, tier)
         self._record("host", "propose", start, time.perf_counter_ns(), step.plan.index)
         return arrays
 
