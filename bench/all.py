@@ -30,7 +30,7 @@ from bench.common import ROOT, fail
 USUAL = ("counts", "overlap", "adaptive", "gsm8k", "json_schema", "peers", "maskbench", "soak")
 OTHERS = (
     "embedded", "drafters", "forced", "traces", "adaspec", "scaling", "parts", "quantization",
-    "attack", "cluster", "exactness", "whole", "simulated_device", "six_machines",
+    "attack", "cluster", "exactness", "whole", "room", "simulated_device", "six_machines",
     "kernels", "gpu",
 )  # fmt: skip
 
@@ -56,7 +56,7 @@ def command(name: str, options: argparse.Namespace) -> list[str]:
         words += ["--data", str(options.gsm8k)]
     if options.gsm8k is not None and name == "drafters":
         words += ["--gsm8k", str(options.gsm8k)]
-    takes_schemas = ("overlap", "json_schema", "maskbench", "forced", "whole")
+    takes_schemas = ("overlap", "json_schema", "maskbench", "forced", "whole", "room")
     if options.schemas is not None and name in takes_schemas:
         words += ["--data", str(options.schemas)]
     if name == "exactness":

@@ -36,7 +36,7 @@ OUT_OF_MEMORY = (
 )
 # Before a compiled grammar's plan and its data: how long the plan is, whether there is data
 # (without, the grammar is rebuilt where it is wanted), and its reach, -1 where it has none.
-FORM = struct.Struct("<I?iii")
+FORM = struct.Struct("<I?iiiH")
 encode = msgspec.msgpack.encode
 
 
@@ -101,19 +101,22 @@ class Compile(GrammarJob):
             reason = "uniqueItems or minProperties stands in too many places"
             raise GrammarError(reason, self.grammar.kind)
         plan, data = compiled.plan, compiled.serialize()
-        told = compiled.reach or (-1, -1, -1)
-        return b"".join((FORM.pack(len(plan), data is not None, *told), plan, data or b""))
+        *told, begins = compiled.reach or (-1, -1, -1, b"")
+        head = FORM.pack(len(plan), data is not None, *told, len(begins))
+        return b"".join((head, plan, begins, data or b""))
 
     def read(self, backend: Backend | None, answer: bytes) -> CompiledGrammar:
         assert backend is not None
-        size, has_data, *told = FORM.unpack_from(answer)
-        end = FORM.size + size
+        size, has_data, least, fixed, each, begin_bytes = FORM.unpack_from(answer)
+        plan_end = FORM.size + size
+        end = plan_end + begin_bytes
         if has_data:
             compiled = backend.deserialize(self.grammar, answer[end:])
         else:
             compiled = backend.rebuild(self.grammar)
-        compiled.plan = answer[FORM.size : end]
-        compiled.reach = Reach(*told) if told[0] >= 0 else None
+        compiled.plan = answer[FORM.size : plan_end]
+        told = Reach(least, fixed, each, answer[plan_end:end])
+        compiled.reach = told if least >= 0 else None
         return compiled
 
 

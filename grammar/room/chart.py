@@ -15,24 +15,34 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import deque
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.room.rules import ENDLESS, RoomRules
-from overlap_spec.grammar.room.trie import TokenTrie
+from overlap_spec.grammar.room.bodies import Bodies, Body
+from overlap_spec.grammar.room.graph import RuleGraph
+from overlap_spec.grammar.room.rules import ENDLESS, Ints, RoomRules
+from overlap_spec.grammar.room.trie import Repeats, TokenTrie
 
 # Positions of a place; one with more is not followed: as if no text went on there.
 MOST_ITEMS = 4000
 # What counting the fewest tokens exactly may take: places, and nodes of the tree of tokens that are
 # looked at for them all.
 EXACT_PLACES, EXACT_NODES = 400, 100_000
-# Bytes of what tokens can do at places that are kept, by chart.
-STEP_BYTES = 16 * 2**20
+# So many tokens of a mask are read one by one, and so many ways into a repetition are looked at.
+FEW_TOKENS, MOST_ENTRIES = 2048, 2
+PREPARED_RULES = 256
+# Of tokens that begin with a byte behind which the repetition is another.
+ENTERED_TOKENS = 256
+# Places that are looked at to see whether bodies lead to one place, and first bytes of those that
+# need not.
+MOST_WAYS, MOST_OTHERS = 128, 16
+# Of what tokens can do, it is kept what more of them than this can, at so many places.
+KEPT_TOKENS, MOST_STEPS = 64, 64
 UNKNOWN, NOWHERE = -2, -1
-# Tokens of a step that are kept in the order of what they need.
-NEAR_TOKENS = 2048
 # How often the rules that wait at a place are looked at, to see how long their rests are at most.
 MOST_ROUNDS = 8
 
@@ -52,6 +62,10 @@ class Place:
     __slots__ = (
         "ahead",
         "byte",
+        "entry",
+        "is_entered",
+        "is_led",
+        "lead",
         "most",
         "most_returns",
         "moves",
@@ -73,62 +87,81 @@ class Place:
         self.most = 0
         self.scans: list[tuple[int, int, int, Place]] = []
         self.moves: dict[int, Place | None] = {}
-        self.step: Step | None = None
+        self.lead: tuple[Body, Place] | None = None
+        self.entry: Entry | None = None
+        self.is_led = self.is_entered = False
+        self.step: tuple[Ints | None, Step] | None = None
 
 
-class Step:
+class Entry(NamedTuple):
+    """How tokens that are bodies of one repetition lead on from a place.
+
+    Attributes:
+        body: Of the repetition.
+        after: The place behind the first one; `Place.lead` tells the next ones.
+        others: First bytes of bodies that may lead elsewhere.
+    """
+
+    body: Body
+    after: Place
+    others: tuple[int, ...]
+
+
+class Step(NamedTuple):
     """What one token can do at a place.
 
     Attributes:
-        places: The places that tokens lead to, by their numbers here.
-        after: int32 `(size,)`: of each token, the number of the place behind it; -1: none.
-        longest: The longest of their rests, in bytes.
+        places: The places that tokens lead to.
+        kinds: int16 `(size,)`: of each token its kind, -1 or above; or there are none.
+        of_kind: int64 `(n + 1,)`: of each kind, the number of the place behind such tokens, -1:
+            there is none; the last is that of -1.
+        few, few_after: int64 `(n,)`: tokens, and of each the number of the place behind it,
+            whatever their kind.
     """
 
-    def __init__(self, places: list[Place], after: npt.NDArray[np.int32]) -> None:
-        self.places, self.after = places, after
-        self.longest = max((place.rest for place in places), default=0)
-        self._near: npt.NDArray[np.int64] | None = None
+    places: list[Place]
+    kinds: npt.NDArray[np.int16] | None
+    of_kind: npt.NDArray[np.int64]
+    few: npt.NDArray[np.int64]
+    few_after: npt.NDArray[np.int64]
+
+    def after(self, token: int) -> Place:
+        """The place behind a token, which leads to one."""
+        at = np.flatnonzero(self.few == token)
+        if len(at):
+            return self.places[int(self.few_after[at[0]])]
+        assert self.kinds is not None
+        return self.places[int(self.of_kind[self.kinds[token]])]
+
+    def row(self, fits: npt.NDArray[np.bool_], row: Ints) -> Ints:
+        """The tokens of a mask row that lead to one of some places.
+
+        Args:
+            fits: bool `(places,)`.
+            row: int32 `(words,)`.
+        """
+        flags = np.zeros(len(row) * 32, np.bool_)
+        if self.kinds is not None:
+            flags[: len(self.kinds)] = np.append(fits, False)[self.of_kind][self.kinds]
+        flags[self.few] = fits[self.few_after]
+        return row & np.packbits(flags, bitorder="little").view(np.int32)
 
     def nearest(
-        self, row: npt.NDArray[np.int32], needs: npt.NDArray[np.int64], count: int
-    ) -> list[int]:
-        """The tokens of a mask row behind which fewest are needed, of equal ones the first.
+        self, row: Ints, needs: npt.NDArray[np.int64], count: int
+    ) -> list[tuple[int, Place]]:
+        """The tokens of a mask row behind which fewest are needed, of equal ones the first, each
+        with the place behind it.
 
         Args:
             row: int32 `(words,)`, of tokens that lead to a place.
             needs: int64 `(places,)`: tokens that are enough behind each.
         """
-        if self._near is None:
-            away = np.append(needs, ENDLESS)[self.after]
-            self._near = np.argsort(away, kind="stable")[:NEAR_TOKENS]
-        for tokens in (self._near, None):
-            if tokens is None:
-                tokens = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
-                tokens = tokens[np.argsort(needs[self.after[tokens]], kind="stable")]
-            there = tokens[(row[tokens >> 5] >> (tokens & 31)) & 1 == 1][:count]
-            if len(there) == count:
+        found: list[tuple[int, Place]] = []
+        for need in np.unique(needs).tolist():
+            tokens = tokens_of(self.row(needs == need, row))[: count - len(found)]
+            found += [(token, self.after(token)) for token in tokens.tolist()]
+            if len(found) == count:
                 break
-        found: list[int] = there.tolist()
-        return found
-
-
-class _Rows(dict[int, list[tuple[int, ...]]]):
-    """What leads on from each node, read when it is asked for.
-
-    Args:
-        part: int32 `(n, width)`, by the node in the first column, which is left out.
-        nodes: How many there are.
-    """
-
-    def __init__(self, part: npt.NDArray[np.int32], nodes: int) -> None:
-        super().__init__()
-        self._part = part
-        self._bounds: list[int] = np.searchsorted(part[:, 0], np.arange(nodes + 1)).tolist()
-
-    def __missing__(self, node: int) -> list[tuple[int, ...]]:
-        first, end = self._bounds[node : node + 2]
-        found = self[node] = [tuple(row) for row in self._part[first:end, 1:].tolist()]
         return found
 
 
@@ -145,16 +178,13 @@ class Chart:
 
     def __init__(self, rules: RoomRules, trie: TokenTrie) -> None:
         self.trie, self.lock = trie, threading.RLock()
-        self._starts = rules.starts.tolist()
-        self._ends = {node: rule for rule, node in enumerate(rules.ends.tolist())}
+        self._graph = RuleGraph(rules)
+        self._bodies = Bodies(self._graph)
         self._rests: list[int] = rules.rests.tolist()
         self._nullable = [bool(flag) for flag in rules.nullable.tolist()]
-        nodes = len(self._rests)
-        self._edges, self._steps = _Rows(rules.edges, nodes), _Rows(rules.steps, nodes)
-        self._calls = _Rows(rules.calls, nodes)
         self._rules_bytes = 8 * sum(part.nbytes for part in rules)
         self.places: list[Place] = []
-        self._walked: deque[Place] = deque()
+        self._stepped: deque[Place] = deque()
         self._settled = False
         self._known: dict[frozenset[tuple[int, int]], Place | None] = {}
         self.start = self._new()
@@ -164,7 +194,8 @@ class Chart:
     @property
     def nbytes(self) -> int:
         """Approximate size in bytes."""
-        return self._rules_bytes + 2000 * len(self.places)
+        steps = len(self._stepped) * 4 * self.trie.size
+        return self._rules_bytes + steps + 2000 * len(self.places)
 
     def move(self, here: Place, byte: int) -> Place | None:
         """The place after one more byte; None if no text goes on with it, as far as is told."""
@@ -196,16 +227,121 @@ class Chart:
                 self._count(here)
             return here.tokens
 
-    def step(self, here: Place) -> Step:
-        """What one token can do at a place."""
+    def step(self, here: Place, row: Ints) -> Step:
+        """What the tokens of a mask row can do at a place."""
         with self.lock:
-            found = here.step
-            if found is None:
-                found = here.step = self._walk(here)
-                self._walked.append(here)
-                if len(self._walked) * found.after.nbytes > STEP_BYTES:
-                    self._walked.popleft().step = None
-            return found
+            if here.step is not None:
+                # A place's mask is the same whenever a text comes there, but for what must differ.
+                of, found = here.step
+                if of is None or np.array_equal(of, row):
+                    return found
+            read = self._read(here, row)
+            kept, step = (None, self._walk(here)) if read is None else (row.copy(), read)
+            if len(step.few) > KEPT_TOKENS or step.kinds is not None:
+                if here.step is None:
+                    self._stepped.append(here)
+                here.step = kept, step
+                if len(self._stepped) > MOST_STEPS:
+                    self._stepped.popleft().step = None
+            return step
+
+    def _read(self, here: Place, row: Ints) -> Step | None:
+        """What the tokens of a row can do, read one by one where they are few, or are but for few
+        of them bodies of a repetition; None: neither is so."""
+        if int(np.bitwise_count(row).sum()) <= FEW_TOKENS:
+            return _Reading(self, here).step(tokens_of(row))
+        entry = self.entry(here)
+        if entry is None:
+            return None
+        reading = _Reading(self, here, self.trie.repeats(entry.body.moves))
+        reading.enter(here, entry, b"")
+        left = tokens_of(row & ~reading.told())
+        return reading.step(left) if len(left) <= FEW_TOKENS else None
+
+    def prepare(self) -> None:
+        """Look at the bodies of repetitions, for masks to come."""
+        for rule in range(min(len(self._graph.starts), PREPARED_RULES)):
+            with self.lock:
+                body = self._bodies.of(rule)
+            if body is not None:
+                self.trie.repeats(body.moves)
+
+    def entry(self, here: Place) -> Entry | None:
+        """How tokens that are bodies of one repetition lead on from a place; None: they are not
+        told apart so."""
+        if not here.is_entered:
+            here.entry, here.is_entered = self._find_entry(here), True
+        return here.entry
+
+    def _find_entry(self, here: Place) -> Entry | None:
+        lead = self.lead(here)
+        if lead is not None:
+            after = self.lead(lead[1])
+            if after is not None and after[0] is lead[0]:
+                return Entry(*lead, ())
+        # Bytes in the order of how many are read alike.
+        for low, _, _, _ in sorted(here.scans, key=lambda scan: scan[0] - scan[1])[:MOST_ENTRIES]:
+            there = self.move(here, low)
+            lead = None if there is None else self.lead(there)
+            if there is not None and lead is not None and lead[0].begins[low]:
+                body, known = lead[0], dict[tuple[Place | None, int], bool]()
+                others: list[int] = []
+                for first, last, then in _alike(here, body.ways[0]):
+                    name = self.move(here, first), then
+                    if name not in known:
+                        known[name] = self._leads_to(*name, body, there, set())
+                    if not known[name]:
+                        others += range(first, last + 1)
+                return Entry(body, there, tuple(others)) if len(others) <= MOST_OTHERS else None
+        return None
+
+    def _leads_to(
+        self,
+        here: Place | None,
+        state: int,
+        body: Body,
+        there: Place,
+        seen: set[tuple[Place, int]],
+    ) -> bool:
+        """Whether all that is left of a body in a state leads from one place to another."""
+        if here is None or state == body.end:
+            return here is there
+        if (here, state) in seen:
+            return True
+        seen.add((here, state))
+        spans = _alike(here, body.ways[state])
+        ways = {(self.move(here, first), then) for first, _, then in spans}
+        return len(seen) <= MOST_WAYS and all(
+            self._leads_to(after, then, body, there, seen) for after, then in ways
+        )
+
+    def lead(self, here: Place) -> tuple[Body, Place] | None:
+        """The body of the repetition that a place is in, and the place behind it: all texts of it
+        lead there, and nothing else at the place begins as they do. None: there is none such."""
+        if not here.is_led:
+            here.is_led = True
+            for rule, waiting in here.waiting.items():
+                body = self._bodies.of(rule) if len(waiting) == 1 else None
+                if body is not None and self._is_alone(here, rule, body):
+                    after = self._named(set(waiting))
+                    if after is not None:
+                        here.lead = body, after
+                        break
+        return here.lead
+
+    def _is_alone(self, here: Place, rule: int, body: Body) -> bool:
+        """Whether nothing else at a place reads the bytes that a body begins with."""
+        rule_of = self._graph.rule_of
+        for low, high, target, origin in here.scans:
+            inside = origin is here and rule_of[target] in body.rules
+            if not inside and body.begins[low : high + 1].any():
+                return False
+        return all(
+            outer is here and rule_of[back] in body.rules
+            for called in body.rules
+            if called != rule
+            for back, outer in here.waiting.get(called, ())
+        )
 
     def _settle(self) -> None:
         """Count the fewest tokens exactly: at the start and on the way from there, or, if the
@@ -237,16 +373,33 @@ class Chart:
         return self.places[-1]
 
     def _named(self, scanned: set[tuple[int, Place]]) -> Place | None:
-        name = frozenset([(node, origin.number) for node, origin in scanned])
+        """The place of some positions: those that are only the end of a rule go by what waits for
+        it, so that a text has one name however its last character is spelled."""
+        items: set[tuple[int, Place]] = set()
+        seen = {(node, origin.number) for node, origin in scanned}
+        pending, graph = [*scanned], self._graph
+        while pending:
+            node, origin = pending.pop()
+            node = graph.onward(node)
+            rule = graph.ends.get(node)
+            if rule is None or graph.leads_on(node) or (rule == 0 and origin is self.start):
+                items.add((node, origin))
+                continue
+            for back, outer in origin.waiting.get(rule, ()):
+                if (back, outer.number) not in seen:
+                    seen.add((back, outer.number))
+                    pending.append((back, outer))
+        name = frozenset([(node, origin.number) for node, origin in items])
         if name not in self._known:
             made = self._new()
-            self._known[name] = made if self._close(made, list(scanned)) else None
+            self._known[name] = made if self._close(made, list(items)) else None
         return self._known[name]
 
     def _close(self, here: Place, pending: list[tuple[int, Place]]) -> bool:
         """Predict and complete until there are no new positions; False if they are too many."""
         seen = {(node, origin.number) for node, origin in pending}
-        edges, steps, calls = self._edges, self._steps, self._calls
+        graph = self._graph
+        edges, steps, calls = graph.edges, graph.steps, graph.calls
 
         def add(node: int, origin: Place) -> None:
             key = node, origin.number
@@ -262,11 +415,11 @@ class Chart:
                 add(target, origin)
             for rule, back in calls[node]:
                 here.waiting.setdefault(rule, []).append((back, origin))
-                add(self._starts[rule], here)
+                add(graph.starts[rule], here)
                 if self._nullable[rule]:
                     add(back, origin)
             # A rule that ends where it began is nullable, and was skipped over above.
-            ended = self._ends.get(node)
+            ended = graph.ends.get(node)
             if ended is None:
                 continue
             if ended == 0 and origin is self.start:
@@ -319,13 +472,15 @@ class Chart:
         here.most = max((self._most_behind(t, o) for _, _, t, o in here.scans), default=0)
 
     def _most_behind(self, node: int, origin: Place) -> int:
-        rule = bisect_right(self._starts, node) - 1
-        return min(self._rests[node] + origin.most_returns.get(rule, 0), ENDLESS)
+        return min(
+            self._rests[node] + origin.most_returns.get(self._graph.rule_of[node], 0), ENDLESS
+        )
 
     def _behind(self, node: int, origin: Place) -> int:
         """Fewest bytes from a position to the end of the text."""
-        rule = bisect_right(self._starts, node) - 1
-        return min(self._rests[node] + origin.returns.get(rule, ENDLESS), ENDLESS)
+        return min(
+            self._rests[node] + origin.returns.get(self._graph.rule_of[node], ENDLESS), ENDLESS
+        )
 
     def _count(self, here: Place) -> None:
         """Count the tokens of the fixed rests of a place and of those on its way."""
@@ -362,21 +517,18 @@ class Chart:
 
     def _walk(self, here: Place) -> Step:
         """Follow all tokens at once, byte by byte."""
-        trie = self.trie
-        found: list[Place] = [here]
-        numbers = {here.number: 0}
+        trie, reading = self.trie, _Reading(self, here)
+        found, numbers = [here], {here.number: 0}
         moves = np.full((16, 256), UNKNOWN, np.int32)
-        states = np.full(trie.nodes, NOWHERE, np.int32)
-        states[0] = 0
-        for first, parents, read in trie.levels:
-            before = states[parents]
-            alive = np.flatnonzero(before >= 0)
-            if not len(alive):
-                break
-            at, byte = before[alive], read[alive]
-            after = moves[at, byte]
+        nodes, states = np.zeros(1, np.int32), np.zeros(1, np.int32)
+        ends: list[npt.NDArray[np.int64]] = []
+        end_states: list[npt.NDArray[np.int32]] = []
+        while len(nodes):
+            nodes, at = trie.below(nodes)
+            states, byte = states[at], trie.read[nodes]
+            after = moves.ravel()[states * 256 + byte]
             if (after == UNKNOWN).any():
-                asked = np.unique(at[after == UNKNOWN] * 256 + byte[after == UNKNOWN])
+                asked = np.unique(states[after == UNKNOWN] * 256 + byte[after == UNKNOWN])
                 for pair in asked.tolist():
                     place = self.move(found[pair >> 8], pair & 255)
                     if place is None:
@@ -390,10 +542,132 @@ class Chart:
                             more = np.full_like(moves, UNKNOWN)
                             moves = np.concatenate([moves, more])
                     moves[pair >> 8, pair & 255] = number
-                after = moves[at, byte]
-            states[first + alive] = after
-        states[0] = NOWHERE
-        return _compact(found, states[trie.node_of])
+                after = moves.ravel()[states * 256 + byte]
+            alive = after >= 0
+            nodes, states = nodes[alive], after[alive]
+            tokens, at = trie.tokens_at(nodes)
+            ends.append(tokens)
+            end_states.append(states[at])
+        return reading.whole(np.concatenate(ends), np.concatenate(end_states), found)
+
+
+class _Reading:
+    """Tokens read at a place, to be a step.
+
+    Args:
+        chart: Of the place.
+        here: The place.
+        repeats: What tells of most of the tokens, once it is entered.
+    """
+
+    def __init__(self, chart: Chart, here: Place, repeats: Repeats | None = None) -> None:
+        self._chart, self._here, self._repeats = chart, here, repeats
+        self._places: list[Place] = []
+        self._numbers: dict[int, int] = {}
+        self._heads: list[Place] = []
+        self._others: tuple[int, ...] = ()
+        self._kinds: npt.NDArray[np.int16] | None = None
+        self._of_kind = np.full(1, NOWHERE, np.int64)
+
+    def enter(self, here: Place, entry: Entry, before: bytes) -> None:
+        """Read the tokens that begin with some bytes, which lead to a place, by its entry."""
+        repeats, trie = self._repeats, self._chart.trie
+        assert repeats is not None
+        heads, lead = [here, entry.after], self._chart.lead(entry.after)
+        while lead is not None and lead[0] is entry.body and len(heads) <= repeats.most:
+            heads.append(lead[1])
+            lead = self._chart.lead(lead[1])
+        table = np.full(repeats.most + 2, NOWHERE)
+        size = min(len(heads), len(table) - 1 - len(before))
+        numbers = [self._number(place) for place in heads[1:size]]
+        table[len(before) + 1 : len(before) + size] = numbers
+        if self._kinds is None:
+            self._heads, self._others, self._of_kind = heads, entry.others, table
+            self._kinds = repeats.counts
+            if entry.others:
+                # From here on a kind is the number of a place.
+                self._kinds = table[repeats.counts].astype(np.int16)
+        else:
+            tokens = trie.beginning(before)
+            self._kinds[tokens] = table[repeats.counts[tokens]]
+        for byte in entry.others:
+            self._enter_other(here, entry.body, before + bytes((byte,)))
+        if entry.others and not before:
+            self._of_kind = np.append(np.arange(len(self._places)), NOWHERE)
+
+    def _enter_other(self, here: Place, body: Body, before: bytes) -> None:
+        chart = self._chart
+        assert self._kinds is not None
+        tokens = chart.trie.beginning(before)
+        # Few are soonest read one by one.
+        after = chart.move(here, before[-1]) if len(tokens) > ENTERED_TOKENS else None
+        entry = None if after is None else chart.entry(after)
+        single = body.moves[0, before[-1]] == body.end
+        if after is not None and entry is not None and entry.body is body and single:
+            self.enter(after, entry, before)
+        else:
+            self._kinds[tokens] = NOWHERE
+
+    def told(self) -> Ints:
+        """int32 `(words,)`: the tokens that are read."""
+        assert self._repeats is not None
+        assert self._kinds is not None
+        if not self._others:
+            return self._repeats.within(len(self._heads) - 1)
+        flags = np.zeros(self._chart.trie.words * 32, np.bool_)
+        flags[: len(self._kinds)] = self._kinds >= 0
+        return np.packbits(flags, bitorder="little").view(np.int32)
+
+    def step(self, tokens: npt.NDArray[np.int64]) -> Step:
+        """The step, with these tokens read one by one."""
+        known: dict[tuple[int, bytes], int] = {}
+        if self._repeats is None:
+            texts = self._chart.trie.texts
+            parts = [(0, texts[token]) for token in tokens.tolist()]
+            found = np.array([self._behind(0, text, known) for _, text in parts], np.int64)
+        else:
+            most = len(self._heads) - 1
+            parts, part_of = self._repeats.parts(tokens, self._others, most)
+            found = np.array([self._behind(*part, known) for part in parts], np.int64)[part_of]
+        lead = found >= 0
+        few, few_after = tokens[lead], found[lead]
+        return Step(self._places, self._kinds, self._of_kind, few, few_after)
+
+    def whole(
+        self, tokens: npt.NDArray[np.int64], states: npt.NDArray[np.int32], places: list[Place]
+    ) -> Step:
+        """The step of some tokens, and the numbers of the places behind them."""
+        numbers = np.full(len(places), NOWHERE, np.int64)
+        for state in np.unique(states).tolist():
+            numbers[state] = self._number(places[state])
+        return Step(self._places, None, self._of_kind, tokens, numbers[states])
+
+    def _behind(self, count: int, text: bytes, known: dict[tuple[int, bytes], int]) -> int:
+        """The number of the place behind so many bodies and a text."""
+        if not text:
+            return NOWHERE
+        here = self._heads[count] if count else self._here
+        name = here.number, text
+        if name not in known:
+            known[name] = self._read(here, text, known)
+        return known[name]
+
+    def _read(self, here: Place, text: bytes, known: dict[tuple[int, bytes], int]) -> int:
+        before = known.get((here.number, text[:-1]))
+        if before is None:
+            place = self._chart.after(here, text)
+        elif before < 0:
+            place = None
+        else:
+            place = self._chart.move(self._places[before], text[-1])
+        return NOWHERE if place is None else self._number(place)
+
+    def _number(self, place: Place) -> int:
+        found = self._numbers.get(place.number)
+        if found is None:
+            found = self._numbers[place.number] = len(self._places)
+            self._places.append(place)
+        return found
 
 
 def _relax(found: list[Place], leads: list[list[Place]]) -> None:
@@ -410,9 +684,20 @@ def _relax(found: list[Place], leads: list[list[Place]]) -> None:
         place.tokens = fewest[place.number]
 
 
-def _compact(found: list[Place], after: npt.NDArray[np.int32]) -> Step:
-    """A step with those places alone that some token ends at."""
-    used = np.unique(after[after >= 0])
-    numbers = np.full(len(found) + 1, NOWHERE, np.int32)
-    numbers[used] = np.arange(len(used))
-    return Step([found[i] for i in used.tolist()], numbers[after])
+def _alike(here: Place, spans: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Spans of bytes, each with a number, cut where a place reads them differently."""
+    cuts = sorted({low for low, _, _, _ in here.scans} | {high + 1 for _, high, _, _ in here.scans})
+    found = []
+    for low, high, number in spans:
+        inside = cuts[bisect_right(cuts, low) : bisect_right(cuts, high)]
+        firsts = [low, *inside]
+        found += [(a, b - 1, number) for a, b in pairwise([*firsts, high + 1])]
+    return found
+
+
+def tokens_of(row: Ints) -> npt.NDArray[np.int64]:
+    """int64 `(n,)`: the tokens of a mask row, in order."""
+    words = np.flatnonzero(row)
+    flags = np.unpackbits(row[words].view(np.uint8), bitorder="little").reshape(-1, 32)
+    at, bit = np.nonzero(flags)
+    return words[at] * 32 + bit

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from overlap_spec.grammar.contract import CompiledGrammar, Links, Matcher, Row
 from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.room.chart import Chart, Place, Step
-from overlap_spec.grammar.room.room import AHEAD_BYTES, AHEAD_TOKENS, APART_TOKENS, Room
+from overlap_spec.grammar.room.room import AHEAD_TOKENS, APART_TOKENS, Room
 
 # Where items or keys must differ: how many tokens are tried, how many steps they may take together,
 # since each asks for a mask of its own, and how many ways go on from each; and by how many tokens
@@ -44,72 +44,89 @@ class RoomMatcher(Matcher):
         room: Of its grammar; where its rules are not there, the text must have time
             (:meth:`Room.is_early`).
         most_tokens: That the text may have; :func:`least_tokens` must fit.
+
+    Attributes:
+        inner: As given, at the same position.
     """
 
     def __init__(self, inner: Matcher, room: Room, most_tokens: int) -> None:
         self.vocabulary, self._untold = inner.vocabulary, False
-        self._inner, self._room, self._most = inner, room, most_tokens
+        self.inner, self._room, self._most = inner, room, most_tokens
         self._chart: Chart | None = None
         self._tokens: list[int] = []
         # Behind each token, the start first, as far as it was asked for; None: nowhere.
         self._places: list[Place | None] = []
-        self._size = 0
-        # Of each token, whether its mask was narrowed; and of the last tree, behind how many tokens
-        # at which places it was.
-        self._narrowed: list[bool] = []
+        # Bytes that `Reach` counts in as many of the first tokens, as far as it was asked for.
+        self._begun = [0]
+        # With as many tokens as this, those of a tree too, any rest fits, whatever comes behind the
+        # first so many.
+        self._ample, self._ample_at = -1, 0
+        # The tokens whose mask was narrowed; and of the last tree, behind how many tokens at which
+        # places it was.
+        self._narrowed: list[int] = []
         self._tight: set[tuple[int, int]] = set()
 
     def accept(self, token_id: int) -> bool:
-        if not self._inner.accept(token_id):
+        if not self.inner.accept(token_id):
             return False
-        at = len(self._tokens)
-        place = self._place(at) if self._tight else None
-        self._narrowed.append(place is not None and (at, place.number) in self._tight)
+        if self._tight:
+            at = len(self._tokens)
+            place = self._place(at)
+            if place is not None and (at, place.number) in self._tight:
+                self._narrowed.append(at)
         self._tokens.append(token_id)
-        self._size += len(self.vocabulary.text[token_id])
         return True
 
     def rollback(self, count: int) -> None:
-        self._inner.rollback(count)
+        self.inner.rollback(count)
+        if len(self._tokens) - count < self._ample_at:
+            self._ample, self._ample_at = -1, 0
         if count:
-            for token in self._tokens[-count:]:
-                self._size -= len(self.vocabulary.text[token])
-            del self._tokens[-count:], self._narrowed[-count:]
-            del self._places[len(self._tokens) + 1 :]
+            del self._tokens[-count:]
+            while self._narrowed and self._narrowed[-1] >= len(self._tokens):
+                self._narrowed.pop()
+            del self._places[len(self._tokens) + 1 :], self._begun[len(self._tokens) + 1 :]
 
     def fill(self, row: Row) -> None:
-        self._inner.fill(row)
+        self.inner.fill(row)
         self._narrow(row)
 
     def fill_tree(self, tokens: Links, first_child: Links, next_sibling: Links, rows: Row) -> None:
-        self._tight.clear()
-        if self._is_ample(len(tokens)) or self._chart_now() is None:
-            self._inner.fill_tree(tokens, first_child, next_sibling, rows)
-        else:
-            walk.fill_tree(self, tokens, first_child, next_sibling, rows)
+        # Far from the end this is all that is asked, and no mask was narrowed.
+        if len(self._tokens) + len(tokens) > self._ample:
+            self._tight.clear()
+            if not self._is_ample(len(tokens)) and self._chart_now() is not None:
+                walk.fill_tree(self, tokens, first_child, next_sibling, rows)
+                return
+        self.inner.fill_tree(tokens, first_child, next_sibling, rows)
 
     def forced_bytes(self, path: Sequence[int] = ()) -> bytes:
-        return self._inner.forced_bytes(path)
+        return self.inner.forced_bytes(path)
 
     @property
     def is_terminated(self) -> bool:
-        return self._inner.is_terminated
+        return self.inner.is_terminated
 
     @property
     def is_complete(self) -> bool:
-        return self._inner.is_complete
+        return self.inner.is_complete
 
     @property
     def is_free(self) -> bool:
-        return self._inner.is_free
+        return self.inner.is_free
 
     @property
     def accepted_tokens(self) -> int:
-        return self._inner.accepted_tokens
+        return self.inner.accepted_tokens
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the end of the room was looked at."""
+        return self._chart is not None
 
     @property
     def narrowed(self) -> int:
-        return sum(self._narrowed)
+        return len(self._narrowed)
 
     @property
     def is_untold(self) -> bool:
@@ -118,13 +135,14 @@ class RoomMatcher(Matcher):
     def fork(self) -> Matcher:
         twin = object.__new__(RoomMatcher)
         twin.__dict__.update(self.__dict__)
-        twin._inner = self._inner.fork()
+        twin.inner = self.inner.fork()
         twin._tokens, twin._places = self._tokens.copy(), self._places.copy()
         twin._narrowed, twin._tight = self._narrowed.copy(), self._tight.copy()
+        twin._begun = self._begun.copy()
         return twin
 
     def ended(self) -> bool:
-        return self._inner.ended()
+        return self.inner.ended()
 
     def least(self, tokens: int) -> int | None:
         """Tokens that are enough from the start for a text that the inner matcher takes to its end;
@@ -142,13 +160,22 @@ class RoomMatcher(Matcher):
 
     def _is_ample(self, depth: int) -> bool:
         """Whether any rest fits behind any token at nodes of so many tokens more."""
-        room, tokens, size = self._room, len(self._tokens), self._size
-        ahead = AHEAD_TOKENS * AHEAD_BYTES
-        if room.is_ample(self._most, tokens + AHEAD_TOKENS, size + ahead, depth):
+        tokens = len(self._tokens)
+        if tokens + depth <= self._ample:
             return True
-        if self._chart is None:
+        room = self._room
+        while len(self._begun) <= tokens:
+            text = self.vocabulary.text[self._tokens[len(self._begun) - 1]]
+            kept = text.translate(None, room.reach.begins)
+            self._begun.append(self._begun[-1] + len(text) - len(kept))
+        self._ample = room.ample_tokens(self._most, tokens, self._begun[tokens])
+        self._ample_at = tokens
+        if tokens + AHEAD_TOKENS <= self._ample:
+            # It is looked at again in time.
+            self._ample -= AHEAD_TOKENS
+        elif self._chart is None:
             room.ask()
-        return room.is_ample(self._most, tokens, size, depth)
+        return tokens + depth <= self._ample
 
     def _chart_now(self) -> Chart | None:
         """The grammar's places; None where they are not told, or not yet."""
@@ -175,21 +202,21 @@ class RoomMatcher(Matcher):
         """Take out of a row the tokens behind which no rest is known to fit."""
         room = self._most - len(self._tokens) - 1
         # What comes behind the last token is cut.
-        if room < 0 or self._inner.is_terminated or self._is_ample(0):
+        if room < 0 or self.inner.is_terminated or self._is_ample(0):
             return
         chart, apart = self._chart_now(), self._room.apart
         place = self._place(len(self._tokens))
-        if chart is None or place is None or self._has_room(place, room):
+        if chart is None or place is None or self._room.has_room(place, room):
             return
-        step = chart.step(place)
+        step = chart.step(place, row)
         # Twice as long as the rules tell, a rest is found where items must differ.
         fits = self._fitting(chart, step, (room - APART_TOKENS) // 2 if apart else room)
         if fits.all():
             return
-        kept = _row_of(step, fits, row)
+        kept = step.row(fits, row)
         if apart:
             self._try(chart, row, kept, step, room)
-        if self._inner.is_complete:
+        if self.inner.is_complete:
             kept |= row & self.vocabulary.stop_row
         if not kept.any():
             self._untold = True
@@ -197,17 +224,8 @@ class RoomMatcher(Matcher):
             row[:] = kept
             self._tight.add((len(self._tokens), place.number))
 
-    def _has_room(self, place: Place, room: int) -> bool:
-        """Whether any rest behind any token fits."""
-        known = self._room
-        _, fixed, each = known.reach
-        longest = place.most + fixed + each * (known.trie.longest + 1)
-        return known.spells and known.needed(longest) <= room
-
     def _fitting(self, chart: Chart, step: Step, room: int) -> npt.NDArray[np.bool_]:
         """bool `(places,)`: those whose rest takes at most so many tokens."""
-        if self._room.spells and step.longest <= room:
-            return np.ones(len(step.places), np.bool_)
         return np.array([self._fits(chart, place, room) for place in step.places], np.bool_)
 
     def _fits(self, chart: Chart, place: Place, room: int) -> bool:
@@ -219,40 +237,31 @@ class RoomMatcher(Matcher):
     def _try(self, chart: Chart, row: Row, kept: Row, step: Step, room: int) -> None:
         """Add to a row the tokens with little to spare behind which the inner matcher takes a rest
         that fits."""
-        needs = np.array([chart.tokens(place) for place in step.places])
-        asked = _row_of(step, needs <= room, row) & ~kept
+        needs = np.array([chart.tokens(place) for place in step.places], np.int64)
+        asked = step.row(needs <= room, row) & ~kept
         left = [TRIED_STEPS]
-        for token in step.nearest(asked, needs, TRIED):
-            if left[0] > 0 and self._inner.accept(token):
-                place = step.places[step.after[token]]
+        for token, place in step.nearest(asked, needs, TRIED):
+            if left[0] > 0 and self.inner.accept(token):
                 if self._ends(chart, place, room, left):
                     kept[token >> 5] |= np.array(1 << (token & 31), np.uint32).astype(np.int32)
-                self._inner.rollback(1)
+                self.inner.rollback(1)
 
     def _ends(self, chart: Chart, place: Place, room: int, left: list[int]) -> bool:
         """Whether the inner matcher comes to an end within so many tokens, tried in few ways."""
-        if self._inner.is_complete:
+        if self.inner.is_complete:
             return True
         left[0] -= 1
         if left[0] < 0 or room <= 0:
             return False
-        step = chart.step(place)
         row = np.zeros(self.vocabulary.words, np.int32)
-        self._inner.fill(row)
-        needs = np.array([chart.tokens(after) for after in step.places])
-        ways = _row_of(step, needs < room, row)
-        for token in step.nearest(ways, needs, TRIED_WAYS):
-            if self._inner.accept(token):
-                ends = self._ends(chart, step.places[step.after[token]], room - 1, left)
-                self._inner.rollback(1)
+        self.inner.fill(row)
+        step = chart.step(place, row)
+        needs = np.array([chart.tokens(after) for after in step.places], np.int64)
+        ways = step.row(needs < room, row)
+        for token, after in step.nearest(ways, needs, TRIED_WAYS):
+            if self.inner.accept(token):
+                ends = self._ends(chart, after, room - 1, left)
+                self.inner.rollback(1)
                 if ends:
                     return True
         return False
-
-
-def _row_of(step: Step, fits: npt.NDArray[np.bool_], row: Row) -> Row:
-    """The tokens of a row that lead to one of some places."""
-    flags = np.zeros(len(row) * 32, np.uint8)
-    # The last is that of tokens that lead nowhere.
-    flags[: len(step.after)] = np.append(fits, False)[step.after]
-    return row & np.packbits(flags, bitorder="little").view(np.int32)

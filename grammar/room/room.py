@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from threading import Lock
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.room.chart import Chart
+from overlap_spec.grammar.room.chart import Chart, Place
 from overlap_spec.grammar.room.rules import ENDLESS, Reach, RoomRules
 from overlap_spec.grammar.room.trie import token_trie
 from overlap_spec.grammar.vocabulary import Vocabulary
@@ -49,6 +49,7 @@ class Room:
     ) -> None:
         self.reach, self.apart = reach, apart
         self.trie = token_trie(vocabulary)
+        self._begun = self.trie.most_of(reach.begins)
         self.spells = bool((vocabulary.byte_tokens >= 0).all())
         self._make = make
         self._rules: Future[RoomRules] | None = None
@@ -70,9 +71,17 @@ class Room:
         with self._lock:
             made = self._rules
             failed = made is not None and made.done() and (made.cancelled() or made.exception())
-            if made is None or (again and failed and type(failed) is not GrammarError):
-                made = self._rules = self._make()
-            return made
+            if made is not None and not (again and failed and type(failed) is not GrammarError):
+                return made
+            made = self._rules = self._make()
+        # Where they are brought, that no mask waits for it.
+        made.add_done_callback(lambda _: self._prepare())
+        return made
+
+    def _prepare(self) -> None:
+        chart = self.chart()
+        if chart is not None:
+            chart.prepare()
 
     def chart(self) -> Chart | None:
         """Its places; those of one that has grown large are begun anew. None: its rules are not
@@ -92,25 +101,31 @@ class Room:
         """Tokens that are surely enough for a rest that takes so many by the rules."""
         return 2 * tokens + APART_TOKENS if self.apart else tokens
 
-    def is_ample(self, most: int, tokens: int, size: int, depth: int) -> bool:
-        """Whether any rest fits behind any token at the nodes of a tree.
+    def ample_tokens(self, most: int, tokens: int, begun: int) -> int:
+        """So many tokens the text may have, and any rest fits behind any token behind them.
 
         Args:
             most: Tokens that the text may have.
-            tokens, size: Tokens that it has, and their bytes.
-            depth: Of the tree.
+            tokens, begun: Tokens that it has, and bytes in them that :class:`Reach` counts.
         """
-        _, fixed, each = self.reach
-        size += (depth + 1) * self.trie.longest
-        room = most - tokens - depth - 1
-        return self.spells and self.needed(fixed + each * (size + 1)) <= room
+        _, fixed, each, _ = self.reach
+        if not self.spells:
+            return -1
+        # With `n` more tokens a rest takes `needed(first + n * more)`, and has `room - n`.
+        first, more = fixed + each * (begun + self._begun + 1), each * self._begun
+        room = most - tokens - 1 - self.needed(first)
+        return tokens + room // (1 + self.needed(more) - self.needed(0))
+
+    def has_room(self, place: Place, room: int) -> bool:
+        """Whether any rest behind any token at a place fits into so many tokens."""
+        _, fixed, each, _ = self.reach
+        longest = place.most + fixed + each * (self._begun + 1)
+        return self.spells and self.needed(longest) <= room
 
     def is_early(self, most: int) -> bool:
         """Whether a text may begin before the rules are there."""
-        size = AHEAD_TOKENS * AHEAD_BYTES
-        return self.needed(self.reach.least) <= most and self.is_ample(
-            most, AHEAD_TOKENS, size, AHEAD_DEPTH
-        )
+        ample = self.ample_tokens(most, AHEAD_TOKENS, AHEAD_TOKENS * AHEAD_BYTES)
+        return self.needed(self.reach.least) <= most and ample >= AHEAD_TOKENS + AHEAD_DEPTH
 
     def least(self, most: int) -> int | None:
         """Tokens that are enough for a whole text by the rules; if these are more than ``most``,

@@ -24,21 +24,25 @@ from overlap_spec.grammar.automata.regex_ast import (
     Ref,
     Repetition,
     alternate,
+    is_nullable,
+    parts_of,
     references,
 )
 from overlap_spec.grammar.ir.calls import circles
-from overlap_spec.grammar.ir.network import Network
+from overlap_spec.grammar.ir.network import Network, utf8_spans
 from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
 
 Ints = npt.NDArray[np.int32]
 # Larger grammars are not followed.
 MOST_NODES = 60_000
-# A body that is repeated more often is a rule of its own.
+# A body that may be repeated more often is a rule of its own.
 MOST_COPIES = 4
 # Longer rests are not told apart.
 ENDLESS = 2**30
 # The rule of a text that thinks first: no rule is named so.
 THINKING = ""
+# The bytes that what stands before something may begin with, and whether it may be empty.
+Before = tuple[frozenset[int], bool]
 LAST_ASCII = 0x7F
 ASCII, OTHERS = ((0, LAST_ASCII),), ((LAST_ASCII + 1, 0x10FFFF),)
 _WIDTHS = (4, 2, 3, 1, 1, 1, 1)
@@ -110,20 +114,21 @@ class Reach(NamedTuple):
 
     Attributes:
         least: Of its shortest text.
-        fixed, each: The shortest rest behind `n` bytes of a text is at most ``fixed``, and ``each``
-            for every one of `n + 1` bytes.
+        fixed, each, begins: The shortest rest behind a text that has `n` of the bytes ``begins`` is
+            at most ``fixed``, and ``each`` for every one of `n + 1`.
     """
 
     least: int
     fixed: int
     each: int
+    begins: bytes
 
     def behind(self, thinking: Thinking) -> Reach:
         """Of the same grammar behind a model's thinking."""
         before = len(thinking.end) + self.least
         least = self.least if thinking.begin else before
         longest = len(thinking.begin) + before + len(thinking.gap)
-        return Reach(least, max(self.fixed, longest), self.each)
+        return self._replace(least=least, fixed=max(self.fixed, longest))
 
 
 class Thinking(NamedTuple):
@@ -201,7 +206,7 @@ def _shared(syntax: Syntax) -> Syntax:
         if isinstance(node, Alternation):
             return Alternation(tuple(map(fold, node.ways)))
         if isinstance(node, Repetition):
-            often = max(node.least, node.most or 0) > MOST_COPIES
+            often = node.most is None or max(node.least, node.most) > MOST_COPIES
             body = ref(node.body) if often and not isinstance(node.body, Ref) else fold(node.body)
             return Repetition(body, node.least, node.most)
         return node
@@ -292,8 +297,9 @@ def _rests(
 def reach(syntax: Syntax) -> Reach:
     """How long the texts of a grammar are, by the longest way down the calls.
 
-    Where rules call each other in a circle, each waits at most once for each byte of the text:
-    where one waits twice behind the same byte, the shortest rest leaves out what lies between.
+    Where rules call each other in a circle, each waits at most once for each byte of the text that
+    it may begin with: where one that began at a byte waits twice, the shortest rest leaves out what
+    lies between.
 
     Args:
         syntax: In rules alone.
@@ -303,19 +309,24 @@ def reach(syntax: Syntax) -> Reach:
     """
     # What is called stands before what calls it, except in circles.
     circle = circles({name: references(body) for name, body in syntax.rules.items()})
-    bounds = _Bounds(syntax, list(circle))
+    bounds = _Bounds(syntax, circle)
     each, deepest = 0, dict.fromkeys(circle.values(), 0)
+    begins: set[int] = set()
     for name, number in circle.items():
         deepest[number] = max(deepest[number], bounds.longest[name])
         inner = 0
-        for called, rest in bounds.waits[name].items():
-            if circle[called] == number:
-                inner = max(inner, rest)
-            else:
+        for called, (rest, before) in bounds.waits[name].items():
+            if circle[called] != number:
                 deepest[number] = max(deepest[number], rest + deepest[circle[called]])
+            else:
+                inner = max(inner, rest)
+                begins |= before
         each += inner
     root = next(iter(syntax.rules))
-    return Reach(*(min(n, ENDLESS) for n in (bounds.lengths[root], deepest[circle[root]], each)))
+    least, fixed, each = (
+        min(n, ENDLESS) for n in (bounds.lengths[root], deepest[circle[root]], each)
+    )
+    return Reach(least, fixed, each, bytes(sorted(begins)))
 
 
 class _Bounds:
@@ -323,30 +334,37 @@ class _Bounds:
 
     Args:
         syntax: In rules alone.
-        order: Of its rules, in which few passes do.
+        circle: Of its rules, those in the same one by the same number, in the order in which few
+            passes do.
 
     Attributes:
         lengths: Of each rule, fewest bytes.
         longest: Of each rule, the longest of the shortest rests from a place in it to its end.
-        waits: Of each rule, those that it calls, each with the longest shortest rest behind it.
+        waits: Of each rule, those that it calls, each with the longest shortest rest behind it, and
+            the bytes that a text in which such a rest stands behind it may begin with.
     """
 
-    def __init__(self, syntax: Syntax, order: list[str]) -> None:
+    def __init__(self, syntax: Syntax, circle: dict[str, int]) -> None:
         self.lengths = dict.fromkeys(syntax.rules, ENDLESS)
-        self.waits: dict[str, dict[str, int]] = {name: {} for name in syntax.rules}
+        self.waits: dict[str, dict[str, tuple[int, frozenset[int]]]] = {
+            name: {} for name in syntax.rules
+        }
+        self._syntax = syntax
         # By `id`: fewest bytes, the longest rest inside, and whether it calls rules.
         self._known: dict[int, tuple[int, int, bool]] = {}
         grown = True
         while grown:
             grown = False
             self._known = {key: known for key, known in self._known.items() if not known[2]}
-            for name in order:
+            for name in circle:
                 least = self._read(syntax.rules[name])[0]
                 if least < self.lengths[name]:
                     self.lengths[name], grown = least, True
         self.longest = {name: self._known[id(body)][1] for name, body in syntax.rules.items()}
         for name, body in syntax.rules.items():
-            self._wait(name, body, 0)
+            # Asked for of rules in circles alone.
+            is_asked = any(circle[name] == circle[called] for called in references(body))
+            self._wait(name, body, 0, (frozenset(), is_asked))
 
     def _read(self, node: Node) -> tuple[int, int, bool]:
         found = self._known.get(id(node))
@@ -378,24 +396,63 @@ class _Bounds:
         found = self._known[id(node)] = min(found[0], ENDLESS), min(found[1], ENDLESS), found[2]
         return found
 
-    def _wait(self, name: str, node: Node, behind: int) -> None:
-        """Note the rules that an expression with such a rest behind it calls."""
+    def _wait(self, name: str, node: Node, behind: int, before: Before) -> None:
+        """Note the rules that an expression with such a rest behind it calls.
+
+        Args:
+            before: Of what stands before it in the rule.
+        """
         least, _, calls = self._known[id(node)]
         if not calls or least + behind >= ENDLESS:
             return
         if isinstance(node, Ref):
             waits = self.waits[name]
-            waits[node.name] = max(waits.get(node.name, 0), behind)
+            rest, begins = waits.get(node.name, (0, frozenset()))
+            if behind:
+                begins |= self._then(before, node)[0]
+            waits[node.name] = max(rest, behind), begins
         elif isinstance(node, Concat):
-            for part in reversed(node.parts):
-                self._wait(name, part, behind)
+            befores = [before]
+            for part in node.parts:
+                befores.append(self._then(befores[-1], part))
+            for part, first in zip(reversed(node.parts), befores[-2::-1], strict=True):
+                self._wait(name, part, behind, first)
                 behind += self._known[id(part)][0]
         elif isinstance(node, Alternation):
             for way in node.ways:
-                self._wait(name, way, behind)
+                self._wait(name, way, behind, before)
         elif isinstance(node, Repetition):
             more = max(node.least - 1, 0) * self._known[id(node.body)][0]
-            self._wait(name, node.body, behind + more)
+            # Others of them may stand before it.
+            others = self._then(before, Repetition(node.body, 0, None))
+            self._wait(name, node.body, behind + more, others)
+
+    def _then(self, before: Before, node: Node) -> Before:
+        """Of an expression behind others."""
+        begins, is_open = before
+        if not is_open:
+            return before
+        return begins | self._begins(node, set()), is_nullable(node, self._syntax.nullable)
+
+    def _begins(self, node: Node, seen: set[str]) -> set[int]:
+        """Bytes that texts of an expression may begin with."""
+        if isinstance(node, CharClass):
+            spans = (span[0] for low, high in node.members for span in utf8_spans(low, high))
+            return {byte for low, high in spans for byte in range(low, high + 1)}
+        if isinstance(node, Ref):
+            if node.name in seen:
+                return set()
+            seen.add(node.name)
+            return self._begins(self._syntax.rules[node.name], seen)
+        if isinstance(node, Concat):
+            found: set[int] = set()
+            for part in node.parts:
+                found |= self._begins(part, seen)
+                if not is_nullable(part, self._syntax.nullable):
+                    break
+            return found
+        parts = parts_of(node)
+        return set[int]().union(*(self._begins(part, seen) for part in parts))
 
 
 def utf8_length(code: int) -> int:

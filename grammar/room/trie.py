@@ -2,14 +2,88 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from bisect import bisect_left
+from collections import OrderedDict
+from functools import cached_property, lru_cache
+from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.grammar.vocabulary import Vocabulary
 
+# Bodies of repetitions of which it is kept which tokens they make, and for how many sets of tokens
+# of each what is left of them.
+BODIES, MOST_PARTS = 16, 64
+Parts = tuple[list[tuple[int, bytes]], npt.NDArray[np.int64]]
+Numbers = npt.NDArray[np.int32]
 Level = tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]
+
+
+class Repeats:
+    """Which tokens are texts of one language, one after the other.
+
+    Args:
+        texts: Of the tokens.
+        words: Of a mask row.
+        counts, passed, cuts: As kept.
+
+    Attributes:
+        counts: int16 `(size,)`: of how many texts each token is made; -1: it is not.
+        most: The most of these.
+    """
+
+    def __init__(
+        self,
+        texts: tuple[bytes, ...],
+        words: int,
+        counts: npt.NDArray[np.int16],
+        passed: npt.NDArray[np.int16],
+        cuts: npt.NDArray[np.int16],
+    ) -> None:
+        self.counts, self.most = counts, int(counts.max(initial=0))
+        self._texts, self._words = texts, words
+        # Of each token, of how many texts its longest such beginning is made, and its bytes.
+        self._passed, self._cuts = passed, cuts
+        self._within: dict[int, npt.NDArray[np.int32]] = {}
+        self._parts: OrderedDict[tuple[object, ...], Parts] = OrderedDict()
+
+    def within(self, most: int) -> npt.NDArray[np.int32]:
+        """int32 `(words,)`: tokens of at most so many of the texts."""
+        found = self._within.get(most)
+        if found is None:
+            flags = np.zeros(self._words * 32, np.bool_)
+            flags[: len(self.counts)] = (self.counts >= 0) & (self.counts <= most)
+            packed = np.packbits(flags, bitorder="little")
+            found = self._within[most] = packed.view(np.int32)
+        return found
+
+    def parts(self, tokens: npt.NDArray[np.int64], others: tuple[int, ...], most: int) -> Parts:
+        """What is left of tokens behind as many of the texts as can be.
+
+        Args:
+            tokens: int64 `(n,)`.
+            others: First bytes of tokens that are left as they are.
+            most: Of so many texts at most.
+
+        Returns:
+            Of how many texts, and what is left; int64 `(n,)`: which of these each token is.
+        """
+        name = tokens.tobytes(), others, most
+        found = self._parts.get(name)
+        if found is None:
+            numbers: dict[tuple[int, bytes], int] = {}
+            which = []
+            passed, cuts = self._passed[tokens].tolist(), self._cuts[tokens].tolist()
+            for token, count, cut in zip(tokens.tolist(), passed, cuts, strict=True):
+                text = self._texts[token]
+                is_cut = 0 < count <= most and text[0] not in others
+                part = (count, text[cut:]) if is_cut else (0, text)
+                which.append(numbers.setdefault(part, len(numbers)))
+            found = self._parts[name] = [*numbers], np.array(which, np.int64)
+            if len(self._parts) > MOST_PARTS:
+                self._parts.popitem(last=False)
+        return found
 
 
 class TokenTrie:
@@ -19,12 +93,16 @@ class TokenTrie:
         nodes: How many there are.
         levels: For each depth, its first node, and the parent and the byte of each of its nodes.
         node_of: int64 `(size,)`: the node of each token's text.
+        texts: Of the tokens.
         by_text: Texts of tokens.
         longest: Bytes of the longest token.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        texts = vocabulary.text
+        texts = self.texts = vocabulary.text
+        self._repeats: OrderedDict[bytes, Repeats] = OrderedDict()
+        self._most_of: dict[bytes, int] = {}
+        self._lock = Lock()
         self.by_text = frozenset(text for text in texts if text)
         self.longest = max(map(len, self.by_text), default=0)
         self.size, self.words = vocabulary.size, vocabulary.words
@@ -43,9 +121,96 @@ class TokenTrie:
             depth += 1
             left = [token for token in tokens.tolist() if len(texts[token]) > depth]
             tokens = np.array(left, np.int64)
+        self.read = np.zeros(self.nodes, np.int32)
+        parents = np.full(self.nodes, -1, np.int64)
+        for first, before, read in self.levels:
+            here = slice(first, first + len(before))
+            self.read[here], parents[here] = read, before
+        # A level's nodes are in the order of their parents, and a parent's level is the one before.
+        every = np.arange(self.nodes + 1)
+        self._children = np.searchsorted(parents, every).astype(np.int32)
+        self._by_node = np.argsort(self.node_of, kind="stable")
+        self._bounds = np.searchsorted(self.node_of[self._by_node], every).astype(np.int32)
+
+    def repeats(self, moves: npt.NDArray[np.int16]) -> Repeats:
+        """Which tokens are texts of one language, one after the other; the last ones are kept.
+
+        Args:
+            moves: int16 `(states, 256)`: an automaton, as `Body.moves`.
+        """
+        name = moves.tobytes()
+        with self._lock:
+            found = self._repeats.get(name)
+            if found is None:
+                found = self._repeats[name] = self._read(moves)
+                if len(self._repeats) > BODIES:
+                    self._repeats.popitem(last=False)
+            else:
+                self._repeats.move_to_end(name)
+        return found
+
+    def _read(self, moves: npt.NDArray[np.int16]) -> Repeats:
+        end = len(moves) - 1
+        states = np.zeros(self.nodes, np.int16)
+        passed, cuts = np.zeros((2, self.nodes), np.int16)
+        for depth, (first, parents, read) in enumerate(self.levels):
+            after = moves[states[parents], read]
+            ended = after == end
+            after[ended] = 0
+            here = slice(first, first + len(after))
+            states[here], passed[here] = after, passed[parents] + ended
+            before = cuts[parents]
+            before[ended] = depth + 1
+            cuts[here] = before
+        counts = np.where(states == 0, passed, np.int16(-1))
+        counts[0] = -1
+        at = self.node_of
+        return Repeats(self.texts, self.words, counts[at], passed[at], cuts[at])
+
+    def most_of(self, chosen: bytes) -> int:
+        """The most bytes out of some that a token has."""
+        found = self._most_of.get(chosen)
+        if found is None:
+            table, texts = np.zeros(256, np.int64), [*self.by_text]
+            table[[*chosen]] = 1
+            starts = np.cumsum([0, *map(len, texts)])
+            counts = np.append(0, np.cumsum(table[np.frombuffer(b"".join(texts), np.uint8)]))
+            most = np.diff(counts[starts]).max(initial=0)
+            found = self._most_of[chosen] = int(most)
+        return found
+
+    def below(self, nodes: Numbers) -> tuple[Numbers, Numbers]:
+        """int32 `(n,)`: the nodes right below some nodes, and below which of these each is."""
+        return _spread(self._children, nodes)
+
+    def tokens_at(self, nodes: Numbers) -> tuple[npt.NDArray[np.int64], Numbers]:
+        """`(n,)`: the tokens of some nodes, and at which of these each is."""
+        places, at = _spread(self._bounds, nodes)
+        return self._by_node[places], at
+
+    def beginning(self, before: bytes) -> npt.NDArray[np.int64]:
+        """int64 `(n,)`: the tokens whose texts begin with some bytes."""
+        order, texts = self._sorted
+        first = bisect_left(texts, before)
+        # No byte is above 255.
+        return order[first : bisect_left(texts, before + b"\xff" * self.longest)]
+
+    @cached_property
+    def _sorted(self) -> tuple[npt.NDArray[np.int64], list[bytes]]:
+        order = sorted(range(len(self.texts)), key=self.texts.__getitem__)
+        return np.array(order, np.int64), [self.texts[token] for token in order]
 
 
 @lru_cache(maxsize=4)
 def token_trie(vocabulary: Vocabulary) -> TokenTrie:
     """The tree of a vocabulary, cached."""
     return TokenTrie(vocabulary)
+
+
+def _spread(bounds: Numbers, numbers: Numbers) -> tuple[Numbers, Numbers]:
+    """All numbers from `bounds[i]` to before `bounds[i + 1]` for each i, and for which of them."""
+    first = bounds[numbers]
+    sizes = bounds[numbers + 1] - first
+    which = np.repeat(np.arange(len(numbers), dtype=np.int32), sizes)
+    before = np.cumsum(sizes, dtype=np.int32) - sizes
+    return np.arange(len(which), dtype=np.int32) + (first - before)[which], which

@@ -14,6 +14,7 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, GrammarCompiler, Vocabulary
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import CompiledGrammar, Matcher
+from overlap_spec.grammar.room import chart as charts
 from overlap_spec.grammar.room.matcher import RoomMatcher, least_tokens
 from tests.support.grammars import random_ebnf
 
@@ -250,17 +251,18 @@ def test_no_rest_is_longer_than_the_reach_says() -> None:
         assert compiled.room is not None
         chart = compiled.room.chart()
         assert chart is not None
-        least, fixed, each = compiled.room.reach
+        least, fixed, each, begins = compiled.room.reach
         assert chart.start.rest == least
         for _ in range(20):
-            place, size = chart.start, 0
-            while place.rest <= fixed + each * (size + 1):
+            place, size, begun = chart.start, 0, 0
+            while place.rest <= fixed + each * (begun + 1):
                 told += 1
                 low, high, _, _ = rng.choice(place.scans or [(0, -1, 0, place)])
-                after = chart.move(place, rng.randint(low, high)) if low <= high else None
+                byte = rng.randint(low, max(low, high))
+                after = chart.move(place, byte) if low <= high else None
                 if after is None or size > 60:
                     break
-                place, size = after, size + 1
+                place, size, begun = after, size + 1, begun + (byte in begins)
             else:
                 pytest.fail(f"{grammar.source}: {place.rest} bytes are left after {size}")
     assert told > 1000
@@ -281,3 +283,89 @@ def test_what_was_refused_is_not_made_again() -> None:
     assert room.chart() is None
     assert room.ask(again=True) is room.ask()
     assert room.reach.least == 70000
+
+
+STRINGS: dict[str, dict[str, object]] = {
+    "members": SCHEMAS["members"],
+    "free keys": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "nab": {"type": "integer"}},
+        "additionalProperties": {"type": "string", "maxLength": 7},
+    },
+    "counted": {"type": "array", "items": {"type": "string", "minLength": 3, "maxLength": 9}},
+    "pattern": {"type": "string", "pattern": "^[a-c][a-z0-9]{0,5}(-[a-z]+)*$"},
+}
+
+
+@pytest.mark.parametrize("most", [(0, 0), (150, 4), (2048, 256)])
+@pytest.mark.parametrize("name", STRINGS)
+def test_all_ways_of_reading_tokens_lead_to_the_same_places(
+    name: str, most: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(charts, "FEW_TOKENS", most[0])
+    monkeypatch.setattr(charts, "ENTERED_TOKENS", most[1])
+    rng = random.Random(name)
+    letters = [b"a", b"b", b"n", b"na", b"nam", b"z", b"7", b" ", "é".encode(), "漢".encode()]
+    others = [b'"', b'",', b"-", b"\\", b"\\u00", "漢".encode()[:2], b"\x80", b'{"', b":", b"}"]
+    weights = [8] * len(letters) + [1] * len(others)
+    drawn = (rng.choices(letters + others, weights, k=rng.randint(1, 6)) for _ in range(800))
+    pieces = (*PIECES, *sorted({b"".join(parts) for parts in drawn} - {*PIECES}))
+    # A stop token, which has no text, stands before others.
+    vocabulary = Vocabulary((b"", *pieces), len(pieces) + 1, (0,))
+    made = GrammarCompiler(load("reference")(vocabulary), isolated=False)
+    compiled = made.compile(Grammar.json_schema(STRINGS[name]), 0)
+    assert compiled.room is not None
+    chart = compiled.room.chart()
+    assert chart is not None
+    place, read = chart.start, 0
+    for _ in range(60):
+        behind = [chart.after(place, text) if text else None for text in vocabulary.text]
+        legal = [token for token, there in enumerate(behind) if there is not None]
+        row = row_with(legal, vocabulary.words) | vocabulary.stop_row
+        step = chart.step(place, row)
+        assert {place.number for place in step.places} >= {behind[t].number for t in legal}
+        for number, there in enumerate(step.places):
+            fits = np.arange(len(step.places)) == number
+            assert bits(step.row(fits, row)) == [t for t in legal if behind[t] is there]
+        read += len(legal)
+        ways = [byte for byte in range(256) if chart.move(place, byte) is not None]
+        after = chart.move(place, rng.choice(ways)) if ways else None
+        place = chart.start if after is None else after
+    assert read > 1000
+
+
+def row_with(tokens: list[int], words: int) -> np.ndarray:
+    flags = np.zeros(words * 32, np.uint8)
+    flags[tokens] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)
+
+
+def test_what_stands_in_strings_does_not_shorten_the_room() -> None:
+    compiled = compiler("xgrammar").compile(Grammar.json_schema(SCHEMAS["anything"]), 0)
+    matcher = roomy(compiled, 600)
+    for token in (*b'{"key":"', *b"any text, as long as it likes to be; " * 8, *b'"}'):
+        row_of(matcher)
+        assert matcher.accept(token)
+    assert not matcher.is_near
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_rows_behind_a_rollback_are_those_of_a_new_matcher(name: str) -> None:
+    compiled = compiler("xgrammar").compile(Grammar.json_schema(SCHEMAS[name]), 0)
+    rng = random.Random(name)
+    for most in (least(compiled) + 6, 40, 90):
+        matcher, tokens = roomy(compiled, most), list[int]()
+        for _ in range(60):
+            legal = bits(row_of(matcher) & ~VOCABULARY.stop_row)
+            if not legal or len(tokens) > 30 or rng.random() < 0.2:
+                count = rng.randint(0, len(tokens))
+                matcher.rollback(count)
+                del tokens[len(tokens) - count :]
+                continue
+            # What opens is drawn as often as all the rest.
+            opens = [token for token in legal if VOCABULARY.text[token][-1:] in b"[{"]
+            tokens.append(rng.choice(opens if opens and rng.random() < 0.5 else legal))
+            assert matcher.accept(tokens[-1])
+            new = roomy(compiled, most)
+            assert all(new.accept(token) for token in tokens)
+            assert np.array_equal(row_of(matcher), row_of(new)), (most, tokens)
