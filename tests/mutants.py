@@ -68,15 +68,15 @@ MUTANTS = (
     Mutant(
         "a tier that is not recorded is taken at once",
         AUTO,
-        "gains = {tier: each for tier, each in found.items() if self._pays(tier, each[0])}",
-        "gains = dict(found)",
+        "now = int(np.where(pays, maybe, -np.inf).argmax())",
+        "now = int(maybe.argmax())",
         (T_AUTO + "test_a_tier_that_is_not_recorded_waits_until_that_pays",),
     ),
     Mutant(
-        "probes may cost anything",
+        "what is unlikely to be better is tried as often",
         AUTO,
-        "PROBE_SHARE = 0.018",
-        "PROBE_SHARE = 1e9",
+        "HOPE = 0.5",
+        "HOPE = 5.0",
         (T_AUTO + "test_probes_cost_little",),
     ),
     Mutant(
